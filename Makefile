@@ -1,0 +1,47 @@
+# Two commands are all the set-up: `make demo` and `make test`. Both need Python >= 3.11 and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.11 or newer; say PYTHON=/path/to/python)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python >= 3.11; $(PYTHON) is `$(PYTHON) -V 2>&1` (say PYTHON=/path/to/python)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (on Debian: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[demo,test]'
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[demo,test,bench]'
+	@touch $@ $(VENV)/.demo $(VENV)/.test
+
+demo: $(VENV)/.demo
+	$(PY) -m shrinkpoint demo $(ARGS)
+
+test: $(VENV)/.test
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/.bench
+	$(PY) -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) .wheel-venv build dist

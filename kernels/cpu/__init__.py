@@ -1,0 +1,1 @@
+"""Numba back end: compiled on first call, cached on disk, the GIL released."""

@@ -1,0 +1,71 @@
+"""Float formats as integers: field widths, and the log buckets that are nothing but shifted bit patterns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .errors import BadArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """A binary interchange format: `width` bits = sign + `exponent` bits + `mantissa` bits."""
+
+    name: str
+    width: int
+    exponent: int
+    mantissa: int
+
+    @property
+    def bias(self) -> int:
+        """Exponent bias; also the largest unbiased exponent of a finite value."""
+        return (1 << (self.exponent - 1)) - 1
+
+    @property
+    def lowest_exponent(self) -> int:
+        """Unbiased exponent of the smallest subnormal: value `2**lowest_exponent`."""
+        return 1 - self.bias - self.mantissa
+
+    @property
+    def octaves(self) -> int:
+        """Number of octaves from the smallest subnormal to the largest finite value."""
+        return self.bias - self.lowest_exponent + 1
+
+    def buckets(self, bits: int) -> int:
+        """Number J of nonzero magnitude buckets with `2**bits` linear sub-buckets an octave."""
+        return self.octaves << bits
+
+
+FORMATS: dict[str, FloatFormat] = {
+    f.name: f
+    for f in (
+        FloatFormat("float16", 16, 5, 10),
+        FloatFormat("bfloat16", 16, 8, 7),
+        FloatFormat("float32", 32, 8, 23),
+        FloatFormat("float64", 64, 11, 52),
+    )
+}
+
+
+def format_named(name: str) -> FloatFormat:
+    """The format of dtype `name`; raises BadArgumentError for a dtype that has no log buckets."""
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise BadArgumentError(f"dtype {name} has no log buckets; one of {', '.join(FORMATS)} is needed") from None
+
+
+def bits_for(alpha: float, fmt: FloatFormat) -> int:
+    """Smallest b whose buckets keep the relative error within `alpha`: `2**-(b + 1) <= alpha`, capped at the mantissa.
+
+    Args:
+        alpha: relative error asked for, 0 < alpha < 1; 0.01 gives b = 6.
+        fmt: the float format; at `b == fmt.mantissa` a bucket holds one value and the error is zero.
+
+    Raises:
+        BadArgumentError: alpha is not in (0, 1).
+    """
+    if not 0.0 < alpha < 1.0:
+        raise BadArgumentError(f"alpha is {alpha}; it must be above 0 and below 1")
+    return min(max(math.ceil(-math.log2(alpha)) - 1, 0), fmt.mantissa)

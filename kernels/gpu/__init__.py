@@ -1,0 +1,1 @@
+"""Triton back end: imported on first use, so the package works where Triton does not exist."""
