@@ -25,6 +25,4 @@ def njit(function: F) -> F:
 
 def njit_inline(function: F) -> F:
     """Like `njit`, for a small helper that is called in inner loops of the same module."""
-    return cast(
-        "F", numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy", inline="never")(function)
-    )
+    return cast("F", numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy", inline="never")(function))
