@@ -1,0 +1,1 @@
+"""The codec: arrays to bytes and back, behind `compress` and `decompress`."""

@@ -1,0 +1,106 @@
+"""What every codec is: a small frozen configuration that encodes a leaf, and a stream format that decodes it.
+
+What was *asked* is the codec's dataclass, kept in `Config`. What was *chosen* is in the stream: its format's name, a
+little metadata and its pieces, enough to decode without ever seeing the configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from .kinds import Kind
+    from .leaves import LeafSpec
+
+Array = Any
+CHUNK = 1 << 22
+"""Elements coded at once: bounds the memory in use and is the unit of parallel work inside one large array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An array to encode: flat values, and the gradient average of the same size where one was given."""
+
+    path: str
+    key: str
+    spec: LeafSpec
+    kind: Kind
+    flat: Array
+    gradient: Array | None = None
+
+
+class Memory(Protocol):
+    """What decoding an array leaves behind, and what a later delta of the same array is coded against."""
+
+    def values(self, spec: LeafSpec) -> Array:
+        """The decoded array, flat, as NumPy or torch on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An encoded array.
+
+    Args:
+        stream: name of the stream format in `codec.streams`.
+        meta: what the decoder needs beside the pieces; plain JSON, numbers and strings only.
+        pieces: bytes, in order.
+        memory: for a later delta; None where this codec makes none.
+        error: achieved error (0.0 when exact), in the measure `measure`.
+        measure: "exact", "relative L2" or "relative" (largest |x~ - x| / |x|).
+        note: why the codec did something else than asked, or "".
+    """
+
+    stream: str
+    meta: dict[str, Any]
+    pieces: list[bytes]
+    memory: Memory | None
+    error: float = 0.0
+    measure: str = "exact"
+    note: str = ""
+
+
+class Codec(Protocol):
+    """A configuration of how to encode arrays; frozen, hashable, with a JSON form."""
+
+    id: ClassVar[str]
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Any]:
+        """Look at all arrays this codec will encode together (global thresholds); one plan an array."""
+        ...
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: Any) -> Stored:
+        """Encode one array, as a delta against `parent` where it is not None and that pays."""
+        ...
+
+
+def to_json(codec: Codec) -> dict[str, Any]:
+    """A codec as plain JSON: its id and its fields."""
+    fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
+    return {"id": codec.id, **fields}
+
+
+def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
+    """The codec that `to_json` wrote; raises BadArgumentError for an unknown id or field."""
+    if not isinstance(data, Mapping) or data.get("id") not in table:
+        raise BadArgumentError(f"{str(data)[:80]} is no codec; ids are {', '.join(table)}")
+    fields = {k: v for k, v in data.items() if k != "id"}
+    try:
+        return table[data["id"]](**fields)
+    except TypeError as e:
+        raise BadArgumentError(f"codec {data['id']}: {e}") from None
+
+
+def check_range(
+    name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> None:
+    """Raise BadArgumentError unless value is a number in the range."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
+        left, right = "(" if open_low else "[", ")" if open_high else "]"
+        raise BadArgumentError(f"{name} is {value!r}; it must be a number in {left}{low:g}, {high:g}{right}")

@@ -1,0 +1,357 @@
+"""A checkpoint: its bytes, what its header says, and, when resolved, what the next delta needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from . import container, tree
+from .base import Memory
+from .errors import BadArgumentError, CorruptDataError, MissingParentError
+from .leaves import Array, LeafSpec, build_leaf, spec_from_header
+from .parallel import map_chunks
+from .streams import DELTA_STREAMS, STREAMS
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """One array of a checkpoint, as its header describes it.
+
+    Args:
+        path: keys joined by "/".
+        key: unique name of the place in the tree; what a delta matches parents by.
+        spec: library, dtype, shape.
+        stream: stream format.
+        meta: the stream's metadata.
+        offset: where its pieces start in the body.
+        lengths: bytes of each piece.
+        error: achieved error, in the measure `measure`.
+        measure: "exact", "relative L2" or "relative".
+        note: what the codec has to say, or "".
+        delta: whether decoding needs the parent's memory of the same array.
+    """
+
+    path: str
+    key: str
+    spec: LeafSpec
+    stream: str
+    meta: dict[str, Any]
+    offset: int
+    lengths: tuple[int, ...]
+    error: float
+    measure: str
+    note: str
+    delta: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of `Checkpoint.summary()`: one array and how it is stored.
+
+    Args:
+        path: keys joined by "/".
+        codec: stream format ("bytes", "levels", "log-buckets").
+        raw_bytes: bytes of the array.
+        stored_bytes: bytes in the file, without header and checksums.
+        bits_per_element: stored bits an element; 0 for an empty array.
+        error: achieved error, 0 when exact.
+        measure: what `error` is: "exact", "relative L2", or "relative" (largest |x~ - x| / |x|).
+        dtype: dtype of the array.
+        shape: its shape.
+        note: what the codec has to say: why a codebook was refit, why an array is exact though it was not asked.
+    """
+
+    path: str
+    codec: str
+    raw_bytes: int
+    stored_bytes: int
+    bits_per_element: float
+    error: float
+    measure: str
+    dtype: str
+    shape: tuple[int, ...]
+    note: str
+
+
+def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[ArrayRecord, ...]:
+    """The array records of a header; `keys` are (path, key) in the order of the array nodes."""
+    rows = header.get("arrays")
+    if not isinstance(rows, list) or len(rows) != len(keys):
+        raise CorruptDataError("header: arrays and tree do not fit")
+    records = []
+    offset = 0
+    for row, (path, key) in zip(rows, keys, strict=True):
+        if not isinstance(row, dict):
+            raise CorruptDataError(f"header: {path}: no record")
+        stream, meta, lengths = row.get("f"), row.get("m", {}), row.get("b")
+        error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
+        ok = (
+            stream in STREAMS
+            and isinstance(meta, dict)
+            and isinstance(lengths, list)
+            and all(type(n) is int and n >= 0 for n in lengths)
+            and type(error) in (int, float)
+            and isinstance(measure, str)
+            and isinstance(note, str)
+        )
+        if not ok:
+            raise CorruptDataError(f"header: {path}: its record is malformed")
+        spec = spec_from_header(row.get("l", "torch"), row.get("d"), row.get("s"))
+        records.append(
+            ArrayRecord(
+                path, key, spec, stream, meta, offset, tuple(lengths), float(error), measure, note, bool(row.get("p"))
+            )
+        )
+        offset += sum(lengths)
+    return tuple(records)
+
+
+class Checkpoint:
+    """A compressed state; made by `compress` or `Checkpoint.from_bytes`, never changed afterwards.
+
+    A *resolved* checkpoint (from `compress`, a base, or read with its resolved parent) carries what the next delta needs:
+    about a byte a quantized weight, the bytes themselves of exact arrays, nothing of optimizer moments.
+
+    Example:
+        >>> import numpy as np
+        >>> import shrinkpoint as sp
+        >>> ckpt = sp.compress({"w": np.ones((64, 64), np.float32)})
+        >>> sp.Checkpoint.from_bytes(ckpt.to_bytes()).raw_nbytes
+        16384
+    """
+
+    __slots__ = ("_body", "_by_key", "_data", "_header", "_id", "_memory", "_nodes", "_records")
+
+    def __init__(self, data: bytes, memory: dict[str, Memory] | None) -> None:
+        """Use `compress` or `from_bytes`; this only takes bytes apart."""
+        view = memoryview(data)
+        where = container.layout(view)
+        self._data = data
+        self._header = where.header
+        self._body = container.Body(view, where)
+        self._id = blake3(data).hexdigest()
+        self._memory = memory
+        nodes = where.header.get("tree")
+        raw, parent = where.header.get("raw"), where.header.get("parent")
+        if not isinstance(nodes, list) or type(raw) is not int or raw < 0:
+            raise CorruptDataError("header: no tree")
+        if parent is not None and not (isinstance(parent, str) and len(parent) == 64):
+            raise CorruptDataError("header: the parent's hash is malformed")
+        keys: dict[int, tuple[str, str]] = {}
+
+        def note(number: int, path: str, key: str) -> None:
+            if number < 0:
+                raise CorruptDataError(f"header: {path}: array {number}")
+            # A tied array is named by its first place.
+            keys.setdefault(number, (path, key))
+
+        tree.unflatten(nodes, note)
+        if sorted(keys) != list(range(len(keys))):
+            raise CorruptDataError("header: arrays are missing from the tree")
+        self._nodes = nodes
+        self._records = _records(where.header, [keys[i] for i in range(len(keys))])
+        self._by_key = {r.key: r for r in self._records}
+        if sum(r.nbytes for r in self._records) != self._body.nbytes:
+            raise CorruptDataError("header: the pieces do not fill the file")
+        if parent is None and any(r.delta for r in self._records):
+            raise CorruptDataError("header: a delta array in a base")
+        if sum(r.spec.nbytes for r in self._records) != raw:
+            raise CorruptDataError("header: the arrays are not as large as it says")
+
+    @staticmethod
+    def from_bytes(data: bytes | bytearray | memoryview, prev: Checkpoint | None = None) -> Checkpoint:
+        """Read a checkpoint; the inverse of `to_bytes`.
+
+        Every checksum is verified. A base comes back resolved, a delta only with its resolved parent.
+
+        Args:
+            data: the bytes of one checkpoint, no more and no less.
+            prev: the parent, resolved; None for a base, or to read a delta that will be no parent itself.
+
+        Raises:
+            CorruptDataError: truncated, altered, or no checkpoint.
+            NewerFormatError: written by a newer version.
+            MissingParentError: `prev` is not the parent, or is not resolved.
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise BadArgumentError(f"data must be bytes, not {type(data).__qualname__}")
+        ckpt = Checkpoint(bytes(data), None)
+        ckpt._body.check_all()
+        if prev is not None:
+            if ckpt.is_delta:
+                ckpt._memory = ckpt._resolve(check_parent(ckpt, prev))
+            else:
+                raise MissingParentError("the checkpoint is a base: it has no parent, and one was given as prev")
+        return ckpt
+
+    def to_bytes(self) -> bytes:
+        """The file: what `from_bytes` reads."""
+        return self._data
+
+    @property
+    def id(self) -> str:
+        """Content hash (BLAKE3, 64 hexadecimal digits) of the bytes; a delta names its parent by it."""
+        return self._id
+
+    @property
+    def parent_id(self) -> str | None:
+        """The parent's `id`; None for a base."""
+        parent: str | None = self._header.get("parent")
+        return parent
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether a parent is needed to read it from its bytes."""
+        return self.parent_id is not None
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether it can be the parent of a delta."""
+        return self._memory is not None or not self.is_delta
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, everything included."""
+        return len(self._data)
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of the arrays of the state, tied ones once."""
+        return int(self._header["raw"])
+
+    @property
+    def ratio(self) -> float:
+        """`raw_nbytes / nbytes`."""
+        return self.raw_nbytes / self.nbytes
+
+    @property
+    def records(self) -> tuple[ArrayRecord, ...]:
+        """What the header says of each array."""
+        return self._records
+
+    def summary(self) -> list[Row]:
+        """One row an array: path, codec, raw bytes, stored bytes, bits an element, achieved error."""
+        return [
+            Row(
+                r.path,
+                r.stream,
+                r.spec.nbytes,
+                r.nbytes,
+                8 * r.nbytes / r.spec.size if r.spec.size else 0.0,
+                r.error,
+                r.measure,
+                r.spec.dtype,
+                r.spec.shape,
+                r.note,
+            )
+            for r in self._records
+        ]
+
+    def __repr__(self) -> str:
+        kind = "delta" if self.is_delta else "base"
+        return f"<Checkpoint {self._id[:12]} {kind} {self.raw_nbytes} -> {self.nbytes} bytes, ratio {self.ratio:.1f}>"
+
+    # ------------------------------------------------------------------ used by the codec, not by users
+
+    def memory_of(self, record: ArrayRecord, parent: Memory | None = None) -> Memory:
+        """Decode one array, from memory where it is there."""
+        if self._memory is not None and record.key in self._memory:
+            return self._memory[record.key]
+        pieces = []
+        offset = record.offset
+        for length in record.lengths:
+            pieces.append(self._body.piece(offset, length))
+            offset += length
+        if record.delta and parent is None:
+            raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
+        try:
+            return STREAMS[record.stream](record.spec, record.meta, pieces, parent if record.delta else None)
+        except CorruptDataError as e:
+            raise CorruptDataError(f"{record.path}: {e}") from None
+
+    def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
+        """What a delta of the array at `key` can be coded against: None if there is none of the same shape and dtype."""
+        record = self._by_key.get(key)
+        if record is None or record.stream not in DELTA_STREAMS:
+            return None
+        if record.spec.shape != spec.shape or record.spec.dtype != spec.dtype:
+            return None
+        memory = self.memory_of(record)
+        # A base read from bytes is decoded when first needed, and once.
+        if self._memory is None:
+            self._memory = {}
+        self._memory[key] = memory
+        return memory
+
+    def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
+        wanted = [r for r in self._records if r.stream in DELTA_STREAMS]
+        decoded = map_chunks(
+            lambda r: self.memory_of(r, parent.parent_memory(r.key, r.spec) if r.delta else None), wanted
+        )
+        return {r.key: m for r, m in zip(wanted, decoded, strict=True)}
+
+
+def check_parent(ckpt: Checkpoint, prev: Checkpoint) -> Checkpoint:
+    """`prev` if it is the resolved parent of `ckpt`; else MissingParentError says what is wrong."""
+    check_resolved(prev)
+    if prev.id != ckpt.parent_id:
+        raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}...; prev is {prev.id[:12]}...")
+    return prev
+
+
+def check_resolved(prev: Any) -> Checkpoint:
+    """`prev` if it can be a parent."""
+    if not isinstance(prev, Checkpoint):
+        raise BadArgumentError(f"prev must be a Checkpoint, not {type(prev).__qualname__}")
+    if not prev.is_resolved:
+        raise MissingParentError(
+            f"checkpoint {prev.id[:12]}... is a delta read without its parent; read it with from_bytes(blob, prev=parent)"
+        )
+    return prev
+
+
+def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
+    """The state a checkpoint holds: the same tree, keys, dtypes and shapes.
+
+    Arrays come back in the library they were stored from; torch tensors on the CPU. Tied arrays are one array again.
+
+    Args:
+        ckpt: the checkpoint.
+        prev: its resolved parent; needed for a delta that was read without it, checked wherever it is given.
+
+    Raises:
+        MissingParentError: a delta without its parent, or with another.
+        CorruptDataError: the bytes are not what was written.
+
+    Example:
+        >>> import numpy as np
+        >>> import shrinkpoint as sp
+        >>> state = {"step": 7, "ids": np.arange(5)}
+        >>> sp.decompress(sp.compress(state))["ids"].tolist()
+        [0, 1, 2, 3, 4]
+    """
+    if not isinstance(ckpt, Checkpoint):
+        raise BadArgumentError(f"ckpt must be a Checkpoint, not {type(ckpt).__qualname__}")
+    if prev is not None and ckpt.is_delta:
+        check_parent(ckpt, prev)
+    elif prev is not None:
+        raise MissingParentError("the checkpoint is a base: it has no parent, and one was given as prev")
+    elif not ckpt.is_resolved:
+        raise MissingParentError(f"a delta needs its parent {str(ckpt.parent_id)[:12]}... as prev")
+
+    def one(record: ArrayRecord) -> Array:
+        parent = None
+        if record.delta and prev is not None:
+            parent = prev.parent_memory(record.key, record.spec)
+        return build_leaf(ckpt.memory_of(record, parent).values(record.spec), record.spec)
+
+    arrays = map_chunks(one, ckpt.records)
+    return tree.unflatten(ckpt._nodes, lambda number, _path, _key: arrays[number])

@@ -1,0 +1,190 @@
+"""`compress`: a state, maybe its parent, and a configuration, to a checkpoint. Pure: same input, same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..kernels.arrays import is_torch
+from . import container, tree
+from .base import CHUNK, Codec, Leaf, Memory, Stored
+from .checkpoint import Checkpoint, check_resolved
+from .config import Config, check_config
+from .errors import BadArgumentError
+from .kinds import by_path, check_kinds, kind_of
+from .leaves import is_array, read_leaf, same_storage_key
+from .parallel import map_chunks
+from .quantize import Quantize
+from .streams import DELTA_STREAMS
+
+
+def compress(
+    state: Any,
+    prev: Checkpoint | None = None,
+    cfg: Config | None = None,
+    *,
+    grads: Any = None,
+    kinds: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Compress a training state.
+
+    Args:
+        state: dict, list or tuple (any nesting, any plain keys) of arrays and plain scalars. Arrays may be torch tensors on
+            any device, NumPy arrays, or arrays of any array-API library.
+        prev: the parent, resolved: the result is then a delta against it. None: a base.
+        cfg: what to do with which array; default `Config()`.
+        grads: gradient averages for sensitivity, a tree with the keys of the weights (or the tails of their paths).
+        kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it; default: guessed from names and shapes.
+
+    Returns:
+        A resolved checkpoint.
+
+    Raises:
+        BadArgumentError: an argument out of range; a state that is no tree; a gradient without a weight.
+        UnsupportedLeafError: a leaf that cannot be stored without pickle; the message has its path.
+        MissingParentError: `prev` is not resolved.
+
+    Example:
+        >>> import numpy as np
+        >>> import shrinkpoint as sp
+        >>> w = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+        >>> base = sp.compress({"w": w})
+        >>> delta = sp.compress({"w": w * 1.0001}, prev=base)
+        >>> delta.is_delta, delta.nbytes < base.nbytes / 5
+        (True, True)
+    """
+    cfg = Config() if cfg is None else check_config(cfg)
+    if prev is not None:
+        check_resolved(prev)
+    check_kinds(kinds)
+    nodes, found = tree.flatten(state, is_array)
+    nodes, unique = _tie(nodes, found)
+    leaves, codecs = _leaves(unique, cfg, kinds, _gradients(grads))
+    parents: list[Memory | None] = [None] * len(leaves)
+    if prev is not None:
+        parents = [prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
+    stored = _encode(leaves, codecs, parents)
+    header = {
+        "parent": None if prev is None else prev.id,
+        "raw": sum(leaf.spec.nbytes for leaf in leaves),
+        "tree": nodes,
+        "arrays": [_record(a, s, p is not None) for a, s, p in zip(leaves, stored, parents, strict=True)],
+    }
+    data = container.write(header, [piece for s in stored for piece in s.pieces])
+    memory = {
+        leaf.key: s.memory
+        for leaf, s in zip(leaves, stored, strict=True)
+        if s.memory is not None and s.stream in DELTA_STREAMS
+    }
+    return Checkpoint(data, memory)
+
+
+def _tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
+    """Let array nodes that are the same memory refer to one array."""
+    first: dict[Any, int] = {}
+    number: list[int] = []
+    unique: list[tree.ArrayNode] = []
+    for node in found:
+        key = same_storage_key(node.value)
+        if key is not None and key in first:
+            number.append(first[key])
+            continue
+        if key is not None:
+            first[key] = len(unique)
+        number.append(len(unique))
+        unique.append(node)
+    renumbered = [{"a": number[n["a"]]} if isinstance(n, dict) and "a" in n else n for n in nodes]
+    return renumbered, unique
+
+
+def _gradients(grads: Any) -> dict[str, Any]:
+    if grads is None:
+        return {}
+    _, arrays = tree.flatten(grads, is_array)
+    return {a.path: a.value for a in arrays}
+
+
+def _leaves(
+    found: list[tree.ArrayNode], cfg: Config, kinds: Mapping[str, Any] | None, grads: dict[str, Any]
+) -> tuple[list[Leaf], list[Codec]]:
+    leaves: list[Leaf] = []
+    codecs: list[Codec] = []
+    used: set[str] = set()
+    for node in found:
+        spec, flat = read_leaf(node.value, node.path)
+        kind = kind_of(node.path, spec, kinds)
+        codec = cfg.codec_for(node.path, spec, kind)
+        gradient = None
+        match = by_path(grads, node.path) if grads and kind.role == "weight" else None
+        if match is not None:
+            used.add(match[0])
+            grad_spec, gradient = read_leaf(match[1], f"grads/{match[0]}")
+            if grad_spec.shape != spec.shape:
+                raise BadArgumentError(f"{node.path}: its gradient has shape {grad_spec.shape}, not {spec.shape}")
+            if "float" not in grad_spec.dtype:
+                raise BadArgumentError(f"{node.path}: its gradient has dtype {grad_spec.dtype}; a float is needed")
+            gradient = _beside(gradient, flat)
+        if isinstance(codec, Quantize) and cfg.max_rel_error is not None and codec.max_error is None:
+            codec = dataclasses.replace(codec, max_error=cfg.max_rel_error)
+        leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient if isinstance(codec, Quantize) else None))
+        codecs.append(codec)
+    for name in grads:
+        if name not in used:
+            raise BadArgumentError(f"grads/{name}: the state has no such weight")
+    return leaves, codecs
+
+
+def _beside(gradient: Any, flat: Any) -> Any:
+    """The gradient in the library and on the device of its weight."""
+    if is_torch(flat):
+        import torch
+
+        tensor = gradient if is_torch(gradient) else torch.from_numpy(gradient)
+        return tensor.to(flat.device)
+    if is_torch(gradient):
+        return gradient.float().cpu().numpy() if str(gradient.dtype) == "torch.bfloat16" else gradient.cpu().numpy()
+    return gradient
+
+
+def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None]) -> list[Stored]:
+    plans: list[Any] = [None] * len(leaves)
+    for codec in dict.fromkeys(codecs):
+        group = [i for i, c in enumerate(codecs) if c == codec]
+        prepared = codec.prepare([leaves[i] for i in group], [parents[i] for i in group])
+        for i, plan in zip(group, prepared, strict=True):
+            plans[i] = plan
+
+    def one(i: int) -> Stored:
+        return codecs[i].encode(leaves[i], parents[i], plans[i])
+
+    # Large arrays one after another, each on all cores by its chunks; small ones beside each other.
+    results: dict[int, Stored] = {}
+    small = [i for i, leaf in enumerate(leaves) if leaf.spec.size <= CHUNK]
+    results.update(zip(small, map_chunks(one, small), strict=True))
+    for i in range(len(leaves)):
+        if i not in results:
+            results[i] = one(i)
+    return [results[i] for i in range(len(leaves))]
+
+
+def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
+    """A leaf's header record; what has its default value is left out."""
+    record: dict[str, Any] = {
+        "d": leaf.spec.dtype,
+        "s": list(leaf.spec.shape),
+        "f": stored.stream,
+        "b": [len(p) for p in stored.pieces],
+    }
+    if leaf.spec.library != "torch":
+        record["l"] = leaf.spec.library
+    if stored.meta:
+        record["m"] = stored.meta
+    if stored.measure != "exact":
+        record["q"] = stored.measure
+        record["e"] = float(f"{stored.error:.3g}")
+    if stored.note:
+        record["n"] = stored.note
+    if has_parent and stored.stream in DELTA_STREAMS:
+        record["p"] = True
+    return record

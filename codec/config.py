@@ -1,0 +1,162 @@
+"""What is asked for: rules that give each array a codec, error target, rate, and when to take a base."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .base import Codec, check_range, from_json, to_json
+from .errors import BadArgumentError
+from .exact import Exact
+from .kinds import LAYERS, ROLES, TINY, Kind
+from .leaves import LeafSpec
+from .moments import LogBuckets
+from .quantize import Quantize
+
+CODECS: dict[str, type[Codec]] = {c.id: c for c in (Exact, Quantize, LogBuckets)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`match` is a kind (a layer type or role: "norm", "embedding", "first moment") or a shell glob over the path.
+
+    In a glob, `*` also matches `/`: `optimizer/*` is everything in the optimizer.
+    """
+
+    match: str
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.match, str) or not self.match:
+            raise BadArgumentError(f"a rule's pattern must be a non-empty string, not {self.match!r}")
+        if type(self.codec) not in CODECS.values():
+            raise BadArgumentError(f"rule {self.match!r}: {self.codec!r} is no codec")
+
+    def matches(self, path: str, kind: Kind) -> bool:
+        """Whether the rule is for this array."""
+        if self.match in ROLES:
+            return kind.role == self.match
+        if self.match in LAYERS:
+            return kind.layer == self.match and kind.role == "weight"
+        return fnmatch.fnmatchcase(path, self.match)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPolicy:
+    """When `Store` takes a base, and what a delta is against.
+
+    Args:
+        base_every: a base every so many checkpoints, 1 (only bases) or more; default 20.
+        against: "previous" (linear chain) or "base".
+    """
+
+    base_every: int = 20
+    against: str = "previous"
+
+    def __post_init__(self) -> None:
+        if type(self.base_every) is not int or self.base_every < 1:
+            raise BadArgumentError(f"base_every is {self.base_every!r}; it must be an integer of at least 1")
+        if self.against not in ("previous", "base"):
+            raise BadArgumentError(f"against is {self.against!r}; it must be 'previous' or 'base'")
+
+
+_EXACT = Exact()
+_WEIGHTS = Quantize()
+_MOMENTS = LogBuckets()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How to compress: `Config()` is this project's best trade-off for someone who only says `compress(state)`.
+
+    Args:
+        rules: ordered, first match wins; `Rule`s or `(pattern or kind, codec)` pairs. An array that no rule matches is
+            treated as by `Config()`: large float weights are quantized, optimizer moments kept to a relative error,
+            everything else exact. Integer, bool, tiny, norm and bias arrays are exact whatever the rules say.
+        max_rel_error: relative L2 error no quantized array may exceed, in (0, 1); picks the number of codebook bins per
+            array, and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules say.
+        rate: lambda of the rate-distortion encoder, in units of the array's variance per bit, >= 0; 0 means every weight
+            gets its nearest level.
+        chain: when `Store` takes a base.
+
+    Example:
+        >>> cfg = Config(rules=[("embedding", Exact()), ("*/exp_avg", LogBuckets(alpha=0.1))])
+        >>> Config.from_json(cfg.to_json()) == cfg
+        True
+    """
+
+    rules: tuple[Rule, ...] = ()
+    max_rel_error: float | None = None
+    rate: float = 0.0
+    chain: ChainPolicy = ChainPolicy()
+
+    def __init__(
+        self,
+        rules: Iterable[Rule | tuple[str, Codec]] = (),
+        *,
+        max_rel_error: float | None = None,
+        rate: float = 0.0,
+        chain: ChainPolicy | None = None,
+    ) -> None:
+        try:
+            made = tuple(r if isinstance(r, Rule) else Rule(*r) for r in rules)
+        except TypeError:
+            raise BadArgumentError("rules must be Rules or (pattern, codec) pairs") from None
+        chain = ChainPolicy() if chain is None else chain
+        if not isinstance(chain, ChainPolicy):
+            raise BadArgumentError(f"chain is {chain!r}; it must be a ChainPolicy")
+        if max_rel_error is not None:
+            check_range("max_rel_error", max_rel_error, 0, 1, open_low=True, open_high=True)
+        check_range("rate", rate, 0, 1e6)
+        for name, value in (("rules", made), ("max_rel_error", max_rel_error), ("rate", float(rate)), ("chain", chain)):
+            object.__setattr__(self, name, value)
+
+    def codec_for(self, path: str, spec: LeafSpec, kind: Kind) -> Codec:
+        """The codec for one array."""
+        lossless_only = (
+            spec.library == "numpy scalar"
+            or spec.dtype not in ("float16", "bfloat16", "float32", "float64")
+            or spec.size < TINY
+            or (kind.role == "weight" and kind.layer in ("norm", "bias"))
+            or (kind.role == "state")
+        )
+        asked = next((r.codec for r in self.rules if r.matches(path, kind)), None)
+        if lossless_only:
+            return asked if isinstance(asked, Exact) else _EXACT
+        if asked is not None:
+            return asked
+        return _WEIGHTS if kind.role == "weight" else _MOMENTS
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json` gives an equal Config."""
+        return {
+            "rules": [[r.match, to_json(r.codec)] for r in self.rules],
+            "max_rel_error": self.max_rel_error,
+            "rate": self.rate,
+            "chain": {"base_every": self.chain.base_every, "against": self.chain.against},
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> Config:
+        """The Config that `to_json` wrote; raises BadArgumentError for anything else."""
+        try:
+            return Config(
+                [Rule(match, from_json(CODECS, codec)) for match, codec in data["rules"]],
+                max_rel_error=data["max_rel_error"],
+                rate=data["rate"],
+                chain=ChainPolicy(**data["chain"]),
+            )
+        except (TypeError, KeyError, ValueError) as e:
+            if isinstance(e, BadArgumentError):
+                raise
+            raise BadArgumentError(f"no configuration: {e}") from None
+
+
+def check_config(cfg: Any) -> Config:
+    """Refuse what is no Config (a common slip: a codec or a preset function itself)."""
+    if not isinstance(cfg, Config):
+        got = "the preset itself; call it" if callable(cfg) else repr(cfg)[:60]
+        raise BadArgumentError(f"cfg must be a Config, not {got}")
+    return cfg

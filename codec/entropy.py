@@ -1,0 +1,309 @@
+"""Symbols (one byte each) to bytes: the smallest of several coders, named by the first byte.
+
+    0 constant     the value
+    1 packed       width in bits, then the symbols bit-packed
+    2 huffman      code lengths, then the code
+    3 published    run lengths > 1 told apart from values by sign, Huffman on top (Inshrinkerator, section 6)
+    4 rans         symbol frequencies, then one static rANS stream
+    5 conditional  joint frequencies, then a rANS stream conditioned on the context
+    6 rearranged   one group per context value, each coded by any method from 0 to 4, difference (context - symbol) mod B
+    7 unchanged    every symbol equals its context
+    8 zstandard    a zstandard frame
+    9 stored       the symbols themselves
+
+The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from ..kernels.bitpack import pack_bits, unpack_bits
+from ..kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
+from ..kernels.levels import delta, joint_counts, merge_by_level, split_by_level, undelta
+from ..kernels.rans import (
+    coding_cost,
+    pack_frequencies,
+    rans_decode,
+    rans_encode,
+    rans_frequencies,
+    unpack_frequencies,
+)
+from ..kernels.runlength import rle_decode, rle_encode
+from .errors import CorruptDataError
+from .fields import Reader, Writer
+
+U8 = np.ndarray[Any, np.dtype[np.uint8]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
+PRECISIONS = (12, 15)
+_STATES = 16
+
+
+def counts_of(symbols: U8) -> I64:
+    """How often each of the 256 symbols occurs."""
+    counts: I64 = joint_counts(np.zeros(symbols.size, np.uint8), symbols, 2, 256)[0]
+    return counts
+
+
+def encode(symbols: U8) -> bytes:
+    """Code symbols without a context, by whichever of constant, packed, huffman, rans and stored is smallest.
+
+    Args:
+        symbols: uint8, shape (n,); n is not stored.
+    """
+    return _encode_plain(symbols, counts_of(symbols))
+
+
+def _encode_plain(symbols: U8, counts: I64) -> bytes:
+    out = Writer()
+    n = symbols.size
+    present = np.flatnonzero(counts)
+    if present.size <= 1:
+        out.byte(CONSTANT)
+        out.byte(int(present[0]) if present.size else 0)
+        return out.done()
+    width = int(present[-1]).bit_length()
+    sizes = {STORED: float(n), PACKED: 1 + np.ceil(n * width / 8)}
+    if n >= 16:
+        lengths = huffman_lengths(counts)
+        packed_lengths = pack_lengths(lengths)
+        sizes[HUFFMAN] = len(packed_lengths) + 8 + float((counts * lengths).sum()) / 8
+        model = _Model.best(counts[None, :])
+        sizes[RANS] = model.cost
+    method = min(sizes, key=lambda m: (sizes[m], m))
+    out.byte(method)
+    if method == STORED:
+        out.raw(symbols)
+    elif method == PACKED:
+        out.byte(width)
+        out.raw(pack_bits(symbols, width))
+    elif method == HUFFMAN:
+        out.block(packed_lengths)
+        out.raw(huffman_encode(symbols, lengths))
+    else:
+        model.write(out, symbols, None)
+    return out.done()
+
+
+class _Model:
+    """A table of frequencies and what coding with it costs, in bytes."""
+
+    def __init__(self, counts: I64, precision: int) -> None:
+        self.precision = precision
+        self.symbols = int(np.flatnonzero(counts.any(axis=0))[-1]) + 1 if counts.any() else 1
+        self.frequencies = rans_frequencies(counts[:, : self.symbols], precision)
+        self.table = pack_frequencies(self.frequencies, precision)
+        self.cost = (
+            coding_cost(counts[:, : self.symbols], self.frequencies, precision) / 8 + len(self.table) + _STATES + 4
+        )
+
+    @staticmethod
+    def best(counts: I64) -> _Model:
+        """The cheaper of the precisions on offer (ties to the smaller table)."""
+        return min((_Model(counts, p) for p in PRECISIONS), key=lambda m: m.cost)
+
+    def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
+        out.byte(self.precision)
+        out.varint(self.symbols)
+        out.block(self.table)
+        out.raw(rans_encode(symbols, contexts, self.frequencies, self.precision))
+
+
+def _read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
+    precision = data.byte()
+    symbols = data.varint()
+    if precision not in range(8, 17) or not 1 <= symbols <= 256:
+        raise CorruptDataError(f"rANS: precision {precision} or {symbols} symbols out of range")
+    table = unpack_frequencies(_array(data.block()), n_contexts, symbols, precision)
+    decoded: U8 = rans_decode(_array(data.rest()), contexts, table, precision, n)
+    return decoded
+
+
+def _array(data: memoryview) -> U8:
+    return np.frombuffer(data, np.uint8)
+
+
+def encode_published(symbols: U8) -> bytes:
+    """Run lengths above one and Huffman, as published; constant where there is one symbol, huffman for bases."""
+    if symbols.size == 0 or (symbols == symbols[0]).all():
+        return bytes([CONSTANT, int(symbols[0]) if symbols.size else 0])
+    tokens = rle_encode(symbols)
+    alphabet, dense, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+    lengths = huffman_lengths(counts.astype(np.int64), limit=24)
+    out = Writer()
+    out.byte(PUBLISHED)
+    out.varint(tokens.size)
+    out.varint(alphabet.size)
+    # The alphabet ascends: first the values, negated, then the run lengths.
+    out.varint(int(-alphabet[0]))
+    for step in np.diff(alphabet):
+        out.varint(int(step))
+    out.block(pack_lengths(lengths))
+    out.raw(huffman_encode(dense.astype(np.uint16), lengths))
+    return out.done()
+
+
+def _decode_published(data: Reader, n: int) -> U8:
+    count, size = data.varint(), data.varint()
+    if not 1 <= size <= min(count, 1 << 16) or not count <= 2 * n:
+        raise CorruptDataError(f"run lengths: {count} tokens, {size} of them different, for {n} values")
+    alphabet = np.empty(size, np.int64)
+    value = -data.varint()
+    for i in range(size):
+        value += data.varint() if i else 0
+        alphabet[i] = value
+    if alphabet[0] < -255 or alphabet[-1] > n:
+        raise CorruptDataError("run lengths: a token is out of range")
+    lengths = unpack_lengths(_array(data.block()), size)
+    dense = huffman_decode(_array(data.rest()), lengths, count, dtype="uint16")
+    decoded: U8 = rle_decode(alphabet[dense].astype(np.int32), n)
+    return decoded
+
+
+def encode_levels(levels: U8, size: int, parent: U8 | None, parent_size: int, coder: str) -> bytes:
+    """Code levels, as a delta against the parent's levels where there are any.
+
+    Args:
+        levels: uint8, shape (n,), values below `size`.
+        size: number of levels, 2 to 256.
+        parent: the parent's levels of the same elements, or None for a base.
+        parent_size: number of levels of the parent.
+        coder: "smallest", or "published" (Inshrinkerator: Huffman for a base, one group per parent level with run
+            lengths and Huffman for a delta).
+    """
+    if coder == "published":
+        return encode_huffman(levels) if parent is None else encode_rearranged(levels, size, parent, parent_size)
+    if parent is None:
+        return encode(levels)
+    counts = joint_counts(parent, levels, parent_size, max(size, parent_size))
+    if int(np.trace(counts)) == levels.size:
+        return bytes([UNCHANGED])
+    model = _Model.best(counts)
+    total = np.zeros(256, np.int64)
+    total[: counts.shape[1]] = counts.sum(axis=0)
+    order0 = _Model.best(total[None, :])
+    if order0.cost <= model.cost:
+        return _encode_plain(levels, total)
+    out = Writer()
+    out.byte(CONDITIONAL)
+    model.write(out, levels, parent)
+    return out.done()
+
+
+def encode_huffman(symbols: U8) -> bytes:
+    """Huffman alone, as the published system codes a base."""
+    counts = counts_of(symbols)
+    if np.count_nonzero(counts) <= 1:
+        return _encode_plain(symbols, counts)
+    lengths = huffman_lengths(counts)
+    out = Writer()
+    out.byte(HUFFMAN)
+    out.block(pack_lengths(lengths))
+    out.raw(huffman_encode(symbols, lengths))
+    return out.done()
+
+
+def encode_rearranged(levels: U8, size: int, parent: U8, parent_size: int) -> bytes:
+    """The published delta: cyclic difference, split by the parent's level, each group by run lengths and Huffman."""
+    buffer = max(size, parent_size)
+    grouped, counts = split_by_level(delta(parent, levels, buffer), parent, parent_size)
+    out = Writer()
+    out.byte(REARRANGED)
+    out.varint(buffer)
+    start = 0
+    for count in counts:
+        if count:
+            out.block(encode_published(grouped[start : start + int(count)]))
+        start += int(count)
+    return out.done()
+
+
+def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 0) -> U8:
+    """Decode n symbols; the inverse of every encoder of this module.
+
+    Args:
+        data: what an encoder wrote.
+        n: number of symbols.
+        context: uint8, shape (n,), values below `contexts`; None where the encoder had none.
+
+    Raises:
+        CorruptDataError: the bytes are not such a stream.
+    """
+    reader = Reader(data, "symbols")
+    method = reader.byte()
+    if method in (CONDITIONAL, REARRANGED, UNCHANGED):
+        if context is None:
+            raise CorruptDataError(f"symbols: method {method} needs a parent")
+        symbols = _IN_CONTEXT[method](reader, n, context, contexts)
+    elif method in _PLAIN:
+        symbols = _PLAIN[method](reader, n)
+    else:
+        raise CorruptDataError(f"symbols: method {method} is unknown")
+    reader.end()
+    if symbols.size != n:
+        raise CorruptDataError(f"symbols: {symbols.size} decoded, {n} expected")
+    return symbols
+
+
+def _decode_constant(data: Reader, n: int) -> U8:
+    return np.full(n, data.byte(), np.uint8)
+
+
+def _decode_packed(data: Reader, n: int) -> U8:
+    width = data.byte()
+    if width > 8:
+        raise CorruptDataError(f"packed: a width of {width} bits")
+    symbols: U8 = unpack_bits(_array(data.rest()), width, n)
+    return symbols
+
+
+def _decode_huffman(data: Reader, n: int) -> U8:
+    lengths = unpack_lengths(_array(data.block()), 256)
+    symbols: U8 = huffman_decode(_array(data.rest()), lengths, n)
+    return symbols
+
+
+def _decode_zstandard(data: Reader, n: int) -> U8:
+    frame = data.rest()
+    try:
+        if zstandard.get_frame_parameters(frame).content_size != n:
+            raise CorruptDataError(f"zstandard: the frame does not hold {n} bytes")
+        plain = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(frame, max_output_size=n)
+    except zstandard.ZstdError as e:
+        raise CorruptDataError(f"zstandard: {e}") from None
+    return np.frombuffer(plain, np.uint8)
+
+
+def _decode_rearranged(data: Reader, n: int, context: U8, contexts: int) -> U8:
+    buffer = data.varint()
+    if not 2 <= buffer <= 256 or buffer < contexts:
+        raise CorruptDataError(f"rearranged: a cyclic buffer of {buffer} levels")
+    counts = joint_counts(context, context, contexts, contexts).diagonal()
+    groups = [decode(data.block(), int(c)) for c in counts if c]
+    grouped = np.concatenate(groups) if groups else np.empty(0, np.uint8)
+    if grouped.size and int(grouped.max()) >= buffer:
+        raise CorruptDataError(f"rearranged: a difference is beyond the cyclic buffer of {buffer}")
+    levels: U8 = undelta(context, merge_by_level(grouped, context, contexts), buffer)
+    return levels
+
+
+_PLAIN: dict[int, Callable[[Reader, int], U8]] = {
+    CONSTANT: _decode_constant,
+    PACKED: _decode_packed,
+    HUFFMAN: _decode_huffman,
+    PUBLISHED: _decode_published,
+    RANS: lambda data, n: _read_rans(data, None, 1, n),
+    ZSTANDARD: _decode_zstandard,
+    STORED: lambda data, n: _array(data.raw(n)),
+}
+_IN_CONTEXT: dict[int, Callable[[Reader, int, U8, int], U8]] = {
+    CONDITIONAL: lambda data, n, context, contexts: _read_rans(data, context, contexts, n),
+    REARRANGED: _decode_rearranged,
+    UNCHANGED: lambda _data, _n, context, _contexts: context,
+}

@@ -1,0 +1,164 @@
+"""Bit-exact storage of any dtype: byte planes, differences to the parent, plain bytes; whichever is smallest.
+
+A chunk's first byte names the method:
+
+    0 plain        the bytes, coded by `entropy` (small or compressible ones as a zstandard frame)
+    1 planes       one `entropy` block a byte plane, least significant byte first
+    2 difference   planes of the arithmetic difference to the parent's bit patterns
+    3 unchanged    the parent's bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import zstandard
+
+from ..kernels.planes import difference, merge_planes, split_planes, undifference
+from . import entropy
+from .base import CHUNK, Leaf, Memory, Stored
+from .errors import CorruptDataError
+from .fields import Reader, Writer
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .parallel import map_chunks
+
+PLAIN, PLANES, DIFFERENCE, UNCHANGED = range(4)
+_SMALL = 64
+_MODEST = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class BytesMemory:
+    """The bytes themselves."""
+
+    data: NpArray
+
+    def values(self, spec: LeafSpec) -> Array:
+        """A flat array over a copy of the bytes: what the caller does with it does not change the memory."""
+        return from_bytes(self.data.copy(), spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Store every bit. Deltas are taken where they are smaller.
+
+    Example:
+        >>> Exact()
+        Exact()
+    """
+
+    id: ClassVar[str] = "exact"
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is 0."""
+        data = as_bytes(leaf.flat)
+        before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == data.size else None
+        step = CHUNK * 4
+
+        def one(start: int) -> bytes:
+            stop = start + step
+            return _encode_chunk(data[start:stop], leaf.spec, None if before is None else before[start:stop])
+
+        pieces = map_chunks(one, range(0, data.size, step))
+        return Stored("bytes", {}, pieces, BytesMemory(data.copy()))
+
+
+def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
+    """Bytes as numbers that `difference` orders rightly: floats as floats of their width, the rest unsigned.
+
+    Order needs only sign and magnitude, so bfloat16 may pass for float16. Complex numbers are two floats each. None for a
+    width that no number has.
+    """
+    width = spec.itemsize // 2 if spec.dtype.startswith("complex") else spec.itemsize
+    if width not in (1, 2, 4, 8):
+        return None
+    kind = "f" if width > 1 and ("float" in spec.dtype or "complex" in spec.dtype) else "u"
+    return data.view(f"<{kind}{width}")
+
+
+def _coded(planes: NpArray) -> bytes:
+    out = Writer()
+    for plane in planes:
+        out.block(entropy.encode(np.ascontiguousarray(plane)))
+    return out.done()
+
+
+def _encode_plain(data: NpArray) -> bytes:
+    coded = entropy.encode(data)
+    if data.size <= _SMALL:
+        return coded
+    frame = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data)
+    return min(coded, bytes([entropy.ZSTANDARD]) + frame, key=len)
+
+
+def _encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> bytes:
+    if before is not None and np.array_equal(data, before):
+        return bytes([UNCHANGED])
+    current = _patterns(data, spec)
+    if current is None or data.size <= _SMALL:
+        return bytes([PLAIN]) + _encode_plain(data)
+    candidates = []
+    # The mantissas of a large float array are noise to a general compressor: only its planes are worth coding.
+    if current.dtype.kind == "u" or data.size <= _MODEST:
+        candidates.append(bytes([PLAIN]) + _encode_plain(data))
+    if current.dtype.itemsize > 1:
+        candidates.append(bytes([PLANES]) + _coded(split_planes(current)))
+    if before is not None:
+        candidates.append(bytes([DIFFERENCE]) + _coded(split_planes(difference(current, _patterns(before, spec)))))
+    return min(candidates, key=len)
+
+
+def decode_bytes(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None
+) -> BytesMemory:
+    """The stream format "bytes"."""
+    total = spec.nbytes
+    step = CHUNK * 4
+    starts = range(0, total, step)
+    if len(pieces) != len(starts):
+        raise CorruptDataError(f"exact: {len(pieces)} pieces for {len(starts)} chunks")
+    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == total else None
+    check_memory(total, "exact")
+    data = np.empty(total, np.uint8)
+
+    def one(number: int) -> None:
+        start = starts[number]
+        part = data[start : start + step]
+        _decode_chunk(pieces[number], part, spec, None if before is None else before[start : start + step])
+
+    map_chunks(one, range(len(starts)))
+    return BytesMemory(data)
+
+
+def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+    data = Reader(piece, "exact")
+    method = data.byte()
+    if method == PLAIN:
+        out[:] = entropy.decode(data.rest(), out.size)
+        return
+    if method in (UNCHANGED, DIFFERENCE) and before is None:
+        raise CorruptDataError("exact: a difference without a parent")
+    if method == UNCHANGED:
+        out[:] = before
+    elif method in (PLANES, DIFFERENCE):
+        patterns = _patterns(out, spec)
+        if patterns is None:
+            raise CorruptDataError(f"exact: items of {spec.itemsize} bytes have no planes")
+        size = patterns.dtype.itemsize
+        planes = np.empty((size, patterns.size), np.uint8)
+        for plane in planes:
+            plane[:] = entropy.decode(data.block(), patterns.size)
+        merged = merge_planes(planes, dtype=f"uint{8 * size}")
+        if method == DIFFERENCE and before is not None:
+            merged = undifference(merged, _patterns(before, spec))
+        patterns.view(f"<u{size}")[:] = merged.view(f"<u{size}")
+    else:
+        raise CorruptDataError(f"exact: method {method} is unknown")
+    data.end()

@@ -1,0 +1,190 @@
+"""What an array is: layer type and role, from `kinds=` where given, else from names and shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from .leaves import LeafSpec
+
+LAYERS = ("linear", "convolution", "attention", "embedding", "norm", "bias", "other")
+ROLES = ("weight", "first moment", "second moment", "state")
+TINY = 1024
+"""Arrays with fewer elements are always exact."""
+
+_FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "mu", "m"}
+_SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "nu", "v"}
+_NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln|ln_?\w|bn|bn\d+|running_mean|running_var)([._/]|$)", re.IGNORECASE)
+_EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe|tok\w*)([._/]|$)", re.IGNORECASE)
+_ATTENTION = re.compile(r"(^|[._/])(\w*attn\w*|\w*attention\w*|[qkvo]_proj|qkv\w*|in_proj\w*)([._/]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an array is.
+
+    Args:
+        layer: layer type of the array, or of the parameter an optimizer entry belongs to; one of `LAYERS`.
+        role: "weight", "first moment" or "second moment" of an optimizer, or "state" (everything else).
+        parameter: name of the parameter that an optimizer entry belongs to, where known.
+        optimizer: class name of the optimizer, where known.
+    """
+
+    layer: str = "other"
+    role: str = "weight"
+    parameter: str | None = None
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer not in LAYERS:
+            raise BadArgumentError(f"kind {self.layer!r} is unknown; one of {', '.join(LAYERS)}")
+        if self.role not in ROLES:
+            raise BadArgumentError(f"role {self.role!r} is unknown; one of {', '.join(ROLES)}")
+
+
+def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
+    """The entry for `path`: its own, else that of the longest tail of it (`model/fc.weight` finds `fc.weight`)."""
+    tail = path
+    while True:
+        if tail in table:
+            return tail, table[tail]
+        cut = tail.find("/")
+        if cut < 0:
+            return None
+        tail = tail[cut + 1 :]
+
+
+def _role(path: str) -> str:
+    parts = path.split("/")
+    last = parts[-1]
+    if len(parts) >= 2:
+        if last in _SECOND and (len(last) > 2 or parts[-2].isdigit()):
+            return "second moment"
+        if last in _FIRST and (len(last) > 2 or parts[-2].isdigit()):
+            return "first moment"
+    # An optimizer's entry that is no known moment: never lossy by guess.
+    return "state" if len(parts) >= 3 and parts[-3] == "state" else "weight"
+
+
+def guess(path: str, spec: LeafSpec) -> Kind:
+    """The kind of an array by its name and shape alone."""
+    role = _role(path)
+    dims = len(spec.shape)
+    last = re.split(r"[./]", path)[-1]
+    layer = "other"
+    if _NORM.search(path):
+        layer = "norm"
+    elif last == "bias" or last.endswith("_bias"):
+        layer = "bias"
+    elif dims <= 1 and last in ("weight", "gamma", "beta", "scale", "g") and spec.size <= 8 * TINY:
+        layer = "norm"
+    elif _EMBEDDING.search(path) and dims == 2:
+        layer = "embedding"
+    elif _ATTENTION.search(path) and dims >= 2:
+        layer = "attention"
+    elif dims >= 3:
+        layer = "convolution"
+    elif dims == 2:
+        layer = "linear"
+    return Kind(layer, role)
+
+
+def kind_of(path: str, spec: LeafSpec, kinds: Mapping[str, Any] | None) -> Kind:
+    """The kind given for this path, else the guess."""
+    found = by_path(kinds, path) if kinds else None
+    if found is None:
+        return guess(path, spec)
+    kind = found[1]
+    if isinstance(kind, Kind):
+        return kind
+    return Kind(kind, _role(path))
+
+
+def check_kinds(kinds: Any) -> None:
+    """Refuse what is no mapping of paths to kinds."""
+    if kinds is None:
+        return
+    if not isinstance(kinds, Mapping):
+        raise BadArgumentError(f"kinds must map paths to kinds, not be a {type(kinds).__qualname__}")
+    for path, kind in kinds.items():
+        if not isinstance(path, str):
+            raise BadArgumentError(f"kinds: the path {path!r} is no string")
+        if isinstance(kind, str):
+            Kind(kind)
+        elif not isinstance(kind, Kind):
+            raise BadArgumentError(f"kinds: {path}: {kind!r} is neither a layer type nor a Kind")
+
+
+def _layer_of_module(module: Any, name: str, parameter: Any) -> str:
+    import torch.nn as nn
+
+    if name.endswith("bias"):
+        return "bias"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    if "norm" in type(module).__name__.lower() or isinstance(module, nn.modules.batchnorm._NormBase):
+        return "norm"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return "norm" if parameter.ndim <= 1 and parameter.numel() <= 8 * TINY else "other"
+
+
+def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
+    """Kinds of a module's parameters and buffers, and of an optimizer's state, by their names in a state dict.
+
+    The keys are the paths *inside* the state dicts (`fc.weight`, `state/0/exp_avg`); `compress` matches them with the
+    tails of a state's own paths, so they fit whatever the state is nested in.
+
+    Args:
+        module: a `torch.nn.Module`, or None.
+        optimizer: a `torch.optim.Optimizer`, or None.
+
+    Returns:
+        `{path: Kind}`, for `compress(..., kinds=)`, `search` and `Store.save`.
+
+    Example:
+        >>> import torch
+        >>> sp_kinds = kinds(torch.nn.Linear(4, 4))
+        >>> sp_kinds["weight"].layer
+        'linear'
+    """
+    table: dict[str, Kind] = {}
+    names: dict[int, str] = {}
+    if module is not None:
+        for prefix, sub in module.named_modules():
+            for short, parameter in sub.named_parameters(recurse=False):
+                name = f"{prefix}.{short}" if prefix else short
+                layer = _layer_of_module(sub, short, parameter)
+                if layer == "linear" and _ATTENTION.search(name):
+                    layer = "attention"
+                table[name] = Kind(layer, "weight", name)
+                names[id(parameter)] = name
+            for short, _ in sub.named_buffers(recurse=False):
+                name = f"{prefix}.{short}" if prefix else short
+                table[name] = Kind("norm" if _NORM.search(name) else "other", "state", name)
+    if optimizer is not None:
+        owner = type(optimizer).__name__
+        number = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                layer = table[name].layer if name is not None else "other"
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    role = _role(f"state/{number}/{entry}") if getattr(value, "ndim", 0) else "state"
+                    if role == "weight":
+                        role = "state"
+                    kind = Kind(layer, role, name, owner)
+                    table[f"state/{number}/{entry}"] = kind
+                    if name is not None:
+                        table[f"state/{name}/{entry}"] = kind
+                number += 1
+    return table

@@ -1,0 +1,249 @@
+"""Array leaves: what a leaf is made of, its values as flat bytes or bit patterns, and the same kind of array back.
+
+Inside the codec an array is one of two things, both flat and contiguous: a NumPy array or a torch tensor (CUDA ones stay
+on their device until only a small result is left to copy). JAX and others are read as NumPy and handed back through
+their own namespace.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..kernels.arrays import is_torch
+from .errors import CorruptDataError, UnsupportedLeafError
+
+Array = Any
+NpArray = np.ndarray[Any, Any]
+
+# Libraries a file may name: nothing else is ever imported because a file says so.
+LIBRARIES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "numpy scalar": "numpy",
+    "jax": "jax.numpy",
+    "cupy": "cupy",
+    "array_api_strict": "array_api_strict",
+}
+_MAX_ELEMENTS = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """Everything about an array but its values.
+
+    `dtype` is the library's name of it (`bfloat16`), or NumPy's typestring where the name would lose something (`>f4`).
+    """
+
+    library: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return _item_size(self.library, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf is an array: torch, NumPy (scalars too), or anything with the array API's namespace."""
+    return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or hasattr(value, "__array_namespace__")
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        try:
+            return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+        except (ImportError, AttributeError, TypeError):
+            raise CorruptDataError(f"header: no dtype {name!r} here (is ml_dtypes installed?)") from None
+
+
+def _torch_dtype(name: str) -> Any:
+    torch = _torch()
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptDataError(f"header: torch has no dtype {name!r}")
+    return dtype
+
+
+def _item_size(library: str, dtype: str) -> int:
+    return int(_torch_dtype(dtype).itemsize if library == "torch" else _numpy_dtype(dtype).itemsize)
+
+
+def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
+    """The spec of an array leaf and its values as a flat, contiguous NumPy array or torch tensor.
+
+    No copy is made of what is contiguous already. NumPy arrays of foreign byte order come as their bytes (uint8).
+
+    Raises:
+        UnsupportedLeafError: object arrays, structured arrays, sparse, quantized, meta tensors, unknown subclasses.
+    """
+    if is_torch(value):
+        return _read_torch(value, path)
+    if isinstance(value, np.generic):
+        spec, flat = _read_numpy(np.asarray(value), path)
+        return LeafSpec("numpy scalar", spec.dtype, ()), flat
+    if isinstance(value, np.ndarray):
+        return _read_numpy(value, path)
+    library = value.__array_namespace__().__name__.split(".")[0]
+    if library not in LIBRARIES:
+        raise UnsupportedLeafError(f"{path}: arrays of {library} are not known; convert it to NumPy or torch")
+    if library == "array_api_strict":
+        host = np.from_dlpack(value)
+    elif library == "cupy":
+        host = value.get()
+    else:
+        host = np.asarray(value)
+    spec, flat = _read_numpy(host, path)
+    return LeafSpec(library, spec.dtype, spec.shape), flat
+
+
+def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
+    if type(x) is not np.ndarray and not isinstance(x, np.memmap):
+        raise UnsupportedLeafError(
+            f"{path}: the ndarray subclass {type(x).__qualname__} cannot be rebuilt from its values"
+        )
+    dtype = x.dtype
+    if (
+        dtype.hasobject
+        or dtype.names is not None
+        or dtype.kind == "V"
+        and dtype.str.startswith("|V")
+        and dtype.name[0:4] == "void"
+    ):
+        raise UnsupportedLeafError(f"{path}: NumPy dtype {dtype} cannot be stored without pickle")
+    extension = dtype.kind == "V" or dtype.type.__module__ == "ml_dtypes"
+    native = dtype.isnative
+    plain = dtype.kind in "biufc" and native
+    name = dtype.name if extension or plain else dtype.str
+    flat = np.ascontiguousarray(x).reshape(-1)
+    if not extension and not plain:
+        flat = flat.view(np.uint8)
+    return LeafSpec("numpy", name, tuple(x.shape)), flat
+
+
+def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
+    torch = _torch()
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(t, distributed.DTensor):
+        t = t.full_tensor()
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.nn.parameter.UninitializedParameter)
+    if type(t) not in plain and not (isinstance(t, torch.nn.Parameter) and type(t.data) is torch.Tensor):
+        raise UnsupportedLeafError(
+            f"{path}: the tensor subclass {type(t).__qualname__} cannot be rebuilt from its values"
+        )
+    if type(t) is plain[3]:
+        raise UnsupportedLeafError(f"{path}: an uninitialized parameter has no values")
+    if t.layout is not torch.strided or t.is_quantized or t.device.type == "meta":
+        what = "quantized" if t.is_quantized else "meta" if t.device.type == "meta" else str(t.layout)
+        raise UnsupportedLeafError(f"{path}: a {what} tensor has no plain values; convert it first")
+    name = str(t.dtype).removeprefix("torch.")
+    shape = tuple(t.shape)
+    flat = t.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    if flat.device.type not in ("cpu", "cuda"):
+        flat = flat.cpu()
+    return LeafSpec("torch", name, shape), flat
+
+
+def as_bytes(flat: Array) -> NpArray:
+    """The bytes of a flat array on the host, as uint8, without a copy where it is there already."""
+    if is_torch(flat):
+        torch = _torch()
+        flat = flat.cpu()
+        data: NpArray = flat.view(torch.uint8).numpy() if flat.dtype != torch.uint8 else flat.numpy()
+        return data
+    return np.asarray(flat).view(np.uint8)
+
+
+def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
+    """A flat torch tensor or NumPy array over these bytes (uint8, writable, exactly `spec.nbytes`)."""
+    if spec.library == "torch":
+        dtype = _torch_dtype(spec.dtype)
+        return _torch().from_numpy(data).view(dtype) if data.size else _torch().empty(0, dtype=dtype)
+    return data.view(_numpy_dtype(spec.dtype))
+
+
+def build_leaf(flat: Array, spec: LeafSpec) -> Array:
+    """The array a user gets back: the library, dtype and shape it was stored with (torch tensors on the CPU)."""
+    shaped = flat.reshape(spec.shape)
+    if spec.library in ("torch", "numpy"):
+        return shaped
+    if spec.library == "numpy scalar":
+        return shaped[()]
+    try:
+        namespace = importlib.import_module(LIBRARIES[spec.library])
+    except ImportError:
+        raise UnsupportedLeafError(
+            f"an array of {spec.library} was stored, and {spec.library} is not installed here"
+        ) from None
+    return namespace.asarray(shaped)
+
+
+def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
+    """A spec read from a file, with everything checked that a hostile file could lie about."""
+    if library not in LIBRARIES or not isinstance(dtype, str) or len(dtype) > 40 or not isinstance(shape, list):
+        raise CorruptDataError(f"header: no array of {str(library)[:40]!r}, {str(dtype)[:40]!r}")
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape):
+        raise CorruptDataError(f"header: {str(shape)[:60]} is no shape")
+    spec = LeafSpec(library, dtype, tuple(shape))
+    if library != "torch" and (_numpy_dtype(dtype).hasobject or _numpy_dtype(dtype).names is not None):
+        raise CorruptDataError(f"header: dtype {dtype!r} needs pickle")
+    if spec.size >= _MAX_ELEMENTS:
+        raise CorruptDataError(f"header: {spec.size} elements are more than any array has")
+    return spec
+
+
+def check_memory(nbytes: int, what: str) -> None:
+    """Refuse to allocate more than this machine's memory, however honestly a header asks for it."""
+    try:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        limit = 1 << 46
+    if nbytes > limit:
+        raise CorruptDataError(f"{what}: needs {nbytes} bytes, this machine has {limit}")
+
+
+def same_storage_key(value: Array) -> tuple[Any, ...] | None:
+    """Equal for two leaves that are the same memory seen the same way (tied weights); None where it cannot be told."""
+    if is_torch(value):
+        if value.layout is not _torch().strided or value.numel() == 0 or value.device.type == "meta":
+            return None
+        try:
+            pointer = value.data_ptr()
+        except RuntimeError:
+            return None
+        return (
+            "torch",
+            str(value.device),
+            pointer,
+            tuple(value.shape),
+            value.stride(),
+            str(value.dtype),
+            value.is_neg(),
+            value.is_conj(),
+        )
+    if isinstance(value, np.ndarray) and value.size:
+        return ("numpy", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+    return None

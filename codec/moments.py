@@ -1,0 +1,193 @@
+"""Optimizer moments (any float array) to a stated relative error: the log-bucket index is itself a quantizer.
+
+With `2**b` linear sub-buckets an octave and the midpoint as value, |x~ - x| <= 2**-(b+1) |x| <= alpha |x| for every
+finite x; zero stays zero and nothing else becomes zero. A chunk is
+
+    octave of the smallest and largest magnitude present (varints; none for a chunk of zeros),
+    flags (1: signs follow, 2: values that are not finite follow),
+    an `entropy` block of octave symbols (0 = zero, 1 + octave - smallest), signs and fraction bytes of the nonzero ones,
+    positions and bit patterns of what is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..kernels.distortion import Distortion, distortion
+from ..kernels.floats import FORMATS, bits_for
+from ..kernels.logbucket import bucket_index, bucket_value
+from . import entropy
+from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .errors import CorruptDataError
+from .exact import Exact
+from .fields import Reader, Writer
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .parallel import map_chunks
+
+_SIGNS, _NOT_FINITE = 1, 2
+_MAX_OCTAVES = 255
+_FINEST = 2.0**-17
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesMemory:
+    """Decoded values; no later delta is coded against them."""
+
+    flat: Array
+
+    def values(self, spec: LeafSpec) -> Array:
+        """The decoded array."""
+        return self.flat
+
+
+@dataclass(frozen=True, slots=True)
+class LogBuckets:
+    """Keep every value to a relative error.
+
+    Args:
+        alpha: largest |x~ - x| / |x|, in [2**-17, 0.5]; default 0.25. What is used is the next power of two below.
+
+    Raises:
+        BadArgumentError: alpha out of range.
+
+    Example:
+        >>> LogBuckets(alpha=0.01)
+        LogBuckets(alpha=0.01)
+    """
+
+    alpha: float = 0.25
+    id: ClassVar[str] = "log-buckets"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, _FINEST, 0.5)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the largest relative error met."""
+        fmt = FORMATS[leaf.spec.dtype]
+        bits = bits_for(self.alpha, fmt)
+        flat = leaf.flat
+
+        def one(start: int) -> tuple[bytes | None, Distortion]:
+            x = flat[start : start + CHUNK]
+            index = bucket_index(x, bits)
+            met = distortion(x, bucket_value(index, bits, leaf.spec.dtype))
+            host = index.cpu().numpy() if hasattr(index, "cpu") else index
+            return _encode_chunk(host, fmt.buckets(bits), bits, as_bytes(x), leaf.spec.itemsize), met
+
+        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        pieces = [p for p, _ in parts if p is not None]
+        if len(pieces) < len(parts):
+            return _exactly(leaf, parent)
+        met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
+        return Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative")
+
+
+def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
+    stored = Exact().encode(leaf, parent)
+    note = f"exact: magnitudes span more than {_MAX_OCTAVES - 1} octaves"
+    return Stored(stored.stream, stored.meta, stored.pieces, stored.memory, note=note)
+
+
+def _encode_chunk(index: NpArray, buckets: int, bits: int, data: NpArray, width: int) -> bytes | None:
+    """None when the octaves present do not fit one byte."""
+    out = Writer()
+    signed = index - np.int32(buckets)
+    magnitude = np.abs(signed)
+    odd = np.flatnonzero(magnitude > buckets)
+    magnitude[odd] = 0
+    present = magnitude > 0
+    octave = (magnitude - 1) >> bits
+    some = octave[present]
+    low, high = (int(some.min()), int(some.max())) if some.size else (0, 0)
+    if high - low >= _MAX_OCTAVES - 1:
+        return None
+    out.varint(low)
+    out.varint(high)
+    negative = signed[present] < 0
+    any_negative = bool(negative.any())
+    out.byte(_SIGNS * any_negative | _NOT_FINITE * bool(odd.size))
+    out.block(entropy.encode(np.where(present, octave - low + 1, 0).astype(np.uint8)))
+    if any_negative:
+        out.block(entropy.encode(negative.view(np.uint8)))
+    fraction = (magnitude[present] - 1) & ((1 << bits) - 1)
+    for shift in range(0, bits, 8):
+        out.block(entropy.encode((fraction >> shift).astype(np.uint8)))
+    if odd.size:
+        out.varint(odd.size)
+        out.raw(odd.astype("<u4"))
+        out.raw(data.reshape(-1, width)[odd])
+    return out.done()
+
+
+def decode_log_buckets(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None
+) -> ValuesMemory:
+    """The stream format "log-buckets"."""
+    if spec.dtype not in FORMATS:
+        raise CorruptDataError(f"log buckets: {spec.dtype} has none")
+    fmt = FORMATS[spec.dtype]
+    bits = meta.get("b")
+    if type(bits) is not int or not 0 <= bits <= min(16, fmt.mantissa):
+        raise CorruptDataError(f"log buckets: {bits!r} bits out of range")
+    starts = range(0, spec.size, CHUNK)
+    if len(pieces) != len(starts):
+        raise CorruptDataError(f"log buckets: {len(pieces)} pieces for {len(starts)} chunks")
+    check_memory(spec.nbytes, "log buckets")
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def one(number: int) -> None:
+        start = starts[number] * spec.itemsize
+        part = data[start : start + CHUNK * spec.itemsize]
+        _decode_chunk(pieces[number], part, spec, fmt.octaves, bits)
+
+    map_chunks(one, range(len(starts)))
+    return ValuesMemory(from_bytes(data, spec))
+
+
+def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int, bits: int) -> None:
+    n = out.size // spec.itemsize
+    data = Reader(piece, "log buckets")
+    low, high, flags = data.varint(), data.varint(), data.byte()
+    if not low <= high < octaves or high - low >= _MAX_OCTAVES - 1 or flags > 3:
+        raise CorruptDataError(f"log buckets: octaves {low} to {high}, flags {flags} out of range")
+    symbol = entropy.decode(data.block(), n)
+    if symbol.size and int(symbol.max()) > high - low + 1:
+        raise CorruptDataError("log buckets: an octave is out of range")
+    present = symbol > 0
+    count = int(np.count_nonzero(present))
+    negative = entropy.decode(data.block(), count) if flags & _SIGNS else None
+    magnitude = ((symbol[present].astype(np.int32) + np.int32(low - 1)) << bits) + np.int32(1)
+    for shift in range(0, bits, 8):
+        fraction = entropy.decode(data.block(), count).astype(np.int32) << shift
+        if fraction.size and int(fraction.max()) >= 1 << bits:
+            raise CorruptDataError("log buckets: a fraction is out of range")
+        magnitude += fraction
+    if negative is not None:
+        magnitude = np.where(negative > 0, -magnitude, magnitude)
+    index = np.full(n, octaves << bits, np.int32)
+    index[present] += magnitude
+    values = bucket_value(index, bits, spec.dtype) if spec.library != "torch" else _torch_values(index, bits, spec)
+    out[:] = as_bytes(values)
+    if flags & _NOT_FINITE:
+        odd = data.varint()
+        if odd > n:
+            raise CorruptDataError("log buckets: more values that are not finite than values")
+        at = data.array("<u4", odd)
+        if odd and int(at.max()) >= n:
+            raise CorruptDataError("log buckets: a position is out of range")
+        out.reshape(n, spec.itemsize)[at] = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+    data.end()
+
+
+def _torch_values(index: NpArray, bits: int, spec: LeafSpec) -> Array:
+    import torch
+
+    return bucket_value(torch.from_numpy(index), bits, spec.dtype)

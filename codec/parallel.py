@@ -1,0 +1,80 @@
+"""Work on several cores: threads over kernels that release the GIL, results in order."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import TypeVar
+
+from .errors import BadArgumentError
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+_limit = int(os.environ.get("SHRINKPOINT_THREADS", "0"))
+_inside: ContextVar[bool] = ContextVar("inside a worker thread", default=False)
+_lock = threading.Lock()
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
+
+
+def threads() -> int:
+    """Number of threads `compress` and `decompress` use; the machine's usable cores unless set."""
+    if _limit:
+        return _limit
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_threads(n: int | None) -> None:
+    """Bound the number of threads; None goes back to the number of usable cores.
+
+    Args:
+        n: at least 1. The environment variable SHRINKPOINT_THREADS sets it at start.
+    """
+    global _limit
+    if n is not None and (type(n) is not int or n < 1):
+        raise BadArgumentError(f"threads is {n!r}; it must be an integer of at least 1")
+    _limit = n or 0
+
+
+def _executor(n: int) -> ThreadPoolExecutor:
+    """The shared pool; made anew after a fork or a change of the bound."""
+    global _pool
+    with _lock:
+        if _pool is None or _pool[0] != os.getpid() or _pool[1] != n:
+            _pool = (os.getpid(), n, ThreadPoolExecutor(n, thread_name_prefix="shrinkpoint"))
+        return _pool[2]
+
+
+def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """`[work(i) for i in items]` on all threads; the first error is raised after all have stopped.
+
+    Called from inside a worker it runs in place, so that nested use cannot wait for itself.
+    """
+    items = list(items)
+    n = threads()
+    if n == 1 or len(items) <= 1 or _inside.get():
+        return [work(i) for i in items]
+
+    def marked(item: A) -> B:
+        token = _inside.set(True)
+        try:
+            return work(item)
+        finally:
+            _inside.reset(token)
+
+    futures = [_executor(n).submit(marked, item) for item in items]
+    results: list[B] = []
+    error: BaseException | None = None
+    for future in futures:
+        try:
+            results.append(future.result())
+        except BaseException as e:
+            error = error or e
+    if error is not None:
+        raise error
+    return results

@@ -1,0 +1,86 @@
+"""Which weights are protected, pruned, or quantized: thresholds from sketches, over all arrays at once.
+
+Protection is global: the top F of all weights by magnitude, or F/2 by magnitude and F/2 by sensitivity |g w| where
+gradients are known. Pruning is by layer type: the lowest fraction of all weights of that type, by one metric;
+embeddings are never pruned. Thresholds lie on bucket boundaries of the sketch, on the side that takes no more than asked,
+so a histogram can be split at them exactly.
+
+Source: Inshrinkerator, sections 4.1 to 4.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kernels.assign import Thresholds
+from ..kernels.histogram import Histogram, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What the partition needs to know of one array: its histograms and its layer type."""
+
+    layer: str
+    signed: Histogram
+    sensitivity: Histogram | None
+
+
+def upper_threshold(histogram: Histogram, budget: float) -> float:
+    """Smallest bucket boundary with at most `budget` elements at or above it; infinite where there is none."""
+    tail = np.cumsum(histogram.counts[:-1][::-1])[::-1]
+    allowed = np.flatnonzero(tail <= budget)
+    if allowed.size == 0 or tail[allowed[0]] == 0:
+        return math.inf
+    return float(histogram.lower_bounds()[allowed[0]])
+
+
+def lower_threshold(histogram: Histogram, budget: float) -> float:
+    """Largest bucket boundary with at most `budget` elements below it; 0 where there is none."""
+    below = np.concatenate([[0], np.cumsum(histogram.counts[:-1])])[:-1]
+    allowed = np.flatnonzero(below <= budget)
+    last = int(allowed[-1])
+    return float(histogram.lower_bounds()[last]) if below[last] > 0 else 0.0
+
+
+def protection(sketches: Sequence[Sketch], fraction: float) -> tuple[float, float]:
+    """Thresholds (magnitude, sensitivity) that protect the top `fraction` of all weights."""
+    magnitudes = merge(*(s.signed.magnitude() for s in sketches))
+    sensitivities = [s.sensitivity for s in sketches if s.sensitivity is not None]
+    budget = fraction * magnitudes.total
+    if not sensitivities:
+        return upper_threshold(magnitudes, budget), math.inf
+    return upper_threshold(magnitudes, budget / 2), upper_threshold(merge(*sensitivities), budget / 2)
+
+
+def pruning(sketches: Sequence[Sketch], fraction: float, metric: str) -> dict[str, tuple[float, float]]:
+    """Thresholds (magnitude, sensitivity) below which weights are pruned, by layer type."""
+    table: dict[str, tuple[float, float]] = {}
+    for layer in sorted({s.layer for s in sketches} - {"embedding"}):
+        group = [s for s in sketches if s.layer == layer]
+        if metric == "sensitivity":
+            known = merge(*(s.sensitivity for s in group if s.sensitivity is not None))
+            table[layer] = (0.0, lower_threshold(known, fraction * known.total))
+        else:
+            all_of_it = merge(*(s.signed.magnitude() for s in group))
+            table[layer] = (lower_threshold(all_of_it, fraction * all_of_it.total), 0.0)
+    return table
+
+
+def kept(histogram: Histogram, thresholds: Thresholds) -> Histogram:
+    """What is left of a signed histogram when magnitude thresholds on bucket boundaries are taken off."""
+    middle = np.abs(histogram.values())
+    keep = (middle < thresholds.protect_magnitude) & (middle >= thresholds.prune_magnitude)
+    counts = np.where(np.append(keep, False), histogram.counts, 0)
+    return Histogram(counts, histogram.bits, histogram.format, histogram.signed)
+
+
+def share_at_or_above(histogram: Histogram, threshold: float) -> float:
+    """Fraction of a magnitude histogram's elements at or above a threshold that lies on a bucket boundary."""
+    if not histogram.total or math.isinf(threshold):
+        return 0.0
+    above = histogram.counts[:-1][histogram.lower_bounds() >= threshold]
+    return float(above.sum()) / histogram.total

@@ -1,0 +1,387 @@
+"""Weights as levels of a codebook: prune, protect, quantize, and a delta of the levels (Inshrinkerator's pipeline).
+
+Piece 0 is what the levels refer to: the codebook (or "the parent's"), the protected values as bfloat16 differences to
+the parent's, and those values that bfloat16 cannot hold, to the bit. The other pieces are chunks of levels
+(`entropy.encode_levels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..kernels.arrays import is_torch
+from ..kernels.assign import Thresholds, assign, dequantize
+from ..kernels.distortion import Distortion, distortion
+from ..kernels.floats import FORMATS, bits_for
+from ..kernels.histogram import kept_histogram, log_histogram
+from ..kernels.planes import difference, merge_planes, split_planes, undifference
+from . import bfloat16, entropy
+from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .codebook import Fit, fit, predicted_error
+from .errors import BadArgumentError, CorruptDataError
+from .exact import Exact
+from .fields import Reader, Writer
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .parallel import map_chunks
+from .partition import Sketch, kept, protection, pruning, share_at_or_above
+
+_EXPLICIT, _PARENTS = 0, 1
+MAX_BINS = 254
+_LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelsMemory:
+    """Levels (a byte an element), the codebook, the protected values: what the next delta needs.
+
+    Args:
+        levels: uint8, shape (n,).
+        codebook: float64, ascending, values of the array's dtype.
+        protected: bytes of the protected values in the array's dtype, in order.
+        thresholds: those the levels were made with.
+    """
+
+    levels: NpArray
+    codebook: NpArray
+    protected: NpArray
+    thresholds: Thresholds
+
+    @property
+    def size(self) -> int:
+        """Number of levels."""
+        return int(self.codebook.size) + 2
+
+    def values(self, spec: LeafSpec) -> Array:
+        """Dequantize."""
+        codebook = codebook_array(self.codebook, spec)
+        out: Array = dequantize(_beside(self.levels, codebook), codebook, protected=from_bytes(self.protected, spec))
+        return out
+
+
+def _beside(levels: NpArray, other: Array) -> Array:
+    """Levels in the library of `other`."""
+    if is_torch(other):
+        import torch
+
+        return torch.from_numpy(levels)
+    return levels
+
+
+def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:
+    """A float64 codebook in the library and dtype of the array; exact, for its values are of that dtype."""
+    if spec.library == "torch":
+        import torch
+
+        return torch.from_numpy(codebook).to(getattr(torch, spec.dtype))
+    return codebook.astype(from_bytes(np.empty(0, np.uint8), spec).dtype)
+
+
+def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
+    """A codebook rounded to the array's dtype, entries that became equal merged; float64."""
+    array = codebook_array(codebook, spec)
+    wide = array.double().numpy() if is_torch(array) else array.astype(np.float64)
+    return np.unique(wide[np.isfinite(wide)] + 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `prepare` decided for one array."""
+
+    sketch: Sketch
+    thresholds: Thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """Prune, protect and quantize float weights to levels of a codebook, and code the levels, as a delta if there is a parent.
+
+    Args:
+        bins: codebook entries, 2 to 254; default 32.
+        embedding_bins: the same for embeddings; None: as `bins`.
+        prune: fraction set to zero, per layer type, in [0, 1); default 0. Embeddings are never pruned.
+        prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
+        protect: fraction kept as bfloat16, over all arrays, in [0, 1); default 0.0005.
+        alpha: relative error of the sketch, in (0, 1); default 0.01.
+        sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
+        solver: "exact" or "kmeans++".
+        policy: "frozen" (default), "warm" or "refit"; see `codec.codebook`.
+        trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
+        coder: "smallest" (default) or "published" (run lengths and Huffman per group).
+        seed: of kmeans++.
+        max_error: relative L2 error an array may have, in (0, 1); picks its bins. None: `bins` as given.
+
+    Raises:
+        BadArgumentError: a value out of range; the message names it and its limits.
+
+    Source: Inshrinkerator, sections 4 and 6.
+    """
+
+    bins: int = 32
+    embedding_bins: int | None = None
+    prune: float = 0.0
+    prune_metric: str = "magnitude"
+    protect: float = 0.0005
+    alpha: float = 0.01
+    sigma: float = 1.0
+    solver: str = "exact"
+    policy: str = "frozen"
+    trigger: float = 1.05
+    coder: str = "smallest"
+    seed: int = 0
+    max_error: float | None = None
+    id: ClassVar[str] = "quantize"
+
+    def __post_init__(self) -> None:
+        for name in ("bins", "embedding_bins"):
+            value = getattr(self, name)
+            if name == "embedding_bins" and value is None:
+                continue
+            if type(value) is not int or not 2 <= value <= MAX_BINS:
+                raise BadArgumentError(f"{name} is {value!r}; it must be an integer in [2, {MAX_BINS}]")
+        check_range("prune", self.prune, 0, 1, open_high=True)
+        check_range("protect", self.protect, 0, 1, open_high=True)
+        if self.prune + self.protect > 1:
+            raise BadArgumentError(f"prune + protect is {self.prune + self.protect:g}; it must be at most 1")
+        check_range("alpha", self.alpha, 0, 1, open_low=True, open_high=True)
+        check_range("sigma", self.sigma, 0, 1)
+        check_range("trigger", self.trigger, 1, 1e9)
+        if self.max_error is not None:
+            check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise BadArgumentError(f"seed is {self.seed!r}; it must be an integer in [0, 2**63)")
+        for name, allowed in (
+            ("prune_metric", ("magnitude", "sensitivity")),
+            ("solver", ("exact", "kmeans++")),
+            ("policy", ("frozen", "warm", "refit")),
+            ("coder", ("smallest", "published")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise BadArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Plan]:
+        """Sketch every array, then take thresholds over all of them."""
+        if not leaves:
+            return []
+        sketches = map_chunks(self._sketch, leaves)
+        protect = self._protection(sketches, parents)
+        by_layer = pruning(sketches, self.prune, self._metric(leaves)) if self.prune else {}
+        plans = []
+        for sketch in sketches:
+            prune = by_layer.get(sketch.layer, (0.0, 0.0))
+            plans.append(Plan(sketch, Thresholds(*protect, *prune)))
+        return plans
+
+    def _metric(self, leaves: Sequence[Leaf]) -> str:
+        if self.prune_metric == "sensitivity":
+            for leaf in leaves:
+                if leaf.gradient is None and leaf.kind.layer != "embedding":
+                    raise BadArgumentError(f"{leaf.path}: pruning by sensitivity needs its gradient in grads=")
+        return self.prune_metric
+
+    def _sketch(self, leaf: Leaf) -> Sketch:
+        bits = bits_for(self.alpha, FORMATS[leaf.spec.dtype])
+        signed = log_histogram(leaf.flat, bits, signed=True)
+        if leaf.gradient is None:
+            return Sketch(leaf.kind.layer, signed, None)
+        wide = FORMATS["float64" if leaf.spec.dtype == "float64" else "float32"]
+        return Sketch(
+            leaf.kind.layer, signed, log_histogram(leaf.flat, bits_for(self.alpha, wide), gradient=leaf.gradient)
+        )
+
+    def _protection(self, sketches: Sequence[Sketch], parents: Sequence[Memory | None]) -> tuple[float, float]:
+        """Protection thresholds; the parent's stay while they protect about what was asked (a moving one costs bits)."""
+        if not self.protect:
+            return (np.inf, np.inf)
+        before = [p.thresholds for p in parents if isinstance(p, LevelsMemory)]
+        if self.policy == "frozen" and before and not any(s.sensitivity for s in sketches):
+            old = before[0].protect_magnitude
+            counts = [(share_at_or_above(s.signed.magnitude(), old), s.signed.total) for s in sketches]
+            total = sum(n for _, n in counts)
+            share = sum(f * n for f, n in counts) / total if total else 0.0
+            if 0.5 * self.protect <= share <= 1.25 * self.protect:
+                return (old, np.inf)
+        return protection(sketches, self.protect)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: Plan) -> Stored:
+        """Encode one array; `error` is the relative L2 error met."""
+        before = parent if isinstance(parent, LevelsMemory) and parent.levels.size == leaf.spec.size else None
+        histogram = kept(plan.sketch.signed, plan.thresholds)
+        if leaf.gradient is not None:
+            histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
+        bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
+        for count in (bins,) if self.max_error is None else _LADDER:
+            how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
+            codebook, reason = fit(histogram, how, before.codebook if before is not None else None)
+            if self.max_error is not None and predicted_error(histogram, codebook) > 1.1 * self.max_error:
+                continue
+            if reason != "frozen":
+                codebook = rounded_codebook(codebook, leaf.spec)
+            memory, met = _quantize(leaf, plan.thresholds, codebook)
+            if self.max_error is None or met.relative_l2 <= self.max_error:
+                break
+        else:
+            stored = Exact().encode(leaf, parent)
+            note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
+            return Stored(stored.stream, stored.meta, stored.pieces, stored.memory, note=note)
+        pieces = [_references(memory, leaf, before), *_level_chunks(memory, before, self.coder)]
+        limits = plan.thresholds
+        meta = {
+            "t": [
+                _finite(limits.protect_magnitude),
+                _finite(limits.protect_sensitivity),
+                limits.prune_magnitude,
+                limits.prune_sensitivity,
+            ]
+        }
+        return Stored("levels", meta, pieces, memory, met.relative_l2, "relative L2", f"codebook {reason}")
+
+
+def _finite(threshold: float) -> float | None:
+    return None if np.isinf(threshold) else threshold
+
+
+def _quantize(leaf: Leaf, thresholds: Thresholds, codebook: NpArray) -> tuple[LevelsMemory, Distortion]:
+    """Levels of all elements, the values of the protected ones as they will be restored, and the distortion."""
+    levels = np.empty(leaf.spec.size, np.uint8)
+    native = codebook_array(codebook, leaf.spec)
+
+    def one(start: int) -> tuple[NpArray, Distortion]:
+        x = leaf.flat[start : start + CHUNK]
+        gradient = None if leaf.gradient is None else leaf.gradient[start : start + CHUNK]
+        own = assign(x, thresholds, codebook, gradient=gradient)
+        held = bfloat16.held(x[own == 1], leaf.spec)
+        values = native.to(x.device) if is_torch(x) else native
+        protected = from_bytes(held, leaf.spec)
+        restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
+        levels[start : start + CHUNK] = own.cpu().numpy() if is_torch(own) else own
+        return held, distortion(x, restored)
+
+    parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+    protected = np.concatenate([h for h, _ in parts]) if parts else np.empty(0, np.uint8)
+    met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
+    return LevelsMemory(levels, codebook, protected, thresholds), met
+
+
+def _level_chunks(memory: LevelsMemory, before: LevelsMemory | None, coder: str) -> list[bytes]:
+    def one(start: int) -> bytes:
+        part = slice(start, start + CHUNK)
+        parent = None if before is None else before.levels[part]
+        parent_size = 0 if before is None else before.size
+        return entropy.encode_levels(memory.levels[part], memory.size, parent, parent_size, coder)
+
+    return map_chunks(one, range(0, memory.levels.size, CHUNK))
+
+
+def _references(memory: LevelsMemory, leaf: Leaf, before: LevelsMemory | None) -> bytes:
+    out = Writer()
+    out.varint(memory.codebook.size)
+    if before is not None and np.array_equal(before.codebook, memory.codebook):
+        out.byte(_PARENTS)
+    else:
+        out.byte(_EXPLICIT)
+        out.raw(as_bytes(codebook_array(memory.codebook, leaf.spec)))
+    patterns, odd = bfloat16.patterns(memory.protected, leaf.spec)
+    predicted = _predicted(memory.levels, before, leaf.spec)
+    out.varint(patterns.size)
+    for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
+        out.block(entropy.encode(np.ascontiguousarray(plane)))
+    out.varint(odd.size)
+    for step in np.diff(odd, prepend=0):
+        out.varint(int(step))
+    out.raw(memory.protected.reshape(-1, leaf.spec.itemsize)[odd])
+    return out.done()
+
+
+def _predicted(levels: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> NpArray:
+    """What the parent protected at each protected position, as bfloat16 patterns; 0 where it protected nothing."""
+    at = np.flatnonzero(levels == 1)
+    guess = np.zeros(at.size, np.uint16)
+    if before is None or before.protected.size == 0 or at.size == 0:
+        return guess
+    old_at = np.flatnonzero(before.levels == 1)
+    old, _ = bfloat16.patterns(before.protected, spec)
+    found = np.minimum(np.searchsorted(old_at, at), old_at.size - 1)
+    same = old_at[found] == at
+    guess[same] = old[found[same]]
+    return guess
+
+
+def decode_levels(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None
+) -> LevelsMemory:
+    """The stream format "levels"."""
+    if spec.dtype not in FORMATS:
+        raise CorruptDataError(f"levels: {spec.dtype} has none")
+    before = parent if isinstance(parent, LevelsMemory) and parent.levels.size == spec.size else None
+    starts = range(0, spec.size, CHUNK)
+    if len(pieces) != len(starts) + 1:
+        raise CorruptDataError(f"levels: {len(pieces)} pieces for {len(starts)} chunks")
+    check_memory(2 * spec.size, "levels")
+    levels = np.empty(spec.size, np.uint8)
+
+    def one(number: int) -> None:
+        part = slice(starts[number], starts[number] + CHUNK)
+        own = levels[part]
+        parent_levels = None if before is None else before.levels[part]
+        own[:] = entropy.decode(pieces[number + 1], own.size, parent_levels, 0 if before is None else before.size)
+
+    map_chunks(one, range(len(starts)))
+    codebook, protected = _read_references(pieces[0], spec, levels, before)
+    if levels.size and int(levels.max()) >= codebook.size + 2:
+        raise CorruptDataError("levels: a level is beyond the codebook")
+    return LevelsMemory(levels, codebook, protected, _read_thresholds(meta))
+
+
+def _read_thresholds(meta: dict[str, Any]) -> Thresholds:
+    values = meta.get("t")
+    if (
+        not isinstance(values, list)
+        or len(values) != 4
+        or not all(v is None or type(v) in (int, float) for v in values)
+    ):
+        raise CorruptDataError("levels: no thresholds")
+    try:
+        return Thresholds(*(np.inf if v is None else float(v) for v in values))
+    except BadArgumentError as e:
+        raise CorruptDataError(f"levels: {e}") from None
+
+
+def _read_references(
+    piece: memoryview, spec: LeafSpec, levels: NpArray, before: LevelsMemory | None
+) -> tuple[NpArray, NpArray]:
+    data = Reader(piece, "levels")
+    size, mode = data.varint(), data.byte()
+    if size > MAX_BINS or mode not in (_EXPLICIT, _PARENTS):
+        raise CorruptDataError(f"levels: a codebook of {size} entries, mode {mode}")
+    if mode == _PARENTS:
+        if before is None or before.codebook.size != size:
+            raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
+        codebook = before.codebook
+    else:
+        raw = from_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
+        codebook = raw.double().numpy() if is_torch(raw) else raw.astype(np.float64)
+        if not np.isfinite(codebook).all() or (np.diff(codebook) <= 0).any():
+            raise CorruptDataError("levels: the codebook is not finite and ascending")
+    count = data.varint()
+    if count != int(np.count_nonzero(levels == 1)):
+        raise CorruptDataError(f"levels: {count} protected values do not fit the levels")
+    planes = np.empty((2, count), np.uint8)
+    for plane in planes:
+        plane[:] = entropy.decode(data.block(), count)
+    steps = merge_planes(planes, dtype="uint16")
+    patterns = undifference(steps, _predicted(levels, before, spec), dtype="bfloat16")
+    protected = bfloat16.widened(patterns, spec)
+    odd = data.varint()
+    if odd > count:
+        raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
+    at = np.cumsum(np.array([data.varint() for _ in range(odd)], np.int64))
+    if odd and int(at[-1]) >= count:
+        raise CorruptDataError("levels: a position is out of range")
+    exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+    protected.reshape(count, spec.itemsize)[at] = exact
+    data.end()
+    return codebook, protected

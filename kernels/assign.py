@@ -1,0 +1,206 @@
+"""Levels: which elements are pruned, which are protected, and the nearest code of the rest; and back to values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name, is_torch, on_gpu, to_numpy
+from .errors import BadArgumentError
+from .floats import FloatFormat, format_named
+from .histogram import check_gradient
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+PRUNED = 0
+PROTECTED = 1
+FIRST_CODE = 2
+MAX_CODES = 254
+"""Most codebook entries: with the two special levels a level is one byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What is pruned and what is protected; protection wins, and what is not finite is always protected.
+
+    Args:
+        protect_magnitude: |x| >= it is protected; default inf, which protects no finite x.
+        protect_sensitivity: |gradient * x| >= it is protected; default inf. A product that is not finite (it
+            overflowed, or the gradient is infinite or NaN) is always protected.
+        prune_magnitude: |x| < it is pruned; default 0, which prunes nothing.
+        prune_sensitivity: |gradient * x| < it is pruned; default 0. Either condition prunes.
+
+    All four are float64, compared exactly with x of any format: rounding one *up* to x's format changes no decision.
+    The sensitivities have no effect where no gradient is given.
+
+    Raises:
+        BadArgumentError: a threshold is negative or NaN.
+
+    Source: Inshrinkerator, section 4.2.
+    """
+
+    protect_magnitude: float = math.inf
+    protect_sensitivity: float = math.inf
+    prune_magnitude: float = 0.0
+    prune_sensitivity: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("protect_magnitude", "protect_sensitivity", "prune_magnitude", "prune_sensitivity"):
+            value = getattr(self, name)
+            if not value >= 0.0:
+                raise BadArgumentError(f"{name} is {value}; it must be 0 or more")
+
+
+def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:
+    """Bit pattern of the smallest magnitude of the format that is >= threshold (infinity's when there is none).
+
+    `|x| >= threshold` is then `magnitude pattern of x >= magnitude_bits(threshold)`, NaN included as the largest.
+    """
+    wide = np.dtype(np.float32 if fmt.name == "bfloat16" else fmt.name).type
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = wide(threshold)
+        if float(rounded) < threshold:
+            rounded = np.nextafter(rounded, wide(np.inf))
+    pattern = int(rounded.view(f"uint{8 * rounded.itemsize}"))
+    return (pattern + 0xFFFF) >> 16 if fmt.name == "bfloat16" else pattern
+
+
+def codebook_float64(codebook: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The codebook of any library, dtype or device as float64 on the host (exact)."""
+    if is_torch(codebook):
+        import torch
+
+        codebook = codebook.detach().to(device="cpu", dtype=torch.float64)
+    elif isinstance(codebook, np.ndarray):
+        return codebook.astype(np.float64)
+    name = dtype_name(codebook)
+    if name == "bfloat16":  # as bit patterns, the upper half of a float32
+        return (to_numpy(codebook).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return to_numpy(codebook).astype(np.float64)
+
+
+def _checked_codebook(codebook: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
+    codes = codebook_float64(codebook)
+    if codes.ndim != 1 or codes.size > MAX_CODES:
+        raise BadArgumentError(f"codebook has shape {codes.shape}; one dimension of 0 ... {MAX_CODES} is needed")
+    if not np.isfinite(codes).all() or (codes[1:] < codes[:-1]).any():
+        raise BadArgumentError("codebook is not finite and ascending")
+    return codes
+
+
+def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Between adjacent codes a <= b, the smallest value of `dtype` strictly above the midpoint `0.5 * a + 0.5 * b`.
+
+    The nearest code of a value x of that dtype is then number `count(boundary <= x)`, an element half-way (to the
+    float64 midpoint) taking the lower code.
+
+    Args:
+        codebook: 1-D, ascending, finite, any library and dtype; 0 ... 254 entries.
+        dtype: name of x's dtype, such as "float32".
+
+    Returns:
+        float64 [max(entries - 1, 0)], ascending, each exactly a value of dtype (inf where all of dtype is below).
+
+    Raises:
+        BadArgumentError: the codebook is too long, not ascending or not finite, or the dtype is no float format.
+
+    Example:
+        >>> import numpy as np
+        >>> boundaries(np.array([0.0, 1.0]), "bfloat16").tolist()
+        [0.50390625]
+    """
+    fmt = format_named(dtype_name_of(dtype))
+    codes = _checked_codebook(codebook)
+    middle = 0.5 * codes[:-1] + 0.5 * codes[1:]
+    wide = np.dtype(np.float32 if fmt.name == "bfloat16" else fmt.name)
+    with np.errstate(over="ignore", under="ignore"):
+        above = middle.astype(wide)
+        above = np.where(above.astype(np.float64) <= middle, np.nextafter(above, wide.type(np.inf)), above)
+    if fmt.name == "bfloat16":  # up to the next multiple of 2**16 on the number line
+        bits = above.astype(np.float32).view(np.uint32)
+        up = np.where(bits >> 31 == 1, bits, bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+        above = up.astype(np.uint32).view(np.float32)
+    return above.astype(np.float64) + 0.0  # no negative zero
+
+
+def dtype_name_of(dtype: Any) -> str:
+    """Name of a dtype given as a string, a NumPy dtype or scalar type, or a torch dtype."""
+    if isinstance(dtype, str):
+        return dtype
+    if isinstance(dtype, type):
+        return dtype.__name__
+    return str(dtype).rsplit(".", 1)[-1]
+
+
+def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array | None = None) -> Array:
+    """Level of each element: 0 pruned, 1 protected, else 2 + number of the nearest code.
+
+    `level = 1` if x is not finite or `|x| >= protect_magnitude` or `|g x| >= protect_sensitivity`; else 0 if
+    `|x| < prune_magnitude` or `|g x| < prune_sensitivity`; else `2 + count(boundaries <= x)`, or 1 (protected) where
+    the codebook is empty. `g x` is one rounded product, in float64 if either is float64, else in float32.
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64.
+        thresholds: see `Thresholds`.
+        codebook: 1-D, ascending, finite, 0 ... 254 entries, of any library and float dtype; best already rounded to
+            x's dtype, for distances are to the entries as given.
+        gradient: same shape as x, any of the four dtypes; default None, no sensitivity.
+
+    Returns:
+        uint8, shape, library and device of x.
+
+    Raises:
+        BadArgumentError: another dtype, a bad codebook, or a gradient of another shape.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([0.01, -0.9, 0.4, 0.6, 7.0], dtype=np.float32)
+        >>> assign(x, Thresholds(protect_magnitude=4.0, prune_magnitude=0.1), np.array([-1.0, 0.0, 1.0])).tolist()
+        [0, 2, 3, 4, 1]
+
+    Source: Inshrinkerator, section 4 (prune, protect, quantize).
+    """
+    format_named(dtype_name(x))
+    codes = _checked_codebook(codebook)
+    if gradient is not None:
+        check_gradient(x, gradient)
+    return back_end(x, "assign").assign(x, thresholds, codes, gradient=gradient)
+
+
+def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
+    """Values of levels: 0 gives 0, 1 the next of `protected` in flat order (0 if None), l >= 2 gives `codebook[l - 2]`.
+
+    Args:
+        levels: uint8, any shape.
+        codebook: 1-D, 0 ... 254 entries, float16, bfloat16, float32 or float64, on the device of `levels`.
+        protected: 1-D, dtype and library of the codebook, as many entries as there are levels 1; default None.
+
+    Returns:
+        Array of the codebook's dtype and library, shape of `levels`.
+
+    Raises:
+        BadArgumentError: levels are not uint8, or codebook and protected differ in dtype or are not 1-D.
+        CorruptDataError: a level beyond the codebook, or too few or too many protected values.
+
+    Example:
+        >>> import numpy as np
+        >>> codebook = np.array([-1.0, 1.0], dtype=np.float32)
+        >>> dequantize(np.array([0, 3, 1, 2], dtype=np.uint8), codebook, protected=np.float32([9.5])).tolist()
+        [0.0, 1.0, 9.5, -1.0]
+    """
+    if dtype_name(levels) != "uint8":
+        raise BadArgumentError(f"levels have dtype {dtype_name(levels)}; uint8 is needed")
+    name = format_named(dtype_name(codebook)).name
+    if len(codebook.shape) != 1 or codebook.shape[0] > MAX_CODES:
+        raise BadArgumentError(f"codebook has shape {tuple(codebook.shape)}; one dimension of 0 ... {MAX_CODES} is needed")
+    if protected is not None and (dtype_name(protected) != name or len(protected.shape) != 1):
+        raise BadArgumentError(
+            f"protected is {dtype_name(protected)}{tuple(protected.shape)}; 1-D {name}, like the codebook, is needed"
+        )
+    if on_gpu(codebook) != on_gpu(levels) or (protected is not None and on_gpu(protected) != on_gpu(levels)):
+        raise BadArgumentError("levels, codebook and protected are not on one device")
+    return back_end(levels, "assign").dequantize(levels, codebook, protected=protected)

@@ -1,0 +1,64 @@
+"""Integers of a fixed width, packed bit after bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import BadArgumentError
+from .sequential import UNSIGNED, coder, integer, stored_bytes, vector
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+
+def pack_bits(values: Array, width: int) -> Array:
+    """Value i in bits `i * width ... (i + 1) * width - 1` of the result, both counted from the least significant bit.
+
+    Args:
+        values: uint8[n], uint16[n] or uint32[n], each below `2**width`.
+        width: bits a value, 0 ... 32; 0 stores nothing and takes only zeros.
+
+    Returns:
+        uint8[ceil(n * width / 8)]; the bits after the last value are zero.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or width, a value that needs more than `width` bits, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> pack_bits(np.asarray([1, 2, 3, 7], np.uint8), 3).tolist()  # 111 011 010 001
+        [209, 14]
+
+    Source: BitSnap (2025), section 3; the order of bits is that of Arrow and Parquet.
+    """
+    values = vector("values", values, UNSIGNED)
+    return coder(values, "bitpack").pack_bits(values, integer("width", width, 0, 32))
+
+
+def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -> Array:
+    """The n values packed in `data`: the inverse of `pack_bits`.
+
+    Args:
+        data: uint8[ceil(n * width / 8)] or as many bytes.
+        width: bits a value, 0 ... the width of dtype.
+        n: number of values, >= 0.
+        dtype: "uint8", "uint16" or "uint32" of the result.
+
+    Returns:
+        array of dtype, [n], of the same library as `data` (NumPy for bytes).
+
+    Raises:
+        BadArgumentError: an argument out of range, or an array on a GPU.
+        CorruptDataError: another number of bytes than n values take, or a bit set after the last value.
+
+    Example:
+        >>> unpack_bits(bytes([209, 14]), 3, 4).tolist()
+        [1, 2, 3, 7]
+
+    Source: BitSnap (2025), section 3.
+    """
+    data = stored_bytes(data)
+    if dtype not in UNSIGNED:
+        raise BadArgumentError(f"dtype is {dtype!r}; one of {', '.join(UNSIGNED)} is needed")
+    width = integer("width", width, 0, int(dtype[4:]))
+    return coder(data, "bitpack").unpack_bits(data, width, integer("n", n, 0, 2**56), dtype)

@@ -1,0 +1,203 @@
+"""Levels by table look-up, compiled.
+
+Over the bit patterns of a float, sign included, the level is a step function: pruning, nearest code and protection are
+all cuts on the same line. A table over the upper bits holds, for the patterns that share them, the level below and above
+the one cut among them, and where that cut is. Where two cuts share an entry the kernel walks the list of cuts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import bit_view, dtype_name, like, to_numpy
+from ..assign import FIRST_CODE, PROTECTED, PRUNED, Thresholds, boundaries, magnitude_bits
+from ..errors import CorruptDataError
+from ..floats import FloatFormat, format_named
+from ..histogram import product_format
+from .histogram import keep_range, product_blocks
+from .jit import njit
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+Patterns = np.ndarray[Any, Any]
+Levels = np.ndarray[Any, np.dtype[np.uint8]]
+
+TABLE_BITS = 16
+"""Upper bits that index the table: sign, exponent and seven mantissa bits of a float32; all of a 16-bit format."""
+
+
+@njit
+def _look_up_16(u: Any, table: Any, out: Any) -> None:
+    for i in range(u.size):
+        out[i] = table[u[i]]
+
+
+@njit
+def _look_up_32(u: Any, table: Any, out: Any) -> None:
+    """An entry is `cut | level below << 16 | level from the cut on << 24`, the cut 16 bits of the pattern."""
+    half = np.uint32(0xFFFF)
+    for i in range(u.size):
+        entry = table[u[i] >> np.uint32(16)]
+        past = np.uint32((u[i] & half) >= (entry & half))
+        out[i] = np.uint8(entry >> np.uint32((past << np.uint32(3)) + np.uint32(16)))
+
+
+@njit
+def _search(u: Any, shift: int, first: Any, starts: Any, levels: Any, out: Any) -> None:
+    """The last step that starts at or below u, by bisection among those that share its upper bits."""
+    for i in range(u.size):
+        entry = np.uint64(u[i]) >> np.uint64(shift)
+        low, high = np.int64(first[entry]), np.int64(first[entry + np.uint64(1)])
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if starts[middle] <= u[i]:
+                low = middle
+            else:
+                high = middle - 1
+        out[i] = levels[low]
+
+
+@njit
+def _by_product(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> None:
+    """Protect where the product's pattern is high or more, else prune what is not protected where it is below low."""
+    for i in range(out.size):
+        p = product[i] & magnitude
+        out[i] = 1 if p >= high or out[i] == 1 else (0 if p < low else out[i])
+
+
+@njit
+def _survey(levels: Any) -> tuple[int, int]:
+    """Largest level and number of levels 1."""
+    largest = np.uint8(0)
+    ones = 0
+    for i in range(levels.size):
+        largest = max(largest, levels[i])
+        ones += levels[i] == 1
+    return largest, ones
+
+
+@njit
+def _values(levels: Any, table: Any, out: Any) -> None:
+    for i in range(levels.size):
+        out[i] = table[levels[i]]
+
+
+@njit
+def _put_protected(levels: Any, protected: Any, out: Any) -> None:
+    """Protected values where the level is 1; as many as there are such levels. Blocks without any cost next to nothing."""
+    at = 0
+    step = 64
+    for begin in range(0, levels.size, step):
+        end = min(begin + step, levels.size)
+        any_here = 0
+        for i in range(begin, end):
+            any_here += levels[i] == 1
+        if any_here > 0:
+            for i in range(begin, end):
+                if levels[i] == 1:
+                    out[i] = protected[at]
+                    at += 1
+
+
+def _pattern(values: Vector, fmt: FloatFormat) -> Patterns:
+    """Bit patterns of non-negative values that the format holds exactly, as uint64."""
+    if fmt.name == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint64)
+    return bit_view(values.astype(fmt.name)).astype(np.uint64)
+
+
+def _steps(fmt: FloatFormat, thresholds: Thresholds, codes: Vector) -> tuple[Patterns, Levels]:
+    """Level over the patterns 0 ... 2**width - 1: from `starts[i]` (uint64, first 0) on it is `levels[i]`."""
+    _, low, high = (int(v) for v in keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude))
+    edges = boundaries(codes, fmt.name)
+    positive = _pattern(edges[edges > 0.0], fmt)
+    negative = _pattern(-edges[edges <= 0.0], fmt)[::-1]  # ascending magnitudes
+    at_zero = FIRST_CODE + negative.size
+    halves = []
+    for cuts, sign in ((positive, 0), (negative + np.uint64(1), 1)):
+        starts = np.unique(np.concatenate([np.array([0, low, high], dtype=np.uint64), cuts]))
+        passed = np.searchsorted(cuts, starts, side="right")
+        level = at_zero + passed if sign == 0 else at_zero - passed
+        if codes.size == 0:
+            level[:] = PROTECTED
+        level[starts < low] = PRUNED
+        level[starts >= high] = PROTECTED
+        halves.append((starts + np.uint64(sign << (fmt.width - 1)), level.astype(np.uint8)))
+    starts, levels = (np.concatenate(parts) for parts in zip(*halves, strict=True))
+    change = np.concatenate([np.ones(1, dtype=bool), levels[1:] != levels[:-1]])
+    return starts[change], levels[change]
+
+
+class _Assigner:
+    """The step function of one call as a table, applied to patterns."""
+
+    def __init__(self, fmt: FloatFormat, thresholds: Thresholds, codes: Vector) -> None:
+        starts, levels = _steps(fmt, thresholds, codes)
+        self.shift = fmt.width - TABLE_BITS
+        entry = (starts >> np.uint64(self.shift)).astype(np.int64)
+        size = 1 << TABLE_BITS
+        self.simple = fmt.width == 16 or (fmt.width == 32 and bool((entry[1:] != entry[:-1]).all()))
+        if self.simple:
+            table = np.repeat(levels, np.diff(entry, append=size))
+            if fmt.width == 32:
+                below, cut = table.astype(np.uint32), np.zeros(size, dtype=np.uint32)
+                below[entry[1:]] = levels[:-1]
+                cut[entry] = starts & np.uint64(0xFFFF)
+                table = (table.astype(np.uint32) << 24) | (below << 16) | cut
+            self.table = table
+        else:  # first: the step that rules where an entry begins; the next entry's is the last that may rule inside
+            self.starts, self.levels = starts.astype(f"uint{fmt.width}"), levels
+            begins = np.searchsorted(entry, np.arange(size + 1), side="left") - 1
+            exact = starts & np.uint64((1 << self.shift) - 1) == 0
+            begins[entry[exact]] += 1
+            self.first = begins.astype(np.int16)
+
+    def __call__(self, u: Patterns, out: Levels) -> None:
+        if not self.simple:
+            _search(u, self.shift, self.first, self.starts, self.levels, out)
+        elif u.dtype == np.uint16:
+            _look_up_16(u, self.table, out)
+        else:
+            _look_up_32(u, self.table, out)
+
+
+def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array | None = None) -> Array:
+    """See `shrinkpoint.kernels.assign.assign`; the codebook is float64 NumPy."""
+    apply = _Assigner(format_named(dtype_name(x)), thresholds, codebook)
+    values = to_numpy(x)
+    levels = np.empty(values.shape, dtype=np.uint8)
+    u, out = bit_view(values), levels.reshape(-1)
+    if gradient is None:
+        apply(u, out)
+    else:
+        limits = keep_range(
+            format_named(product_format(x, gradient)), thresholds.prune_sensitivity, thresholds.protect_sensitivity
+        )
+        for begin, end, product in product_blocks(x, gradient):
+            apply(u[begin:end], out[begin:end])
+            _by_product(out[begin:end], product, *limits)
+    return like(levels, x)
+
+
+def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
+    """See `shrinkpoint.kernels.assign.dequantize`."""
+    flat = to_numpy(levels).reshape(-1)
+    codes = to_numpy(codebook)
+    largest, ones = _survey(flat)
+    if largest >= FIRST_CODE + codes.size:
+        raise CorruptDataError(f"a level is {largest}; the codebook's {codes.size} codes end at {codes.size + 1}")
+    table = np.zeros(256, dtype=codes.dtype)
+    table[FIRST_CODE : FIRST_CODE + codes.size] = codes
+    out = np.empty(tuple(levels.shape), dtype=codes.dtype)
+    _values(flat, bit_view(table), bit_view(out))
+    if protected is not None:
+        exact = to_numpy(protected)
+        if exact.size != ones:
+            raise CorruptDataError(f"{exact.size} protected values, but {ones} elements of level {PROTECTED}")
+        if ones:
+            _put_protected(flat, bit_view(exact), bit_view(out))
+    return like(out, codebook, dtype="bfloat16" if dtype_name(codebook) == "bfloat16" else None)

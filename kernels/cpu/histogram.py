@@ -1,0 +1,216 @@
+"""Log-bucket histograms, compiled: one pass that counts shifted bit patterns, laid out as buckets at the end.
+
+Four counters a pattern, side by side, take turns: equal neighbours do not wait for each other's store, and the ones in
+use stay in the first-level cache. Subnormals share their raw counters with zero and are told apart in a second look at a
+block, taken only when such a counter moved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import bit_view, dtype_name, to_numpy
+from ..assign import magnitude_bits
+from ..floats import FloatFormat, format_named
+from ..histogram import Histogram, product_format, target
+from .jit import njit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..arrays import Array
+    from ..assign import Thresholds
+
+BLOCK = 1 << 15
+"""Elements of a temporary buffer: a product and a masked pattern stay in the second-level cache."""
+
+CHUNK = 1 << 30
+"""Elements between two additions of the uint32 counters to the int64 ones."""
+
+
+@njit
+def _count(u: Any, mantissa: int, exponent: int, bits: int, raw: Any, rare: Any) -> None:
+    """Count `u >> (mantissa - bits)`, sign included, in `raw[4 * t + lane]`, and subnormals in `rare[sign, bucket]` too."""
+    one = np.uint32(1)
+    shift = np.uint64(mantissa - bits)
+    two, lane1, lane2, lane3 = np.uint64(2), np.uint64(1), np.uint64(2), np.uint64(3)
+    below = 4 << bits  # raw counters of the exponent field 0, and where those of the negative half start
+    negative = 4 << (exponent + bits)
+    fraction = np.uint64((1 << mantissa) - 1)
+    magnitude = np.uint64((1 << (mantissa + exponent)) - 1)
+    low, lift = np.uint64(mantissa - bits), mantissa + exponent
+    n = u.size
+    step = max(1 << 16, 64 << bits)
+    tiny_before = 0
+    for begin in range(0, n, step):
+        end = min(begin + step, n)
+        whole = begin + (end - begin) // 4 * 4
+        for i in range(begin, whole, 4):
+            raw[(np.uint64(u[i]) >> shift) << two] += one
+            raw[((np.uint64(u[i + 1]) >> shift) << two) + lane1] += one
+            raw[((np.uint64(u[i + 2]) >> shift) << two) + lane2] += one
+            raw[((np.uint64(u[i + 3]) >> shift) << two) + lane3] += one
+        for i in range(whole, end):
+            raw[(np.uint64(u[i]) >> shift) << two] += one
+        tiny = 0
+        for t in range(below):
+            tiny += np.int64(raw[t]) + np.int64(raw[negative + t])
+        if tiny == tiny_before:
+            continue
+        tiny_before = tiny
+        found = 0
+        for i in range(begin, end):
+            found += ((np.uint64(u[i]) & magnitude) - lane1) < fraction
+        if found == 0:
+            continue
+        for i in range(begin, end):
+            m = np.uint64(u[i]) & magnitude
+            if m - lane1 < fraction:
+                p = 0
+                rest = m
+                for width in (32, 16, 8, 4, 2, 1):
+                    if rest >> np.uint64(width):
+                        rest >>= np.uint64(width)
+                        p += width
+                sub = ((m << np.uint64(mantissa - p)) & fraction) >> low
+                rare[np.int64(np.uint64(u[i]) >> np.uint64(lift)), (p << bits) + np.int64(sub)] += 1
+
+
+@njit
+def _lay_out(raw: Any, rare: Any, mantissa: int, exponent: int, bits: int, counts: Any) -> None:
+    """Add the raw counters and the subnormals to the signed bucket layout."""
+    buckets = (counts.size - 2) // 2
+    top = ((1 << exponent) - 1) << bits
+    for sign in range(2):
+        start = sign << (exponent + bits)
+        way = 1 - 2 * sign
+        for t in range(1 << (exponent + bits)):
+            at = 4 * (start + t)
+            number = np.int64(raw[at]) + np.int64(raw[at + 1]) + np.int64(raw[at + 2]) + np.int64(raw[at + 3])
+            if t < 1 << bits:
+                counts[buckets] += number
+            elif t >= top:
+                counts[2 * buckets + 1] += number
+            else:
+                counts[buckets + way * (t + ((mantissa - 1) << bits) + 1)] += number
+        for j in range(mantissa << bits):
+            number = rare[sign, j]
+            counts[buckets + way * (j + 1)] += number
+            counts[buckets] -= number
+
+
+@njit
+def _keep(u: Any, out: Any, magnitude: Any, low: Any, high: Any) -> None:
+    """`out = u` where `low <= (u & magnitude) < high`, else all ones: a NaN, counted as not finite."""
+    width = high - low
+    for i in range(u.size):
+        out[i] = u[i] if (u[i] & magnitude) - low < width else ~(u[i] & ~u[i])
+
+
+@njit
+def _keep_by(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> None:
+    """All ones in `out` except where `low <= (product & magnitude) < high`."""
+    width = high - low
+    for i in range(out.size):
+        out[i] = out[i] if (product[i] & magnitude) - low < width else ~(out[i] & ~out[i])
+
+
+class _Counter:
+    """Raw counters of one histogram; patterns of the format are added block by block."""
+
+    def __init__(self, fmt: FloatFormat, bits: int) -> None:
+        self.fmt, self.bits = fmt, bits
+        self.raw = np.zeros(4 << (1 + fmt.exponent + bits), dtype=np.uint32)
+        self.rare = np.zeros((2, fmt.mantissa << bits), dtype=np.int64)
+        self.counts = np.zeros(2 * fmt.buckets(bits) + 2, dtype=np.int64)
+        self.pending = 0
+
+    def add(self, u: np.ndarray[Any, Any]) -> None:
+        """Count the patterns u."""
+        for begin in range(0, u.size, CHUNK):
+            part = u[begin : begin + CHUNK]
+            if self.pending + part.size > CHUNK:
+                self._flush()
+            _count(part, self.fmt.mantissa, self.fmt.exponent, self.bits, self.raw, self.rare)
+            self.pending += part.size
+
+    def _flush(self) -> None:
+        _lay_out(self.raw, self.rare, self.fmt.mantissa, self.fmt.exponent, self.bits, self.counts)
+        self.raw[:] = 0
+        self.rare[:] = 0
+        self.pending = 0
+
+    def signed(self) -> Histogram:
+        """The signed histogram of all that was added."""
+        self._flush()
+        return Histogram(self.counts, self.bits, self.fmt.name, signed=True)
+
+
+def _floats(u: np.ndarray[Any, Any], name: str, wide: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Flat NumPy values (bfloat16: patterns) as `wide`, exactly."""
+    if name == "bfloat16":
+        u = (u.astype(np.uint32) << 16).view(np.float32)
+    return u.astype(wide, copy=False)
+
+
+def product_blocks(x: Array, gradient: Array) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
+    """(begin, end, bit patterns of gradient * x) a block; the buffer of one block is used again for the next."""
+    wide = np.dtype(product_format(x, gradient))
+    names = dtype_name(x), dtype_name(gradient)
+    a, g = to_numpy(x).reshape(-1), to_numpy(gradient).reshape(-1)
+    buffer = np.empty(min(BLOCK, a.size), dtype=wide)
+    for begin in range(0, a.size, BLOCK):
+        end = min(begin + BLOCK, a.size)
+        product = buffer[: end - begin]
+        with np.errstate(all="ignore"):
+            np.multiply(_floats(g[begin:end], names[1], wide), _floats(a[begin:end], names[0], wide), out=product)
+        yield begin, end, bit_view(product)
+
+
+def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
+    """See `shrinkpoint.kernels.histogram.log_histogram`."""
+    counter = _Counter(*target(x, gradient, bits))
+    if gradient is None:
+        counter.add(bit_view(to_numpy(x)))
+    else:
+        for _, _, product in product_blocks(x, gradient):
+            counter.add(product)
+    histogram = counter.signed()
+    return histogram if signed else histogram.magnitude()
+
+
+def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
+    """See `shrinkpoint.kernels.histogram.kept_histogram`."""
+    fmt, bits = target(x, None, bits)
+    counter = _Counter(fmt, bits)
+    u = bit_view(to_numpy(x))
+    scalars = keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude)
+    if gradient is None:
+        buffer = np.empty(min(BLOCK, u.size), dtype=u.dtype)
+        for begin in range(0, u.size, BLOCK):
+            part = u[begin : begin + BLOCK]
+            kept = buffer[: part.size]
+            _keep(part, kept, *scalars)
+            counter.add(kept)
+    else:
+        product_fmt = format_named(product_format(x, gradient))
+        by_product = keep_range(product_fmt, thresholds.prune_sensitivity, thresholds.protect_sensitivity)
+        buffer = np.empty(min(BLOCK, u.size), dtype=u.dtype)
+        for begin, end, product in product_blocks(x, gradient):
+            kept = buffer[: end - begin]
+            _keep(u[begin:end], kept, *scalars)
+            _keep_by(kept, product, *by_product)
+            counter.add(kept)
+    histogram = counter.signed()
+    histogram.counts[-1] = 0  # those left out
+    return histogram
+
+
+def keep_range(fmt: FloatFormat, prune: float, protect: float) -> tuple[Any, Any, Any]:
+    """Magnitude mask, and the patterns [low, high) that are neither pruned nor protected, as the format's integers."""
+    kind = np.dtype(f"uint{fmt.width}").type
+    high = magnitude_bits(protect, fmt)
+    low = min(magnitude_bits(prune, fmt), high)
+    return kind((1 << (fmt.width - 1)) - 1), kind(low), kind(high)

@@ -1,0 +1,518 @@
+"""Huffman codes on the CPU: several symbols a table look-up, four streams at once, eight bytes at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import like, to_numpy
+from ..errors import BadArgumentError, CorruptDataError
+from ..huffman import LIMIT
+from .jit import njit, njit_inline
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+NumPy = np.ndarray[Any, Any]
+U8 = np.uint8
+U16 = np.uint16
+U64 = np.uint64
+TABLE_BITS = 11
+"""Bits of a look-up: 2**11 entries of eight bytes are half of a first-level cache."""
+SPARE = 16
+"""Bytes after the data that may be read (their value does not matter)."""
+
+
+@njit
+def _package_merge(weights: NumPy, limit: int, lengths: NumPy, packages: NumPy, lists: NumPy) -> None:
+    """Lengths for ascending weights; packages[l] says which items of list l are pairs of items of list l - 1."""
+    n = weights.size
+    size = np.int64(0)  # of the list of the level before
+    for level in range(limit):
+        pairs = size // 2
+        before = lists[(level + 1) & 1]
+        here = lists[level & 1]
+        single, pair, at = np.int64(0), np.int64(0), np.int64(0)
+        while single < n or pair < pairs:
+            weight = np.int64(0)
+            if pair < pairs:
+                weight = before[2 * pair] + before[2 * pair + 1]
+            if single < n and (pair >= pairs or weights[single] <= weight):
+                here[at] = weights[single]
+                packages[level, at] = False
+                single += 1
+            else:
+                here[at] = weight
+                packages[level, at] = True
+                pair += 1
+            at += 1
+        size = at
+    take = 2 * n - 2
+    for s in range(n):
+        lengths[s] = 0
+    for level in range(limit - 1, -1, -1):
+        pairs = np.int64(0)
+        for k in range(take):
+            pairs += packages[level, k]
+        for s in range(take - pairs):
+            lengths[s] += 1
+        take = 2 * pairs
+
+
+@njit
+def _codes(lengths: NumPy, codes: NumPy) -> None:
+    count = np.zeros(LIMIT + 2, np.int64)
+    for s in range(lengths.size):
+        count[lengths[s]] += 1
+    following = np.zeros(LIMIT + 2, np.int64)
+    code = np.int64(0)
+    for length in range(1, LIMIT + 1):
+        following[length] = code
+        code = (code + count[length]) << 1
+    for s in range(lengths.size):
+        length = lengths[s]
+        codes[s] = 0
+        if length > 0:
+            codes[s] = following[length]
+            following[length] += 1
+
+
+@njit_inline
+def _load(data: NumPy, at: Any) -> Any:
+    """Eight bytes from `at` on, the first the most significant (LLVM makes one load of it)."""
+    return (
+        (U64(data[at]) << U64(56))
+        | (U64(data[at + U64(1)]) << U64(48))
+        | (U64(data[at + U64(2)]) << U64(40))
+        | (U64(data[at + U64(3)]) << U64(32))
+        | (U64(data[at + U64(4)]) << U64(24))
+        | (U64(data[at + U64(5)]) << U64(16))
+        | (U64(data[at + U64(6)]) << U64(8))
+        | U64(data[at + U64(7)])
+    )
+
+
+@njit_inline
+def _store(data: NumPy, at: Any, word: Any) -> None:
+    """The inverse of `_load` (one store)."""
+    data[at] = U8(word >> U64(56))
+    data[at + U64(1)] = U8((word >> U64(48)) & U64(255))
+    data[at + U64(2)] = U8((word >> U64(40)) & U64(255))
+    data[at + U64(3)] = U8((word >> U64(32)) & U64(255))
+    data[at + U64(4)] = U8((word >> U64(24)) & U64(255))
+    data[at + U64(5)] = U8((word >> U64(16)) & U64(255))
+    data[at + U64(6)] = U8((word >> U64(8)) & U64(255))
+    data[at + U64(7)] = U8(word & U64(255))
+
+
+@njit
+def _encode(symbols: NumPy, table: NumPy, short: bool, out: NumPy, at: int) -> int:
+    """The codes of `symbols` from byte `at` of `out` on; returns the byte after, or -1 if a symbol has no code.
+
+    An entry of `table` is code | length << 32. `short`: no length exceeds 14, so that 4 * 14 + 7 bits fit a word.
+    """
+    n = symbols.size
+    p = U64(at)
+    held = U64(0)  # bits not yet in `out`, from the most significant on
+    bits = U64(0)  # how many: 0 ... 7 between two steps
+    low = U64(0xFFFFFFFF)
+    absent = U64(0)
+    step = 4 if short else 2
+    whole = n - n % step
+    if short:
+        for j in range(whole // 4):
+            i = U64(4 * j)
+            e0, e1 = table[symbols[i]], table[symbols[i + U64(1)]]
+            e2, e3 = table[symbols[i + U64(2)]], table[symbols[i + U64(3)]]
+            absent |= (e0 | e1) | (e2 | e3)
+            l1, l3 = (e1 >> U64(32)) & U64(31), (e3 >> U64(32)) & U64(31)
+            la, lb = ((e0 >> U64(32)) & U64(31)) + l1, ((e2 >> U64(32)) & U64(31)) + l3
+            a = ((e0 & low) << l1) | (e1 & low)
+            b = ((e2 & low) << l3) | (e3 & low)
+            bits += la + lb
+            held |= ((a << lb) | b) << ((U64(64) - bits) & U64(63))
+            _store(out, p, held)
+            p += bits >> U64(3)
+            held <<= bits & U64(56)
+            bits &= U64(7)
+    else:
+        for j in range(whole // 2):
+            i = U64(2 * j)
+            e0, e1 = table[symbols[i]], table[symbols[i + U64(1)]]
+            absent |= e0 | e1
+            l1 = (e1 >> U64(32)) & U64(31)
+            bits += ((e0 >> U64(32)) & U64(31)) + l1
+            held |= (((e0 & low) << l1) | (e1 & low)) << ((U64(64) - bits) & U64(63))
+            _store(out, p, held)
+            p += bits >> U64(3)
+            held <<= bits & U64(56)
+            bits &= U64(7)
+    for i in range(whole, n):
+        e = table[symbols[i]]
+        absent |= e
+        bits += (e >> U64(32)) & U64(31)
+        held |= (e & low) << ((U64(64) - bits) & U64(63))
+        _store(out, p, held)
+        p += bits >> U64(3)
+        held <<= bits & U64(56)
+        bits &= U64(7)
+    if absent >> U64(63):
+        return -1
+    _store(out, p, held)
+    return np.int64(p) + np.int64(bits > U64(0))
+
+
+@njit
+def _decode_tables(
+    lengths: NumPy, codes: NumPy, width: int, many: int, single: NumPy, table: NumPy, offsets: NumPy, order: NumPy
+) -> None:
+    """Tables for look-ups of `width` bits.
+
+    single[b]: length | symbol << 8 of the code that b starts with; 0 where that is longer than `width` or none.
+    table[b]: up to `many` symbols, the first lowest, each 56 // many bits wide, and in the top byte the number of bits
+    they take (4 bits) and the number of symbols (4 bits); 0 likewise.
+    offsets[0, l], offsets[1, l]: first code of length l, and that after the last; offsets[2, l]: place of the first in
+    `order`, which lists the symbols by length and then by symbol.
+    """
+    count = np.zeros(LIMIT + 2, np.int64)
+    for s in range(lengths.size):
+        count[lengths[s]] += 1
+    code = np.int64(0)
+    place = np.int64(0)
+    following = np.zeros(LIMIT + 2, np.int64)
+    for length in range(1, LIMIT + 1):
+        offsets[0, length] = code
+        offsets[1, length] = code + count[length]
+        offsets[2, length] = place
+        following[length] = place
+        place += count[length]
+        code = (code + count[length]) << 1
+    for s in range(lengths.size):
+        if lengths[s] > 0:
+            order[following[lengths[s]]] = s
+            following[lengths[s]] += 1
+    size = np.int64(1) << width
+    for b in range(size):
+        single[b] = 0
+    for s in range(lengths.size):
+        length = np.int64(lengths[s])
+        if 0 < length <= width:
+            first = np.int64(codes[s]) << (width - length)
+            for b in range(first, first + (np.int64(1) << (width - length))):
+                single[b] = length | (s << 8)
+    each = 56 // many
+    for b in range(size):
+        entry = U64(0)
+        used = np.int64(0)
+        held = np.int64(0)
+        while held < many:
+            e = np.int64(single[(b << used) & (size - 1)])
+            length = e & 255
+            if length == 0 or used + length > width:
+                break
+            entry |= U64(e >> 8) << U64(each * held)
+            used += length
+            held += 1
+        table[b] = entry | (U64(used | (held << 4)) << U64(56))
+
+
+@njit
+def _long(window: Any, width: int, offsets: NumPy, order: NumPy) -> Any:
+    """length | symbol << 8 of the code longer than `width` that `window` starts with; 0 if there is none."""
+    for length in range(width + 1, LIMIT + 1):
+        code = np.int64(window >> U64(64 - length))
+        if offsets[0, length] <= code < offsets[1, length]:
+            return np.int64(length) | (np.int64(order[offsets[2, length] + code - offsets[0, length]]) << 8)
+    return np.int64(0)
+
+
+@njit
+def _finish(
+    data: NumPy,
+    bit: int,
+    end: int,
+    width: int,
+    single: NumPy,
+    offsets: NumPy,
+    order: NumPy,
+    out: NumPy,
+    at: int,
+    stop: int,
+) -> bool:
+    """One symbol after another: out[at:stop] from the bits from `bit` on; whether they end in byte `end`, in zeros."""
+    while at < stop:
+        if bit >= end * 8:
+            return False
+        window = _load(data, U64(bit >> 3)) << U64(bit & 7)
+        e = np.int64(single[window >> U64(64 - width)])
+        if e == 0:
+            e = _long(window, width, offsets, order)
+            if e == 0:
+                return False
+        out[at] = e >> 8
+        at += 1
+        bit += e & 255
+    if bit > end * 8 or (bit + 7) >> 3 != end:
+        return False
+    return bit & 7 == 0 or (np.int64(data[bit >> 3]) << (bit & 7)) & 255 == 0
+
+
+@njit_inline
+def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) -> Any:
+    """The symbols of one look-up: all eight bytes are written, as many counted as are symbols."""
+    e = table[window >> shift]
+    out[at] = U8(e & U64(255))
+    out[at + U64(1)] = U8((e >> U64(8)) & U64(255))
+    out[at + U64(2)] = U8((e >> U64(16)) & U64(255))
+    out[at + U64(3)] = U8((e >> U64(24)) & U64(255))
+    out[at + U64(4)] = U8((e >> U64(32)) & U64(255))
+    out[at + U64(5)] = U8((e >> U64(40)) & U64(255))
+    out[at + U64(6)] = U8((e >> U64(48)) & U64(255))
+    out[at + U64(7)] = U8(e >> U64(56))
+    used = (e >> U64(56)) & U64(15)
+    return window << used, at + (e >> U64(60)), bit + used, e
+
+
+@njit
+def _decode4(
+    data: NumPy,
+    places: NumPy,
+    width: int,
+    single: NumPy,
+    table: NumPy,
+    offsets: NumPy,
+    order: NumPy,
+    out: NumPy,
+) -> None:
+    """The bulk of four streams side by side: as far as all of them are away from their ends.
+
+    places[k] = next bit, end of the data (byte), next symbol, end of the symbols; the first and the third are moved on.
+    """
+    shift = U64(64 - width)
+    b0, b1, b2, b3 = U64(places[0, 0]), U64(places[1, 0]), U64(places[2, 0]), U64(places[3, 0])
+    o0, o1, o2, o3 = U64(places[0, 2]), U64(places[1, 2]), U64(places[2, 2]), U64(places[3, 2])
+    # Five look-ups give at most 5 * 7 symbols and write one byte more; they take at most 5 * 11 bits of 57.
+    room = U64(36)
+    for k in range(4):
+        if places[k, 3] - places[k, 2] < 36:
+            return
+    s0, s1, s2, s3 = (
+        U64(places[0, 3]) - room,
+        U64(places[1, 3]) - room,
+        U64(places[2, 3]) - room,
+        U64(places[3, 3]) - room,
+    )
+    d0, d1, d2, d3 = U64(places[0, 1]) * 8, U64(places[1, 1]) * 8, U64(places[2, 1]) * 8, U64(places[3, 1]) * 8
+    while (
+        o0 <= s0 and o1 <= s1 and o2 <= s2 and o3 <= s3 and b0 <= d0 and b1 <= d1 and b2 <= d2 and b3 <= d3
+    ):
+        w0 = _load(data, b0 >> U64(3)) << (b0 & U64(7))
+        w1 = _load(data, b1 >> U64(3)) << (b1 & U64(7))
+        w2 = _load(data, b2 >> U64(3)) << (b2 & U64(7))
+        w3 = _load(data, b3 >> U64(3)) << (b3 & U64(7))
+        e0 = e1 = e2 = e3 = U64(0)
+        for _ in range(5):
+            w0, o0, b0, e0 = _step(w0, shift, table, out, o0, b0)
+            w1, o1, b1, e1 = _step(w1, shift, table, out, o1, b1)
+            w2, o2, b2, e2 = _step(w2, shift, table, out, o2, b2)
+            w3, o3, b3, e3 = _step(w3, shift, table, out, o3, b3)
+        if e0 == U64(0) or e1 == U64(0) or e2 == U64(0) or e3 == U64(0):
+            # A code longer than the look-up, or none: `_finish` will say which.
+            stuck = U64(0)
+            if e0 == U64(0):
+                e = _long(_load(data, b0 >> U64(3)) << (b0 & U64(7)), width, offsets, order)
+                stuck |= U64(e == 0)
+                out[o0] = U8((e >> 8) & 255)
+                o0 += U64(1)
+                b0 += U64(e & 255)
+            if e1 == U64(0):
+                e = _long(_load(data, b1 >> U64(3)) << (b1 & U64(7)), width, offsets, order)
+                stuck |= U64(e == 0)
+                out[o1] = U8((e >> 8) & 255)
+                o1 += U64(1)
+                b1 += U64(e & 255)
+            if e2 == U64(0):
+                e = _long(_load(data, b2 >> U64(3)) << (b2 & U64(7)), width, offsets, order)
+                stuck |= U64(e == 0)
+                out[o2] = U8((e >> 8) & 255)
+                o2 += U64(1)
+                b2 += U64(e & 255)
+            if e3 == U64(0):
+                e = _long(_load(data, b3 >> U64(3)) << (b3 & U64(7)), width, offsets, order)
+                stuck |= U64(e == 0)
+                out[o3] = U8((e >> 8) & 255)
+                o3 += U64(1)
+                b3 += U64(e & 255)
+            if stuck:
+                places[0, 0] = np.int64(-1)
+                return
+    places[0, 0], places[1, 0], places[2, 0], places[3, 0] = np.int64(b0), np.int64(b1), np.int64(b2), np.int64(b3)
+    places[0, 2], places[1, 2], places[2, 2], places[3, 2] = np.int64(o0), np.int64(o1), np.int64(o2), np.int64(o3)
+
+
+def huffman_lengths(counts: Array, limit: int = 15) -> Array:
+    """See `kernels.huffman.huffman_lengths`."""
+    c = to_numpy(counts)
+    if int(c.min()) < 0 or float(c.sum(dtype=np.float64)) > 2.0**56:
+        raise BadArgumentError("counts holds a negative one, or their sum exceeds 2**56")
+    present = np.flatnonzero(c)
+    if present.size > 1 << limit:
+        raise BadArgumentError(f"limit is {limit}; {present.size} symbols need longer codes")
+    lengths = np.zeros(c.size, np.uint8)
+    if present.size == 1:
+        lengths[present] = 1
+    elif present.size > 1:
+        weights = c[present]
+        by_weight = np.argsort(weights, kind="stable")
+        limit = min(limit, present.size - 1)
+        found = np.empty(present.size, np.uint8)
+        packages = np.empty((limit, 2 * present.size), np.bool_)
+        _package_merge(weights[by_weight], limit, found, packages, np.empty((2, 2 * present.size), np.int64))
+        lengths[present[by_weight]] = found
+    return like(lengths, counts)
+
+
+def _fault(lengths: NumPy) -> str:
+    """What is wrong with a table of lengths; empty if nothing is."""
+    if int(lengths.max(initial=0)) > LIMIT:
+        return f"lengths holds {int(lengths.max())}; a code has at most {LIMIT} bits"
+    present = lengths[lengths > 0].astype(np.int64)
+    if present.size == 0 or (present.size == 1 and present[0] == 1):
+        return ""
+    space = int((np.int64(1) << (LIMIT - present)).sum())
+    if space != 1 << LIMIT:
+        return f"lengths belong to no complete code: 2**-lengths sums to {space / (1 << LIMIT)}"
+    return ""
+
+
+def _checked(lengths: Array, error: type[Exception]) -> NumPy:
+    found = to_numpy(lengths)
+    fault = _fault(found)
+    if fault:
+        raise error(fault)
+    return found
+
+
+def huffman_codes(lengths: Array) -> Array:
+    """See `kernels.huffman.huffman_codes`."""
+    found = _checked(lengths, BadArgumentError)
+    codes = np.empty(found.size, np.uint32)
+    _codes(found, codes)
+    return like(codes, lengths)
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; the top bit says that more follow."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
+    """See `kernels.huffman.huffman_encode`."""
+    s = to_numpy(symbols)
+    found = _checked(lengths, BadArgumentError)
+    codes = np.empty(found.size, np.uint32)
+    _codes(found, codes)
+    table = np.full(1 << (8 * s.dtype.itemsize), 1 << 63, np.uint64)
+    used = min(table.size, found.size)
+    there = found[:used] > 0
+    table[:used][there] = codes[:used][there] | (found[:used][there].astype(np.uint64) << np.uint64(32))
+    if s.size == 0:
+        return like(np.empty(0, np.uint8), symbols)
+    longest = int(found.max())
+    part = -(-s.size // streams)
+    buffer = np.empty((s.size * longest + 7) // 8 + streams + 8, np.uint8)
+    ends = [0]
+    for k in range(streams):
+        at = _encode(s[k * part : (k + 1) * part], table, longest <= 14, buffer, ends[-1])
+        if at < 0:
+            raise BadArgumentError("symbols holds one that has no code")
+        ends.append(at)
+    head = b"".join(_varint(b - a) for a, b in zip(ends[:-2], ends[1:-1], strict=True))
+    out = np.empty(len(head) + ends[-1], np.uint8)
+    out[: len(head)] = np.frombuffer(head, np.uint8)
+    out[len(head) :] = buffer[: ends[-1]]
+    return like(out, symbols)
+
+
+def _stream_ends(data: NumPy, streams: int) -> list[int]:
+    """Where the streams begin and where the last ends, from the sizes in front of them."""
+    at = 0
+    sizes = []
+    for _ in range(streams - 1):
+        value, shift = 0, 0
+        while True:
+            if at >= data.size or shift > 56:
+                raise CorruptDataError("the sizes of the Huffman streams are cut off")
+            byte = int(data[at])
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+        if byte == 0 and shift > 7:
+            raise CorruptDataError("the size of a Huffman stream is written with more bytes than it needs")
+        sizes.append(value)
+    ends = [at]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    if ends[-1] > data.size:
+        raise CorruptDataError(f"the Huffman streams take {ends[-1]} bytes; there are {data.size}")
+    return [*ends, data.size]
+
+
+def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
+    """See `kernels.huffman.huffman_decode`."""
+    d = to_numpy(data)
+    found = _checked(lengths, CorruptDataError)
+    if found[1 << int(dtype[4:]) :].any():
+        raise BadArgumentError(f"lengths has a code for a symbol that {dtype} cannot hold")
+    if n == 0 or d.size == 0:
+        if n or d.size:
+            raise CorruptDataError(f"{d.size} bytes are not {n} Huffman codes")
+        return like(np.empty(0, dtype), data)
+    if n > 8 * d.size:
+        raise CorruptDataError(f"{d.size} bytes are too few for {n} Huffman codes")
+    ends = _stream_ends(d, streams)
+    padded = np.zeros(d.size + SPARE, np.uint8)
+    padded[: d.size] = d
+    width = min(max(int(found.max(initial=0)), 1), TABLE_BITS)
+    codes = np.empty(found.size, np.uint32)
+    _codes(found, codes)
+    single = np.empty(1 << width, np.int32)
+    table = np.empty(1 << width, np.uint64)
+    offsets = np.zeros((3, LIMIT + 2), np.int64)
+    order = np.zeros(found.size, np.int32)
+    fast = dtype == "uint8" and streams == 4
+    _decode_tables(found, codes, width, 7 if fast else 1, single, table, offsets, order)
+    out = np.empty(n, dtype)
+    part = -(-n // streams)
+    places = np.asarray(
+        [(8 * ends[k], ends[k + 1], min(k * part, n), min((k + 1) * part, n)) for k in range(streams)], np.int64
+    )
+    if fast:
+        _decode4(padded, places, width, single, table, offsets, order, out)
+    for k in range(streams):
+        bit, end, at, stop = (int(x) for x in places[k])
+        if bit < 0 or not _finish(padded, bit, end, width, single, offsets, order, out, at, stop):
+            raise CorruptDataError(f"the bytes are not {n} Huffman codes of these lengths")
+    return like(out, data)
+
+
+def pack_lengths(lengths: Array) -> bytes:
+    """See `kernels.huffman.pack_lengths`."""
+    found = _checked(lengths, BadArgumentError)
+    return found.tobytes()
+
+
+def unpack_lengths(data: Array, size: int) -> Array:
+    """See `kernels.huffman.unpack_lengths`."""
+    d = to_numpy(data)
+    if d.size != size:
+        raise CorruptDataError("not a table of code lengths")
+    return like(_checked(d, CorruptDataError).copy(), data)

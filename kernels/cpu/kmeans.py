@@ -1,0 +1,229 @@
+"""Weighted k-means on the line, compiled; the order of operations is the one written in `docs/kernels.md`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import like, to_numpy
+from ..kmeans import prepare
+from .jit import njit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..arrays import Array
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@njit
+def _exact(x: Any, w: Any, k: int) -> Any:
+    """Optimal codebook of 1 <= k < m scaled, strictly ascending centers."""
+    m = x.size
+    shift = x[m // 2]
+    weight = np.empty(m + 1)
+    moment = np.empty(m + 1)
+    weight[0] = 0.0
+    moment[0] = 0.0
+    for i in range(m):
+        weight[i + 1] = weight[i] + w[i]
+        moment[i + 1] = moment[i] + w[i] * (x[i] - shift)
+    # best[j]: the most that sum(moment**2 / weight) reaches for the first j centers in `row` clusters; what is
+    # maximized is the total of w * y**2, a constant, less the loss.
+    best = np.zeros(m + 1)
+    following = np.zeros(m + 1)
+    cut = np.zeros((k + 1, m + 1), np.int32)
+    for j in range(1, m + 1):
+        mass = weight[j]
+        best[j] = moment[j] * moment[j] / mass if mass > 0.0 else 0.0
+    gain = np.empty(m + 1)
+    stack = np.empty((64, 4), np.int64)
+    for row in range(2, k + 1):
+        top = 1
+        stack[0, 0] = m if row == k else row
+        stack[0, 1] = m - (k - row)
+        stack[0, 2] = row - 1
+        stack[0, 3] = m - 1
+        while top > 0:
+            top -= 1
+            low, high, first, last = stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3]
+            j = (low + high) >> 1
+            end = min(last, j - 1)
+            mass_j, moment_j = weight[j], moment[j]
+            for i in range(first, end + 1):
+                mass = mass_j - weight[i]
+                lever = moment_j - moment[i]
+                gain[i] = best[i] + (lever * lever / mass if mass > 0.0 else 0.0)
+            at = first
+            most = gain[first]
+            for i in range(first + 1, end + 1):
+                if gain[i] > most:
+                    most = gain[i]
+                    at = i
+            following[j] = most
+            cut[row, j] = at
+            if j < high:
+                stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3] = j + 1, high, at, last
+                top += 1
+            if low < j:
+                stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3] = low, j - 1, first, at
+                top += 1
+        best, following = following, best
+    codes = np.empty(k)
+    end = m
+    for row in range(k, 0, -1):
+        start = cut[row, end] if row > 1 else 0
+        mass = 0.0
+        lever = 0.0
+        for i in range(start, end):
+            mass += w[i]
+            lever += w[i] * (x[i] - shift)
+        codes[row - 1] = min(max(shift + lever / mass, x[start]), x[end - 1])
+        end = start
+    return codes
+
+
+@njit
+def _lloyd(x: Any, w: Any, initial: Any, iterations: int) -> Any:
+    """Lloyd's iteration: means of the centers nearest to each code, until nothing changes."""
+    m = x.size
+    k = initial.size
+    codes = initial.copy()
+    if m == 0:
+        return codes
+    shift = x[m // 2]
+    for _ in range(iterations):
+        changed = False
+        i = 0
+        for c in range(k):
+            # The next midpoint still uses the old code c + 1, and this one was not replaced yet either.
+            edge = 0.5 * codes[c] + 0.5 * codes[c + 1] if c + 1 < k else np.inf
+            start = i
+            mass = 0.0
+            lever = 0.0
+            while i < m and x[i] <= edge:
+                mass += w[i]
+                lever += w[i] * (x[i] - shift)
+                i += 1
+            if i > start and mass > 0.0:
+                mean = min(max(shift + lever / mass, x[start]), x[i - 1])
+                if mean != codes[c]:
+                    codes[c] = mean
+                    changed = True
+        if not changed:
+            break
+    return codes
+
+
+@njit
+def _uniform(seed: Any, counter: int) -> float:
+    """Number `counter` of the stream of `seed`, in [0, 1): SplitMix64, the upper 53 bits."""
+    z = np.uint64(seed) + np.uint64(counter + 1) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return np.float64(z >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@njit
+def _seeds(x: Any, w: Any, k: int, seed: Any) -> Any:
+    """k distinct centers, each drawn with probability `w * squared distance to the nearest drawn one`; ascending."""
+    m = x.size
+    distance = np.ones(m)
+    drawn = np.zeros(m, np.uint8)
+    for t in range(k):
+        total = 0.0
+        for i in range(m):
+            total += w[i] * distance[i]
+        goal = _uniform(seed, t) * total
+        pick = -1
+        running = 0.0
+        for i in range(m):
+            running += w[i] * distance[i]
+            if running > goal:
+                pick = i
+                break
+        if pick < 0:  # every distance underflowed to 0: the first center not drawn yet
+            pick = 0
+            while drawn[pick] == 1:
+                pick += 1
+        drawn[pick] = 1
+        for i in range(m):
+            step = x[i] - x[pick]
+            if t == 0 or step * step < distance[i]:
+                distance[i] = step * step
+    codes = np.empty(k)
+    c = 0
+    for i in range(m):
+        if drawn[i] == 1:
+            codes[c] = x[i]
+            c += 1
+    return codes
+
+
+@njit
+def _loss(x: Any, w: Any, codes: Any) -> float:
+    loss = 0.0
+    c = 0
+    for i in range(x.size):
+        while c + 1 < codes.size and x[i] > 0.5 * codes[c] + 0.5 * codes[c + 1]:
+            c += 1
+        if w[i] > 0.0:
+            step = x[i] - codes[c]
+            loss += w[i] * (step * step)
+    return loss
+
+
+def _solve(
+    centers: Array, weights: Array, k: int, method: str, initial: Array | None, seed: int, iterations: int
+) -> Vector:
+    x, w, exponent = prepare(centers, weights)
+    if initial is not None:
+        start = np.ldexp(to_numpy(initial).astype(np.float64), -exponent)
+        codes = _lloyd(x, w, start, iterations)
+    elif k >= x.size:
+        codes = x
+    elif method == "exact":
+        codes = _exact(x, w, k)
+    else:
+        codes = _lloyd(x, w, _seeds(x, w, k, np.uint64(seed % 2**64)), iterations)
+    result: Vector = np.ldexp(codes, exponent)
+    return result
+
+
+def weighted_kmeans(
+    centers: Array,
+    weights: Array,
+    k: int,
+    *,
+    method: str = "exact",
+    initial: Array | None = None,
+    seed: int = 0,
+    iterations: int = 50,
+) -> Array:
+    """See `shrinkpoint.kernels.kmeans.weighted_kmeans`."""
+    return like(_solve(centers, weights, k, method, initial, seed, iterations), centers)
+
+
+def weighted_kmeans_many(
+    problems: Sequence[tuple[Array, Array]],
+    k: Sequence[int],
+    *,
+    method: str = "exact",
+    initial: Sequence[Array | None],
+    seed: int = 0,
+    iterations: int = 50,
+) -> list[Array]:
+    """See `shrinkpoint.kernels.kmeans.weighted_kmeans_many`."""
+    return [
+        weighted_kmeans(centers, weights, one, method=method, initial=start, seed=seed, iterations=iterations)
+        for (centers, weights), one, start in zip(problems, k, initial, strict=True)
+    ]
+
+
+def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
+    """See `shrinkpoint.kernels.kmeans.quantization_loss`."""
+    x, w, codes = (np.ascontiguousarray(to_numpy(a), np.float64) for a in (centers, weights, codebook))
+    return float(_loss(x, w, codes))

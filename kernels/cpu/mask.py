@@ -1,0 +1,185 @@
+"""Bit masks on the CPU: one multiplication packs eight flags, and set bits are walked word by word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import like, to_numpy
+from ..mask import trailing_bits_set, wrong_count
+from .jit import njit
+from .planes import as_values, patterns
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+BLOCK = 4096
+"""Flags per round; they stay in the first-level cache between comparing and packing."""
+
+PACK = np.uint64(0x0102040810204080)
+"""Times eight flag bytes, this puts flag q at bit 56 + q; no two of the 64 partial products meet in a bit."""
+
+SPREAD = np.uint64(0x0101010101010101)
+PICK = np.uint64(0x8040201008040201)
+CARRY = np.uint64(0x7F7F7F7F7F7F7F7F)
+
+DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+BIT_AT = np.zeros(64, np.uint8)
+"""Position of a lone set bit, by the top six bits of its product with `DE_BRUIJN` (Numba has no count of zeros)."""
+for _position in range(64):
+    BIT_AT[((int(DE_BRUIJN) << _position) % (1 << 64)) >> 58] = _position
+
+DENSE = 32
+"""A word with more set bits than this is taken element by element without branches; else its set bits are walked."""
+
+
+def changed_mask(current: Array, previous: Array) -> Array:
+    c, p = patterns(current), patterns(previous)
+    out = np.empty((c.size + 7) // 8, np.uint8)
+    _changed(c, p, out)
+    return like(out, current)
+
+
+def pack_mask(mask: Array) -> Array:
+    m = patterns(mask)
+    out = np.empty((m.size + 7) // 8, np.uint8)
+    _pack(m, out)
+    return like(out, mask)
+
+
+def unpack_mask(data: Array, n: int) -> Array:
+    words = _words(to_numpy(data), n)
+    flags = np.empty(64 * words.size, np.uint8)
+    _unpack(words.view(np.uint8), flags.view(np.uint64))
+    return like(flags[:n].view(np.bool_), data)
+
+
+def gather(x: Array, mask_bits: Array) -> Array:
+    flat = patterns(x)
+    words = _words(to_numpy(mask_bits), flat.size)
+    out = np.empty(_count(words), flat.dtype)
+    _gather(flat, words, BIT_AT, out)
+    return as_values(out, x)
+
+
+def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
+    out, v = patterns(base).copy(), patterns(values)
+    words = _words(to_numpy(mask_bits), out.size)
+    marked = _count(words)
+    if marked != v.size:
+        raise wrong_count(marked, v.size)
+    _scatter(words, v, BIT_AT, out)
+    return as_values(out, base).reshape(base.shape)
+
+
+def _words(data: np.ndarray[Any, Any], n: int) -> np.ndarray[Any, Any]:
+    """The mask of n elements as aligned, zero-padded 64-bit words; checks the bits after the last element."""
+    if n % 8 and data[-1] >> (n % 8):
+        raise trailing_bits_set()
+    words = np.zeros((n + 63) // 64, "<u8")
+    words.view(np.uint8)[: data.size] = data
+    return words
+
+
+@njit
+def _fold(flags: Any, used: Any, target: Any) -> None:
+    """Pack the first `used` flag bytes of the block, eight by one multiplication."""
+    for i in range(used, 8 * target.size):
+        flags[i] = 0
+    eight = flags.view(np.uint64)
+    for j in range(target.size):
+        target[j] = np.uint8((eight[j] * PACK) >> np.uint64(56))
+
+
+@njit
+def _changed(current: Any, previous: Any, out: Any) -> None:
+    """Compare into a cached block of flag bytes, which vectorises, then pack them."""
+    flags = np.empty(BLOCK, np.uint8)
+    for start in range(0, current.size, BLOCK):
+        stop = min(start + BLOCK, current.size)
+        c, p = current[start:stop], previous[start:stop]
+        for i in range(stop - start):
+            flags[i] = c[i] != p[i]
+        _fold(flags, stop - start, out[start // 8 : (stop + 7) // 8])
+
+
+@njit
+def _pack(mask: Any, out: Any) -> None:
+    """Pack bytes that are zero or not."""
+    flags = np.empty(BLOCK, np.uint8)
+    for start in range(0, mask.size, BLOCK):
+        stop = min(start + BLOCK, mask.size)
+        m = mask[start:stop]
+        for i in range(stop - start):
+            flags[i] = m[i] != 0
+        _fold(flags, stop - start, out[start // 8 : (stop + 7) // 8])
+
+
+@njit
+def _unpack(data: Any, eight: Any) -> None:
+    """Eight flag bytes from each byte: copy it eight times, pick one bit in each copy, move that bit to the bottom."""
+    for j in range(data.size):
+        picked = (np.uint64(data[j]) * SPREAD) & PICK
+        eight[j] = ((picked + CARRY) >> np.uint64(7)) & SPREAD
+
+
+@njit
+def _ones(word: Any) -> Any:
+    """Number of set bits of a 64-bit word."""
+    w = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    w = (w & np.uint64(0x3333333333333333)) + ((w >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    w = (w + (w >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((w * SPREAD) >> np.uint64(56))
+
+
+@njit
+def _count(words: Any) -> Any:
+    """Number of set bits of all words."""
+    total = 0
+    for j in range(words.size):
+        total += _ones(words[j])
+    return total
+
+
+@njit
+def _gather(x: Any, words: Any, bit_at: Any, out: Any) -> None:
+    """out = x where the bit is set; `out` has exactly as many places as bits are set."""
+    zero, one = np.uint64(0), np.uint64(1)
+    k = np.int64(0)
+    for j in range(words.size):
+        word, start = words[j], 64 * j
+        # The branch-free form writes one place ahead and reads whole words, so it stops short of both ends.
+        if _ones(word) > DENSE and k + 64 < out.size and start + 64 <= x.size:
+            for q in range(64):
+                out[k] = x[start + q]
+                k += np.int64((word >> np.uint64(q)) & one)
+        else:
+            while word != zero:
+                lowest = word & (~word + one)
+                out[k] = x[start + np.int64(bit_at[(lowest * DE_BRUIJN) >> np.uint64(58)])]
+                k += 1
+                word = word & (word - one)
+
+
+@njit
+def _scatter(words: Any, values: Any, bit_at: Any, out: Any) -> None:
+    """out[i] = the next of `values` wherever bit i is set; as many values as set bits."""
+    zero, one = np.uint64(0), np.uint64(1)
+    ahead = np.empty(64, values.dtype)
+    k = np.int64(0)
+    for j in range(words.size):
+        word, start = words[j], 64 * j
+        if _ones(word) > DENSE and k + 64 < values.size and start + 64 <= out.size:
+            for q in range(64):
+                ahead[q] = values[k]
+                k += np.int64((word >> np.uint64(q)) & one)
+            for q in range(64):
+                if (word >> np.uint64(q)) & one:
+                    out[start + q] = ahead[q]
+        else:
+            while word != zero:
+                lowest = word & (~word + one)
+                out[start + np.int64(bit_at[(lowest * DE_BRUIJN) >> np.uint64(58)])] = values[k]
+                k += 1
+                word = word & (word - one)

@@ -1,0 +1,176 @@
+"""Byte planes and lossless differences on the CPU: one pass at the speed of a memory copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import dtype_name, is_torch, like, to_numpy
+from ..planes import ordered_by_sign, width_of
+from .jit import njit
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+BLOCK = 512
+"""Elements per round, few enough that the block stays in the first-level cache while each plane takes its pass."""
+
+
+def patterns(x: Array) -> np.ndarray[Any, Any]:
+    """x flattened in C order as unsigned integers of its own width; no copy where x is contiguous."""
+    if is_torch(x):
+        import torch
+
+        unsigned = getattr(torch, f"uint{8 * x.element_size()}")
+        flat: np.ndarray[Any, Any] = x.detach().resolve_neg().contiguous().view(-1).view(unsigned).numpy()
+        return flat
+    a = to_numpy(x)
+    a = a.astype(a.dtype.newbyteorder("="), copy=False)  # patterns are numbers, whatever the byte order in memory
+    return a.reshape(-1).view(np.dtype(f"uint{8 * a.dtype.itemsize}"))
+
+
+def as_values(flat: np.ndarray[Any, Any], x: Array) -> Array:
+    """Flat patterns as values of x's dtype in the library of x."""
+    if is_torch(x):
+        return like(flat, x).view(x.dtype)
+    if isinstance(x, np.ndarray):
+        return flat.view(x.dtype.newbyteorder("="))
+    name = dtype_name(x)
+    return like(flat, x, dtype=name) if name == "bfloat16" else like(flat.view(name), x)
+
+
+def split_planes(x: Array) -> Array:
+    u = patterns(x)
+    out = np.empty((u.itemsize, u.size), np.uint8)
+    if u.itemsize == 1:
+        out[0] = u
+    else:
+        _split(u, out)
+    return like(out, x)
+
+
+def merge_planes(planes: Array, dtype: str) -> Array:
+    p = to_numpy(planes)
+    out = np.empty(p.shape[1], np.dtype(f"uint{width_of(dtype)}"))
+    if out.itemsize == 1:
+        out[:] = p[0]
+    else:
+        _merge(p, out)
+    return like(out, planes)
+
+
+def difference(current: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+    c, p = patterns(current), patterns(previous)
+    out = np.empty_like(c)
+    if method == "xor":
+        np.bitwise_xor(c, p, out=out)
+    else:
+        _difference(c, p, ordered_by_sign(dtype or dtype_name(previous)), out)
+    return like(out.reshape(current.shape), current)
+
+
+def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+    d, p = patterns(diff), patterns(previous)
+    out = np.empty_like(p)
+    if method == "xor":
+        np.bitwise_xor(d, p, out=out)
+    else:
+        _undifference(d, p, ordered_by_sign(dtype or dtype_name(previous)), out)
+    return as_values(out, previous).reshape(previous.shape)
+
+
+# Every shift below is a constant once LLVM has inlined it: with a shift known only at run time the narrowing to bytes
+# stays 64 bits wide in the vector loop and runs at a third of the speed.
+@njit
+def _byte(source: Any, shift: Any, target: Any) -> None:
+    """target[i] = the byte of source[i] that starts at bit `shift`: one stream in, one out, so that it vectorises."""
+    kind = source.dtype.type
+    for i in range(target.size):
+        target[i] = np.uint8(source[i] >> kind(shift))
+
+
+@njit
+def _split(u: Any, out: Any) -> None:
+    """out[p, i] = byte p of u[i]: one plane after another over a block that stays in cache."""
+    for start in range(0, u.size, BLOCK):
+        stop = min(start + BLOCK, u.size)
+        source = u[start:stop]
+        _byte(source, 0, out[0, start:stop])
+        _byte(source, 8, out[1, start:stop])
+        if out.shape[0] >= 4:
+            _byte(source, 16, out[2, start:stop])
+            _byte(source, 24, out[3, start:stop])
+        if out.shape[0] == 8:
+            _byte(source, 32, out[4, start:stop])
+            _byte(source, 40, out[5, start:stop])
+            _byte(source, 48, out[6, start:stop])
+            _byte(source, 56, out[7, start:stop])
+
+
+@njit
+def _merge(planes: Any, out: Any) -> None:
+    """out[i] = the planes' bytes put together, at most four planes at a time so that the loop vectorises."""
+    kind = out.dtype.type
+    s8, s16, s24, s32 = np.uint32(8), np.uint32(16), np.uint32(24), np.uint64(32)
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
+        target = out[start:stop]
+        a, b = planes[0, start:stop], planes[1, start:stop]
+        if planes.shape[0] == 2:
+            for i in range(target.size):
+                target[i] = kind(np.uint32(a[i]) | (np.uint32(b[i]) << s8))
+        else:
+            c, d = planes[2, start:stop], planes[3, start:stop]
+            for i in range(target.size):
+                low = np.uint32(a[i]) | (np.uint32(b[i]) << s8) | (np.uint32(c[i]) << s16) | (np.uint32(d[i]) << s24)
+                target[i] = kind(low)
+        if planes.shape[0] == 8:
+            a, b = planes[4, start:stop], planes[5, start:stop]
+            c, d = planes[6, start:stop], planes[7, start:stop]
+            for i in range(target.size):
+                high = np.uint32(a[i]) | (np.uint32(b[i]) << s8) | (np.uint32(c[i]) << s16) | (np.uint32(d[i]) << s24)
+                target[i] = kind(np.uint64(target[i]) | (np.uint64(high) << s32))
+
+
+# In the two below every choice is a compare and a select: written with shifts, the widening to 64 bits would stay in
+# the vector loop and 8- and 16-bit types would run at half to a quarter of the speed.
+@njit
+def _difference(current: Any, previous: Any, signed: Any, out: Any) -> None:
+    """Zig-zag of the difference of order-mapped patterns, modulo 2**width."""
+    kind = out.dtype.type
+    zero, one, half = kind(0), kind(1), kind(1 << (8 * out.itemsize - 1))
+    low = kind(half - one)
+    ones = kind(low | half)
+    if signed:
+        for i in range(out.size):
+            c, p = current[i], previous[i]
+            c = kind(c ^ (low if c >= half else zero))
+            p = kind(p ^ (low if p >= half else zero))
+            d = kind(c - p)
+            out[i] = kind(kind(d << one) ^ (ones if d >= half else zero))
+    else:
+        for i in range(out.size):
+            d = kind(current[i] - previous[i])
+            out[i] = kind(kind(d << one) ^ (ones if d >= half else zero))
+
+
+@njit
+def _undifference(diff: Any, previous: Any, signed: Any, out: Any) -> None:
+    """Inverse of `_difference`."""
+    kind = out.dtype.type
+    zero, one, half = kind(0), kind(1), kind(1 << (8 * out.itemsize - 1))
+    low = kind(half - one)
+    ones = kind(low | half)
+    if signed:
+        for i in range(out.size):
+            d, p = diff[i], previous[i]
+            d = kind(kind(d >> one) ^ (ones if kind(d & one) != zero else zero))
+            p = kind(p ^ (low if p >= half else zero))
+            c = kind(p + d)
+            out[i] = kind(c ^ (low if c >= half else zero))
+    else:
+        for i in range(out.size):
+            d = diff[i]
+            d = kind(kind(d >> one) ^ (ones if kind(d & one) != zero else zero))
+            out[i] = kind(previous[i] + d)

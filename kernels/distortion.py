@@ -1,0 +1,66 @@
+"""How far an approximation is from the array it stands for, in one pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .arrays import back_end
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Distortion:
+    """Sums over the finite elements of x, in float64.
+
+    Args:
+        squared_error: sum of (y - x)**2.
+        squared_norm: sum of x**2.
+        largest_relative: largest |y - x| / |x| over nonzero x; infinite where a zero became something else.
+    """
+
+    squared_error: float
+    squared_norm: float
+    largest_relative: float
+
+    @property
+    def relative_l2(self) -> float:
+        """||y - x|| / ||x||; 0 for two zero arrays."""
+        if self.squared_error == 0.0:
+            return 0.0
+        return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else math.inf
+
+    def __add__(self, other: Distortion) -> Distortion:
+        """The distortion of two parts together."""
+        return Distortion(
+            self.squared_error + other.squared_error,
+            self.squared_norm + other.squared_norm,
+            max(self.largest_relative, other.largest_relative),
+        )
+
+
+def distortion(x: Array, y: Array) -> Distortion:
+    """Squared error, squared norm and largest relative error of y as an approximation of x.
+
+    Elements of x that are not finite do not count: they are never approximated.
+
+    Args:
+        x: float array, any shape.
+        y: the same shape, on the same device.
+
+    Raises:
+        BadArgumentError: the shapes differ.
+
+    Example:
+        >>> import numpy as np
+        >>> distortion(np.array([3.0, 4.0]), np.array([3.0, 4.5])).relative_l2
+        0.1
+    """
+    if tuple(x.shape) != tuple(y.shape):
+        raise BadArgumentError(f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; they must be the same")
+    result: Distortion = back_end(x, "distortion").distortion(x, y)
+    return result

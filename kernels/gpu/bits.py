@@ -1,0 +1,102 @@
+"""Device functions on float bit patterns, shared by the kernels: the log bucket of a number, and back.
+
+`WIDTH` and `M` are the format's width and mantissa width. Patterns come as signed integers, as torch views them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude_bits(bits, WIDTH: tl.constexpr):
+    """The pattern without its sign, as int32 (int64 for a 64-bit format)."""
+    if WIDTH == 64:
+        magnitude = bits & 0x7FFFFFFFFFFFFFFF
+    elif WIDTH == 32:
+        magnitude = bits & 0x7FFFFFFF
+    else:
+        magnitude = bits.to(tl.int32) & 0x7FFF
+    return magnitude
+
+
+@triton.jit
+def bucket_of(magnitude, bits, WIDTH: tl.constexpr, M: tl.constexpr):
+    """Magnitude bucket j of a pattern without sign: 0 for zero, 1 ... J for finite numbers, J + 1 for the rest.
+
+    A subnormal is an integer below `2**M`; converted to a float, which is exact, it arrives normalised: the exponent
+    field holds the position of its leading one and the top mantissa bits the fraction.
+    """
+    nonfinite: tl.constexpr = (1 << (WIDTH - 1 - M)) - 1  # the exponent field of infinities and NaNs
+    octaves: tl.constexpr = (1 << (WIDTH - 1 - M)) + M - 2
+    normal = (magnitude >> (M - bits)) + (((M - 1) << bits) + 1)
+    if WIDTH == 64:
+        shifted = magnitude.to(tl.float64).to(tl.int64, bitcast=True) >> (52 - bits)
+        subnormal = shifted - (1023 << bits) + 1
+    else:
+        shifted = magnitude.to(tl.float32).to(tl.int32, bitcast=True) >> (23 - bits)
+        subnormal = shifted - (127 << bits) + 1
+    field = magnitude >> M
+    j = tl.where(field > 0, normal, subnormal)
+    j = tl.where(magnitude == 0, 0, j)
+    j = tl.where(field == nonfinite, (octaves << bits) + 1, j)
+    return j.to(tl.int32)
+
+
+@triton.jit
+def pattern_of(x):
+    """The bit pattern of a float as a signed integer of its width."""
+    if x.dtype.primitive_bitwidth == 64:
+        pattern = x.to(tl.int64, bitcast=True)
+    elif x.dtype.primitive_bitwidth == 32:
+        pattern = x.to(tl.int32, bitcast=True)
+    else:
+        pattern = x.to(tl.int16, bitcast=True)
+    return pattern
+
+
+@triton.jit
+def widened(x, DOUBLE: tl.constexpr):
+    """x as float32, or as float64 with DOUBLE: exact for every narrower format."""
+    if x.dtype == tl.bfloat16:  # the upper half of a float32
+        y = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif x.dtype == tl.float16:
+        y = x.to(tl.float32)
+    else:
+        y = x
+    if DOUBLE:
+        y = y.to(tl.float64)
+    return y
+
+
+@triton.jit
+def product_magnitude(x, gradient, DOUBLE: tl.constexpr):
+    """Pattern of |gradient * x|: one product, rounded to float32, or to float64 with DOUBLE."""
+    product = widened(gradient, DOUBLE) * widened(x, DOUBLE)
+    if DOUBLE:
+        magnitude = magnitude_bits(pattern_of(product), 64)
+    else:
+        magnitude = magnitude_bits(pattern_of(product), 32)
+    return magnitude
+
+
+@triton.jit
+def special_levels(magnitude, sensitivity, protect, prune, protect_sensitivity, prune_sensitivity):
+    """Which elements are protected and which are pruned (if not protected), from patterns without sign.
+
+    Thresholds are the patterns of the smallest magnitudes that reach them, so what is not finite is always protected.
+    Without a gradient `sensitivity` is None.
+    """
+    if magnitude.dtype == tl.int32:  # the patterns fit, and 64-bit comparisons cost two instructions
+        protect = protect.to(tl.int32)
+        prune = prune.to(tl.int32)
+    protected = magnitude >= protect
+    pruned = magnitude < prune
+    if sensitivity is not None:
+        if sensitivity.dtype == tl.int32:
+            protect_sensitivity = protect_sensitivity.to(tl.int32)
+            prune_sensitivity = prune_sensitivity.to(tl.int32)
+        protected = protected | (sensitivity >= protect_sensitivity)
+        pruned = pruned | (sensitivity < prune_sensitivity)
+    return protected, pruned

@@ -1,0 +1,86 @@
+"""How kernels are launched: arrays in and out, the device, and one fixed configuration per kernel.
+
+Configurations are written down beside each kernel instead of searched for at run time: the same launch every time,
+nothing to warm up, and ahead-of-time compilation can check exactly what will run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from ..arrays import is_torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ..arrays import Array
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when this module was imported)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel's fixed configuration.
+
+    Args:
+        block: elements one program handles, a power of two.
+        warps: warps per program.
+        interpreted: elements a program handles in the interpreter, where each program costs about a millisecond.
+    """
+
+    block: int
+    warps: int
+    interpreted: int = 1 << 17
+
+    @property
+    def size(self) -> int:
+        """Elements one program handles here; a kernel's `BLOCK`."""
+        return self.interpreted if INTERPRETED else self.block
+
+    def programs(self, n: int) -> int:
+        """Number of programs that cover n elements."""
+        return -(-n // self.size)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options; a multiply and an add are never fused, the other back ends do not fuse them either."""
+        return {"num_warps": self.warps, "enable_fp_fusion": False}
+
+
+def tensor(x: Array) -> torch.Tensor:
+    """x as a contiguous torch tensor on its own device, without a copy where it already is one (DLPack)."""
+    t: torch.Tensor = x.detach().resolve_conj().resolve_neg() if is_torch(x) else torch.from_dlpack(x)
+    return t.contiguous()
+
+
+def like(t: torch.Tensor, x: Array) -> Array:
+    """The result t in the library of x, on the same device."""
+    if is_torch(x):
+        return t
+    return importlib.import_module("array_api_compat").array_namespace(x).from_dlpack(t)
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype that carries the bit patterns of a float of so many bytes (one byte: unsigned)."""
+
+
+def bit_view(t: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of a contiguous tensor as integers of the same width, flat, no copy."""
+    return t.reshape(-1).view(INTEGERS[t.element_size()])
+
+
+def on(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """Make t's device current, so that a launch goes to its current stream and not to another device's."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+def multiprocessors(t: torch.Tensor) -> int:
+    """Number of multiprocessors of t's device; 1 in the interpreter, where programs run one after another."""
+    return torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 1

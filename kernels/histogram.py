@@ -1,0 +1,285 @@
+"""Log-bucket histograms: the sketch from which quantiles, pruning thresholds and codebooks are read.
+
+The bucket of a float is its own bit pattern shifted right (`docs/kernels.md`), so counting needs no logarithm, merging
+is addition, and every back end gives the same counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name, on_gpu
+from .errors import BadArgumentError
+from .floats import FORMATS, FloatFormat, format_named
+
+if TYPE_CHECKING:
+    from .arrays import Array
+    from .assign import Thresholds
+
+MAX_BITS = 12
+"""Most sub-bucket bits of a histogram: 2**-13 relative error, 9 MiB of counters for a float32 magnitude histogram."""
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Counts of floats in log buckets, on the host.
+
+    Args:
+        counts: int64, `J + 2` entries (magnitudes) or `2 J + 2` (signed), `J = FORMATS[format].buckets(bits)`; the last
+            one counts what is not finite. Signed: `J - j` is magnitude bucket j of negative values, `J` zero (of either
+            sign), `J + j` positive values.
+        bits: sub-bucket bits b, 0 ... 12 and at most the format's mantissa; an octave has `2**b` buckets.
+        format: name of the float format whose values were counted.
+        signed: whether negative values have buckets of their own.
+
+    Raises:
+        BadArgumentError: the length or dtype of `counts` does not fit the other fields.
+
+    Source: the sketch of Inshrinkerator, section 4.3 (approximate quantiles by log-space buckets), on bit patterns.
+    """
+
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+    bits: int
+    format: str
+    signed: bool
+
+    def __post_init__(self) -> None:
+        fmt = format_named(self.format)
+        if not 0 <= self.bits <= min(MAX_BITS, fmt.mantissa):
+            raise BadArgumentError(f"bits is {self.bits}; it must be 0 ... {min(MAX_BITS, fmt.mantissa)}")
+        length = (2 if self.signed else 1) * fmt.buckets(self.bits) + 2
+        if self.counts.dtype != np.int64 or self.counts.shape != (length,):
+            raise BadArgumentError(
+                f"counts is {self.counts.dtype}{self.counts.shape}; int64 of shape ({length},) is needed"
+            )
+
+    @property
+    def total(self) -> int:
+        """Number of finite values counted."""
+        return int(self.counts[:-1].sum())
+
+    def values(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Value of each bucket but the last (float64, ascending): the midpoint, exact in the format.
+
+        A bucket narrower than one unit in the last place (among the smallest subnormals, or at full mantissa) holds one
+        value, which is its value; one that can hold none takes the next value above.
+        """
+        magnitude = _bucket_edges(FORMATS[self.format], self.bits, midpoint=True)
+        return np.concatenate([-magnitude[:0:-1], magnitude]) if self.signed else magnitude
+
+    def lower_bounds(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Smallest magnitude in each bucket but the last (float64, ascending; 0 for the zero bucket).
+
+        `|x| < lower_bounds()[j]` holds exactly for the elements counted in the buckets below j: thresholds are read
+        from here. A bucket that can hold no value takes the next value above.
+
+        Raises:
+            BadArgumentError: the histogram is signed; fold it with `magnitude()` first.
+        """
+        if self.signed:
+            raise BadArgumentError("histogram is signed; lower bounds are of magnitudes, call magnitude() first")
+        return _bucket_edges(FORMATS[self.format], self.bits, midpoint=False)
+
+    def magnitude(self) -> Histogram:
+        """The histogram of |x|: negative buckets folded onto the positive ones; a magnitude histogram as it is."""
+        if not self.signed:
+            return self
+        middle = (self.counts.size - 2) // 2
+        folded = self.counts[middle:].copy()
+        folded[1:-1] += self.counts[middle - 1 :: -1] if middle else 0
+        return Histogram(folded, self.bits, self.format, signed=False)
+
+
+def _bucket_edges(fmt: FloatFormat, bits: int, *, midpoint: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Midpoint or smallest member of magnitude buckets 0 ... J, as float64 (exact: every format fits)."""
+    j = np.arange(fmt.buckets(bits), dtype=np.int64)
+    octave, fraction = j >> bits, j & ((1 << bits) - 1)
+    significand = (1 << bits) + fraction  # bucket = [significand, significand + 1) * 2**(octave - bits) smallest units
+    narrow = octave < bits  # less than one unit wide: round up to the next whole unit
+    lift = np.maximum(bits - octave, 0)
+    units = np.where(narrow, -(-significand >> lift), significand).astype(np.float64)
+    scale = np.where(narrow, 0, octave - bits)
+    if midpoint:
+        units += np.where(scale > 0, 0.5, 0.0) * np.where(narrow, 0.0, 1.0)
+    if bits == fmt.mantissa:  # one value a bucket above the subnormals as well
+        units = np.floor(units)
+    return np.concatenate([np.zeros(1), np.ldexp(units, scale + fmt.lowest_exponent)])
+
+
+def target(x: Array, gradient: Array | None, bits: int) -> tuple[FloatFormat, int]:
+    """Format and sub-bucket bits of `log_histogram(x, bits, gradient=gradient)`: the product's, bits capped there."""
+    name = dtype_name(x)
+    if gradient is not None:
+        name = product_format(x, gradient)
+    fmt = format_named(name)
+    return fmt, min(int(bits), fmt.mantissa)
+
+
+def product_format(x: Array, gradient: Array) -> str:
+    """Format in which `gradient * x` is formed: float64 if either is, else float32."""
+    return "float64" if "float64" in (dtype_name(x), dtype_name(gradient)) else "float32"
+
+
+def check_gradient(x: Array, gradient: Array) -> None:
+    """Refuse a gradient whose shape, dtype or device does not fit x."""
+    if tuple(gradient.shape) != tuple(x.shape):
+        raise BadArgumentError(f"gradient has shape {tuple(gradient.shape)}; the shape of x, {tuple(x.shape)}, is needed")
+    format_named(dtype_name(gradient))
+    if on_gpu(gradient) != on_gpu(x):
+        raise BadArgumentError("gradient is on another device than x")
+
+
+def _check_bits(bits: int) -> None:
+    if not 0 <= bits <= MAX_BITS:
+        raise BadArgumentError(f"bits is {bits}; it must be 0 ... {MAX_BITS}")
+
+
+def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
+    """Count x, or |x|, or |gradient * x|, in log buckets.
+
+    `counts[index(x)]` with `index` of `docs/kernels.md`: the bit pattern shifted right, `2**bits` buckets an octave, so
+    a bucket's value is within `2**-(bits + 1)` of each of its members.
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64.
+        bits: sub-bucket bits, 0 ... 12, capped at the mantissa of the counted format (`floats.bits_for` picks it).
+        signed: keep the signs (default: magnitudes).
+        gradient: same shape, any of the four dtypes: counts |gradient * x| instead, one rounded product an element, in
+            float64 if either is float64, else in float32 (the product is never stored whole). Magnitudes only.
+
+    Returns:
+        The histogram, on the host whatever the device of x; infinities and NaNs (of the product, with a gradient; an
+        overflowing product too) are in its last counter.
+
+    Raises:
+        BadArgumentError: bits out of range, another dtype, a gradient of another shape, or one together with `signed`.
+
+    Example:
+        >>> import numpy as np
+        >>> h = log_histogram(np.array([0.0, 1.0, -1.5, np.inf], dtype=np.float32), 1)
+        >>> h.total, int(h.counts[-1]), [float(v) for v in h.values()[h.counts[:-1] > 0]]
+        (3, 1, [0.0, 1.25, 1.75])
+
+    Source: Inshrinkerator, section 4.3; |gradient * x| is its sensitivity (section 4.2).
+    """
+    _check_bits(bits)
+    format_named(dtype_name(x))
+    if gradient is not None:
+        if signed:
+            raise BadArgumentError("signed is True; with a gradient only magnitudes are counted")
+        check_gradient(x, gradient)
+    result: Histogram = back_end(x, "histogram").log_histogram(x, bits, signed=signed, gradient=gradient)
+    return result
+
+
+def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
+    """Signed histogram of those x that `assign` gives a codebook level: neither pruned nor protected.
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64.
+        thresholds: what is pruned and what is protected; see `Thresholds`.
+        bits: sub-bucket bits, 0 ... 12, capped at x's mantissa.
+        gradient: as in `assign`; without it the two sensitivity thresholds have no effect.
+
+    Returns:
+        The signed histogram in x's format; its last counter (not finite) is 0, for such elements are protected.
+
+    Raises:
+        BadArgumentError: bits out of range, another dtype, or a gradient of another shape.
+
+    Example:
+        >>> import numpy as np
+        >>> from shrinkpoint.kernels.assign import Thresholds
+        >>> x = np.array([0.01, 0.5, -0.5, 9.0], dtype=np.float32)
+        >>> kept_histogram(x, Thresholds(protect_magnitude=4.0, prune_magnitude=0.1), 6).total
+        2
+
+    Source: Inshrinkerator, section 4.3: the codebook is fitted on what is neither pruned nor protected.
+    """
+    _check_bits(bits)
+    format_named(dtype_name(x))
+    if gradient is not None:
+        check_gradient(x, gradient)
+    result: Histogram = back_end(x, "histogram").kept_histogram(x, thresholds, bits, gradient=gradient)
+    return result
+
+
+def merge(*histograms: Histogram) -> Histogram:
+    """The histogram of all values counted in any of `histograms`.
+
+    Octaves line up between formats, so a bucket of the narrower format becomes the bucket of the wider one that starts
+    at the same value: index j of format F becomes `j + ((lowest_exponent_F - lowest_exponent_G) << bits)`.
+
+    Args:
+        histograms: one or more, of the same bits and signedness; formats may differ, the result has the one with the
+            widest range (float16 < bfloat16 < float32 < float64).
+
+    Raises:
+        BadArgumentError: no histogram, or bits or signedness differ.
+
+    Example:
+        >>> import numpy as np
+        >>> a = log_histogram(np.ones(3, dtype=np.float16), 4)
+        >>> b = log_histogram(np.ones(2, dtype=np.float32), 4)
+        >>> both = merge(a, b)
+        >>> both.format, both.total, int(both.counts.max())
+        ('float32', 5, 5)
+
+    Source: mergeable sketches, Inshrinkerator section 4.3.
+    """
+    if not histograms:
+        raise BadArgumentError("histograms is empty; merge needs at least one")
+    first = histograms[0]
+    for h in histograms[1:]:
+        if h.bits != first.bits or h.signed != first.signed:
+            raise BadArgumentError(
+                f"histograms differ: bits {first.bits} and {h.bits}, signed {first.signed} and {h.signed}"
+            )
+    wide = max((format_named(h.format) for h in histograms), key=lambda f: f.octaves)
+    middle = wide.buckets(first.bits) if first.signed else 0
+    counts = np.zeros(wide.buckets(first.bits) + middle + 2, dtype=np.int64)
+    for h in histograms:
+        narrow = format_named(h.format)
+        size = narrow.buckets(h.bits)
+        shift = (narrow.lowest_exponent - wide.lowest_exponent) << h.bits
+        zero = size if h.signed else 0
+        counts[middle] += h.counts[zero]
+        counts[middle + shift + 1 : middle + shift + 1 + size] += h.counts[zero + 1 : -1]
+        if h.signed:
+            counts[middle - shift - size : middle - shift] += h.counts[:size]
+        counts[-1] += h.counts[-1]
+    return Histogram(counts, first.bits, wide.name, first.signed)
+
+
+def quantile(histogram: Histogram, q: float) -> float:
+    """Value of the bucket that holds the element of rank `floor(q * (n - 1))` in ascending order, n = `total`.
+
+    `|result - exact| <= 2**-(bits + 1) * |exact|` against the exact order statistic of the counted values.
+
+    Args:
+        histogram: signed or of magnitudes; what is not finite has no rank.
+        q: 0 ... 1.
+
+    Raises:
+        BadArgumentError: q out of range, or nothing finite was counted.
+
+    Example:
+        >>> import numpy as np
+        >>> h = log_histogram(np.arange(1, 101, dtype=np.float32), 6, signed=True)
+        >>> quantile(h, 0.5)
+        50.25
+
+    Source: Inshrinkerator, section 4.3.
+    """
+    if not 0.0 <= q <= 1.0:
+        raise BadArgumentError(f"q is {q}; it must be 0 ... 1")
+    cumulative = np.cumsum(histogram.counts[:-1])
+    n = int(cumulative[-1])
+    if n == 0:
+        raise BadArgumentError("histogram counts no finite value; it has no quantile")
+    bucket = int(np.searchsorted(cumulative, math.floor(q * (n - 1)), side="right"))
+    return float(histogram.values()[bucket])

@@ -1,0 +1,175 @@
+"""Canonical Huffman codes of limited length, in several streams that decode side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import BadArgumentError
+from .sequential import coder, integer, stored_bytes, vector
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+LIMIT = 24
+"""The longest code there can be."""
+ALPHABET = 1 << 16
+"""The greatest number of symbols."""
+
+
+def huffman_lengths(counts: Array, limit: int = 15) -> Array:
+    """Lengths of the optimal prefix code with no code longer than `limit`.
+
+    Minimises `sum(counts * lengths)` subject to `sum(2**-lengths) = 1` over the symbols that occur. Equal weights are
+    taken in the order of the symbols, single symbols before packages.
+
+    Args:
+        counts: int64[S], >= 0, a sum of at most 2**56; S in 1 ... 65536.
+        limit: 1 ... 24, and `2**limit` at least the number of symbols that occur.
+
+    Returns:
+        uint8[S]: 0 for a symbol that does not occur; 1 for one that occurs alone.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> huffman_lengths(np.asarray([50, 20, 0, 5, 1])).tolist()
+        [1, 2, 0, 3, 3]
+
+    Source: Larmore and Hirschberg, "A fast algorithm for optimal length-limited Huffman codes" (1990).
+    """
+    counts = vector("counts", counts, ("int64",))
+    _check_alphabet("counts", counts)
+    return coder(counts, "huffman").huffman_lengths(counts, integer("limit", limit, 1, LIMIT))
+
+
+def huffman_codes(lengths: Array) -> Array:
+    """The canonical codes of `lengths`: shorter codes first, equal lengths in the order of the symbols.
+
+    Args:
+        lengths: uint8[S], each 0 ... 24, with `sum(2**-lengths) = 1` over those above zero, or a single 1, or none.
+
+    Returns:
+        uint32[S]: the code's bits, the first to be written being the most significant of `lengths` bits; 0 if absent.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, lengths of no complete code, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> huffman_codes(np.asarray([1, 2, 0, 3, 3], np.uint8)).tolist()
+        [0, 2, 0, 6, 7]
+
+    Source: Schwartz and Kallick, "Generating a canonical prefix encoding" (1964).
+    """
+    lengths = vector("lengths", lengths, ("uint8",))
+    _check_alphabet("lengths", lengths)
+    return coder(lengths, "huffman").huffman_codes(lengths)
+
+
+def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
+    """The canonical codes of `symbols`, most significant bit first, in `streams` equal parts of the symbols.
+
+    Part k holds symbols `k * q ... (k + 1) * q - 1` with `q = ceil(n / streams)`; it is filled with zero bits to whole bytes. The
+    sizes of all parts but the last stand in front of them.
+
+    Args:
+        symbols: uint8[n] or uint16[n], any n.
+        lengths: uint8[S] as for `huffman_codes`.
+        streams: 1 ... 255.
+
+    Returns:
+        uint8[m] (docs/entropy.md); nothing for n = 0.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, a symbol without a code, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> lengths = np.asarray([1, 2, 0, 3, 3], np.uint8)
+        >>> data = huffman_encode(np.asarray([0, 0, 1, 4], np.uint8), lengths, streams=1)  # 0 0 10 111 and a zero
+        >>> data.tolist(), huffman_decode(data, lengths, 4, streams=1).tolist()
+        ([46], [0, 0, 1, 4])
+
+    Source: Huffman (1952); streams as in Collet's Zstandard (RFC 8878, 4.2.2).
+    """
+    symbols = vector("symbols", symbols, ("uint8", "uint16"))
+    lengths = vector("lengths", lengths, ("uint8",))
+    _check_alphabet("lengths", lengths)
+    return coder(symbols, "huffman").huffman_encode(symbols, lengths, streams=integer("streams", streams, 1, 255))
+
+
+def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
+    """The n symbols in `data`: the inverse of `huffman_encode`.
+
+    Args:
+        data: uint8[m] or bytes.
+        lengths: uint8[S] as for encoding.
+        n: number of symbols, >= 0.
+        dtype: "uint8" or "uint16" of the result.
+        streams: 1 ... 255, as for encoding.
+
+    Returns:
+        array of dtype, [n], of the same library as `data` (NumPy for bytes).
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, a code for a symbol that dtype cannot hold, or an array on a GPU.
+        CorruptDataError: lengths of no complete code, a stream that ends too early or too late, or a set bit after it.
+
+    Example: see `huffman_encode`.
+
+    Source: Huffman (1952); Moffat and Turpin, "On the implementation of minimum redundancy prefix codes" (1997).
+    """
+    data = stored_bytes(data)
+    lengths = vector("lengths", lengths, ("uint8",))
+    _check_alphabet("lengths", lengths)
+    if dtype not in ("uint8", "uint16"):
+        raise BadArgumentError(f"dtype is {dtype!r}; uint8 or uint16 is needed")
+    n, streams = integer("n", n, 0, 2**56), integer("streams", streams, 1, 255)
+    return coder(data, "huffman").huffman_decode(data, lengths, n, dtype, streams=streams)
+
+
+def pack_lengths(lengths: Array) -> bytes:
+    """The table of code lengths as bytes.
+
+    Args:
+        lengths: uint8[S] as for `huffman_codes`.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, lengths of no complete code, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> data = pack_lengths(np.asarray([1, 2, 0, 3, 3], np.uint8))
+        >>> unpack_lengths(data, 5).tolist()
+        [1, 2, 0, 3, 3]
+    """
+    lengths = vector("lengths", lengths, ("uint8",))
+    _check_alphabet("lengths", lengths)
+    return bytes(coder(lengths, "huffman").pack_lengths(lengths))
+
+
+def unpack_lengths(data: Array | bytes, S: int) -> Array:
+    """The table of code lengths in `data`: the inverse of `pack_lengths`.
+
+    Args:
+        data: uint8[m] or bytes, all of which belong to the table.
+        S: number of symbols, 1 ... 65536.
+
+    Returns:
+        uint8[S], of the same library as `data` (NumPy for bytes); always lengths of a complete code.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+        CorruptDataError: the bytes are not a table of this size.
+
+    Example: see `pack_lengths`.
+    """
+    data = stored_bytes(data)
+    return coder(data, "huffman").unpack_lengths(data, integer("S", S, 1, ALPHABET))
+
+
+def _check_alphabet(name: str, table: Array) -> None:
+    if not 1 <= table.shape[0] <= ALPHABET:
+        raise BadArgumentError(f"{name} has {table.shape[0]} elements; 1 ... {ALPHABET} are needed")

@@ -1,0 +1,239 @@
+"""Codebooks: weighted k-means on the line, exact by dynamic programming, or k-means++ with Lloyd's iteration."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, to_numpy
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .arrays import Array
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+
+METHODS = ("exact", "kmeans++")
+
+
+def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
+    """Weight of each histogram bucket: `sigma * count / sum(counts) + (1 - sigma) * |value| / sum(|values|)`.
+
+    The sums run over the non-empty buckets; an empty one weighs 0. Each sum is the correctly rounded one, whatever the
+    order. Where every non-empty bucket has value 0, or only one bucket is filled, sigma is taken as 1.
+
+    Args:
+        counts: integer [m], >= 0, such as `histogram.counts[:-1]`, on the host.
+        values: float [m], such as `histogram.values()`, on the host.
+        sigma: share of the frequency, 0 ... 1; default 0.2. At 1 the result is plain k-means on the data.
+
+    Returns:
+        float64 [m] NumPy, >= 0, sum 1 (or 0 when nothing was counted).
+
+    Raises:
+        BadArgumentError: sigma out of range, shapes differ, a count is negative or a used value not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> bucket_weights(np.array([3, 0, 1]), np.array([-1.0, 0.0, 1.0]), sigma=0.5).tolist()
+        [0.625, 0.0, 0.375]
+
+    Source: Inshrinkerator, section 4.3 (frequency and magnitude, each normalized to sum to one).
+    """
+    if not 0.0 <= sigma <= 1.0:
+        raise BadArgumentError(f"sigma is {sigma}; it must be 0 ... 1")
+    count, value = to_numpy(counts), to_numpy(values).astype(np.float64)
+    if count.ndim != 1 or count.shape != value.shape:
+        raise BadArgumentError(f"counts {count.shape} and values {value.shape} must be 1-D and of one length")
+    used = np.flatnonzero(count)
+    number, magnitude = count[used].astype(np.float64), np.abs(value[used])
+    if (number < 0).any() or not np.isfinite(magnitude).all():
+        raise BadArgumentError("counts must be >= 0 and the values of non-empty buckets finite")
+    weights = np.zeros(count.size)
+    if used.size == 0:
+        return weights
+    largest = float(magnitude.max())
+    scale = math.ldexp(1.0, -math.frexp(largest)[1]) if 0.0 < largest < math.inf else 1.0
+    magnitude = magnitude * scale  # the sum of huge magnitudes stays finite; a power of two changes no quotient
+    whole = math.fsum(magnitude)
+    share = sigma if used.size > 1 and whole > 0.0 else 1.0
+    weights[used] = share * (number / math.fsum(number))
+    if share < 1.0:
+        weights[used] += (1.0 - share) * (magnitude / whole)
+    return weights
+
+
+def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
+    """What every back end solves: strictly ascending centers with positive weights, scaled by powers of two.
+
+    Centers of weight 0 are dropped; equal ones become one, their weights added in order. Centers are multiplied by
+    `2**-exponent` (the largest magnitude then is in [0.5, 1)), weights likewise by a power of two of their own, so that
+    no square overflows. Both are exact, up to underflow.
+
+    Returns:
+        centers float64 [m] scaled, weights float64 [m] scaled, exponent. NumPy, host.
+    """
+    x, w = to_numpy(centers).astype(np.float64), to_numpy(weights).astype(np.float64)
+    x, w = x[w > 0.0], w[w > 0.0]
+    if x.size == 0:
+        return x, w, 0
+    first = np.concatenate([np.ones(1, dtype=bool), x[1:] != x[:-1]])
+    if not first.all():
+        group = np.cumsum(first) - 1
+        x, merged = x[first], np.zeros(int(group[-1]) + 1)
+        np.add.at(merged, group, w)
+        w = merged
+    exponent = int(np.frexp(np.abs(x).max())[1])
+    return np.ldexp(x, -exponent), np.ldexp(w, -int(np.frexp(w.max())[1])), exponent
+
+
+def _check(centers: Array, weights: Array) -> None:
+    x, w = to_numpy(centers) if _on_host(centers) else None, to_numpy(weights) if _on_host(weights) else None
+    if len(centers.shape) != 1 or tuple(centers.shape) != tuple(weights.shape):
+        raise BadArgumentError(
+            f"centers {tuple(centers.shape)} and weights {tuple(weights.shape)} must be 1-D and of one length"
+        )
+    if x is None or w is None:
+        return  # the GPU's problems come from this module's own functions; a check would wait for the device
+    if not np.isfinite(x).all() or (x[1:] < x[:-1]).any():
+        raise BadArgumentError("centers are not finite and ascending")
+    if not (np.isfinite(w).all() and (w >= 0.0).all()):
+        raise BadArgumentError("weights are not all finite and >= 0")
+
+
+def _on_host(x: Array) -> bool:
+    from .arrays import on_gpu
+
+    return not on_gpu(x)
+
+
+def _check_options(k: int, method: str, initial: Array | None, iterations: int) -> None:
+    if not 1 <= k <= 65536:
+        raise BadArgumentError(f"k is {k}; it must be 1 ... 65536")
+    if method not in METHODS:
+        raise BadArgumentError(f"method is {method!r}; one of {', '.join(METHODS)} is needed")
+    if iterations < 0:
+        raise BadArgumentError(f"iterations is {iterations}; it must be 0 or more")
+    if initial is not None:
+        if len(initial.shape) != 1 or not 1 <= initial.shape[0] <= k:
+            raise BadArgumentError(f"initial has shape {tuple(initial.shape)}; 1-D with 1 ... k = {k} codes is needed")
+        if _on_host(initial):
+            codes = to_numpy(initial)
+            if not np.isfinite(codes).all() or (codes[1:] < codes[:-1]).any():
+                raise BadArgumentError("initial is not finite and ascending")
+
+
+def weighted_kmeans(
+    centers: Array,
+    weights: Array,
+    k: int,
+    *,
+    method: str = "exact",
+    initial: Array | None = None,
+    seed: int = 0,
+    iterations: int = 50,
+) -> Array:
+    """Codebook of at most k codes for weighted points on the line, minimizing `sum(w * (x - nearest code)**2)`.
+
+    `method="exact"` is the optimum, by dynamic programming over prefix sums (divide and conquer, O(k m log m));
+    `"kmeans++"` is seeding with probability `w * distance**2` by a counter-based generator, then Lloyd's iteration. With
+    `initial` only Lloyd's iteration runs, from there. The exact order of operations, ties and rounding, which all
+    back ends share, is in `docs/kernels.md`.
+
+    Args:
+        centers: float64 [m], ascending, finite.
+        weights: float64 [m], finite, >= 0.
+        k: most codes, 1 ... 65536.
+        method: "exact" (default) or "kmeans++".
+        initial: float64 [1 ... k], ascending: warm start; the result has its length (a code without points stays).
+        seed: of the k-means++ seeding; default 0.
+        iterations: most Lloyd iterations; default 50, it stops when nothing changes.
+
+    Returns:
+        float64, ascending, library and device of `centers`; `min(k, distinct centers of positive weight)` codes.
+
+    Raises:
+        BadArgumentError: an argument out of its range (contents are checked on the host only).
+
+    Example:
+        >>> import numpy as np
+        >>> weighted_kmeans(np.array([0.0, 1.0, 10.0]), np.array([1.0, 3.0, 1.0]), 2).tolist()
+        [0.75, 10.0]
+
+    Source: Inshrinkerator, section 4.3 (weighted k-means on the sketch); exact: Grønlund et al. 2017, arXiv 1701.07204.
+    """
+    _check(centers, weights)
+    _check_options(k, method, initial, iterations)
+    return back_end(centers, "kmeans").weighted_kmeans(
+        centers, weights, k, method=method, initial=initial, seed=seed, iterations=iterations
+    )
+
+
+def weighted_kmeans_many(
+    problems: Sequence[tuple[Array, Array]],
+    k: int | Sequence[int],
+    *,
+    method: str = "exact",
+    initial: Sequence[Array | None] | None = None,
+    seed: int = 0,
+    iterations: int = 50,
+) -> list[Array]:
+    """`weighted_kmeans` of many problems in one call: on a GPU one launch, on the CPU one after another.
+
+    Args:
+        problems: (centers, weights) each, all on one device.
+        k: most codes of every problem, or one number a problem.
+        method, seed, iterations: as in `weighted_kmeans`, the same for all problems.
+        initial: a warm start (or None) a problem; default None, none.
+
+    Returns:
+        One codebook a problem, the same as `weighted_kmeans` gives.
+
+    Raises:
+        BadArgumentError: as `weighted_kmeans`, or `k` or `initial` is of another length than `problems`.
+
+    Example:
+        >>> import numpy as np
+        >>> x, w = np.array([0.0, 1.0, 10.0]), np.ones(3)
+        >>> [c.tolist() for c in weighted_kmeans_many([(x, w), (x[1:], w[1:])], [2, 1])]
+        [[0.5, 10.0], [5.5]]
+    """
+    ks = [k] * len(problems) if isinstance(k, int) else list(k)
+    starts = [None] * len(problems) if initial is None else list(initial)
+    if len(ks) != len(problems) or len(starts) != len(problems):
+        raise BadArgumentError(f"{len(problems)} problems, but {len(ks)} values of k and {len(starts)} of initial")
+    for (centers, weights), one_k, start in zip(problems, ks, starts, strict=True):
+        _check(centers, weights)
+        _check_options(one_k, method, start, iterations)
+    if not problems:
+        return []
+    result: list[Array] = back_end(problems[0][0], "kmeans").weighted_kmeans_many(
+        problems, ks, method=method, initial=starts, seed=seed, iterations=iterations
+    )
+    return result
+
+
+def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
+    """`sum(w * (x - nearest code)**2)`, added in ascending order of the centers; half-way takes the lower code.
+
+    Args:
+        centers: float64 [m], ascending, finite.
+        weights: float64 [m], finite, >= 0.
+        codebook: float64 [1 or more], ascending, finite.
+
+    Raises:
+        BadArgumentError: shapes do not fit, or the codebook is empty while a weight is positive.
+
+    Example:
+        >>> import numpy as np
+        >>> quantization_loss(np.array([0.0, 1.0, 10.0]), np.array([1.0, 3.0, 1.0]), np.array([0.75, 10.0]))
+        0.75
+    """
+    _check(centers, weights)
+    if len(codebook.shape) != 1 or codebook.shape[0] == 0:
+        raise BadArgumentError(f"codebook has shape {tuple(codebook.shape)}; 1-D with at least one code is needed")
+    return float(back_end(centers, "kmeans").quantization_loss(centers, weights, codebook))

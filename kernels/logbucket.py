@@ -1,0 +1,73 @@
+"""Log buckets as an elementwise quantizer: the index of a float's bucket, and the bucket's midpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .arrays import back_end, dtype_name
+from .assign import dtype_name_of
+from .errors import BadArgumentError
+from .floats import format_named
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+
+def _check_bits(bits: int, dtype: str) -> None:
+    fmt = format_named(dtype)
+    limit = min(fmt.mantissa, (2**30 // fmt.octaves).bit_length() - 1)  # the largest index, 2 J + 1, is an int32
+    if not 0 <= bits <= limit:
+        raise BadArgumentError(f"bits is {bits}; it must be 0 ... {limit} for {dtype}")
+
+
+def bucket_index(x: Array, bits: int) -> Array:
+    """Position of each element in the signed log-bucket layout of `docs/kernels.md`.
+
+    `J - j` for negative x in magnitude bucket j, `J` for both zeros, `J + j` for positive x, `2 J + 1` for what is not
+    finite; `J = FORMATS[dtype].buckets(bits)`.
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64.
+        bits: sub-bucket bits, 0 ... min(mantissa, 21) (18 for float64): `2**bits` buckets an octave.
+
+    Returns:
+        int32, shape and library of x.
+
+    Raises:
+        BadArgumentError: bits out of range or another dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> bucket_index(np.array([0.0, 1.0, 2.0, -1.0, np.nan], dtype=np.float32), 0).tolist()
+        [277, 427, 428, 127, 555]
+
+    Source: LC-Checkpoint, section 3 (exponent buckets), with sub-buckets.
+    """
+    _check_bits(bits, dtype_name(x))
+    return back_end(x, "logbucket").bucket_index(x, bits)
+
+
+def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
+    """Midpoint of each bucket: `|bucket_value(bucket_index(x)) - x| <= 2**-(bits + 1) |x|` for every finite x.
+
+    Args:
+        index: int32, any shape, as `bucket_index` returns it; what is outside 0 ... 2 J (so 2 J + 1 too) gives NaN.
+        bits: as given to `bucket_index`.
+        dtype: dtype of the values (a name such as "float32", or a dtype): float16, bfloat16, float32 or float64.
+
+    Returns:
+        Values of that dtype, shape and library of `index`; zeros are +0, NaN is the positive quiet one without payload.
+
+    Raises:
+        BadArgumentError: bits out of range, another dtype, or an index that is not int32.
+
+    Example:
+        >>> import numpy as np
+        >>> bucket_value(np.array([277, 427, 127], dtype=np.int32), 0, "float32").tolist()
+        [0.0, 1.5, -1.5]
+    """
+    name = dtype_name_of(dtype)
+    _check_bits(bits, name)
+    if dtype_name(index) != "int32":
+        raise BadArgumentError(f"index has dtype {dtype_name(index)}; int32 is needed")
+    return back_end(index, "logbucket").bucket_value(index, bits, name)

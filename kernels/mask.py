@@ -1,0 +1,188 @@
+"""Bit masks of what changed, and the changed values: lossless deltas of model states in 16 bits.
+
+Source: BitSnap, section 3.3 (improved bitmask sparsification): n / 8 bytes of mask and the changed values themselves,
+which pays as long as less than 15/16 of 16-bit values changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError, CorruptDataError
+from .planes import same_device, width_of
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+
+def changed_mask(current: Array, previous: Array) -> Array:
+    """One bit an element, packed: 1 where the bit patterns of the two arrays differ.
+
+        mask[k] = sum over q < 8 of [pattern(current[8 k + q]) != pattern(previous[8 k + q])] << q,   C order
+
+    Patterns, so 0.0 and -0.0 differ and a NaN equals itself. Bits after the last element are 0.
+
+    Args:
+        current: array of any shape; any dtype in `planes.WIDTHS`.
+        previous: the same shape and dtype.
+
+    Returns:
+        uint8 [ceil(n / 8)], n the number of elements.
+
+    Raises:
+        BadArgumentError: shapes, dtypes or devices differ, or the dtype has no fixed width.
+
+    Example:
+        >>> import numpy as np
+        >>> changed_mask(np.array([1.0, 0.0, 3.0]), np.array([1.0, -0.0, 4.0])).tolist()
+        [6]
+    """
+    _check_same("current", current, "previous", previous)
+    if tuple(current.shape) != tuple(previous.shape):
+        raise BadArgumentError(
+            f"current has shape {tuple(current.shape)} and previous {tuple(previous.shape)}; they must be the same"
+        )
+    out: Array = back_end(current, "mask").changed_mask(current, previous)
+    return out
+
+
+def pack_mask(mask: Array) -> Array:
+    """A bool array as packed bits: element i is bit i mod 8 of byte i div 8, the bits after the last element 0.
+
+    Args:
+        mask: bool array of any shape, taken in C order.
+
+    Returns:
+        uint8 [ceil(n / 8)].
+
+    Raises:
+        BadArgumentError: `mask` is not bool.
+
+    Example:
+        >>> import numpy as np
+        >>> pack_mask(np.array([True, False, True] + 6 * [False])).tolist()
+        [5, 0]
+    """
+    if dtype_name(mask) != "bool":
+        raise BadArgumentError(f"mask has dtype {dtype_name(mask)}; bool is needed")
+    out: Array = back_end(mask, "mask").pack_mask(mask)
+    return out
+
+
+def unpack_mask(data: Array, n: int) -> Array:
+    """The n bools whose packed bits these are: the inverse of `pack_mask`.
+
+    Args:
+        data: uint8 [ceil(n / 8)].
+        n: number of elements, at least 0.
+
+    Returns:
+        bool [n].
+
+    Raises:
+        BadArgumentError: n is negative, or `data` is not uint8.
+        CorruptDataError: `data` has another length, or a bit after the last element is set.
+
+    Example:
+        >>> import numpy as np
+        >>> unpack_mask(np.array([5], dtype="uint8"), 3).tolist()
+        [True, False, True]
+    """
+    if n < 0:
+        raise BadArgumentError(f"n is {n}; it must be at least 0")
+    _check_mask("data", data, n)
+    out: Array = back_end(data, "mask").unpack_mask(data, n)
+    return out
+
+
+def gather(x: Array, mask_bits: Array) -> Array:
+    """The elements of x whose mask bit is 1, in C order: `x.reshape(-1)[mask]`.
+
+    Args:
+        x: array of any shape; any dtype in `planes.WIDTHS`.
+        mask_bits: uint8 [ceil(n / 8)] packed bits, n the number of elements of x.
+
+    Returns:
+        Flat array of x's dtype, as many elements as bits are set.
+
+    Raises:
+        BadArgumentError: `mask_bits` is not uint8 or lives elsewhere, or a dtype of no fixed width.
+        CorruptDataError: `mask_bits` has another length, or a bit after the last element is set.
+
+    Example:
+        >>> import numpy as np
+        >>> gather(np.array([1.0, 2.0, 3.0]), np.array([6], dtype="uint8")).tolist()
+        [2.0, 3.0]
+    """
+    width_of(dtype_name(x))
+    _check_mask("mask_bits", mask_bits, _size(x))
+    same_device("x", x, "mask_bits", mask_bits)
+    out: Array = back_end(x, "mask").gather(x, mask_bits)
+    return out
+
+
+def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
+    """`base` with the elements whose mask bit is 1 replaced, in C order, by `values`: the inverse of `gather`.
+
+        out[i] = values[number of bits set before i] if bit i else base[i]
+
+    Args:
+        base: array of any shape; any dtype in `planes.WIDTHS`. It is not changed.
+        mask_bits: uint8 [ceil(n / 8)] packed bits, n the number of elements of `base`.
+        values: flat array of the dtype of `base`, as many elements as bits are set.
+
+    Returns:
+        New array of the dtype and shape of `base`.
+
+    Raises:
+        BadArgumentError: dtypes or devices differ, or `values` is not flat.
+        CorruptDataError: `mask_bits` has another length, a bit after the last element is set, or the number of set bits
+            is not the number of values.
+
+    Example:
+        >>> import numpy as np
+        >>> scatter(np.zeros(3), np.array([6], dtype="uint8"), np.array([2.0, 3.0])).tolist()
+        [0.0, 2.0, 3.0]
+    """
+    _check_same("base", base, "values", values)
+    if len(values.shape) != 1:
+        raise BadArgumentError(f"values has shape {tuple(values.shape)}; one axis is needed")
+    _check_mask("mask_bits", mask_bits, _size(base))
+    same_device("base", base, "mask_bits", mask_bits)
+    out: Array = back_end(base, "mask").scatter(base, mask_bits, values)
+    return out
+
+
+def trailing_bits_set() -> CorruptDataError:
+    """The error of a mask that marks an element past the end."""
+    return CorruptDataError("mask has a bit set after its last element")
+
+
+def wrong_count(marked: int, values: int) -> CorruptDataError:
+    """The error of a mask that does not mark as many elements as there are values."""
+    return CorruptDataError(f"mask marks {marked} elements, but there are {values} values")
+
+
+def _size(x: Array) -> int:
+    """Number of elements of x."""
+    n = 1
+    for length in x.shape:
+        n *= int(length)
+    return n
+
+
+def _check_same(name: str, x: Array, other: str, y: Array) -> None:
+    """Check that two arrays share one dtype of fixed width and one device."""
+    width_of(dtype_name(x))
+    if dtype_name(x) != dtype_name(y):
+        raise BadArgumentError(f"{name} has dtype {dtype_name(x)} and {other} {dtype_name(y)}; they must be the same")
+    same_device(name, x, other, y)
+
+
+def _check_mask(name: str, data: Array, n: int) -> None:
+    """Check dtype and length of packed bits for n elements."""
+    if dtype_name(data) != "uint8" or len(data.shape) != 1:
+        raise BadArgumentError(f"{name} is {dtype_name(data)} {tuple(data.shape)}; uint8 with one axis is needed")
+    if data.shape[0] != (n + 7) // 8:
+        raise CorruptDataError(f"{name} has {data.shape[0]} bytes; {(n + 7) // 8} are needed for {n} elements")

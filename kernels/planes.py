@@ -1,0 +1,195 @@
+"""Byte planes and lossless differences: fixed-width numbers as what an entropy coder likes to see.
+
+Everything here is on bit patterns, so every value survives: NaN payloads, -0.0, subnormals.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from .arrays import back_end, dtype_name, on_gpu
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+Method = Literal["arithmetic", "xor"]
+
+WIDTHS: dict[str, int] = {
+    "bool": 8,
+    **{f"{kind}{width}": width for kind in ("int", "uint") for width in (8, 16, 32, 64)},
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 8),
+    "float16": 16,
+    "bfloat16": 16,
+    "float32": 32,
+    "float64": 64,
+}
+"""Every dtype these kernels take, by name, and its width in bits. A complex array is viewed as its real parts first."""
+
+
+def width_of(dtype: str) -> int:
+    """Width in bits of the dtype called `dtype`; raises BadArgumentError for one that is not in `WIDTHS`."""
+    try:
+        return WIDTHS[dtype]
+    except KeyError:
+        hint = " (view it as its real and imaginary parts)" if dtype.startswith("complex") else ""
+        raise BadArgumentError(f"dtype is {dtype}{hint}; one of {', '.join(WIDTHS)} is needed") from None
+
+
+def ordered_by_sign(dtype: str) -> bool:
+    """Whether patterns of `dtype` are sign and magnitude (floats), rather than already in order as two's complement."""
+    return ("float" in dtype) and dtype != "float8_e8m0fnu"
+
+
+def same_device(name: str, x: Array, other: str, y: Array) -> None:
+    """Raise BadArgumentError unless x and y live on the same kind of device."""
+    if on_gpu(x) != on_gpu(y):
+        raise BadArgumentError(f"{name} and {other} live on different devices; move one beside the other")
+
+
+def split_planes(x: Array) -> Array:
+    """Byte planes of x: all least significant bytes first, then all second bytes, and so on.
+
+        planes[p, i] = (pattern(x[i]) >> 8 p) & 255,   x in C order
+
+    Args:
+        x: array of any shape, strided or not; any dtype in `WIDTHS` (8 to 64 bits).
+
+    Returns:
+        uint8 [itemsize, n], n the number of elements of x; plane 0 holds the least significant bytes.
+
+    Raises:
+        BadArgumentError: a dtype of no fixed width of 8, 16, 32 or 64 bits.
+
+    Example:
+        >>> import numpy as np
+        >>> split_planes(np.array([1, 258], dtype="uint16")).tolist()
+        [[1, 2], [0, 1]]
+
+    Source: byte grouping, Hershcovitch et al. 2024 (ZipNN), section 3; named as an option in BitSnap, section 3.3.
+    """
+    width_of(dtype_name(x))
+    out: Array = back_end(x, "planes").split_planes(x)
+    return out
+
+
+def merge_planes(planes: Array, dtype: str) -> Array:
+    """The bit patterns whose byte planes these are: the exact inverse of `split_planes`.
+
+        pattern[i] = sum over p of planes[p, i] << 8 p
+
+    Patterns, not values, because NumPy knows no bfloat16 or float8: the caller views them as what they are
+    (`patterns.view(np.float32)`, `patterns.view(torch.bfloat16)`) and reshapes.
+
+    Args:
+        planes: uint8 [itemsize, n].
+        dtype: name of the dtype that was split, one of `WIDTHS` ("float32", "bfloat16", "int64", "bool", ...).
+
+    Returns:
+        Flat [n] array of unsigned integers as wide as `dtype`: uint8, uint16, uint32 or uint64.
+
+    Raises:
+        BadArgumentError: `planes` is not uint8, or its first axis is not the itemsize of `dtype`.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([1.5, -0.0, float("nan")], dtype="float32")
+        >>> merge_planes(split_planes(x), "float32").view("float32").tolist()
+        [1.5, -0.0, nan]
+    """
+    itemsize = width_of(dtype) // 8
+    if dtype_name(planes) != "uint8":
+        raise BadArgumentError(f"planes has dtype {dtype_name(planes)}; uint8 is needed")
+    if len(planes.shape) != 2 or planes.shape[0] != itemsize:
+        raise BadArgumentError(f"planes has shape {tuple(planes.shape)}; ({itemsize}, n) is needed for {dtype}")
+    out: Array = back_end(planes, "planes").merge_planes(planes, dtype)
+    return out
+
+
+def difference(current: Array, previous: Array, method: Method = "arithmetic", *, dtype: str | None = None) -> Array:
+    """What changed since `previous`, as unsigned numbers that are small where little changed.
+
+    With W the width in bits and u the pattern of a value:
+
+        method "xor":         out = u_current ^ u_previous
+        method "arithmetic":  out = zigzag((key(u_current) - key(u_previous)) mod 2**W)
+        key(u)    = u ^ (2**(W-1) - 1 if u >= 2**(W-1) else 0)   for floats: value order becomes two's complement order
+                  = u                                            for integers and bool
+        zigzag(d) = (2 d mod 2**W) ^ (2**W - 1 if d >= 2**(W-1) else 0):   0, -1, 1, -2, ... become 0, 1, 2, 3, ...
+
+    So a float that moved k units in the last place up or down gives 2 k or 2 k - 1, also across zero (-0.0 and 0.0 are
+    neighbours), and every pattern comes back exactly.
+
+    Args:
+        current: array of any shape, any dtype in `WIDTHS`.
+        previous: the same shape and dtype.
+        method: "arithmetic" (smaller for floats) or "xor".
+        dtype: what the patterns are when the arrays hold patterns instead of values, such as "bfloat16" for uint16
+            arrays; default: the dtype of the arrays.
+
+    Returns:
+        Unsigned integers of the same width and shape as `current`.
+
+    Raises:
+        BadArgumentError: shapes, dtypes or devices differ, an unknown method, a `dtype` of another width.
+
+    Example:
+        >>> import numpy as np
+        >>> a = np.array([1.0, 2.0, 0.0], dtype="float32")
+        >>> b = np.nextafter(a, np.float32([9, 0, -9]))
+        >>> difference(b, a).tolist(), difference(a, a, "xor").tolist()
+        ([2, 1, 3], [0, 0, 0])
+    """
+    dtype = _check_pair("current", current, "previous", previous, method, dtype)
+    if dtype_name(current) != dtype_name(previous):
+        raise BadArgumentError(
+            f"current has dtype {dtype_name(current)} and previous {dtype_name(previous)}; they must be the same"
+        )
+    out: Array = back_end(current, "planes").difference(current, previous, method, dtype=dtype)
+    return out
+
+
+def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *, dtype: str | None = None) -> Array:
+    """The array that `difference` was taken of: its exact inverse for every bit pattern.
+
+        method "xor":         u = diff ^ u_previous
+        method "arithmetic":  u = key((key(u_previous) + unzigzag(diff)) mod 2**W)      (key is its own inverse)
+        unzigzag(z) = (z >> 1) ^ (2**W - 1 if z is odd else 0)
+
+    Args:
+        diff: what `difference` returned: unsigned integers, the width and shape of `previous`.
+        previous: the same array the difference was taken to.
+        method: as in `difference`.
+        dtype: as in `difference`.
+
+    Returns:
+        Array of the dtype and shape of `previous`.
+
+    Raises:
+        BadArgumentError: `diff` is not unsigned of the width of `previous`, or shapes or devices differ.
+
+    Example:
+        >>> import numpy as np
+        >>> old, new = np.array([1.0, -0.0]), np.array([float("nan"), 0.0])
+        >>> undifference(difference(new, old), old).tolist()
+        [nan, 0.0]
+    """
+    dtype = _check_pair("diff", diff, "previous", previous, method, dtype)
+    if dtype_name(diff) != f"uint{width_of(dtype)}":
+        raise BadArgumentError(f"diff has dtype {dtype_name(diff)}; uint{width_of(dtype)} is needed for {dtype}")
+    out: Array = back_end(diff, "planes").undifference(diff, previous, method, dtype=dtype)
+    return out
+
+
+def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: str | None) -> str:
+    """Check what `difference` and `undifference` have in common; returns the dtype the patterns of y are to mean."""
+    if method not in get_args(Method):
+        raise BadArgumentError(f"method is {method!r}; one of {', '.join(get_args(Method))} is needed")
+    if tuple(x.shape) != tuple(y.shape):
+        raise BadArgumentError(f"{name} has shape {tuple(x.shape)} and {other} {tuple(y.shape)}; they must be the same")
+    same_device(name, x, other, y)
+    own = dtype_name(y)
+    meant = own if dtype is None else dtype
+    if width_of(meant) != width_of(own):
+        raise BadArgumentError(f"dtype is {meant}, {width_of(meant)} bits wide; {other} has {width_of(own)}")
+    return meant

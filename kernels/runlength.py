@@ -1,0 +1,65 @@
+"""Run lengths with sign-marked tokens: a value is stored negated, a length follows it only where it exceeds one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .sequential import coder, integer, vector
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+LONGEST = 2**31 - 1
+"""The longest run one length token can say; a longer run becomes several."""
+
+
+def rle_encode(values: Array) -> Array:
+    """The runs of `values` as signed tokens.
+
+    Every maximal run of a value v becomes the token -v (zero or negative), followed by its length (positive) if that is
+    greater than one. A run of more than 2**31 - 1 becomes runs of 2**31 - 1 and a rest.
+
+    Args:
+        values: uint8[n], any n.
+
+    Returns:
+        int32[t] tokens, t <= n, for `rle_decode`.
+
+    Raises:
+        BadArgumentError: wrong dtype or shape, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> rle_encode(np.asarray([0, 0, 0, 5, 0, 7, 7], np.uint8)).tolist()
+        [0, 3, -5, 0, -7, 2]
+
+    Source: Inshrinkerator (2023), section 6, "Encoding Delta".
+    """
+    values = vector("values", values, ("uint8",))
+    return coder(values, "runlength").rle_encode(values)
+
+
+def rle_decode(tokens: Array, n: int) -> Array:
+    """The values whose runs are `tokens`: the inverse of `rle_encode`, which accepts nothing that it does not write.
+
+    Args:
+        tokens: int32[t].
+        n: number of values, >= 0; the result's length, whatever the tokens say.
+
+    Returns:
+        uint8[n].
+
+    Raises:
+        BadArgumentError: wrong dtype or shape, negative n, or an array on a GPU.
+        CorruptDataError: the tokens are not the tokens of n values: a length without a value, a length of one, two
+            neighbouring runs of the same value, a value above 255, or another total than n.
+
+    Example:
+        >>> import numpy as np
+        >>> rle_decode(np.asarray([0, 3, -5, 0, -7, 2], np.int32), 7).tolist()
+        [0, 0, 0, 5, 0, 7, 7]
+
+    Source: Inshrinkerator (2023), section 6.
+    """
+    tokens = vector("tokens", tokens, ("int32",))
+    return coder(tokens, "runlength").rle_decode(tokens, integer("n", n, 0, 2**62))

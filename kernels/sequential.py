@@ -1,0 +1,58 @@
+"""What the public modules of the sequential coders share: argument checks and the choice of back end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name, on_gpu
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from .arrays import Array
+
+UNSIGNED = ("uint8", "uint16", "uint32")
+
+
+def coder(x: Array, subject: str) -> ModuleType:
+    """The CPU back end of `subject`; these coders are sequential, so an array on a GPU is refused, not copied."""
+    if on_gpu(x):
+        raise BadArgumentError(f"{subject} runs on the CPU only and its argument is on a GPU; move it to the CPU first")
+    return back_end(x, subject)
+
+
+def vector(name: str, x: Array, dtypes: tuple[str, ...], ndim: int = 1) -> Array:
+    """x itself if it has `ndim` axes and one of `dtypes`; raises BadArgumentError otherwise."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise BadArgumentError(f"{name} is a {type(x).__name__}; an array of {' or '.join(dtypes)} is needed")
+    if dtype_name(x) not in dtypes:
+        raise BadArgumentError(f"{name} has dtype {dtype_name(x)}; {' or '.join(dtypes)} is needed")
+    if len(x.shape) != ndim:
+        raise BadArgumentError(f"{name} has shape {tuple(x.shape)}; {ndim} axes are needed")
+    return x
+
+
+def stored_bytes(x: Array | bytes | bytearray | memoryview) -> Array:
+    """Stored bytes as a uint8 array: an array stays what it is, a bytes-like object becomes NumPy without a copy."""
+    if isinstance(x, bytes | bytearray | memoryview):
+        return np.frombuffer(x, dtype=np.uint8)
+    return vector("data", x, ("uint8",))
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an int if it is one in [low, high]; raises BadArgumentError otherwise."""
+    try:
+        number = value.__index__()
+    except (AttributeError, TypeError):
+        raise BadArgumentError(f"{name} is {value!r}; an integer is needed") from None
+    if not low <= number <= high:
+        raise BadArgumentError(f"{name} is {number}; it must be in {low} ... {high}")
+    return int(number)
+
+
+def length_of(x: Array) -> int:
+    """Number of elements of a one-dimensional array."""
+    return int(x.shape[0])

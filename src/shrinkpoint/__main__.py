@@ -1,0 +1,91 @@
+"""The command line, `shrinkpoint COMMAND` or `python -m shrinkpoint COMMAND`; what is heavy is imported when needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="shrinkpoint",
+    help="Compressed training checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"shrinkpoint {version('shrinkpoint')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run; by default as --size says.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoints, the results and the picture.")] = Path(
+        "demo-out"
+    ),
+    preset: Annotated[str, typer.Option(help="How to compress: default, inshrinkerator, ...")] = "default",
+    kills: Annotated[int, typer.Option(help="How often the trainer is killed; once in the middle of a save.")] = 2,
+    every: Annotated[
+        int | None, typer.Option(help="Steps from one checkpoint to the next; by default there are about 25.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the model, the order of the data and the moments of the kills.")] = 0,
+    size: Annotated[str, typer.Option(help="Of the model: small, or tiny for a quick look.")] = "small",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON; what is shown meanwhile goes to standard error.")
+    ] = False,
+) -> None:
+    """Train a small GPT, kill it, resume it from compressed checkpoints, and compare it with a run never killed.
+
+    It learns the sources of Python's own standard library, on the CPU; with the default size the two runs take about
+    five minutes on two cores.
+    """
+    from rich.console import Console
+
+    from .demo.config import demo_config
+    from .demo.run import run_demo
+
+    config = demo_config(out, steps=steps, every=every, kills=kills, seed=seed, preset=preset, size=size)
+    result = run_demo(config, Console(stderr=as_json))
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(result))
+
+
+def main() -> None:
+    """Run the command line: 1 is returned for what went wrong, with one plain line, 2 for wrong usage."""
+    from .kernels.errors import BadArgumentError, ShrinkpointError
+
+    try:
+        app()
+    except BadArgumentError as error:
+        _fail(f"shrinkpoint: {error}", 2)
+    except (ShrinkpointError, OSError) as error:
+        _fail(f"shrinkpoint: {error}", 1)
+
+
+def _fail(message: str, status: int) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What a demo run is asked to do, checked before anything starts; sizes of model and data; names of presets."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..kernels.errors import BadArgumentError, ShrinkpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHECKPOINTS = 25
+"""How many checkpoints a run takes when `every` is not given."""
+
+
+class DemoError(ShrinkpointError):
+    """The demo cannot run here, or its trainer failed; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Model, batch and held-out set of one demo size, and how long it trains by default."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    quick_windows: int  # held-out windows of the curve, one reading a checkpoint
+    probe_windows: int  # held-out windows that weigh a restored model against the exact one
+    final_windows: int  # held-out windows of the final comparison
+
+
+SIZES = {
+    "small": Size(
+        layers=4, width=256, heads=4, context=128, batch=4, steps=1200, learning_rate=2e-3,
+        quick_windows=32, probe_windows=256, final_windows=512,
+    ),
+    "tiny": Size(
+        layers=2, width=64, heads=2, context=64, batch=4, steps=60, learning_rate=3e-3,
+        quick_windows=8, probe_windows=32, final_windows=64,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """One demo run. Build it with `demo_config`, which fills in the defaults and checks them."""
+
+    out: Path
+    steps: int
+    every: int
+    kills: int
+    seed: int
+    preset: str
+    size: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one trainer process is to do; without `store` it saves nothing (the baseline)."""
+
+    steps: int
+    every: int
+    seed: int
+    size: str
+    threads: int
+    preset: str = "default"
+    store: str | None = None
+
+    def with_store(self, store: Path, preset: str) -> Job:
+        """The same job, saving its checkpoints."""
+        return replace(self, store=str(store), preset=preset)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        return Job(**json.loads(text))
+
+
+def demo_config(
+    out: Path | str = "demo-out",
+    *,
+    steps: int | None = None,
+    every: int | None = None,
+    kills: int = 2,
+    seed: int = 0,
+    preset: str = "default",
+    size: str = "small",
+) -> DemoConfig:
+    """Check the arguments of a demo run and fill in what is left out.
+
+    Args:
+        out: folder for the store, the results and the picture.
+        steps: training steps, >= 2, default by size.
+        every: steps from one checkpoint to the next, 1 ... steps, default so that there are about 25.
+        kills: how often the trainer is killed, 0 ... one less than there are checkpoints.
+        seed: of the model, the data order and the moments of the kills, 0 ... 2**32 - 1.
+        preset: a name of `preset_names()`.
+        size: a name of `SIZES`.
+
+    Raises:
+        BadArgumentError: an argument is out of its range.
+
+    Example:
+        >>> demo_config(steps=1000).every
+        40
+    """
+    _check("size", size, size in SIZES, f"one of {', '.join(SIZES)}")
+    steps = SIZES[size].steps if steps is None else steps
+    _check("steps", steps, steps >= 2, "at least 2")
+    every = max(1, steps // CHECKPOINTS) if every is None else every
+    _check("every", every, 1 <= every <= steps, f"between 1 and steps = {steps}")
+    most = len(checkpoint_steps(steps, every)) - 1
+    _check("kills", kills, 0 <= kills <= most, f"between 0 and {most}, one less than there are checkpoints")
+    _check("seed", seed, 0 <= seed < 2**32, "between 0 and 2**32 - 1")
+    _check("preset", preset, preset in preset_names(), f"one of {', '.join(preset_names())}")
+    return DemoConfig(Path(out), steps, every, kills, seed, preset, size)
+
+
+def checkpoint_steps(steps: int, every: int) -> list[int]:
+    """The steps after which a checkpoint is taken: every `every` steps, and the last one.
+
+    Example:
+        >>> checkpoint_steps(10, 4)
+        [4, 8, 10]
+    """
+    return [*range(every, steps, every), steps]
+
+
+def presets() -> dict[str, Callable[[], Any]]:
+    """Name -> what makes its `Config`: the project's own default and every preset that needs no argument."""
+    import shrinkpoint as sp
+
+    found: dict[str, Callable[[], Any]] = {"default": sp.Config}
+    for name in getattr(sp.presets, "__all__", ()):
+        found[name.replace("_", "-")] = getattr(sp.presets, name)
+    return found
+
+
+def preset_names() -> list[str]:
+    return list(presets())
+
+
+def threads() -> int:
+    """Threads of the trainer: the processors this process may use, at most 4 (the model is too small for more)."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(4, len(affinity(0)) if affinity else os.cpu_count() or 1)
+
+
+def _check(name: str, value: object, fine: bool, limit: str) -> None:
+    if not fine:
+        raise BadArgumentError(f"{name} is {value!r}; it must be {limit}")

@@ -1,0 +1,81 @@
+"""When to kill the trainer: at moments drawn from the seed, one of them in the middle of a save."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from .config import checkpoint_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Killer:
+    """Watches the trainer's events and says, after each, whether and how soon to kill it.
+
+    The run is divided into as many stretches as there are kills; each gets one, at a random step or, for one of them,
+    during a random save. How long a save takes is learnt from those before; when one ended too soon for the blow, the
+    next is aimed at, with less delay.
+
+    Args:
+        kills: how many.
+        steps, every: of the run.
+        seed: of the random choice.
+    """
+
+    def __init__(self, kills: int, steps: int, every: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        saves = checkpoint_steps(steps, every)
+        # Before the first checkpoint there is nothing to come back from, and after the last no need to.
+        first = 1 if len(saves) > kills + 1 else 0
+        room = len(saves) - 1 - first
+        in_save = self._random.randrange(kills) if kills else -1
+        self._plan: list[tuple[int, bool]] = []
+        for kill in range(kills):
+            low, high = first + kill * room // kills, first + (kill + 1) * room // kills
+            at = self._random.randrange(low, high)
+            saving = kill == in_save
+            self._plan.append(
+                (saves[at] + (0 if saving else self._random.randrange(saves[at + 1] - saves[at])), saving)
+            )
+        self._misses = 0
+        self._save_times: list[float] = []
+        self._step_time = 0.0
+
+    @property
+    def left(self) -> int:
+        """Kills still to come."""
+        return len(self._plan)
+
+    @property
+    def aims_at_save(self) -> bool:
+        """Whether the next kill is meant for the middle of a save."""
+        return bool(self._plan) and self._plan[0][1]
+
+    def learn(self, event: Mapping[str, Any], seconds: float) -> None:
+        """Note how long steps and saves take; `seconds` since the event before."""
+        if event["event"] == "saved":
+            self._save_times.append(event["ms"] / 1e3)
+        if event["event"] == "step":
+            self._step_time = seconds
+
+    def delay(self, event: Mapping[str, Any]) -> float | None:
+        """How many seconds after this event to kill, or None: not on its account."""
+        if not self._plan or event.get("step", -1) < self._plan[0][0]:
+            return None
+        if not self.aims_at_save:
+            return self._random.random() * self._step_time if event["event"] == "step" else None
+        if event["event"] != "saving":
+            return None
+        usual = statistics.median(self._save_times) if self._save_times else 0.0
+        return self._random.uniform(0.1, 0.9) * usual * (0.5**self._misses if self._misses < 3 else 0.0)
+
+    def missed(self) -> None:
+        """The save ended before the blow fell."""
+        self._misses += 1
+
+    def done(self) -> None:
+        """The kill was carried out."""
+        self._plan.pop(0)

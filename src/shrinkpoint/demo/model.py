@@ -1,0 +1,108 @@
+"""A small GPT over bytes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """Causal self-attention and a two-layer perceptron, each behind a layer norm and beside the residual stream.
+
+    Queries and keys are normalised and turned by their place in the window (rotary embedding): both make so short a
+    training learn far more than learned places would.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        head = width // self.heads
+        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, head).permute(2, 0, 3, 1, 4)
+        left, right = F.rms_norm(qkv[:2], (head,)).chunk(2, dim=-1)
+        q, k = torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
+        mixed = F.scaled_dot_product_attention(q, k, qkv[2], is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
+        hidden: Tensor = F.gelu(self.up(self.norm2(x)), approximate="tanh")
+        return x + self.down(hidden)  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer that predicts the next byte; the head is tied to the embedding.
+
+    Args:
+        layers, width, heads: depth, size of the residual stream, attention heads (width divisible by twice as many).
+        context: longest window in bytes.
+        dropout: of the embedded input, which makes torch's random number generator part of the training state.
+
+    Example:
+        >>> model = GPT(layers=1, width=8, heads=2, context=4)
+        >>> model(torch.zeros(1, 4, dtype=torch.long)).shape
+        torch.Size([1, 4, 256])
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float = 0.05) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                # What writes into the residual stream starts smaller, so that its variance does not grow with depth.
+                residual = name.endswith(("project.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        self.head.weight = self.embed.weight
+        half = width // heads // 2
+        angle = torch.arange(context)[:, None] * 100.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cosine", angle.cos(), persistent=False)
+        self.register_buffer("sine", angle.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next byte: int64 [batch, time] -> float32 [batch, time, 256]."""
+        time = tokens.shape[1]
+        x = self.dropout(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x, self.cosine[:time], self.sine[:time])
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def loss(model: GPT, windows: Tensor) -> Tensor:
+    """Mean cross-entropy in nats a byte of predicting each byte of a window from those before it.
+
+    Args:
+        windows: int64 [batch, time + 1], values 0 ... 255.
+    """
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model: GPT, windows: Tensor, batch: int = 32) -> float:
+    """Mean loss over windows, without dropout and without touching any random number generator."""
+    training = model.training
+    model.eval()
+    total = 0.0
+    for part in torch.split(windows, batch):
+        total += float(loss(model, part)) * len(part)
+    model.train(training)
+    return total / len(windows)

@@ -1,0 +1,129 @@
+"""The picture of a demo run: loss and compression ratio over the steps, with the restores marked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_INK, _FAINT, _RED = "#22252b", "#9aa3af", "#c8102e"
+_BLUE, _ORANGE = "#0072b2", "#e69f00"  # told apart by the colour-blind too
+_SMOOTH = 0.97
+
+
+def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
+    """Draw the picture of a result into a PNG file; False if matplotlib is not installed.
+
+    Args:
+        result: of `report.summarize`.
+        curves: of `report.curves`.
+        path: the file.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    style: dict[Any, Any] = {
+        "font.size": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": _FAINT,
+        "axes.labelcolor": _INK,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.grid": True,
+        "grid.color": "#e6e8eb",
+        "legend.frameon": False,
+        "text.color": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+    }
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(10, 8), layout="constrained")
+        FigureCanvasAgg(figure)
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        _losses(top, result, curves)
+        _ratios(bottom, result)
+        for axes in (top, bottom):
+            _restores(axes, result["restores"], label=axes is top)
+        top.set_title(_title(result), fontsize=13)
+        bottom.set_xlabel("training step")
+        bottom.set_xlim(0, result["config"]["steps"] * 1.01)
+        figure.savefig(path, dpi=150)
+    return True
+
+
+def _title(result: dict[str, Any]) -> str:
+    kills, change, ratio = len(result["restores"]), result["held_out"]["change_percent"], result["ratio"]["whole"]
+    killed = f"killed {kills} time{'s' * (kills != 1)}, resumed from checkpoints {ratio:.1f} times smaller"
+    return f"{result['parameters'] / 1e6:.1f} M parameter GPT, {killed}: held-out loss {change:+.2f} %"
+
+
+def _losses(axes: Any, result: dict[str, Any], curves: dict[str, Any]) -> None:
+    baseline = {step: loss for life in curves["baseline"]["lives"] for step, loss in life}
+    axes.plot(*_smooth(baseline), color=_ORANGE, linewidth=5, alpha=0.5, label="baseline: not compressed, not killed")
+    kept = {step: loss for life in curves["run"]["lives"] for step, loss in life}
+    axes.plot(*_smooth(kept), color=_BLUE, linewidth=1.6, label="killed, and resumed from compressed checkpoints")
+    for name, colour, marker in (("baseline", _ORANGE, "s"), ("run", _BLUE, "o")):
+        steps, losses = zip(*curves[name]["readings"], strict=True)
+        face = "white" if name == "run" else colour
+        axes.plot(steps, losses, marker, color=colour, markersize=7 if name == "baseline" else 4, markerfacecolor=face)
+    axes.plot([], [], "o", color=_FAINT, markersize=4, label="on held-out text (lines: training, smoothed)")
+    axes.set_ylabel("loss (nats a byte)")
+    held_out = [loss for _, loss in curves["baseline"]["readings"]]
+    axes.set_ylim(min(held_out) * 0.92, min(max(held_out) * 1.25, max(baseline.values())))
+    axes.legend(loc="upper right")
+
+
+def _ratios(axes: Any, result: dict[str, Any]) -> None:
+    saved = result["checkpoints"]
+    steps = [event["step"] for event in saved]
+    weights, optimizer = (
+        [event["parts"][part][0] / event["parts"][part][1] for event in saved] for part in ("weights", "optimizer")
+    )
+    whole = [event["raw"] / event["stored"] for event in saved]
+    for values, name, colour, width in (
+        (weights, "weights", _BLUE, 1.4),
+        (optimizer, "optimizer state", _ORANGE, 1.4),
+        (whole, "whole training state", _INK, 2.2),
+    ):
+        axes.plot(steps, values, "o-", color=colour, linewidth=width, markersize=4, label=name)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} x")
+    axes.set_ylabel("times smaller (log scale)")
+    axes.legend(loc="upper left", ncols=3)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 1.0), high * 1.6)
+
+
+def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> None:
+    for restore in restores:
+        at, back = restore["at"], restore["resumed"] or 0
+        axes.axvspan(back, at, color=_RED, alpha=0.10, linewidth=0)
+        axes.axvline(at, color=_RED, linewidth=1.2, linestyle="--")
+        if label:
+            where = "killed in a save" if restore["during"] == "save" else "killed"
+            axes.annotate(
+                f"{where} at {at},\nresumed from {back}",
+                xy=(at, 0.02),
+                xycoords=("data", "axes fraction"),
+                xytext=(5, 0),
+                textcoords="offset points",
+                color=_RED,
+                fontsize=9.5,
+                va="bottom",
+            )
+
+
+def _smooth(losses: dict[int, float]) -> tuple[list[int], list[float]]:
+    """Exponential moving average that is not pulled towards its first value."""
+    steps, smooth, mean, weight = sorted(losses), [], 0.0, 0.0
+    for step in steps:
+        mean, weight = _SMOOTH * mean + (1 - _SMOOTH) * losses[step], _SMOOTH * weight + (1 - _SMOOTH)
+        smooth.append(mean / weight)
+    return steps, smooth

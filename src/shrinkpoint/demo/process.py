@@ -1,0 +1,85 @@
+"""A trainer in a child process: its events as they come, and a way to kill it."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from .config import DemoError, Job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Event = dict[str, Any]
+PATIENCE = 900.0
+"""Seconds without a word after which a trainer is given up: far more than any step, save or compilation takes."""
+
+
+class TrainerProcess:
+    """Starts the trainer; use it in a `with` statement, which leaves no process behind.
+
+    Args:
+        job: what to do.
+        log: file that the trainer's standard error is appended to.
+    """
+
+    def __init__(self, job: Job, log: Path) -> None:
+        self._log = log
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._ended = False
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shrinkpoint.demo.trainer", job.to_json()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def next(self, timeout: float = PATIENCE) -> Event | None:
+        """The next event, or None once the trainer has ended.
+
+        Raises:
+            TimeoutError: none came in `timeout` seconds.
+        """
+        if self._ended:
+            return None
+        try:
+            event = self._events.get(timeout=max(0.0, timeout))
+        except queue.Empty:
+            raise TimeoutError(f"the trainer said nothing for {timeout:.0f} seconds") from None
+        self._ended = event is None
+        return event
+
+    def kill(self) -> None:
+        """End the trainer at once (SIGKILL: it cannot tidy up); what it said before can still be read."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def check(self) -> None:
+        """Raise DemoError unless the trainer ended by itself and well."""
+        code = self._process.wait()
+        if code:
+            tail = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            raise DemoError(
+                f"the trainer failed (exit status {code}): {' '.join(tail) or 'no message'}; see {self._log}"
+            )
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                if line.endswith(b"\n"):  # the last line of a killed trainer may be cut
+                    self._events.put(json.loads(line))
+        self._events.put(None)

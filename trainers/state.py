@@ -1,0 +1,216 @@
+"""The whole state of a training run as one plain tree, and back: what a resumed run needs to go on as if never stopped.
+
+Model, optimizer (moments and `step`), learning-rate scheduler, the random number generators of torch, Python and NumPy,
+and the position in the data. Only dict, list, tuple, scalars and arrays: nothing in it needs pickle.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from ..kernels.errors import BadArgumentError
+
+Generator: TypeAlias = torch.Generator | np.random.Generator | random.Random
+
+
+class Stateful(Protocol):
+    """What torch modules, optimizers and schedulers have in common."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def capture(
+    *,
+    model: Stateful | None = None,
+    optimizer: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    position: Any = None,
+) -> dict[str, Any]:
+    """Collect the whole training state: a tree of `model`, `optimizer`, `scheduler`, `rng`, `generators`, `position`.
+
+    The tree is the identity of the run: a process that starts anew and calls `restore` with it computes the same
+    numbers as the one that called `capture`, were it not killed. Parts that are not given are left out.
+
+    The arrays are the live ones, not copies: save (or copy) them before the next training step changes them.
+
+    Args:
+        model: module, or anything with `state_dict` and `load_state_dict`.
+        optimizer: as `model`; the moments, `step` and the parameter groups.
+        scheduler: as `model`; the learning rate and where it stands.
+        generators: name -> `torch.Generator`, `numpy.random.Generator` or `random.Random` that training draws from,
+            beside the global ones, which are always captured.
+        position: where in the data the run stands (batches *consumed*), any tree of plain values and arrays.
+
+    Raises:
+        BadArgumentError: a generator is of an unknown kind.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> state = capture(model=model, position={"batch": 7})
+        >>> sorted(state)
+        ['model', 'position', 'rng']
+        >>> restore(state, model=model)
+        {'batch': 7}
+
+    Source: Inshrinkerator section 2 and Check-N-Run section 3.4 name the parts of a checkpoint.
+    """
+    state: dict[str, Any] = {}
+    for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+        if part is not None:
+            state[name] = _plain(part.state_dict())
+    state["rng"] = capture_rng()
+    if generators is not None:
+        state["generators"] = {name: _generator_state(name, generator) for name, generator in generators.items()}
+    state["position"] = _plain(position)
+    return state
+
+
+def restore(
+    state: Mapping[str, Any],
+    *,
+    model: Stateful | None = None,
+    optimizer: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    rng: bool = True,
+) -> Any:
+    """Put a captured state back into freshly built objects; returns the data position.
+
+    The inverse of `capture`: for every part given here, `capture` afterwards gives the same tree.
+
+    Args:
+        state: what `capture` returned, or `Store.load` of it.
+        model, optimizer, scheduler, generators: built as before the save; those left out are not touched.
+        rng: also set the global random number generators of torch, Python and NumPy, default True.
+
+    Returns:
+        The `position` given to `capture`.
+
+    Raises:
+        BadArgumentError: the state lacks a part that is asked for; nothing has been changed then.
+
+    Example:
+        >>> a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> restore(capture(model=a), model=b)
+        >>> torch.equal(a.weight, b.weight)
+        True
+    """
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    wanted = [name for name, part in parts.items() if part is not None]
+    wanted += ["rng"] * rng + ["generators"] * (generators is not None)
+    missing = [name for name in wanted if name not in state]
+    for name, generator in (generators or {}).items():
+        _generator_state(name, generator)  # refuses an unknown kind before anything is changed
+        if name not in state.get("generators", {name: None}):
+            missing.append(f"generators/{name}")
+    if missing:
+        held = ", ".join(map(str, state)) or "nothing"
+        raise BadArgumentError(f"state: has no {', '.join(missing)}; it holds {held}")
+    for name, part in parts.items():
+        if part is not None:
+            # A copy: optimizers and schedulers keep the very objects they are given, and training would change `state`.
+            part.load_state_dict(state[name] if name == "model" else copy.deepcopy(state[name]))
+    for name, generator in (generators or {}).items():
+        _set_generator(name, generator, state["generators"][name])
+    if rng:
+        restore_rng(state["rng"])
+    return state.get("position")
+
+
+def capture_rng() -> dict[str, Any]:
+    """State of the global random number generators: torch (CPU and every accelerator in use), Python, NumPy.
+
+    Example:
+        >>> state = capture_rng()
+        >>> first = random.random(), np.random.random(), torch.rand(1).item()
+        >>> restore_rng(state)
+        >>> first == (random.random(), np.random.random(), torch.rand(1).item())
+        True
+    """
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": _python_state(random.getstate()),
+        "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global generator is what is saved
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set the global random number generators to what `capture_rng` found.
+
+    States of accelerators that this machine lacks are left out: a run may go on elsewhere.
+    """
+    torch.set_rng_state(_byte_tensor(state["torch"]))
+    random.setstate(_python_tuple(state["python"]))
+    np.random.set_state(_numpy_state(state["numpy"]))  # noqa: NPY002
+    if "cuda" in state and torch.cuda.is_available():
+        for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_byte_tensor(one), device)
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(_byte_tensor(state["mps"]))
+
+
+def _plain(tree: Any) -> Any:
+    """The same tree in dict, list and tuple only (state dicts come as `OrderedDict`, `defaultdict`, named tuples)."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_plain(value) for value in tree]
+    if isinstance(tree, tuple):
+        return tuple(_plain(value) for value in tree)
+    return tree
+
+
+def _python_state(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
+
+
+def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state["version"], tuple(np.asarray(state["words"]).tolist()), state["gauss"]
+
+
+def _byte_tensor(array: Any) -> torch.Tensor:
+    return torch.as_tensor(array, dtype=torch.uint8, device="cpu").contiguous()
+
+
+def _numpy_state(tree: Any) -> Any:
+    """Plain arrays again for whatever kind of array the state came back as."""
+    if isinstance(tree, Mapping):
+        return {key: _numpy_state(value) for key, value in tree.items()}
+    return tree if isinstance(tree, str | int | float) else np.asarray(tree)
+
+
+def _generator_state(name: str, generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return _python_state(generator.getstate())
+    raise BadArgumentError(
+        f"generators: {name!r} is a {type(generator).__name__}; "
+        "known are torch.Generator, numpy.random.Generator and random.Random"
+    )
+
+
+def _set_generator(name: str, generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_byte_tensor(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _numpy_state(state)
+    else:
+        generator.setstate(_python_tuple(state))
