@@ -1,7 +1,7 @@
 """Protected values as bfloat16, and those that bfloat16 cannot hold in their own dtype, to the bit.
 
-A value is held when its rounding to bfloat16 (to nearest, ties to even; float64 by way of float32), taken back to its own
-dtype, is finite and is zero only if the value is.
+A value is held when its rounding to bfloat16 (to nearest, ties to even; float64 by way of float32), taken back to its
+own dtype, is finite and is zero only if the value is.
 """
 
 from __future__ import annotations

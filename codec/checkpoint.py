@@ -91,7 +91,7 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
     for row, (path, key) in zip(rows, keys, strict=True):
         if not isinstance(row, dict):
             raise CorruptDataError(f"header: {path}: no record")
-        stream, meta, lengths = row.get("f"), row.get("m", {}), row.get("b")
+        stream, meta, lengths = row.get("f", ""), row.get("m", {}), row.get("b", 0)
         error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
         ok = (
             stream in STREAMS
@@ -117,8 +117,8 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
 class Checkpoint:
     """A compressed state; made by `compress` or `Checkpoint.from_bytes`, never changed afterwards.
 
-    A *resolved* checkpoint (from `compress`, a base, or read with its resolved parent) carries what the next delta needs:
-    about a byte a quantized weight, the bytes themselves of exact arrays, nothing of optimizer moments.
+    A *resolved* checkpoint (from `compress`, a base, or read with its resolved parent) carries what the next delta
+    needs: about a byte a quantized weight, the bytes themselves of exact arrays, nothing of optimizer moments.
 
     Example:
         >>> import numpy as np
@@ -278,7 +278,7 @@ class Checkpoint:
             raise CorruptDataError(f"{record.path}: {e}") from None
 
     def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
-        """What a delta of the array at `key` can be coded against: None if there is none of the same shape and dtype."""
+        """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""
         record = self._by_key.get(key)
         if record is None or record.stream not in DELTA_STREAMS:
             return None
@@ -313,7 +313,7 @@ def check_resolved(prev: Any) -> Checkpoint:
         raise BadArgumentError(f"prev must be a Checkpoint, not {type(prev).__qualname__}")
     if not prev.is_resolved:
         raise MissingParentError(
-            f"checkpoint {prev.id[:12]}... is a delta read without its parent; read it with from_bytes(blob, prev=parent)"
+            f"checkpoint {prev.id[:12]}... is a delta read without its parent; use from_bytes(blob, prev=parent)"
         )
     return prev
 

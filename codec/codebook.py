@@ -41,10 +41,8 @@ class Fit:
 def spread_within(histogram: Histogram, weights: Floats) -> float:
     """Weighted variance inside the buckets, taken as uniform: no codebook on buckets can do better than this."""
     values = histogram.values()
-    if histogram.bits == 0:
-        width = np.abs(values) * 2 / 3
-    else:
-        width = np.abs(values) * 2.0**-histogram.bits
+    _, exponent = np.frexp(values)
+    width = np.where(values == 0, 0.0, np.ldexp(1.0, exponent - 1 - histogram.bits))
     return float((weights * width * width).sum() / 12)
 
 

@@ -30,12 +30,13 @@ def compress(
     """Compress a training state.
 
     Args:
-        state: dict, list or tuple (any nesting, any plain keys) of arrays and plain scalars. Arrays may be torch tensors on
-            any device, NumPy arrays, or arrays of any array-API library.
+        state: dict, list or tuple (any nesting, any plain keys) of arrays and plain scalars. Arrays may be torch
+            tensors on any device, NumPy arrays, or arrays of any array-API library.
         prev: the parent, resolved: the result is then a delta against it. None: a base.
         cfg: what to do with which array; default `Config()`.
         grads: gradient averages for sensitivity, a tree with the keys of the weights (or the tails of their paths).
-        kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it; default: guessed from names and shapes.
+        kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it; default: guessed from names and
+            shapes.
 
     Returns:
         A resolved checkpoint.

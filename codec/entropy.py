@@ -6,7 +6,7 @@
     3 published    run lengths > 1 told apart from values by sign, Huffman on top (Inshrinkerator, section 6)
     4 rans         symbol frequencies, then one static rANS stream
     5 conditional  joint frequencies, then a rANS stream conditioned on the context
-    6 rearranged   one group per context value, each coded by any method from 0 to 4, difference (context - symbol) mod B
+    6 rearranged   cyclic differences (context - symbol) mod B, one group per context, each by a method from 0 to 4
     7 unchanged    every symbol equals its context
     8 zstandard    a zstandard frame
     9 stored       the symbols themselves

@@ -73,8 +73,8 @@ class Exact:
 def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
     """Bytes as numbers that `difference` orders rightly: floats as floats of their width, the rest unsigned.
 
-    Order needs only sign and magnitude, so bfloat16 may pass for float16. Complex numbers are two floats each. None for a
-    width that no number has.
+    Order needs only sign and magnitude, so bfloat16 may pass for float16. Complex numbers are two floats each. None
+    for a width that no number has.
     """
     width = spec.itemsize // 2 if spec.dtype.startswith("complex") else spec.itemsize
     if width not in (1, 2, 4, 8):
@@ -94,7 +94,7 @@ def _encode_plain(data: NpArray) -> bytes:
     coded = entropy.encode(data)
     if data.size <= _SMALL:
         return coded
-    frame = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data)
+    frame = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data.data)
     return min(coded, bytes([entropy.ZSTANDARD]) + frame, key=len)
 
 

@@ -1,8 +1,8 @@
 """Array leaves: what a leaf is made of, its values as flat bytes or bit patterns, and the same kind of array back.
 
-Inside the codec an array is one of two things, both flat and contiguous: a NumPy array or a torch tensor (CUDA ones stay
-on their device until only a small result is left to copy). JAX and others are read as NumPy and handed back through
-their own namespace.
+Inside the codec an array is one of two things, both flat and contiguous: a NumPy array or a torch tensor (CUDA ones
+stay on their device until only a small result is left to copy). JAX and others are read as NumPy and handed back
+through their own namespace.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     except TypeError:
         try:
-            return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+            extension: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+            return extension
         except (ImportError, AttributeError, TypeError):
             raise CorruptDataError(f"header: no dtype {name!r} here (is ml_dtypes installed?)") from None
 
@@ -129,9 +130,9 @@ def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
     if (
         dtype.hasobject
         or dtype.names is not None
-        or dtype.kind == "V"
+        or (dtype.kind == "V"
         and dtype.str.startswith("|V")
-        and dtype.name[0:4] == "void"
+        and dtype.name[0:4] == "void")
     ):
         raise UnsupportedLeafError(f"{path}: NumPy dtype {dtype} cannot be stored without pickle")
     extension = dtype.kind == "V" or dtype.type.__module__ == "ml_dtypes"

@@ -5,7 +5,7 @@ finite x; zero stays zero and nothing else becomes zero. A chunk is
 
     octave of the smallest and largest magnitude present (varints; none for a chunk of zeros),
     flags (1: signs follow, 2: values that are not finite follow),
-    an `entropy` block of octave symbols (0 = zero, 1 + octave - smallest), signs and fraction bytes of the nonzero ones,
+    an `entropy` block of octave symbols (0 = zero, 1 + octave - smallest), signs and fraction bytes of the nonzero,
     positions and bit patterns of what is not finite.
 """
 

@@ -2,8 +2,8 @@
 
 Protection is global: the top F of all weights by magnitude, or F/2 by magnitude and F/2 by sensitivity |g w| where
 gradients are known. Pruning is by layer type: the lowest fraction of all weights of that type, by one metric;
-embeddings are never pruned. Thresholds lie on bucket boundaries of the sketch, on the side that takes no more than asked,
-so a histogram can be split at them exactly.
+embeddings are never pruned. Thresholds lie on bucket boundaries of the sketch, on the side that takes no more than
+asked, so a histogram can be split at them exactly.
 
 Source: Inshrinkerator, sections 4.1 to 4.3.
 """

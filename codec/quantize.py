@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """Prune, protect and quantize float weights to levels of a codebook, and code the levels, as a delta if there is a parent.
+    """Prune, protect and quantize float weights to levels of a codebook, coded as a delta where there is a parent.
 
     Args:
         bins: codebook entries, 2 to 254; default 32.
@@ -193,7 +193,7 @@ class Quantize:
         )
 
     def _protection(self, sketches: Sequence[Sketch], parents: Sequence[Memory | None]) -> tuple[float, float]:
-        """Protection thresholds; the parent's stay while they protect about what was asked (a moving one costs bits)."""
+        """Protection thresholds; the parent's stay while they protect about what was asked (moving costs bits)."""
         if not self.protect:
             return (np.inf, np.inf)
         before = [p.thresholds for p in parents if isinstance(p, LevelsMemory)]

@@ -70,9 +70,9 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
 def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
     """What every back end solves: strictly ascending centers with positive weights, scaled by powers of two.
 
-    Centers of weight 0 are dropped; equal ones become one, their weights added in order. Centers are multiplied by
-    `2**-exponent` (the largest magnitude then is in [0.5, 1)), weights likewise by a power of two of their own, so that
-    no square overflows. Both are exact, up to underflow.
+    Centers of weight 0 are dropped. The others are multiplied by `2**-exponent` (the largest magnitude then is in
+    [0.5, 1)), weights likewise by a power of two of their own, so that no square overflows; both are exact, up to
+    underflow. Then equal centers become one, their weights added in order.
 
     Returns:
         centers float64 [m] scaled, weights float64 [m] scaled, exponent. NumPy, host.
@@ -81,14 +81,15 @@ def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
     x, w = x[w > 0.0], w[w > 0.0]
     if x.size == 0:
         return x, w, 0
+    exponent = int(np.frexp(np.abs(x).max())[1])
+    x, w = np.ldexp(x, -exponent), np.ldexp(w, -int(np.frexp(w.max())[1]))
+    x, w = x[w > 0.0], w[w > 0.0]  # some weight may have underflowed
     first = np.concatenate([np.ones(1, dtype=bool), x[1:] != x[:-1]])
     if not first.all():
-        group = np.cumsum(first) - 1
-        x, merged = x[first], np.zeros(int(group[-1]) + 1)
-        np.add.at(merged, group, w)
-        w = merged
-    exponent = int(np.frexp(np.abs(x).max())[1])
-    return np.ldexp(x, -exponent), np.ldexp(w, -int(np.frexp(w.max())[1])), exponent
+        merged = np.zeros(int(first.sum()))
+        np.add.at(merged, np.cumsum(first) - 1, w)
+        x, w = x[first], merged
+    return x, w, exponent
 
 
 def _check(centers: Array, weights: Array) -> None:

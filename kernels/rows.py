@@ -46,12 +46,12 @@ def row_quantize(
 
         E(i, j) = sum of rint(32768 * (v - y))**2,   v = q * (r / L) + a,   q = rint(min(max((y - a) * (L / r), 0), L))
 
-    (v = a where r is 0). From (0, 0), `search_steps(num_bins, ratio)` times: go to (i + 1, j) if E(i + 1, j) < E(i, j + 1),
-    else to (i, j + 1). Of all candidates passed, the one of least E, the earliest of equals, gives
-    a = lo + i * step, b = hi - j * step, step = (hi - lo) / num_bins.
+    (v = a where r is 0). From (0, 0), `search_steps(num_bins, ratio)` times: go to (i + 1, j) if
+    E(i + 1, j) < E(i, j + 1), else to (i, j + 1). Of all candidates passed, the one of least E, the earliest of equals,
+    gives a = lo + i * step, b = hi - j * step, step = (hi - lo) / num_bins.
 
-    A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and NaN as scale and minimum:
-    it has to be kept in another way. A row without elements gets 0 and 0.
+    A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and NaN as scale and
+    minimum: it has to be kept in another way. A row without elements gets 0 and 0.
 
     Args:
         x: [R, D] float16, bfloat16, float32 or float64.
@@ -146,11 +146,11 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
 
     Example:
         >>> import numpy as np
-        >>> codes, codebook = row_kmeans(np.array([[0.0, 0.0, 1.0, 4.0]]), 1)
+        >>> codes, codebook = row_kmeans(np.array([[0.0, 1.0, 4.0, 4.0]]), 1)
         >>> codes.tolist(), codebook.tolist()
-        ([[0, 0, 0, 1]], [[0.3333333730697632, 4.0]])
+        ([[0, 0, 1, 1]], [[0.5, 4.0]])
 
-    Source: Check-N-Run, section 5.2, approach 2; the paper starts at random, this starts where uniform quantization ends.
+    Source: Check-N-Run, section 5.2, approach 2. The paper starts at random, this from the grid of uniform quantization.
     """
     _check_rows(x, bits)
     if not 0 <= iterations <= 1000:

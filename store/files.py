@@ -1,7 +1,7 @@
 """Durable files: bytes that are on the disk before they count, and names that appear in one atomic step.
 
-On a local disk a file is written under a temporary name, synced, renamed, and its folder synced: after a crash or a power
-loss the name either does not exist or holds the whole file. Object stores make a whole object visible at once by
+On a local disk a file is written under a temporary name, synced, renamed, and its folder synced: after a crash or a
+power loss the name either does not exist or holds the whole file. Object stores make a whole object visible at once by
 themselves.
 """
 
@@ -55,7 +55,7 @@ class Files:
             _sync_folder(posixpath.dirname(self.path(name)))
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file: when this returns, its bytes and its name are durable; when it raises, neither is there anew."""
+        """Write a file: when this returns, its bytes and name are durable; when it raises, the old state remains."""
         target = self.path(name)
         if not self.local:
             self.fs.pipe_file(target, data)

@@ -102,7 +102,7 @@ class Store:
     def save(self, step: int, state: Any, *, grads: Any = None, kinds: Mapping[str, Any] | None = None) -> Saved:
         """Compress a state and commit it; when this returns it is durable, when it raises nothing has changed.
 
-        A delta against the checkpoint this object saved or loaded last (or its base, as `cfg.chain` says), a base otherwise.
+        A delta against the checkpoint this object saved or loaded last (or its base, as `cfg.chain` says), else a base.
 
         Args:
             step: training step, 0 or more. A step that exists is replaced in one atomic step.
@@ -147,8 +147,8 @@ class Store:
         """The state at a step, or the newest intact one.
 
         Args:
-            step: that step or an error; None: the newest that is intact, with a SkippedCheckpointWarning naming each newer
-                one that was passed over and why.
+            step: that step or an error; None: the newest that is intact, with a SkippedCheckpointWarning naming each
+                newer one that was passed over and why.
 
         Raises:
             BadArgumentError: no such step, or an empty store.

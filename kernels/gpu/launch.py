@@ -6,11 +6,11 @@ nothing to warm up, and ahead-of-time compilation can check exactly what will ru
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import triton
 
@@ -77,10 +77,8 @@ def bit_view(t: torch.Tensor) -> torch.Tensor:
 
 
 def on(t: torch.Tensor) -> AbstractContextManager[Any]:
-    """Make t's device current, so that a launch goes to its current stream and not to another device's."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+    """What a launch on t's data needs: t's device made current, so that it goes to that device's current stream.
 
-
-def multiprocessors(t: torch.Tensor) -> int:
-    """Number of multiprocessors of t's device; 1 in the interpreter, where programs run one after another."""
-    return torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 1
+    The interpreter computes with NumPy, which would warn of the overflows and NaNs that kernels take in their stride.
+    """
+    return np.errstate(all="ignore") if INTERPRETED or not t.is_cuda else torch.cuda.device(t.device)

@@ -81,9 +81,9 @@ def count_keys_kernel(
     keys_ptr,
     n: tl.int64,
     blocks: tl.int64,
+    size: tl.int32,
     counts_ptr,
     outside_ptr,
-    size: tl.int32,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -99,23 +99,22 @@ def count_keys_kernel(
 
 
 @triton.jit
-def rank_in_block(key, inside, size, BLOCK: tl.constexpr):
+def rank_in_block(key, inside, size, FIELD: tl.constexpr, BLOCK: tl.constexpr):
     """Number of elements of the same key before each element of the block.
 
-    Several running counts share one 64-bit integer, so one scan ranks several keys. A field is as wide as the largest
-    rank needs; the element's own count, which could carry out of the field, is taken off again before it is read.
+    Several running counts share one 64-bit integer, so one scan ranks several keys. A field holds ranks up to
+    `2**FIELD = BLOCK`; the element's own count, which could carry out of it, is taken off again before it is read.
     """
-    field: tl.constexpr = (BLOCK - 1).bit_length() if BLOCK > 1 else 1
-    fields: tl.constexpr = 63 // field
+    fields: tl.constexpr = 63 // FIELD
     rank = tl.zeros((BLOCK,), tl.int32)
     one = tl.full((BLOCK,), 1, tl.int64)
     for first in range(0, size, fields):
         slot = key - first
         mine = inside & (slot >= 0) & (slot < fields)
-        shift = (tl.where(mine, slot, 0) * field).to(tl.int64)
+        shift = (tl.where(mine, slot, 0) * FIELD).to(tl.int64)
         own = tl.where(mine, one << shift, 0)
         before = tl.cumsum(own, axis=0) - own
-        rank = tl.where(mine, ((before >> shift) & ((1 << field) - 1)).to(tl.int32), rank)
+        rank = tl.where(mine, ((before >> shift) & ((1 << FIELD) - 1)).to(tl.int32), rank)
     return rank
 
 
@@ -130,6 +129,7 @@ def regroup_kernel(
     size: tl.int32,
     out_ptr,
     SPLIT: tl.constexpr,
+    FIELD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Move each value to (SPLIT) or from its place among the elements of its key.
@@ -142,7 +142,7 @@ def regroup_kernel(
     inside = offsets < n
     key = tl.load(keys_ptr + offsets, mask=inside, other=0).to(tl.int32)
     inside = inside & (key < size)
-    rank = rank_in_block(key, inside, size, BLOCK)
+    rank = rank_in_block(key, inside, size, FIELD, BLOCK)
     cell = key.to(tl.int64) * blocks + block
     start = tl.load(ends_ptr + cell, mask=inside, other=0) - tl.load(counts_ptr + cell, mask=inside, other=0)
     place = start + rank
@@ -167,11 +167,11 @@ def _regroup(values: Array, keys: Array, size: int, *, split: bool) -> tuple[tor
             k,
             k.numel(),
             blocks,
+            size,
             # outputs
             counts,
             outside,
             # constants
-            size,
             BINS=32 if size <= 32 else 256,
             BLOCK=GROUP.size,
             **GROUP.options,
@@ -192,6 +192,7 @@ def _regroup(values: Array, keys: Array, size: int, *, split: bool) -> tuple[tor
             out,
             # constants
             SPLIT=split,
+            FIELD=GROUP.size.bit_length() - 1,
             BLOCK=GROUP.size,
             **GROUP.options,
         )

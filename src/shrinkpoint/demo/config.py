@@ -141,8 +141,9 @@ def presets() -> dict[str, Callable[[], Any]]:
     import shrinkpoint as sp
 
     found: dict[str, Callable[[], Any]] = {"default": sp.Config}
-    for name in getattr(sp.presets, "__all__", ()):
-        found[name.replace("_", "-")] = getattr(sp.presets, name)
+    for name, preset in vars(sp.presets).items():
+        if callable(preset) and not name.startswith("_") and preset.__module__ == sp.presets.__name__:
+            found[name.replace("_", "-")] = preset
     return found
 
 

@@ -129,7 +129,7 @@ def train(job: Job, send: Send) -> None:
             if store is not None:
                 _save(training, store, send)
                 if step >= PROBE_FROM * job.steps:
-                    _probe(training, store, probe, send)
+                    _probe(training, job, probe, send)
             send("reading", step=step, loss=held_out_loss(training.model, quick))
     send("final", step=training.step, loss=held_out_loss(training.model, final))
 
@@ -176,10 +176,10 @@ def _save(training: Training, store: Any, send: Send) -> None:
     )
 
 
-def _probe(training: Training, store: Any, windows: torch.Tensor, send: Send) -> None:
+def _probe(training: Training, job: Job, windows: torch.Tensor, send: Send) -> None:
     """Weigh the model as it comes out of the store against the exact one, on the same held-out windows."""
     begin = time.perf_counter()
-    state = store.load(training.step)
+    state = _open_store(job).load(training.step)  # a reader of its own: the one that saves is left as it is
     ms = 1e3 * (time.perf_counter() - begin)
     restored = copy.deepcopy(training.model)  # a new GPT would draw from the random number generator
     restored.load_state_dict(state["model"])

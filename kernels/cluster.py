@@ -1,0 +1,236 @@
+"""Cluster quantization of optimizer states: up to 16 clusters by normal quantiles, 8 bits an element within each.
+
+Everything per element is in float32, each operation rounded once, to nearest even, in the order written, without fused
+multiply-add; mean and deviation are in float64, summed in one fixed tree. Input of another width is first rounded to
+float32.
+
+Source: BitSnap, section 3.4 and algorithm 2; the 8-bit map is the unsigned dynamic map of Dettmers et al. 2022 (8-bit
+Optimizers via Block-wise Quantization, section 1.3 and its appendix on unsigned inputs).
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import cache
+from statistics import NormalDist
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .arrays import back_end, dtype_name, on_gpu
+from .errors import BadArgumentError, CorruptDataError
+from .floats import FORMATS
+from .planes import same_device
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+SUM_BLOCK = 1024
+"""Length of the blocks in which the sums behind mean and deviation are taken."""
+
+SHIFT = 16
+"""`first_code` is indexed by the pattern of a float32 in [0, 1], shifted right by this many bits."""
+
+
+class Clusters(NamedTuple):
+    """Quantized array of n elements in m clusters: codes and labels uint8 [n], scale and minimum float32 [m]."""
+
+    codes: Array
+    labels: Array
+    scale: Array
+    minimum: Array
+
+
+def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
+    """Each element as its cluster's number and its place in that cluster's range, on the 8-bit dynamic map.
+
+    Sums (`S1` of x, `S2` of x * x, exact or once rounded in float64) run over blocks of 1024 in C order, zeros filled in
+    at the end; in a block s, `s[i] + s[i + 512]` for i < 512, then `s[i] + s[i + 256]` for i < 256, and so on down to one
+    number; the block sums are summed by the same rule until one is left. Then, in float64,
+
+        mean = S1 / n,   deviation = sqrt(max(S2 / n - mean * mean, 0))
+        t_k = float32(mean + deviation * z_k),   z = `normal_quantiles(clusters)`
+        label = number of k with t_k <= x
+        b = minimum, S = maximum - minimum over the elements of a label (0 and 0 for an empty one; zeros count as +0.0)
+        code = the entry of `dynamic_map()` nearest to (x - b) / S, the lower one if halfway; 0 where S is 0
+
+    Args:
+        x: array of any shape, float16, bfloat16, float32 or float64; finite.
+        clusters: 1 to 16, so that a label fits 4 bits (`bitpack` packs them).
+
+    Returns:
+        Clusters(codes uint8 [n], labels uint8 [n], scale float32 [clusters], minimum float32 [clusters]), C order.
+
+    Raises:
+        BadArgumentError: an argument out of these ranges, x holds a NaN or an infinity (a float64 beyond float32's range
+            counts), or maximum - minimum of a cluster overflows float32.
+
+    Example:
+        >>> import numpy as np
+        >>> q = cluster_quantize(np.array([0.0, 1.0, 5.0, 6.0]), 2)
+        >>> q.labels.tolist(), q.scale.tolist(), q.minimum.tolist(), q.codes.tolist()
+        ([0, 0, 1, 1], [1.0, 1.0], [0.0, 5.0], [0, 255, 0, 255])
+    """
+    if dtype_name(x) not in FORMATS:
+        raise BadArgumentError(f"x has dtype {dtype_name(x)}; one of {', '.join(FORMATS)} is needed")
+    if not 1 <= clusters <= 16:
+        raise BadArgumentError(f"clusters is {clusters}; it must be from 1 to 16")
+    out: Clusters = back_end(x, "cluster").cluster_quantize(x, clusters)
+    return out
+
+
+def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array) -> Array:
+    """The values of cluster codes: `map[code] * scale[label] + minimum[label]`, two roundings in float32.
+
+    Args:
+        codes: uint8 [n].
+        labels: uint8 [n], each below m.
+        scale: float32 [m], m = 1 to 16.
+        minimum: float32 [m].
+
+    Returns:
+        float32 [n].
+
+    Raises:
+        BadArgumentError: dtypes or devices are not these.
+        CorruptDataError: lengths differ, m is out of range, or a label is m or above.
+
+    Example:
+        >>> import numpy as np
+        >>> cluster_dequantize(*cluster_quantize(np.array([0.0, 1.0, 5.0, 6.0]), 2)).tolist()
+        [0.0, 1.0, 5.0, 6.0]
+    """
+    for name, array, dtype in (
+        ("codes", codes, "uint8"),
+        ("labels", labels, "uint8"),
+        ("scale", scale, "float32"),
+        ("minimum", minimum, "float32"),
+    ):
+        if dtype_name(array) != dtype or len(array.shape) != 1:
+            raise BadArgumentError(
+                f"{name} is {dtype_name(array)} {tuple(array.shape)}; {dtype} with one axis is needed"
+            )
+        same_device("codes", codes, name, array)
+    on_gpu(codes)
+    if codes.shape[0] != labels.shape[0]:
+        raise CorruptDataError(f"there are {codes.shape[0]} codes and {labels.shape[0]} labels; as many are needed")
+    if scale.shape[0] != minimum.shape[0] or not 1 <= scale.shape[0] <= 16:
+        raise CorruptDataError(
+            f"scale has {scale.shape[0]} and minimum {minimum.shape[0]} entries; one a cluster, 1 to 16, is needed"
+        )
+    out: Array = back_end(codes, "cluster").cluster_dequantize(codes, labels, scale, minimum)
+    return out
+
+
+@cache
+def normal_quantiles(clusters: int) -> tuple[float, ...]:
+    """z_k with a share k / clusters of a standard normal below it, k = 1 ... clusters - 1, to nine decimals.
+
+    Nine decimals, because the last bits of the inverse differ between mathematical libraries.
+
+    Example:
+        >>> normal_quantiles(4)
+        (-0.67448975, 0.0, 0.67448975)
+    """
+    return tuple(round(NormalDist().inv_cdf(k / clusters), 9) + 0.0 for k in range(1, clusters))
+
+
+def boundaries(total: float, squares: float, n: int, clusters: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """The boundaries t_k, ascending, from the sums S1 and S2 of n elements; float32 [clusters - 1].
+
+    Raises:
+        BadArgumentError: a sum is not finite, so the array is not.
+
+    Example:
+        >>> boundaries(12.0, 62.0, 4, 2).tolist()
+        [3.0]
+    """
+    if not (math.isfinite(total) and math.isfinite(squares)):
+        raise BadArgumentError("x holds a NaN or an infinity (as float32); only finite numbers have clusters")
+    mean = total / max(n, 1)
+    square = mean * mean
+    deviation = math.sqrt(max(squares / max(n, 1) - square, 0.0))
+    quantiles = np.array(normal_quantiles(clusters), np.float64)
+    return (mean + deviation * quantiles).astype(np.float32)
+
+
+def ranges(
+    lowest: np.ndarray[tuple[int], np.dtype[np.float32]], highest: np.ndarray[tuple[int], np.dtype[np.float32]]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    """Scale and minimum of each cluster from its extremes; an empty one has lowest = inf and highest = -inf.
+
+    Raises:
+        BadArgumentError: a cluster is wider than float32 can say.
+    """
+    empty = lowest > highest
+    low = np.where(empty, np.float32(0), lowest) + np.float32(0)
+    with np.errstate(over="ignore"):
+        scale = np.where(empty, np.float32(0), highest) + np.float32(0) - low
+    if not np.isfinite(scale).all():
+        raise BadArgumentError("x spans more than float32 can hold within one cluster; scale it down")
+    return scale, low
+
+
+@cache
+def dynamic_map() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """The unsigned 8-bit dynamic map: 256 values from 0 to 1, ascending, finer where they are smaller; float32 [256].
+
+    Seven decades, the one with top 10**(e - 6), e = 0 ... 6, cut from a tenth of its top to its top into 2**(e + 1) equal
+    parts; the midpoints of these 254 parts, and 0 and 1, each rounded once to float32. Unsigned, because a value normalized
+    to its cluster's range is never negative and a signed map would leave half of the codes unused.
+
+    Example:
+        >>> m = dynamic_map()
+        >>> m[:3].tolist() == [0.0, float(np.float32(3.25e-7)), float(np.float32(7.75e-7))], m[-2:].tolist()
+        (True, [0.9964843988418579, 1.0])
+    """
+    entries = [Fraction(0), Fraction(1)]
+    for e in range(7):
+        parts = 2 ** (e + 1)
+        top = Fraction(10**e, 10**6)
+        entries += [top * (Fraction(1, 10) + Fraction(9 * (2 * k + 1), 20 * parts)) for k in range(parts)]
+    out = np.array([_float32(v) for v in sorted(entries)], np.float32)
+    out.setflags(write=False)
+    return out
+
+
+@cache
+def thresholds() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """`code = number of j with v > thresholds[j]` is the nearest map entry of a float32 v; float32 [256], the last inf.
+
+    Entry j is the midpoint of map entries j and j + 1, rounded down to float32: for a float32 v, exceeding the one is
+    exceeding the other.
+    """
+    entries = dynamic_map().astype(np.float64)
+    middle = (entries[:-1] + entries[1:]) / 2  # exact: neighbours have few bits and near exponents
+    down = middle.astype(np.float32)
+    down = np.where(down > middle, np.nextafter(down, np.float32(0)), down)
+    out = np.append(down, np.float32(np.inf)).astype(np.float32)
+    out.setflags(write=False)
+    return out
+
+
+@cache
+def first_code() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Lowest code of the float32 values in [0, 1] whose patterns share their upper 16 bits; uint8 [16257].
+
+    No such group holds more than one threshold, so that with c = first_code[pattern(v) >> 16] the code of v is
+    `c + (v > thresholds[c])`.
+    """
+    starts = np.arange((0x3F800000 >> SHIFT) + 1, dtype=np.uint32) << np.uint32(SHIFT)
+    out = np.searchsorted(thresholds(), starts.view(np.float32), side="left").astype(np.uint8)
+    out.setflags(write=False)
+    return out
+
+
+def unknown_label(label: int, clusters: int) -> CorruptDataError:
+    """The error of a label that names no cluster."""
+    return CorruptDataError(f"label {label} names none of {clusters} clusters")
+
+
+def _float32(v: Fraction) -> float:
+    """v rounded once to float32: through float64, which no midpoint between two float32 values survives by chance here."""
+    near = np.float32(float(v))
+    candidates = (np.nextafter(near, np.float32(-1)), near, np.nextafter(near, np.float32(2)))
+    return float(min(candidates, key=lambda c: abs(Fraction(float(c)) - v)))

@@ -1,0 +1,79 @@
+"""Oracle of the levels: every comparison made on exact float64 values, code by code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from array_api_compat import array_namespace
+
+from ..arrays import Array
+from ..errors import CorruptDataError
+from ..histogram import product_format
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..assign import Thresholds
+
+
+def product(x: Array, gradient: Array, name: str) -> Array:
+    """gradient * x, one rounded multiplication in the format `name`."""
+    xp = array_namespace(x)
+    wide = getattr(xp, name)
+    return xp.astype(gradient, wide) * xp.astype(x, wide)
+
+
+def _decide(x: Array, thresholds: Thresholds, gradient: Array | None) -> tuple[Array, Array]:
+    """(protected, pruned), bool; protected wins."""
+    xp = array_namespace(x)
+    magnitude = xp.abs(xp.astype(x, xp.float64))
+    protected = ~xp.isfinite(magnitude) | (magnitude >= thresholds.protect_magnitude)
+    pruned = magnitude < thresholds.prune_magnitude
+    if gradient is not None:
+        sensitivity = xp.abs(xp.astype(product(x, gradient, product_format(x, gradient)), xp.float64))
+        protected = protected | ~xp.isfinite(sensitivity) | (sensitivity >= thresholds.protect_sensitivity)
+        pruned = pruned | (sensitivity < thresholds.prune_sensitivity)
+    return protected, pruned & ~protected
+
+
+def kept(x: Array, thresholds: Thresholds, gradient: Array | None) -> Array:
+    """Whether an element is neither pruned nor protected."""
+    protected, pruned = _decide(x, thresholds, gradient)
+    return ~(protected | pruned)
+
+
+def assign(
+    x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, gradient: Array | None = None
+) -> Array:
+    """See `shrinkpoint.kernels.assign.assign`; a value is past a boundary exactly when it is above the midpoint."""
+    xp = array_namespace(x)
+    value = xp.astype(x, xp.float64)
+    protected, pruned = _decide(x, thresholds, gradient)
+    level = xp.full(tuple(x.shape), 2 if len(codebook) else 1, dtype=xp.uint8)
+    for a, b in zip(codebook[:-1], codebook[1:], strict=True):
+        level = level + xp.astype(value > 0.5 * float(a) + 0.5 * float(b), xp.uint8)
+    level = xp.where(pruned, xp.zeros_like(level), level)
+    return xp.where(protected, xp.ones_like(level), level)
+
+
+def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
+    """See `shrinkpoint.kernels.assign.dequantize`."""
+    xp = array_namespace(codebook)
+    flat = xp.reshape(levels, (-1,))
+    codes = codebook.shape[0]
+    if flat.shape[0] and int(xp.max(flat)) >= codes + 2:
+        raise CorruptDataError(f"a level is {int(xp.max(flat))}; the codebook has {codes} codes")
+    out = xp.zeros(tuple(flat.shape), dtype=codebook.dtype)
+    for number in range(codes):
+        out = xp.where(flat == number + 2, codebook[number], out)
+    if protected is not None:
+        exact = flat == 1
+        wanted = int(xp.sum(xp.astype(exact, xp.int64)))
+        if protected.shape[0] != wanted:
+            raise CorruptDataError(f"{protected.shape[0]} protected values, but {wanted} elements of level 1")
+        if wanted:
+            rank = xp.cumulative_sum(xp.astype(exact, xp.int64)) - 1
+            out = xp.where(exact, xp.take(protected, xp.where(exact, rank, 0)), out)
+    return xp.reshape(out, tuple(levels.shape))
+
+

@@ -1,0 +1,45 @@
+"""Oracle of the histograms: the bucket of every element, then how often each bucket occurs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from ..arrays import Array
+from ..floats import format_named
+from ..histogram import Histogram, product_format, target
+from .assign import kept, product
+from .logbucket import bucket_index
+
+if TYPE_CHECKING:
+    from ..assign import Thresholds
+
+
+def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
+    """See `shrinkpoint.kernels.histogram.log_histogram`."""
+    fmt, bits = target(x, gradient, bits)
+    values = x if gradient is None else product(x, gradient, product_format(x, gradient))
+    histogram = _count(values, fmt.name, bits)
+    return histogram if signed else histogram.magnitude()
+
+
+def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
+    """See `shrinkpoint.kernels.histogram.kept_histogram`."""
+    xp = array_namespace(x)
+    fmt, bits = target(x, None, bits)
+    histogram = _count(xp.where(kept(x, thresholds, gradient), x, xp.asarray(xp.nan, dtype=x.dtype)), fmt.name, bits)
+    histogram.counts[-1] = 0
+    return histogram
+
+
+def _count(values: Array, name: str, bits: int) -> Histogram:
+    xp = array_namespace(values)
+    counts = np.zeros(2 * format_named(name).buckets(bits) + 2, dtype=np.int64)
+    present, number = xp.unique_counts(bucket_index(values, bits))
+    for i in range(present.shape[0]):
+        counts[int(present[i])] = int(number[i])
+    return Histogram(counts, bits, name, signed=True)
+
+
