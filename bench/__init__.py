@@ -1,0 +1,1 @@
+"""Benchmarks of one shape: `python -m bench NAME`, or `shrinkpoint bench NAME` from an installed wheel."""

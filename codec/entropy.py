@@ -76,7 +76,10 @@ def _encode_plain(symbols: U8, counts: I64) -> bytes:
         sizes[HUFFMAN] = len(packed_lengths) + 8 + float((counts * lengths).sum()) / 8
         model = _Model.best(counts[None, :])
         sizes[RANS] = model.cost
-    method = min(sizes, key=lambda m: (sizes[m], m))
+    # Within half a percent the faster coder is taken: stored, packed, huffman, rans.
+    order = (STORED, PACKED, HUFFMAN, RANS)
+    least = min(sizes.values())
+    method = next(m for m in order if m in sizes and sizes[m] <= 1.005 * least)
     out.byte(method)
     if method == STORED:
         out.raw(symbols)

@@ -130,9 +130,7 @@ def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
     if (
         dtype.hasobject
         or dtype.names is not None
-        or (dtype.kind == "V"
-        and dtype.str.startswith("|V")
-        and dtype.name[0:4] == "void")
+        or (dtype.kind == "V" and dtype.str.startswith("|V") and dtype.name[0:4] == "void")
     ):
         raise UnsupportedLeafError(f"{path}: NumPy dtype {dtype} cannot be stored without pickle")
     extension = dtype.kind == "V" or dtype.type.__module__ == "ml_dtypes"

@@ -20,6 +20,7 @@ import numpy as np
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.logbucket import bucket_index, bucket_value
+from ..kernels.octaves import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import CorruptDataError
@@ -29,7 +30,6 @@ from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
-_MAX_OCTAVES = 255
 _FINEST = 2.0**-17
 
 
@@ -92,38 +92,29 @@ class LogBuckets:
 
 def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
     stored = Exact().encode(leaf, parent)
-    note = f"exact: magnitudes span more than {_MAX_OCTAVES - 1} octaves"
+    note = f"exact: magnitudes span more than {MAX_OCTAVES} octaves"
     return Stored(stored.stream, stored.meta, stored.pieces, stored.memory, note=note)
 
 
 def _encode_chunk(index: NpArray, buckets: int, bits: int, data: NpArray, width: int) -> bytes | None:
     """None when the octaves present do not fit one byte."""
-    out = Writer()
-    signed = index - np.int32(buckets)
-    magnitude = np.abs(signed)
-    odd = np.flatnonzero(magnitude > buckets)
-    magnitude[odd] = 0
-    present = magnitude > 0
-    octave = (magnitude - 1) >> bits
-    some = octave[present]
-    low, high = (int(some.min()), int(some.max())) if some.size else (0, 0)
-    if high - low >= _MAX_OCTAVES - 1:
+    octaves = split_octaves(index, bits, buckets)
+    if octaves is None:
         return None
-    out.varint(low)
-    out.varint(high)
-    negative = signed[present] < 0
-    any_negative = bool(negative.any())
-    out.byte(_SIGNS * any_negative | _NOT_FINITE * bool(odd.size))
-    out.block(entropy.encode(np.where(present, octave - low + 1, 0).astype(np.uint8)))
-    if any_negative:
-        out.block(entropy.encode(negative.view(np.uint8)))
-    fraction = (magnitude[present] - 1) & ((1 << bits) - 1)
-    for shift in range(0, bits, 8):
-        out.block(entropy.encode((fraction >> shift).astype(np.uint8)))
-    if odd.size:
-        out.varint(odd.size)
-        out.raw(odd.astype("<u4"))
-        out.raw(data.reshape(-1, width)[odd])
+    out = Writer()
+    out.varint(octaves.low)
+    out.varint(octaves.high)
+    signs = bool(octaves.negative.any())
+    out.byte(_SIGNS * signs | _NOT_FINITE * bool(octaves.odd.size))
+    out.block(entropy.encode(octaves.symbols))
+    if signs:
+        out.block(entropy.encode(octaves.negative))
+    for plane in octaves.fraction:
+        out.block(entropy.encode(plane))
+    if octaves.odd.size:
+        out.varint(octaves.odd.size)
+        out.raw(octaves.odd.astype("<u4"))
+        out.raw(data.reshape(-1, width)[octaves.odd])
     return out.done()
 
 
@@ -156,24 +147,20 @@ def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int,
     n = out.size // spec.itemsize
     data = Reader(piece, "log buckets")
     low, high, flags = data.varint(), data.varint(), data.byte()
-    if not low <= high < octaves or high - low >= _MAX_OCTAVES - 1 or flags > 3:
+    if not low <= high < octaves or high - low >= MAX_OCTAVES or flags > 3:
         raise CorruptDataError(f"log buckets: octaves {low} to {high}, flags {flags} out of range")
-    symbol = entropy.decode(data.block(), n)
-    if symbol.size and int(symbol.max()) > high - low + 1:
+    symbols = entropy.decode(data.block(), n)
+    if symbols.size and int(symbols.max()) > high - low + 1:
         raise CorruptDataError("log buckets: an octave is out of range")
-    present = symbol > 0
-    count = int(np.count_nonzero(present))
-    negative = entropy.decode(data.block(), count) if flags & _SIGNS else None
-    magnitude = ((symbol[present].astype(np.int32) + np.int32(low - 1)) << bits) + np.int32(1)
-    for shift in range(0, bits, 8):
-        fraction = entropy.decode(data.block(), count).astype(np.int32) << shift
-        if fraction.size and int(fraction.max()) >= 1 << bits:
-            raise CorruptDataError("log buckets: a fraction is out of range")
-        magnitude += fraction
-    if negative is not None:
-        magnitude = np.where(negative > 0, -magnitude, magnitude)
-    index = np.full(n, octaves << bits, np.int32)
-    index[present] += magnitude
+    count = int(np.count_nonzero(symbols))
+    negative = entropy.decode(data.block(), count) if flags & _SIGNS else np.zeros(count, np.uint8)
+    fraction = np.empty(((bits + 7) // 8, count), np.uint8)
+    for plane in fraction:
+        plane[:] = entropy.decode(data.block(), count)
+    if bits % 8 and count and int(fraction[-1].max()) >= 1 << bits % 8:
+        raise CorruptDataError("log buckets: a fraction is out of range")
+    none = np.empty(0, np.int64)
+    index = join_octaves(Octaves(low, high, symbols, negative, fraction, none), bits, octaves << bits)
     values = bucket_value(index, bits, spec.dtype) if spec.library != "torch" else _torch_values(index, bits, spec)
     out[:] = as_bytes(values)
     if flags & _NOT_FINITE:

@@ -164,11 +164,12 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
 
     Source: Inshrinkerator, section 4 (prune, protect, quantize).
     """
+    module = back_end(x, "assign")
     format_named(dtype_name(x))
     codes = _checked_codebook(codebook)
     if gradient is not None:
         check_gradient(x, gradient)
-    return back_end(x, "assign").assign(x, thresholds, codes, gradient=gradient)
+    return module.assign(x, thresholds, codes, gradient=gradient)
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
@@ -192,15 +193,18 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
         >>> dequantize(np.array([0, 3, 1, 2], dtype=np.uint8), codebook, protected=np.float32([9.5])).tolist()
         [0.0, 1.0, 9.5, -1.0]
     """
+    module = back_end(levels, "assign")
     if dtype_name(levels) != "uint8":
         raise BadArgumentError(f"levels have dtype {dtype_name(levels)}; uint8 is needed")
     name = format_named(dtype_name(codebook)).name
     if len(codebook.shape) != 1 or codebook.shape[0] > MAX_CODES:
-        raise BadArgumentError(f"codebook has shape {tuple(codebook.shape)}; one dimension of 0 ... {MAX_CODES} is needed")
+        raise BadArgumentError(
+            f"codebook has shape {tuple(codebook.shape)}; one dimension of 0 ... {MAX_CODES} is needed"
+        )
     if protected is not None and (dtype_name(protected) != name or len(protected.shape) != 1):
         raise BadArgumentError(
             f"protected is {dtype_name(protected)}{tuple(protected.shape)}; 1-D {name}, like the codebook, is needed"
         )
     if on_gpu(codebook) != on_gpu(levels) or (protected is not None and on_gpu(protected) != on_gpu(levels)):
         raise BadArgumentError("levels, codebook and protected are not on one device")
-    return back_end(levels, "assign").dequantize(levels, codebook, protected=protected)
+    return module.dequantize(levels, codebook, protected=protected)

@@ -45,9 +45,9 @@ class Clusters(NamedTuple):
 def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
     """Each element as its cluster's number and its place in that cluster's range, on the 8-bit dynamic map.
 
-    Sums (`S1` of x, `S2` of x * x, exact or once rounded in float64) run over blocks of 1024 in C order, zeros filled in
-    at the end; in a block s, `s[i] + s[i + 512]` for i < 512, then `s[i] + s[i + 256]` for i < 256, and so on down to one
-    number; the block sums are summed by the same rule until one is left. Then, in float64,
+    The sums S1 of x and S2 of x * x (exact in float64) run over blocks of 1024 in C order, zeros filled in at the end:
+    in a block s, `s[i] + s[i + 512]` for i < 512, then `s[i] + s[i + 256]` for i < 256, and so on down to one number.
+    The block sums are summed by the same rule until one is left. Then, in float64,
 
         mean = S1 / n,   deviation = sqrt(max(S2 / n - mean * mean, 0))
         t_k = float32(mean + deviation * z_k),   z = `normal_quantiles(clusters)`
@@ -63,8 +63,8 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
         Clusters(codes uint8 [n], labels uint8 [n], scale float32 [clusters], minimum float32 [clusters]), C order.
 
     Raises:
-        BadArgumentError: an argument out of these ranges, x holds a NaN or an infinity (a float64 beyond float32's range
-            counts), or maximum - minimum of a cluster overflows float32.
+        BadArgumentError: an argument out of these ranges, x holds a NaN or an infinity (a float64 beyond the range of
+            float32 counts), or maximum - minimum of a cluster overflows float32.
 
     Example:
         >>> import numpy as np
@@ -176,9 +176,9 @@ def ranges(
 def dynamic_map() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """The unsigned 8-bit dynamic map: 256 values from 0 to 1, ascending, finer where they are smaller; float32 [256].
 
-    Seven decades, the one with top 10**(e - 6), e = 0 ... 6, cut from a tenth of its top to its top into 2**(e + 1) equal
-    parts; the midpoints of these 254 parts, and 0 and 1, each rounded once to float32. Unsigned, because a value normalized
-    to its cluster's range is never negative and a signed map would leave half of the codes unused.
+    Seven decades; the one with top 10**(e - 6), e = 0 ... 6, is cut from a tenth of its top to its top into 2**(e + 1)
+    equal parts. The entries are the midpoints of these 254 parts, and 0 and 1, each rounded once to float32. Unsigned,
+    because a value normalized to its cluster's range is never negative and half of a signed map would never be used.
 
     Example:
         >>> m = dynamic_map()
@@ -230,7 +230,7 @@ def unknown_label(label: int, clusters: int) -> CorruptDataError:
 
 
 def _float32(v: Fraction) -> float:
-    """v rounded once to float32: through float64, which no midpoint between two float32 values survives by chance here."""
+    """v rounded once to float32: the nearest of three neighbours, by exact comparison."""
     near = np.float32(float(v))
     candidates = (np.nextafter(near, np.float32(-1)), near, np.nextafter(near, np.float32(2)))
     return float(min(candidates, key=lambda c: abs(Fraction(float(c)) - v)))

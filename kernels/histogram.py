@@ -127,7 +127,9 @@ def product_format(x: Array, gradient: Array) -> str:
 def check_gradient(x: Array, gradient: Array) -> None:
     """Refuse a gradient whose shape, dtype or device does not fit x."""
     if tuple(gradient.shape) != tuple(x.shape):
-        raise BadArgumentError(f"gradient has shape {tuple(gradient.shape)}; the shape of x, {tuple(x.shape)}, is needed")
+        raise BadArgumentError(
+            f"gradient has shape {tuple(gradient.shape)}; the shape of x, {tuple(x.shape)}, is needed"
+        )
     format_named(dtype_name(gradient))
     if on_gpu(gradient) != on_gpu(x):
         raise BadArgumentError("gradient is on another device than x")
@@ -166,13 +168,14 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
 
     Source: Inshrinkerator, section 4.3; |gradient * x| is its sensitivity (section 4.2).
     """
+    module = back_end(x, "histogram")
     _check_bits(bits)
     format_named(dtype_name(x))
     if gradient is not None:
         if signed:
             raise BadArgumentError("signed is True; with a gradient only magnitudes are counted")
         check_gradient(x, gradient)
-    result: Histogram = back_end(x, "histogram").log_histogram(x, bits, signed=signed, gradient=gradient)
+    result: Histogram = module.log_histogram(x, bits, signed=signed, gradient=gradient)
     return result
 
 
@@ -200,11 +203,12 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
 
     Source: Inshrinkerator, section 4.3: the codebook is fitted on what is neither pruned nor protected.
     """
+    module = back_end(x, "histogram")
     _check_bits(bits)
     format_named(dtype_name(x))
     if gradient is not None:
         check_gradient(x, gradient)
-    result: Histogram = back_end(x, "histogram").kept_histogram(x, thresholds, bits, gradient=gradient)
+    result: Histogram = module.kept_histogram(x, thresholds, bits, gradient=gradient)
     return result
 
 

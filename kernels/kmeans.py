@@ -56,9 +56,7 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     weights = np.zeros(count.size)
     if used.size == 0:
         return weights
-    largest = float(magnitude.max())
-    scale = math.ldexp(1.0, -math.frexp(largest)[1]) if 0.0 < largest < math.inf else 1.0
-    magnitude = magnitude * scale  # the sum of huge magnitudes stays finite; a power of two changes no quotient
+    magnitude = np.ldexp(magnitude, -int(np.frexp(magnitude.max())[1]))  # so that a sum of huge ones stays finite
     whole = math.fsum(magnitude)
     share = sigma if used.size > 1 and whole > 0.0 else 1.0
     weights[used] = share * (number / math.fsum(number))

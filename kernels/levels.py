@@ -19,10 +19,11 @@ MAX_SIZE = 256
 
 
 def _check(size: int, **arrays: Array) -> None:
-    """All arrays uint8, of one number of elements, on one device; size in range (0 skips it)."""
+    """All arrays uint8, of one number of elements, on one device; size in range."""
     if not 2 <= size <= MAX_SIZE:
         raise BadArgumentError(f"size is {size}; it must be 2 ... {MAX_SIZE}")
     (first_name, first), *others = arrays.items()
+    where = on_gpu(first)  # also refuses what is no array
     for name, array in arrays.items():
         if dtype_name(array) != "uint8":
             raise BadArgumentError(f"{name} has dtype {dtype_name(array)}; uint8 is needed")
@@ -31,7 +32,7 @@ def _check(size: int, **arrays: Array) -> None:
             raise BadArgumentError(
                 f"{name} has {math.prod(array.shape)} elements; as many as {first_name}, {math.prod(first.shape)}, are needed"
             )
-        if on_gpu(array) != on_gpu(first):
+        if on_gpu(array) != where:
             raise BadArgumentError(f"{name} and {first_name} are on different devices")
 
 

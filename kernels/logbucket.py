@@ -43,8 +43,9 @@ def bucket_index(x: Array, bits: int) -> Array:
 
     Source: LC-Checkpoint, section 3 (exponent buckets), with sub-buckets.
     """
+    module = back_end(x, "logbucket")
     _check_bits(bits, dtype_name(x))
-    return back_end(x, "logbucket").bucket_index(x, bits)
+    return module.bucket_index(x, bits)
 
 
 def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
@@ -66,8 +67,9 @@ def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
         >>> bucket_value(np.array([277, 427, 127], dtype=np.int32), 0, "float32").tolist()
         [0.0, 1.5, -1.5]
     """
+    module = back_end(index, "logbucket")
     name = dtype_name_of(dtype)
     _check_bits(bits, name)
     if dtype_name(index) != "int32":
         raise BadArgumentError(f"index has dtype {dtype_name(index)}; int32 is needed")
-    return back_end(index, "logbucket").bucket_value(index, bits, name)
+    return module.bucket_value(index, bits, name)

@@ -150,7 +150,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
         >>> codes.tolist(), codebook.tolist()
         ([[0, 0, 1, 1]], [[0.5, 4.0]])
 
-    Source: Check-N-Run, section 5.2, approach 2. The paper starts at random, this from the grid of uniform quantization.
+    Source: Check-N-Run, section 5.2, approach 2. The paper starts at random, this from a uniform grid.
     """
     _check_rows(x, bits)
     if not 0 <= iterations <= 1000:

@@ -115,7 +115,7 @@ def _steps(fmt: FloatFormat, thresholds: Thresholds, codes: Vector) -> tuple[Pat
     _, low, high = (int(v) for v in keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude))
     edges = boundaries(codes, fmt.name)
     positive = _pattern(edges[edges > 0.0], fmt)
-    negative = _pattern(-edges[edges <= 0.0], fmt)[::-1]  # ascending magnitudes
+    negative = _pattern(np.abs(edges[edges <= 0.0]), fmt)[::-1]  # ascending magnitudes
     at_zero = FIRST_CODE + negative.size
     halves = []
     for cuts, sign in ((positive, 0), (negative + np.uint64(1), 1)):

@@ -30,6 +30,7 @@ INFINITY = np.float32(np.inf)
 
 
 def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
+    """See `shrinkpoint.kernels.cluster.cluster_quantize`."""
     flat = as_float32(x).reshape(-1)
     partial = np.empty((2, -(-flat.size // SUM_BLOCK)), np.float64)
     _partial_sums(flat, partial)
@@ -44,6 +45,7 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
 
 
 def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array) -> Array:
+    """See `shrinkpoint.kernels.cluster.cluster_dequantize`."""
     c, k, s, b = to_numpy(codes), to_numpy(labels), to_numpy(scale), to_numpy(minimum)
     top = int(k.max()) if k.size else 0
     if top >= s.size:
@@ -96,8 +98,8 @@ def _partial_sums(x: Any, partial: Any) -> None:
                 t[i] = a * a + b * b
         else:
             for i in range(HALF):
-                a = np.float64(part[i]) if i < part.size else 0.0
-                b = np.float64(part[i + HALF]) if i + HALF < part.size else 0.0
+                a = np.float64(part[i] if i < part.size else 0.0)
+                b = np.float64(part[i + HALF] if i + HALF < part.size else 0.0)
                 s[i] = a + b
                 t[i] = a * a + b * b
         partial[0, k], partial[1, k] = _fold(s), _fold(t)

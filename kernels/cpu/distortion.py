@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,35 +18,60 @@ _STEP = 1 << 20
 
 
 @njit
-def _distortion(x: Any, y: Any) -> Any:
+def _finite(x: Any, y: Any) -> Any:
+    """Sums in four lanes; what is not finite makes the norm not finite, and the caller starts again with `_careful`."""
     error0 = error1 = error2 = error3 = 0.0
     norm0 = norm1 = norm2 = norm3 = 0.0
     largest = 0.0
     n = x.size
-    for i in range(0, n, 4):
-        for k in range(min(4, n - i)):
-            a = np.float64(x[i + k])
-            if not np.isfinite(a):
-                continue
-            d = np.float64(y[i + k]) - a
-            e = d * d
-            s = a * a
-            if k == 0:
-                error0 += e
-                norm0 += s
-            elif k == 1:
-                error1 += e
-                norm1 += s
-            elif k == 2:
-                error2 += e
-                norm2 += s
-            else:
-                error3 += e
-                norm3 += s
-            # Compared without a division: |d| > largest |a|.
-            if abs(d) > largest * abs(a):
-                largest = abs(d) / abs(a) if a != 0.0 else np.inf
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        a0, a1, a2, a3 = np.float64(x[i]), np.float64(x[i + 1]), np.float64(x[i + 2]), np.float64(x[i + 3])
+        d0, d1, d2, d3 = y[i] - a0, y[i + 1] - a1, y[i + 2] - a2, y[i + 3] - a3
+        error0 += d0 * d0
+        error1 += d1 * d1
+        error2 += d2 * d2
+        error3 += d3 * d3
+        norm0 += a0 * a0
+        norm1 += a1 * a1
+        norm2 += a2 * a2
+        norm3 += a3 * a3
+        # Compared without a division; after a short while hardly ever taken.
+        over0 = abs(d0) > largest * abs(a0)
+        over1 = abs(d1) > largest * abs(a1)
+        over2 = abs(d2) > largest * abs(a2)
+        over3 = abs(d3) > largest * abs(a3)
+        if over0 | over1 | over2 | over3:
+            for k in range(i, i + 4):
+                largest = _larger(largest, np.float64(x[k]), np.float64(y[k]))
+    for i in range(whole, n):
+        a = np.float64(x[i])
+        d = y[i] - a
+        error0 += d * d
+        norm0 += a * a
+        largest = _larger(largest, a, np.float64(y[i]))
     return (error0 + error1) + (error2 + error3), (norm0 + norm1) + (norm2 + norm3), largest
+
+
+@njit
+def _careful(x: Any, y: Any) -> Any:
+    error = norm = largest = 0.0
+    for i in range(x.size):
+        a = np.float64(x[i])
+        if np.isfinite(a):
+            d = y[i] - a
+            error += d * d
+            norm += a * a
+            largest = _larger(largest, a, np.float64(y[i]))
+    return error, norm, largest
+
+
+@njit
+def _larger(largest: float, a: float, b: float) -> float:
+    d = abs(b - a)
+    if d > largest * abs(a):
+        return d / abs(a) if a != 0.0 else np.inf
+    return largest
 
 
 def _floats(x: Array) -> Any:
@@ -61,6 +87,9 @@ def distortion(x: Array, y: Array) -> Distortion:
     x, y = x.reshape(-1), y.reshape(-1)
     total = Distortion(0.0, 0.0, 0.0)
     for start in range(0, x.shape[0], _STEP):
-        parts = _distortion(_floats(x[start : start + _STEP]), _floats(y[start : start + _STEP]))
+        a, b = _floats(x[start : start + _STEP]), _floats(y[start : start + _STEP])
+        parts = _finite(a, b)
+        if not math.isfinite(parts[1]):
+            parts = _careful(a, b)
         total += Distortion(*(float(p) for p in parts))
     return total

@@ -198,5 +198,7 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
         _pairs(a[begin : begin + (1 << 30)], b[begin : begin + (1 << 30)], tables.reshape(-1))
         counts += tables[:, :previous_size, :current_size].sum(axis=0, dtype=np.int64)
     if int(counts.sum()) != a.size:
-        raise BadArgumentError(f"a previous level is not below {previous_size} or a current one not below {current_size}")
+        raise BadArgumentError(
+            f"a previous level is not below {previous_size} or a current one not below {current_size}"
+        )
     return like(counts, current)

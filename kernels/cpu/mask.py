@@ -35,6 +35,7 @@ DENSE = 32
 
 
 def changed_mask(current: Array, previous: Array) -> Array:
+    """See `shrinkpoint.kernels.mask.changed_mask`."""
     c, p = patterns(current), patterns(previous)
     out = np.empty((c.size + 7) // 8, np.uint8)
     _changed(c, p, out)
@@ -42,6 +43,7 @@ def changed_mask(current: Array, previous: Array) -> Array:
 
 
 def pack_mask(mask: Array) -> Array:
+    """See `shrinkpoint.kernels.mask.pack_mask`."""
     m = patterns(mask)
     out = np.empty((m.size + 7) // 8, np.uint8)
     _pack(m, out)
@@ -49,6 +51,7 @@ def pack_mask(mask: Array) -> Array:
 
 
 def unpack_mask(data: Array, n: int) -> Array:
+    """See `shrinkpoint.kernels.mask.unpack_mask`."""
     words = _words(to_numpy(data), n)
     flags = np.empty(64 * words.size, np.uint8)
     _unpack(words.view(np.uint8), flags.view(np.uint64))
@@ -56,6 +59,7 @@ def unpack_mask(data: Array, n: int) -> Array:
 
 
 def gather(x: Array, mask_bits: Array) -> Array:
+    """See `shrinkpoint.kernels.mask.gather`."""
     flat = patterns(x)
     words = _words(to_numpy(mask_bits), flat.size)
     out = np.empty(_count(words), flat.dtype)
@@ -64,6 +68,7 @@ def gather(x: Array, mask_bits: Array) -> Array:
 
 
 def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
+    """See `shrinkpoint.kernels.mask.scatter`."""
     out, v = patterns(base).copy(), patterns(values)
     words = _words(to_numpy(mask_bits), out.size)
     marked = _count(words)

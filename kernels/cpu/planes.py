@@ -41,6 +41,7 @@ def as_values(flat: np.ndarray[Any, Any], x: Array) -> Array:
 
 
 def split_planes(x: Array) -> Array:
+    """See `shrinkpoint.kernels.planes.split_planes`."""
     u = patterns(x)
     out = np.empty((u.itemsize, u.size), np.uint8)
     if u.itemsize == 1:
@@ -51,6 +52,7 @@ def split_planes(x: Array) -> Array:
 
 
 def merge_planes(planes: Array, dtype: str) -> Array:
+    """See `shrinkpoint.kernels.planes.merge_planes`."""
     p = to_numpy(planes)
     out = np.empty(p.shape[1], np.dtype(f"uint{width_of(dtype)}"))
     if out.itemsize == 1:
@@ -61,6 +63,7 @@ def merge_planes(planes: Array, dtype: str) -> Array:
 
 
 def difference(current: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+    """See `shrinkpoint.kernels.planes.difference`."""
     c, p = patterns(current), patterns(previous)
     out = np.empty_like(c)
     if method == "xor":
@@ -71,6 +74,7 @@ def difference(current: Array, previous: Array, method: str = "arithmetic", *, d
 
 
 def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+    """See `shrinkpoint.kernels.planes.undifference`."""
     d, p = patterns(diff), patterns(previous)
     out = np.empty_like(p)
     if method == "xor":

@@ -40,6 +40,7 @@ def as_float32(x: Array) -> np.ndarray[Any, Any]:
 def row_quantize(
     x: Array, bits: int, method: str = "adaptive", *, num_bins: int = 25, ratio: float = 1.0
 ) -> tuple[Array, Array, Array]:
+    """See `shrinkpoint.kernels.rows.row_quantize`."""
     rows = as_float32(x)
     codes = np.empty(rows.shape, np.uint8)
     scale, minimum = np.empty(rows.shape[0], np.float32), np.empty(rows.shape[0], np.float32)
@@ -49,6 +50,7 @@ def row_quantize(
 
 
 def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
+    """See `shrinkpoint.kernels.rows.row_dequantize`."""
     c = to_numpy(codes)
     out = np.empty(c.shape, np.float32)
     _dequantize(c, to_numpy(scale), to_numpy(minimum), out)
@@ -56,6 +58,7 @@ def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
 
 
 def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Array]:
+    """See `shrinkpoint.kernels.rows.row_kmeans`."""
     rows = as_float32(x)
     codes = np.empty(rows.shape, np.uint8)
     codebook = np.empty((rows.shape[0], 2**bits), np.float32)
@@ -64,6 +67,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
 
 
 def row_lookup(codes: Array, codebook: Array) -> Array:
+    """See `shrinkpoint.kernels.rows.row_lookup`."""
     c, book = to_numpy(codes), to_numpy(codebook)
     top = int(c.max()) if c.size else 0
     if top >= book.shape[1]:

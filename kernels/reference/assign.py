@@ -42,9 +42,7 @@ def kept(x: Array, thresholds: Thresholds, gradient: Array | None) -> Array:
     return ~(protected | pruned)
 
 
-def assign(
-    x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, gradient: Array | None = None
-) -> Array:
+def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, gradient: Array | None = None) -> Array:
     """See `shrinkpoint.kernels.assign.assign`; a value is past a boundary exactly when it is above the midpoint."""
     xp = array_namespace(x)
     value = xp.astype(x, xp.float64)
@@ -75,5 +73,3 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
             rank = xp.cumulative_sum(xp.astype(exact, xp.int64)) - 1
             out = xp.where(exact, xp.take(protected, xp.where(exact, rank, 0)), out)
     return xp.reshape(out, tuple(levels.shape))
-
-

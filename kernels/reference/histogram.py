@@ -41,5 +41,3 @@ def _count(values: Array, name: str, bits: int) -> Histogram:
     for i in range(present.shape[0]):
         counts[int(present[i])] = int(number[i])
     return Histogram(counts, bits, name, signed=True)
-
-

@@ -15,7 +15,7 @@ def _flat(x: Array) -> Array:
 
 def _check(x: Array, size: int, error: type[ShrinkpointError]) -> None:
     xp = array_namespace(x)
-    if bool(xp.any(x >= size)):
+    if bool(xp.any(xp.astype(x, xp.int64) >= size)):
         raise error(f"a level is not below size, {size}")
 
 

@@ -34,9 +34,7 @@ def patterns(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray[Any, An
     edges = [0, 1, 2, 3, (1 << fmt.mantissa) - 1, 1 << fmt.mantissa, top - 1, top, top + 1, (1 << (fmt.width - 1)) - 1]
     edges += [e | 1 << (fmt.width - 1) for e in edges]
     subnormal = rng.integers(0, 1 << fmt.mantissa, n // 4, dtype=np.uint64)
-    anything = rng.integers(0, 2**fmt.width, n, dtype=np.uint64, endpoint=False) if fmt.width < 64 else None
-    if anything is None:
-        anything = rng.integers(0, 2**64 - 1, n, dtype=np.uint64, endpoint=True)
+    anything = rng.integers(0, 2**fmt.width - 1, n, dtype=np.uint64, endpoint=True)
     u = np.concatenate([np.array(edges, dtype=np.uint64), subnormal, anything])[:n]
     if dtype == "bfloat16":  # as float32, which holds them exactly
         return (u.astype(np.uint32) << 16).view(np.float32)

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
 _INK, _FAINT, _RED = "#22252b", "#9aa3af", "#c8102e"
 _BLUE, _ORANGE = "#0072b2", "#e69f00"  # told apart by the colour-blind too
-_SMOOTH = 0.97
 
 
 def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
@@ -50,7 +49,7 @@ def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
         _losses(top, result, curves)
         _ratios(bottom, result)
         for axes in (top, bottom):
-            _restores(axes, result["restores"], label=axes is top)
+            _restores(axes, result["restores"], label=axes is bottom)
         top.set_title(_title(result), fontsize=13)
         bottom.set_xlabel("training step")
         bottom.set_xlim(0, result["config"]["steps"] * 1.01)
@@ -59,24 +58,29 @@ def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
 
 
 def _title(result: dict[str, Any]) -> str:
-    kills, change, ratio = len(result["restores"]), result["held_out"]["change_percent"], result["ratio"]["whole"]
-    killed = f"killed {kills} time{'s' * (kills != 1)}, resumed from checkpoints {ratio:.1f} times smaller"
-    return f"{result['parameters'] / 1e6:.1f} M parameter GPT, {killed}: held-out loss {change:+.2f} %"
+    kills, ratio = len(result["restores"]), result["ratio"]
+    killed = f"killed {kills} times" if kills > 1 else "killed once" if kills else "never killed"
+    return (
+        f"A GPT of {result['parameters'] / 1e6:.1f} M parameters, {killed}: "
+        f"held-out loss {result['held_out']['change_percent']:+.2f} %\n"
+        f"with checkpoints {ratio['whole']:.1f} times smaller (weights {ratio['weights']:.1f} times)"
+    )
 
 
 def _losses(axes: Any, result: dict[str, Any], curves: dict[str, Any]) -> None:
     baseline = {step: loss for life in curves["baseline"]["lives"] for step, loss in life}
-    axes.plot(*_smooth(baseline), color=_ORANGE, linewidth=5, alpha=0.5, label="baseline: not compressed, not killed")
+    smooth = _smooth(baseline)
+    axes.plot(*smooth, color=_ORANGE, linewidth=5, alpha=0.5, label="baseline: not compressed, not killed")
     kept = {step: loss for life in curves["run"]["lives"] for step, loss in life}
     axes.plot(*_smooth(kept), color=_BLUE, linewidth=1.6, label="killed, and resumed from compressed checkpoints")
     for name, colour, marker in (("baseline", _ORANGE, "s"), ("run", _BLUE, "o")):
         steps, losses = zip(*curves[name]["readings"], strict=True)
-        face = "white" if name == "run" else colour
-        axes.plot(steps, losses, marker, color=colour, markersize=7 if name == "baseline" else 4, markerfacecolor=face)
+        face, size = ("white", 4) if name == "run" else (colour, 7)
+        axes.plot(steps, losses, marker, color=colour, markersize=size, markerfacecolor=face)
     axes.plot([], [], "o", color=_FAINT, markersize=4, label="on held-out text (lines: training, smoothed)")
     axes.set_ylabel("loss (nats a byte)")
     held_out = [loss for _, loss in curves["baseline"]["readings"]]
-    axes.set_ylim(min(held_out) * 0.92, min(max(held_out) * 1.25, max(baseline.values())))
+    axes.set_ylim(0.96 * min(*held_out, *smooth[1]), 1.15 * max(held_out))
     axes.legend(loc="upper right")
 
 
@@ -102,7 +106,7 @@ def _ratios(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> None:
-    for restore in restores:
+    for number, restore in enumerate(restores):
         at, back = restore["at"], restore["resumed"] or 0
         axes.axvspan(back, at, color=_RED, alpha=0.10, linewidth=0)
         axes.axvline(at, color=_RED, linewidth=1.2, linestyle="--")
@@ -110,20 +114,22 @@ def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> 
             where = "killed in a save" if restore["during"] == "save" else "killed"
             axes.annotate(
                 f"{where} at {at},\nresumed from {back}",
-                xy=(at, 0.02),
+                xy=(at, 0.02 + 0.11 * (number % 2)),
                 xycoords=("data", "axes fraction"),
                 xytext=(5, 0),
                 textcoords="offset points",
                 color=_RED,
                 fontsize=9.5,
                 va="bottom",
+                bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
             )
 
 
 def _smooth(losses: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Exponential moving average that is not pulled towards its first value."""
+    """Exponential moving average over about a fortieth of the steps, not pulled towards its first value."""
     steps, smooth, mean, weight = sorted(losses), [], 0.0, 0.0
+    new = 1 / (1 + len(steps) / 40)
     for step in steps:
-        mean, weight = _SMOOTH * mean + (1 - _SMOOTH) * losses[step], _SMOOTH * weight + (1 - _SMOOTH)
+        mean, weight = mean + new * (losses[step] - mean), weight + new * (1 - weight)
         smooth.append(mean / weight)
     return steps, smooth

@@ -1,0 +1,319 @@
+"""Data that looks like training: weights, levels of two checkpoints, whole AdamW states.
+
+Three sources, and every row says which one it was measured on:
+
+- `--state PATH`: two successive checkpoints of a `shrinkpoint demo` folder or of any store, or one `torch.save` file.
+- trained here: the demo's GPT on the standard library's sources, for a few seconds (quick) or about a minute.
+- drawn: element i is `0.02 * s[row] * z`, with z standard normal, rows of 1024 elements and `ln s` normal with
+  deviation 0.4 (kurtosis 5.7; the demo's GPT has 3 to 8); the next checkpoint is 1 % of the row's deviation away.
+
+Larger states are drawn from real ones in blocks of 1024 neighbours at random places, the same places in both
+checkpoints and in weights and moments, so that rows, tails and what changed between the two stay as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.kernels.errors import BadArgumentError
+
+Floats = npt.NDArray[np.float32]
+Levels = npt.NDArray[np.uint8]
+Tree = dict[str, Any]
+
+BLOCK = 1024
+"""Neighbours that stay together when a state is drawn from a smaller one."""
+DRIFT = 0.01
+"""Distance of the next checkpoint in deviations of its row, where none was trained."""
+CODES = 16
+"""Codebook entries of the levels that the coders are measured on."""
+_SCALES = 1 << 14
+
+
+def weights(n: int, seed: int = 0) -> Floats:
+    """n weights drawn from the distribution above.
+
+    Example:
+        >>> weights(2000).shape
+        (2000,)
+    """
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(n, dtype=np.float32)
+    return _scale_rows(x, 0.02 * np.exp(0.4 * rng.standard_normal(_SCALES)))
+
+
+def drifted(w: Floats, seed: int = 1) -> Floats:
+    """The next checkpoint of w: each row moves by `DRIFT` of its own deviation."""
+    step = np.random.default_rng(seed).standard_normal(w.size, dtype=np.float32)
+    rows = w[: w.size // BLOCK * BLOCK].reshape(-1, BLOCK)
+    deviation = np.sqrt(np.square(rows).mean(axis=1)) if rows.size else np.full(1, 0.02)
+    step = _scale_rows(step, DRIFT * deviation)
+    step += w
+    return step
+
+
+def _scale_rows(x: Floats, scale: npt.NDArray[np.floating[Any]]) -> Floats:
+    """Multiply rows of `BLOCK` elements, the last one maybe shorter, by `scale`, repeated as needed; in place."""
+    whole = x.size // BLOCK
+    rows = x[: whole * BLOCK].reshape(whole, BLOCK)
+    factors = np.resize(scale.astype(np.float32), whole + 1)
+    rows *= factors[:whole, None]
+    x[whole * BLOCK :] *= factors[whole]
+    return x
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A training state, a later one of the same run, and where they come from."""
+
+    before: Tree
+    after: Tree
+    origin: str
+
+    @cached_property
+    def pools(self) -> dict[str, tuple[Floats, Floats]]:
+        """All weights, first moments and second moments of matrices, flat, before and after."""
+        earlier = dict(arrays(self.before))
+        later = dict(arrays(self.after))
+        parts: dict[str, list[str]] = {"weight": [], "exp_avg": [], "exp_avg_sq": []}
+        for path, value in earlier.items():
+            role = role_of(path)
+            other = later.get(path)
+            if role and value.ndim >= 2 and value.dtype == np.float32 and other is not None:
+                parts[role].append(path)
+        pools: dict[str, tuple[Floats, Floats]] = {}
+        for role, paths in parts.items():
+            if paths:
+                pools[role] = (_flat(earlier, paths), _flat(later, paths))
+        if "weight" not in pools:
+            raise BadArgumentError(f"{self.origin}: holds no float32 matrix; a training state is needed")
+        return pools
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of the earlier state."""
+        return sum(value.nbytes for _, value in arrays(self.before))
+
+
+def _flat(found: dict[str, npt.NDArray[Any]], paths: list[str]) -> Floats:
+    return np.concatenate([np.asarray(found[path], np.float32).reshape(-1) for path in paths])
+
+
+def role_of(path: str) -> str:
+    """"weight", "exp_avg" or "exp_avg_sq" for what a GPT's training state holds by the million; "" for the rest."""
+    name = path.rsplit("/", 1)[-1]
+    if name in ("exp_avg", "exp_avg_sq"):
+        return name
+    return "" if path.startswith(("optimizer", "rng", "scheduler")) else "weight"
+
+
+def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Every array of a state as (path, NumPy array); float formats that NumPy lacks come as their bit patterns."""
+    from shrinkpoint.kernels.arrays import is_torch, to_numpy
+
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from arrays(value, f"{path}/{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from arrays(value, f"{path}/{number}" if path else str(number))
+    elif isinstance(tree, np.ndarray) or is_torch(tree):
+        yield path, to_numpy(tree)
+
+
+def read(path: Path) -> Pair:
+    """Two successive states from the folder of a demo or of a store, or one from a `torch.save` file.
+
+    Raises:
+        BadArgumentError: nothing of the kind is there.
+    """
+    import torch
+
+    import shrinkpoint as sp
+
+    if path.is_file():
+        before = torch.load(path, map_location="cpu", weights_only=True)
+        return Pair(before, _moved(before), f"{path.name}, the next state {DRIFT:.0%} of a row's deviation away")
+    folder = path / "store" if (path / "store").is_dir() else path
+    store = sp.Store(str(folder))
+    steps = store.steps()
+    if not steps:
+        raise BadArgumentError(f"state: {path} is neither a file nor a folder that holds checkpoints")
+    before = store.load(steps[-2] if len(steps) > 1 else steps[-1])
+    if len(steps) == 1:
+        return Pair(before, _moved(before), f"{path.name} step {steps[0]}, the next drawn {DRIFT:.0%} away")
+    return Pair(before, store.load(steps[-1]), f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them")
+
+
+def _moved(tree: Any) -> Any:
+    """The tree with every float32 matrix drifted."""
+    import torch
+
+    if isinstance(tree, dict):
+        return {key: _moved(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_moved(value) for value in tree)
+    if isinstance(tree, torch.Tensor) and tree.dtype == torch.float32 and tree.ndim >= 2:
+        moved = drifted(tree.detach().numpy().reshape(-1)).reshape(tuple(tree.shape))
+        return torch.from_numpy(np.abs(moved) if bool((tree >= 0).all()) else moved)
+    return tree
+
+
+def trained(*, quick: bool, seed: int = 0) -> Pair:
+    """Two states of the demo's GPT on the standard library's sources: about 2 s (quick) or a minute on two cores."""
+    import torch
+
+    from shrinkpoint.demo.config import SIZES
+    from shrinkpoint.demo.corpus import Corpus
+    from shrinkpoint.demo.trainer import Training
+
+    name, steps, more = ("tiny", 40, 10) if quick else ("small", 240, 20)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2 if threads < 2 else threads)
+    try:
+        training = Training(SIZES[name], steps=2 * steps, seed=seed, text=Corpus().train)
+        states = []
+        for upto in (steps, steps + more):
+            while training.step < upto:
+                training.advance()
+            states.append(_copied(training.state()))
+    finally:
+        torch.set_num_threads(threads)
+    return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + more}")
+
+
+def _copied(tree: Any) -> Any:
+    """A copy whose arrays training no longer changes."""
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_copied(value) for value in tree)
+    return tree.detach().clone() if hasattr(tree, "detach") else tree
+
+
+def gpt_shapes(parameters: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a byte-level GPT of about so many parameters: 12 layers, 4 below 20 million."""
+    layers = 12 if parameters >= 20_000_000 else 4
+    width = max(64, round(math.sqrt(parameters / (12 * layers)) / 32) * 32)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (256, width)}
+    for i in range(layers):
+        block = {
+            "norm1.weight": (width,),
+            "attention.query_key_value.weight": (3 * width, width),
+            "attention.project.weight": (width, width),
+            "norm2.weight": (width,),
+            "mlp.up.weight": (4 * width, width),
+            "mlp.down.weight": (width, 4 * width),
+        }
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
+    return shapes | {"norm.weight": (width,)}
+
+
+def drawn_state(pair: Pair, parameters: int, seed: int = 0) -> Pair:
+    """A larger pair of states, drawn from the pools of `pair` in blocks of neighbours."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    pools = pair.pools
+    states: tuple[Tree, Tree] = ({"model": {}}, {"model": {}})
+    for state in states:
+        if "exp_avg" in pools:
+            state["optimizer"] = {"state": {}}
+    for number, (name, shape) in enumerate(gpt_shapes(parameters).items()):
+        size = math.prod(shape)
+        spot = rng.random(-(-size // BLOCK))
+        for moment, state in enumerate(states):
+            values = {role: pools[role][moment] for role in pools}
+            if len(shape) == 1:
+                state["model"][name] = torch.ones(shape) + 0.01 * torch.from_numpy(_blocks(values["weight"], spot, size))
+            else:
+                state["model"][name] = torch.from_numpy(_blocks(values["weight"], spot, size).reshape(shape))
+            if "optimizer" in state:
+                state["optimizer"]["state"][number] = {"step": torch.tensor(float(100 + moment))} | {
+                    role: torch.from_numpy(_blocks(values[role], spot, size).reshape(shape))
+                    for role in ("exp_avg", "exp_avg_sq")
+                    if role in values
+                }
+    return Pair(states[0], states[1], f"drawn in blocks of {BLOCK} from: {pair.origin}")
+
+
+def _blocks(pool: Floats, spot: npt.NDArray[np.float64], size: int) -> Floats:
+    """`size` elements: for each number of `spot` in [0, 1) the `BLOCK` neighbours of `pool` at that share of it."""
+    length = min(BLOCK, pool.size)
+    start = (spot * (pool.size - length + 1)).astype(np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(pool, length)
+    if length == BLOCK:
+        return windows[start].reshape(-1)[:size]
+    return np.resize(windows[start], size)
+
+
+class Sample:
+    """Weights of two successive checkpoints, and their levels by one frozen codebook; prefixes of one draw.
+
+    Args:
+        most: largest number of elements that will be asked for.
+        pair: where to draw from; None: the documented distribution.
+    """
+
+    def __init__(self, most: int, pair: Pair | None = None) -> None:
+        self._most = most
+        self._pair = pair
+        self.origin = "drawn: normal rows of log-normal scale" if pair is None else f"drawn from {pair.origin}"
+
+    @cached_property
+    def _weights(self) -> tuple[Floats, Floats]:
+        if self._pair is None:
+            before = weights(self._most)
+            return before, drifted(before)
+        before_pool, after_pool = self._pair.pools["weight"]
+        spot = np.random.default_rng(0).random(-(-self._most // BLOCK))
+        return _blocks(before_pool, spot, self._most), _blocks(after_pool, spot, self._most)
+
+    @cached_property
+    def codebook(self) -> Floats:
+        """`CODES` entries: the optimum for the earlier weights, rounded to float32."""
+        from shrinkpoint.kernels.histogram import log_histogram
+        from shrinkpoint.kernels.kmeans import bucket_weights, weighted_kmeans
+
+        histogram = log_histogram(self._weights[0][: 1 << 20], 6, signed=True)
+        values = histogram.values()
+        fitted = weighted_kmeans(values, bucket_weights(histogram.counts[:-1], values), CODES)
+        return np.asarray(fitted, np.float32)
+
+    @cached_property
+    def thresholds(self) -> Any:
+        """Protects the largest 0.05 % of the earlier weights; prunes nothing."""
+        from shrinkpoint.kernels.assign import Thresholds
+
+        return Thresholds(protect_magnitude=float(np.quantile(np.abs(self._weights[0][: 1 << 20]), 0.9995)))
+
+    @cached_property
+    def _levels(self) -> tuple[Levels, Levels]:
+        from shrinkpoint.kernels.assign import assign
+
+        before, after = self._weights
+        return assign(before, self.thresholds, self.codebook), assign(after, self.thresholds, self.codebook)
+
+    def before(self, n: int) -> Floats:
+        """The earlier weights, float32 [n]."""
+        return self._weights[0][:n]
+
+    def after(self, n: int) -> Floats:
+        """The later weights, float32 [n]."""
+        return self._weights[1][:n]
+
+    def levels_before(self, n: int) -> Levels:
+        """Levels of the earlier weights, uint8 [n], below CODES + 2."""
+        return self._levels[0][:n]
+
+    def levels_after(self, n: int) -> Levels:
+        """Levels of the later weights by the same codebook, uint8 [n]."""
+        return self._levels[1][:n]

@@ -1,0 +1,219 @@
+"""Exponent buckets with priority promotion: differences quantized to one value a (sign, exponent) pair.
+
+A bucket holds the numbers of one sign and one exponent field, so that all is decided on bit patterns. Within a bucket a
+value is a straight line over its pattern, hence the mean of two values is the mean of their patterns.
+
+Source: LC-Checkpoint, section 3.1.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError, CorruptDataError
+from .floats import FloatFormat, format_named
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """What the buckets of an array hold, on the host; E = 2**(exponent bits) exponent fields.
+
+    Args:
+        counts: int64 [2, E], number of elements by sign (row 0 positive, row 1 negative) and exponent field. Field 0
+            counts the subnormals, field E - 1 what is not finite.
+        lowest: int64 [2, E], pattern without sign of the smallest magnitude in each bucket, 0 for an empty one.
+        highest: int64 [2, E], the same of the largest magnitude.
+        zeros: number of zeros of either sign; they are in no bucket.
+        format: name of the float format.
+    """
+
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+    lowest: np.ndarray[Any, np.dtype[np.int64]]
+    highest: np.ndarray[Any, np.dtype[np.int64]]
+    zeros: int
+    format: str
+
+
+@dataclass(frozen=True, eq=False)
+class Promotion:
+    """The buckets that are kept, on the host.
+
+    Args:
+        codebook: unsigned patterns [k + 1] of the width of `format`: 0 first, then one value a kept bucket, by rank.
+        table: uint8 [2 E], level of each bucket by `sign * E + field` (the pattern shifted right past the mantissa); 0
+            for what is not kept.
+        format: name of the float format.
+    """
+
+    codebook: np.ndarray[Any, Any]
+    table: np.ndarray[Any, np.dtype[np.uint8]]
+    format: str
+
+
+def exponent_buckets(x: Array) -> Buckets:
+    """Count, smallest and largest magnitude of every (sign, exponent field) pair in x.
+
+    Args:
+        x: array of any shape, float16, bfloat16, float32 or float64. What is not finite is counted, not refused.
+
+    Returns:
+        Buckets, on the host.
+
+    Raises:
+        BadArgumentError: another dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> b = exponent_buckets(np.array([1.0, 1.5, -2.0, 0.0], dtype="float32"))
+        >>> int(b.counts[0, 127]), int(b.counts[1, 128]), b.zeros, hex(b.lowest[0, 127]), hex(b.highest[0, 127])
+        (2, 1, 1, '0x3f800000', '0x3fc00000')
+
+    Source: LC-Checkpoint, section 3.1.1, exponent-based quantization.
+    """
+    format_named(dtype_name(x))
+    out: Buckets = back_end(x, "exponent").exponent_buckets(x)
+    return out
+
+
+def merge_buckets(first: Buckets, *rest: Buckets) -> Buckets:
+    """The buckets of several arrays together, as if the arrays were one.
+
+    Raises:
+        BadArgumentError: the formats differ.
+
+    Example:
+        >>> import numpy as np
+        >>> b = exponent_buckets(np.array([1.0, 0.0]))
+        >>> merge_buckets(b, b).zeros
+        2
+    """
+    out = first
+    for other in rest:
+        if other.format != out.format:
+            raise BadArgumentError(f"buckets of {out.format} and of {other.format} cannot be merged")
+        lowest = np.where(out.counts == 0, other.lowest, np.minimum(out.lowest, other.lowest))
+        lowest = np.where(other.counts == 0, out.lowest, lowest)
+        counts, zeros = out.counts + other.counts, out.zeros + other.zeros
+        out = Buckets(counts, lowest, np.maximum(out.highest, other.highest), zeros, out.format)
+    return out
+
+
+def promote(buckets: Buckets, bits: int) -> Promotion:
+    """Priority promotion: keep the 2**bits - 1 nonempty buckets of largest exponent, the rest becomes 0.
+
+    Rank is by falling exponent field, of equal ones the positive bucket first. With a and b the patterns (without sign)
+    of a bucket's smallest and largest magnitude, its value has the pattern of (a + b) / 2, halves rounded to even: the
+    mean of minimum and maximum, rounded once.
+
+    Args:
+        buckets: from `exponent_buckets`.
+        bits: 1 to 8, so that a level is one byte; the paper uses 2 and 3.
+
+    Returns:
+        Promotion with k = min(2**bits - 1, nonempty buckets) kept buckets.
+
+    Raises:
+        BadArgumentError: `bits` out of range, or something counted was a NaN or an infinity.
+
+    Example:
+        >>> import numpy as np
+        >>> p = promote(exponent_buckets(np.array([1.0, 1.5, -1.25, 0.25], dtype="float32")), 2)
+        >>> p.codebook.view("float32").tolist()
+        [0.0, 1.25, -1.25, 0.25]
+
+    Source: LC-Checkpoint, section 3.1.1, priority promotion.
+    """
+    if not 1 <= bits <= 8:
+        raise BadArgumentError(f"bits is {bits}; it must be from 1 to 8")
+    fmt = format_named(buckets.format)
+    fields = buckets.counts.shape[1]
+    broken = int(buckets.counts[:, -1].sum())
+    if broken:
+        raise BadArgumentError(f"x holds {broken} NaNs or infinities; only finite differences have buckets")
+    table = np.zeros(2 * fields, np.uint8)
+    patterns = [0]
+    for field in range(fields - 2, -1, -1):
+        for sign in (0, 1):
+            if buckets.counts[sign, field] and len(patterns) < 2**bits:
+                table[sign * fields + field] = len(patterns)
+                patterns.append(_middle(buckets, fmt, sign, field))
+    return Promotion(np.array(patterns, dtype=f"uint{fmt.width}"), table, buckets.format)
+
+
+def exponent_quantize(x: Array, promotion: Promotion) -> Array:
+    """The level of each element: 0 for zero and for what is not kept, else the rank of its bucket.
+
+        level = table[pattern >> mantissa bits] if pattern without sign != 0 else 0
+
+    Args:
+        x: array of any shape, in the format of `promotion`.
+        promotion: from `promote`, of this array's buckets or of those of several.
+
+    Returns:
+        uint8, shape of x.
+
+    Raises:
+        BadArgumentError: x has another dtype than the promotion.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([1.0, 1.5, -1.25, 0.25, 0.0], dtype="float32")
+        >>> exponent_quantize(x, promote(exponent_buckets(x), 1)).tolist()
+        [1, 1, 0, 0, 0]
+    """
+    if dtype_name(x) != promotion.format:
+        raise BadArgumentError(f"x has dtype {dtype_name(x)}; the promotion is of {promotion.format}")
+    out: Array = back_end(x, "exponent").exponent_quantize(x, promotion)
+    return out
+
+
+def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
+    """The patterns of the codebook values that levels stand for: `codebook[level]`.
+
+    Patterns, as from `planes.merge_planes`, so that bfloat16 needs no NumPy dtype: the caller views them as floats.
+
+    Args:
+        levels: uint8 array of any shape, each below the number of entries.
+        codebook: uint16, uint32 or uint64 patterns [1 ... 256], a NumPy array wherever the levels live.
+
+    Returns:
+        Array of the codebook's dtype, in the shape, library and device of `levels`.
+
+    Raises:
+        BadArgumentError: `levels` is not uint8, or `codebook` is not as above.
+        CorruptDataError: a level has no entry.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([1.0, 1.5, -1.25, 0.25, 0.0], dtype="float32")
+        >>> p = promote(exponent_buckets(x), 2)
+        >>> exponent_dequantize(exponent_quantize(x, p), p.codebook).view("float32").tolist()
+        [1.25, 1.25, -1.25, 0.25, 0.0]
+    """
+    if dtype_name(levels) != "uint8":
+        raise BadArgumentError(f"levels has dtype {dtype_name(levels)}; uint8 is needed")
+    if codebook.dtype.name not in ("uint16", "uint32", "uint64") or codebook.ndim != 1 or not 1 <= codebook.size <= 256:
+        raise BadArgumentError(
+            f"codebook is {codebook.dtype.name} {codebook.shape}; 1 to 256 uint16, uint32 or uint64 patterns are needed"
+        )
+    out: Array = back_end(levels, "exponent").exponent_dequantize(levels, codebook)
+    return out
+
+
+def unknown_level(level: int, entries: int) -> CorruptDataError:
+    """The error of a level that has no codebook entry."""
+    return CorruptDataError(f"level {level} has no entry in a codebook of {entries}")
+
+
+def _middle(buckets: Buckets, fmt: FloatFormat, sign: int, field: int) -> int:
+    """Pattern, sign included, of the mean of a bucket's smallest and largest value."""
+    total = int(buckets.lowest[sign, field]) + int(buckets.highest[sign, field])
+    half = total >> 1
+    return half + (total & half & 1) | sign << (fmt.width - 1)

@@ -1,0 +1,88 @@
+"""Log-bucket indices taken apart into octave, sign and fraction, each a byte stream an entropy coder likes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+MAX_OCTAVES = 254
+"""Different octaves that fit a byte beside the symbol for zero."""
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Octaves:
+    """Indices of n elements, m of them neither zero nor not finite.
+
+    Args:
+        low: lowest octave present, counted from the smallest subnormal's; 0 if m is 0.
+        high: highest octave present; 0 if m is 0.
+        symbols: uint8 [n], 0 for zero and for what is not finite, else 1 + octave - low.
+        negative: uint8 [m], 1 for negative elements.
+        fraction: uint8 [ceil(bits / 8), m], bytes of the sub-bucket number, least significant first.
+        odd: int64, positions of what is not finite, ascending.
+    """
+
+    low: int
+    high: int
+    symbols: Bytes
+    negative: Bytes
+    fraction: Bytes
+    odd: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
+    """Take the indices of `bucket_index` apart; None if more than `MAX_OCTAVES` octaves are spanned.
+
+        j = |index - buckets|;  octave = (j - 1) >> bits;  fraction = (j - 1) mod 2**bits;  negative = index < buckets
+
+    Args:
+        index: int32 [n] on the host, as `logbucket.bucket_index` gives them: 0 ... 2 J + 1, J = `buckets`.
+        bits: log2 of the sub-buckets an octave, 0 ... 16.
+        buckets: J, `FloatFormat.buckets(bits)`.
+
+    Raises:
+        BadArgumentError: another dtype, or bits out of range.
+
+    Example:
+        >>> o = split_octaves(np.array([10, 12, 7], dtype=np.int32), 1, 10)
+        >>> o.symbols.tolist(), o.negative.tolist(), o.fraction.tolist()
+        ([0, 1, 2], [0, 1], [[1, 0]])
+    """
+    _check(index, bits)
+    result: Octaves | None = back_end(index, "octaves").split_octaves(index, bits, buckets)
+    return result
+
+
+def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
+    """The indices again: the inverse of `split_octaves`, int32 [n]; what is not finite comes back as zero's index.
+
+    Args:
+        octaves: consistent: m is the number of nonzero symbols; any bytes are allowed.
+        bits: as in `split_octaves`.
+        buckets: as in `split_octaves`.
+
+    Raises:
+        BadArgumentError: m is not the number of nonzero symbols, or bits out of range.
+    """
+    _check(None, bits)
+    m = int(np.count_nonzero(octaves.symbols))
+    if octaves.negative.shape[0] != m or octaves.fraction.shape[1] != m:
+        raise BadArgumentError(f"{m} symbols are nonzero; {octaves.negative.shape[0]} signs, {octaves.fraction.shape}")
+    return back_end(octaves.symbols, "octaves").join_octaves(octaves, bits, buckets)
+
+
+def _check(index: Array | None, bits: int) -> None:
+    if type(bits) is not int or not 0 <= bits <= 16:
+        raise BadArgumentError(f"bits is {bits!r}; it must be an integer in [0, 16]")
+    if index is not None and (dtype_name(index) != "int32" or len(index.shape) != 1):
+        raise BadArgumentError(f"index is {dtype_name(index)} {tuple(index.shape)}; int32 of one dimension is needed")

@@ -1,0 +1,62 @@
+"""Rate-distortion-optimised levels: the level whose error and bits together cost least, not merely the nearest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError
+from .floats import format_named
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+
+def rate_distortion_levels(
+    x: Array, levels: Array, previous: Array, codebook: Array, prices: np.ndarray[Any, np.dtype[np.float32]]
+) -> Array:
+    """For each quantized element the cheapest of its nearest level, that level's neighbours, and its previous level.
+
+        cost(l) = (x - c[l - 2])**2 + prices[p, l],   p = previous level
+
+    in float32, each operation rounded once (no fused multiply-add). Candidates are tried in the order nearest,
+    nearest - 1, nearest + 1, previous, and a later one is taken only if strictly cheaper. Levels 0 and 1 (pruned,
+    protected) stay, and are never chosen.
+
+    Args:
+        x: values, shape (n,); float16, bfloat16, float32, or float64 (rounded to float32 first).
+        levels: uint8, shape (n,): what `assign` gave.
+        previous: uint8, shape (n,): levels of the same elements in the parent; any context below `prices.shape[0]`.
+        codebook: float32 [K] on the host, ascending.
+        prices: float32 [contexts, K + 2] on the host: lambda times the bits of level l in context p; finite, >= 0.
+
+    Returns:
+        uint8, shape (n,), the library and device of x.
+
+    Raises:
+        BadArgumentError: shapes or dtypes do not fit.
+
+    Example:
+        >>> prices = np.zeros((4, 4), np.float32)
+        >>> prices[2, 3] = 0.5  # leaving level 2 is dear
+        >>> x = np.array([0.6, 0.6], np.float32)
+        >>> levels, previous = np.array([3, 3], np.uint8), np.array([2, 3], np.uint8)
+        >>> rate_distortion_levels(x, levels, previous, np.array([0, 1], np.float32), prices).tolist()
+        [2, 3]
+
+    Source: entropy-constrained scalar quantization (Chou, Lookabaugh and Gray 1989), with the parent as context.
+    """
+    format_named(dtype_name(x))
+    for name, array in (("levels", levels), ("previous", previous)):
+        if dtype_name(array) != "uint8" or tuple(array.shape) != tuple(x.shape) or len(x.shape) != 1:
+            raise BadArgumentError(
+                f"{name} is {dtype_name(array)} {tuple(array.shape)}; uint8 {tuple(x.shape)} is needed"
+            )
+    for name, table in (("codebook", codebook), ("prices", prices)):
+        if not isinstance(table, np.ndarray) or table.dtype != np.float32:
+            raise BadArgumentError(f"{name} must be a float32 NumPy array")
+    if prices.ndim != 2 or prices.shape[1] != codebook.size + 2 or not np.isfinite(prices).all():
+        raise BadArgumentError(f"prices has shape {prices.shape}; finite [contexts, {codebook.size + 2}] is needed")
+    return back_end(x, "ratedistortion").rate_distortion_levels(x, levels, previous, codebook, prices)

@@ -1,0 +1,125 @@
+"""Oracle of byte planes and differences: patterns as int64, two's complement where they are 64 bits wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from ..arrays import Array, dtype_name, is_torch
+from ..floats import FORMATS
+from ..planes import ordered_by_sign, width_of
+from .bits import from_bits, to_bits
+
+
+def split_planes(x: Array) -> Array:
+    """See `shrinkpoint.kernels.planes.split_planes`."""
+    u = patterns(x)
+    xp = array_namespace(u)
+    return xp.stack([unsigned(u >> shift, 8) for shift in range(0, width_of(dtype_name(x)), 8)])
+
+
+def merge_planes(planes: Array, dtype: str) -> Array:
+    """See `shrinkpoint.kernels.planes.merge_planes`."""
+    xp = array_namespace(planes)
+    width = width_of(dtype)
+    out = xp.zeros(planes.shape[1], dtype=xp.int64)
+    for p in range(width // 8):
+        out = out | (xp.astype(planes[p, :], xp.int64) << (8 * p))
+    return unsigned(out, width)
+
+
+def difference(current: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+    """See `shrinkpoint.kernels.planes.difference`."""
+    name = dtype or dtype_name(previous)
+    width = width_of(name)
+    c, p = patterns(current), patterns(previous)
+    if method == "xor":
+        out = c ^ p
+    else:
+        xp = array_namespace(c)
+        d = _key(c, name) - _key(p, name)
+        out = xp.where(_top_bit(d, width), ~(d << 1), d << 1)
+    return array_namespace(out).reshape(unsigned(out, width), tuple(current.shape))
+
+
+def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+    """See `shrinkpoint.kernels.planes.undifference`."""
+    name = dtype or dtype_name(previous)
+    width = width_of(name)
+    d, p = patterns(diff), patterns(previous)
+    xp = array_namespace(d)
+    if method == "xor":
+        out = d ^ p
+    else:
+        half = (d >> 1) & ((1 << (width - 1)) - 1)
+        step = xp.where(d & 1 == 1, ~half, half)
+        out = _key(_key(p, name) + step, name)
+    return xp.reshape(with_dtype_of(out, previous), tuple(previous.shape))
+
+
+def patterns(x: Array) -> Array:
+    """Patterns of any dtype of fixed width, flat int64: `0 ... 2**width - 1`, or two's complement for 64 bits."""
+    xp = array_namespace(x)
+    x = xp.reshape(x, (-1,))
+    name = dtype_name(x)
+    if name in FORMATS:
+        return to_bits(x)
+    if name.startswith("float8"):
+        x = _view(x, "uint8")
+    elif name == "uint64":
+        return _view(x, "int64")
+    u = xp.astype(x, xp.int64)
+    width = width_of(name)
+    return u if width == 64 else u & ((1 << width) - 1)
+
+
+def unsigned(u: Array, width: int) -> Array:
+    """The low `width` bits of int64 patterns as unsigned integers of that width."""
+    xp = array_namespace(u)
+    if width == 64:
+        return _view(u, "uint64")
+    return xp.astype(u & ((1 << width) - 1), getattr(xp, f"uint{width}"))
+
+
+def with_dtype_of(u: Array, x: Array) -> Array:
+    """Flat int64 patterns as values of x's dtype."""
+    name = dtype_name(x)
+    width = width_of(name)
+    xp = array_namespace(u)
+    if name in FORMATS:
+        return from_bits(u if width == 64 else u & ((1 << width) - 1), name)
+    bits = unsigned(u, width)
+    if name == "bool":
+        return bits != 0
+    if name.startswith("uint"):
+        return bits
+    if name.startswith("float8"):
+        return bits.view(x.dtype)
+    signed = xp.where(_top_bit(u, width), u | -(1 << (width - 1)), u & ((1 << (width - 1)) - 1))
+    return xp.astype(signed, x.dtype)
+
+
+def _view(x: Array, dtype: str) -> Array:
+    """x's bytes as another dtype of the same width; the standard has no such function, each library its own."""
+    if is_torch(x):
+        import torch
+
+        return x.view(getattr(torch, dtype))
+    if isinstance(x, np.ndarray):
+        return x.view(dtype)
+    raw: Any = np.asarray(getattr(x, "_array", x)).view(dtype)
+    return array_namespace(x).asarray(raw)
+
+
+def _top_bit(u: Array, width: int) -> Array:
+    return (u >> (width - 1)) & 1 == 1
+
+
+def _key(u: Array, dtype: str) -> Array:
+    """The order map, its own inverse."""
+    if not ordered_by_sign(dtype):
+        return u
+    width = width_of(dtype)
+    return array_namespace(u).where(_top_bit(u, width), u ^ ((1 << (width - 1)) - 1), u)

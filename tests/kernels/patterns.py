@@ -1,0 +1,63 @@
+"""Arrays of given bit patterns, in the library of a back end: NaN payloads, -0.0 and subnormals come through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from shrinkpoint.kernels.floats import FORMATS
+from shrinkpoint.kernels.planes import WIDTHS
+
+if TYPE_CHECKING:
+    from .conftest import BackEnd
+
+ABSENT = {
+    "numpy": ("bfloat16", "float8"),
+    "strict": ("bfloat16", "float8", "float16"),
+    "torch": (),
+}
+
+
+def random_patterns(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray[Any, Any]:
+    """n patterns of `dtype` as unsigned integers, edge cases mixed in; 0 and 1 for bool."""
+    width = WIDTHS[dtype]
+    unsigned = np.dtype(f"uint{width}")
+    if dtype == "bool":
+        return rng.integers(0, 2, n, dtype=np.uint8)
+    out = rng.integers(0, 2**width - 1, n, dtype=unsigned, endpoint=True)
+    edges = [0, 1, 2, 2 ** (width - 1) - 1, 2 ** (width - 1), 2 ** (width - 1) + 1, 2**width - 1]
+    if dtype in FORMATS:
+        fmt = FORMATS[dtype]
+        infinity = ((1 << fmt.exponent) - 1) << fmt.mantissa
+        edges += [(1 << fmt.mantissa) - 1, 1 << fmt.mantissa, infinity - 1, infinity, infinity + 1]
+        edges += [e | 1 << (width - 1) for e in edges[-5:]]
+    chosen = rng.random(n) < 0.3
+    out[chosen] = rng.choice(np.array(edges, unsigned), int(chosen.sum()))
+    return out
+
+
+def array_of(back_end: BackEnd, u: np.ndarray[Any, Any], dtype: str) -> Any:
+    """The array of `dtype` whose patterns are u; skips what the library does not have."""
+    if dtype.startswith(ABSENT[back_end.library]):
+        pytest.skip(f"{back_end.library} has no {dtype}")
+    if back_end.library == "torch":
+        t = torch.from_numpy(u.copy()).view(getattr(torch, dtype))
+        return t.cuda() if back_end.name == "gpu" and torch.cuda.is_available() else t
+    return back_end.array(u.view(dtype)) if back_end.library == "numpy" else _strict(u.view(dtype))
+
+
+def patterns_of(x: Any) -> np.ndarray[Any, Any]:
+    """The patterns of an array of any library, in its shape."""
+    if isinstance(x, torch.Tensor):
+        unsigned = getattr(torch, f"uint{8 * x.element_size()}")
+        out: np.ndarray[Any, Any] = x.cpu().contiguous().view(unsigned).numpy()
+        return out
+    a = np.ascontiguousarray(getattr(x, "_array", x)).reshape(x.shape)
+    return a.view(f"uint{8 * a.dtype.itemsize}")
+
+
+def _strict(x: np.ndarray[Any, Any]) -> Any:
+    return pytest.importorskip("array_api_strict").asarray(x)

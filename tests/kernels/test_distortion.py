@@ -1,0 +1,51 @@
+"""Distortion: sums and the largest relative error, all dtypes, what is not finite left out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from shrinkpoint.kernels.distortion import Distortion, distortion
+from shrinkpoint.kernels.errors import BadArgumentError
+
+from .conftest import BackEnd
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 1000])
+def test_sums_and_largest(back_end: BackEnd, dtype: str, n: int, fresh: np.random.Generator) -> None:
+    x = back_end.array(fresh.normal(size=n), dtype)
+    y = back_end.array(fresh.normal(size=n), dtype)
+    got = back_end.module("distortion").distortion(x, y)
+    a, b = (_wide(back_end.numpy(v), dtype) for v in (x, y))
+    assert got.squared_error == pytest.approx(((b - a) ** 2).sum(), rel=1e-12)
+    assert got.squared_norm == pytest.approx((a * a).sum(), rel=1e-12)
+    assert got.largest_relative == pytest.approx((np.abs(b - a) / np.abs(a)).max() if n else 0.0, rel=1e-12)
+
+
+def _wide(x: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float64)
+
+
+def test_what_is_not_finite_and_zeros(back_end: BackEnd) -> None:
+    module = back_end.module("distortion")
+    x = back_end.array([1.0, np.nan, np.inf, -np.inf, 0.0, 2.0], "float32")
+    y = back_end.array([1.5, 0.0, np.inf, 0.0, 0.0, 2.0], "float32")
+    assert module.distortion(x, y) == Distortion(0.25, 5.0, 0.5)
+    zero = module.distortion(back_end.array([0.0], "float32"), back_end.array([1.0], "float32"))
+    assert math.isinf(zero.largest_relative)
+    assert math.isinf(zero.relative_l2)
+
+
+def test_shapes_must_match() -> None:
+    with pytest.raises(BadArgumentError, match="shape"):
+        distortion(np.zeros(2), np.zeros(3))
+
+
+def test_parts_add_up() -> None:
+    assert Distortion(1.0, 2.0, 0.5) + Distortion(2.0, 2.0, 0.25) == Distortion(3.0, 4.0, 0.5)
+    assert Distortion(0.0, 0.0, 0.0).relative_l2 == 0.0

@@ -1,0 +1,195 @@
+"""Codebooks: bit-equal on every back end, optimal where they promise it, safe at every scale."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shrinkpoint.kernels.errors import BadArgumentError
+from shrinkpoint.kernels.histogram import log_histogram
+from shrinkpoint.kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans, weighted_kmeans_many
+from shrinkpoint.kernels.reference import kmeans as oracle
+
+if TYPE_CHECKING:
+    from .conftest import BackEnd
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def problem(rng: np.random.Generator, m: int, kind: str = "normal") -> tuple[Vector, Vector]:
+    """Ascending centers, with ties, and weights, with zeros."""
+    x = np.sort(rng.standard_normal(m))
+    w = rng.random(m) ** 4
+    w[rng.random(m) < 0.1] = 0.0
+    if kind == "ties":
+        x = np.sort(np.round(x * 4) / 4)
+        w = np.round(w * 8) / 8
+    elif kind == "huge":
+        x, w = x * 1e307, w * 1e307
+    elif kind == "tiny":
+        x, w = x * 1e-310, w * 1e-310
+    elif kind == "spread":
+        x, w = np.sort(x * 10.0 ** rng.integers(-200, 200, m)), w * 10.0 ** rng.integers(-150, 150, m)
+    return x, w
+
+
+def optimal_loss(x: Vector, w: Vector, k: int) -> float:
+    """The least loss over all ways to cut the centers into k runs."""
+    best = math.inf
+    for cuts in itertools.combinations(range(1, x.size), min(k, x.size) - 1):
+        loss = 0.0
+        for start, end in itertools.pairwise((0, *cuts, x.size)):
+            part, mass = x[start:end], w[start:end]
+            if mass.sum() > 0.0:
+                loss += float((mass * (part - (mass * part).sum() / mass.sum()) ** 2).sum())
+        best = min(best, loss)
+    return best
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "huge", "tiny", "spread"])
+@pytest.mark.parametrize("method", ["exact", "kmeans++"])
+def test_codebooks_match_the_oracle(back_end: BackEnd, fresh: np.random.Generator, method: str, kind: str) -> None:
+    module = back_end.module("kmeans")
+    seed = int(fresh.integers(0, 2**63))
+    for m, k in ((0, 3), (1, 3), (2, 1), (5, 5), (40, 1), (97, 2), (130, 16)):
+        x, w = problem(fresh, m, kind)
+        codes = module.weighted_kmeans(back_end.array(x), back_end.array(w), k, method=method, seed=seed)
+        expected = oracle.weighted_kmeans(x, w, k, method=method, seed=seed)
+        np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
+        assert (np.diff(expected) >= 0).all()
+        assert np.isfinite(expected).all()
+        if kind != "spread":
+            assert expected.size == min(k, np.unique(x[w > 0]).size)
+        if m and kind in ("normal", "ties") and expected.size:
+            loss = module.quantization_loss(back_end.array(x), back_end.array(w), back_end.array(expected))
+            assert loss == oracle.quantization_loss(x, w, expected)
+
+
+def test_warm_start_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator) -> None:
+    module = back_end.module("kmeans")
+    x, w = problem(fresh, 120)
+    for start in ([0.0], [-9.0, -8.0, 0.0, 0.1, 7.0], [-1.0, -1.0, 0.5, 0.5], list(np.linspace(-2, 2, 16))):
+        for iterations in (0, 1, 50):
+            initial = np.array(start)
+            codes = module.weighted_kmeans(
+                back_end.array(x), back_end.array(w), 16, initial=back_end.array(initial), iterations=iterations
+            )
+            expected = oracle.weighted_kmeans(x, w, 16, initial=initial, iterations=iterations)
+            np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
+            assert expected.size == initial.size
+            if iterations == 0:
+                np.testing.assert_array_equal(expected, initial)
+    nothing = module.weighted_kmeans(back_end.array(x), back_end.array(w * 0), 4, initial=back_end.array(initial[:4]))
+    np.testing.assert_array_equal(back_end.numpy(nothing), initial[:4])
+
+
+@pytest.mark.parametrize("method", ["exact", "kmeans++"])
+def test_many_equals_one_by_one(back_end: BackEnd, fresh: np.random.Generator, method: str) -> None:
+    module = back_end.module("kmeans")
+    problems = [problem(fresh, m) for m in (0, 1, 7, 64, 101)]
+    ks = [4, 4, 3, 8, 11]
+    starts = [None, None, np.array([0.0, 1.0]), None, np.array([-1.0, 1.0])]
+    many = module.weighted_kmeans_many(
+        [(back_end.array(x), back_end.array(w)) for x, w in problems],
+        ks,
+        method=method,
+        initial=[None if s is None else back_end.array(s) for s in starts],
+        seed=3,
+    )
+    assert len(many) == len(problems)
+    for codes, (x, w), k, start in zip(many, problems, ks, starts, strict=True):
+        expected = oracle.weighted_kmeans(x, w, k, method=method, initial=start, seed=3)
+        np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 4)), min_size=1, max_size=9),
+    st.integers(1, 5),
+    st.floats(-1e3, 1e3),
+)
+def test_exact_is_optimal(points: list[tuple[int, int]], k: int, offset: float) -> None:
+    points = sorted(points)
+    x = np.array([p for p, _ in points]) + offset
+    w = np.array([float(q) for _, q in points])
+    codes = weighted_kmeans(x, w, k)
+    if not w.any():
+        assert codes.size == 0
+        return
+    loss, best = quantization_loss(x, w, codes), optimal_loss(x, w, k)
+    assert loss <= best + 1e-9 * (1.0 + best)
+    for method_loss in (
+        quantization_loss(x, w, weighted_kmeans(x, w, k, method="kmeans++")),
+        quantization_loss(x, w, weighted_kmeans(x, w, k, initial=codes)),
+    ):
+        assert method_loss >= best - 1e-9 * (1.0 + best)
+
+
+def test_exact_beats_seeding_on_a_real_sketch(fresh: np.random.Generator) -> None:
+    data = (fresh.standard_normal(100_000) * 0.02).astype(np.float32)
+    h = log_histogram(data, 6, signed=True)
+    w = bucket_weights(h.counts[:-1], h.values())
+    exact = weighted_kmeans(h.values(), w, 16)
+    for seed in range(3):
+        seeded = weighted_kmeans(h.values(), w, 16, method="kmeans++", seed=seed)
+        assert seeded.size == exact.size == 16
+        assert quantization_loss(h.values(), w, exact) <= quantization_loss(h.values(), w, seeded) * (1 + 1e-12)
+    moved = weighted_kmeans(h.values(), w, 16, initial=exact)
+    np.testing.assert_allclose(moved, exact, rtol=1e-9, atol=1e-12)  # the optimum is a fixed point
+
+
+def test_seeding_depends_on_the_seed_alone(fresh: np.random.Generator) -> None:
+    x, w = problem(fresh, 500)
+    runs = {tuple(weighted_kmeans(x, w, 8, method="kmeans++", seed=s, iterations=0)) for s in (0, 1, 2, 3, 0, -1)}
+    assert len(runs) == 5
+    assert all(set(run) <= set(x[w > 0]) for run in runs)
+
+
+def test_bucket_weights_follow_the_formula(fresh: np.random.Generator) -> None:
+    counts = fresh.integers(0, 5, 50)
+    values = np.sort(fresh.standard_normal(50))
+    used = counts > 0
+    for sigma in (0.0, 0.2, 1.0):
+        expected = sigma * counts / counts.sum() + (1 - sigma) * abs(values) / abs(values[used]).sum() * used
+        weights = bucket_weights(counts, values, sigma)
+        np.testing.assert_allclose(weights, expected, rtol=1e-13)
+        assert (weights[~used] == 0).all()
+    order = fresh.permutation(50)
+    np.testing.assert_array_equal(
+        bucket_weights(counts[order], values[order])[np.argsort(order)], bucket_weights(counts, values)
+    )
+    assert bucket_weights(np.array([0, 3, 0]), np.array([-1.0, 0.0, 1.0])).tolist() == [0.0, 1.0, 0.0]
+    assert bucket_weights(np.array([0, 0]), np.array([np.nan, 1.0])).tolist() == [0.0, 0.0]
+    assert bucket_weights(np.array([1, 1]), np.array([-1.5e308, 1.5e308]), 0.0).tolist() == [0.5, 0.5]
+    assert bucket_weights(np.array([1, 1]), np.array([5e-324, 5e-324]), 0.0).tolist() == [0.5, 0.5]
+
+
+def test_bad_arguments() -> None:
+    x, w = np.array([0.0, 1.0, 2.0]), np.ones(3)
+    cases: list[tuple[str, Any]] = [
+        ("k is", lambda: weighted_kmeans(x, w, 0)),
+        ("method", lambda: weighted_kmeans(x, w, 2, method="nearest")),
+        ("iterations", lambda: weighted_kmeans(x, w, 2, iterations=-1)),
+        ("one length", lambda: weighted_kmeans(x, w[:2], 2)),
+        ("ascending", lambda: weighted_kmeans(x[::-1].copy(), w, 2)),
+        ("ascending", lambda: weighted_kmeans(np.array([0.0, np.nan, 1.0]), w, 2)),
+        ("weights", lambda: weighted_kmeans(x, -w, 2)),
+        ("weights", lambda: weighted_kmeans(x, w * np.inf, 2)),
+        ("initial", lambda: weighted_kmeans(x, w, 2, initial=x)),
+        ("initial", lambda: weighted_kmeans(x, w, 2, initial=np.array([1.0, 0.0]))),
+        ("initial", lambda: weighted_kmeans(x, w, 2, initial=np.array([np.inf]))),
+        ("2 values of k", lambda: weighted_kmeans_many([(x, w)], [1, 2])),
+        ("codebook", lambda: quantization_loss(x, w, x[:0])),
+        ("sigma", lambda: bucket_weights(np.ones(3, dtype=np.int64), x, 1.5)),
+        ("one length", lambda: bucket_weights(np.ones(2, dtype=np.int64), x)),
+        (">= 0", lambda: bucket_weights(np.array([1, -1, 1]), x)),
+    ]
+    for message, call in cases:
+        with pytest.raises(BadArgumentError, match=message):
+            call()
+    assert weighted_kmeans_many([], 3) == []
