@@ -46,6 +46,15 @@ def spread_within(histogram: Histogram, weights: Floats) -> float:
     return float((weights * width * width).sum() / 12)
 
 
+def variance(histogram: Histogram) -> float:
+    """Variance of the counted elements of a signed histogram."""
+    values, n = histogram.values(), histogram.total
+    if n == 0:
+        return 0.0
+    mean = float((histogram.counts[:-1] * values).sum()) / n
+    return float((histogram.counts[:-1] * (values - mean) ** 2).sum()) / n
+
+
 def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, str]:
     """A codebook for the elements counted in a signed histogram.
 

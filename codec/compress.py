@@ -12,8 +12,10 @@ from .base import CHUNK, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
 from .errors import BadArgumentError
+from .exact import Exact
 from .kinds import by_path, check_kinds, kind_of
 from .leaves import is_array, read_leaf, same_storage_key
+from .moments import FINEST, LogBuckets
 from .parallel import map_chunks
 from .quantize import Quantize
 from .streams import DELTA_STREAMS
@@ -126,14 +128,23 @@ def _leaves(
             if "float" not in grad_spec.dtype:
                 raise BadArgumentError(f"{node.path}: its gradient has dtype {grad_spec.dtype}; a float is needed")
             gradient = _beside(gradient, flat)
-        if isinstance(codec, Quantize) and cfg.max_rel_error is not None and codec.max_error is None:
-            codec = dataclasses.replace(codec, max_error=cfg.max_rel_error)
+        codec = _with_targets(codec, cfg)
         leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient if isinstance(codec, Quantize) else None))
         codecs.append(codec)
     for name in grads:
         if name not in used:
             raise BadArgumentError(f"grads/{name}: the state has no such weight")
     return leaves, codecs
+
+
+def _with_targets(codec: Codec, cfg: Config) -> Codec:
+    """The codec under the configuration's error target and rate, where it has none of its own."""
+    if isinstance(codec, Quantize):
+        max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
+        return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)
+    if isinstance(codec, LogBuckets) and cfg.max_rel_error is not None and cfg.max_rel_error < codec.alpha:
+        return LogBuckets(cfg.max_rel_error) if cfg.max_rel_error >= FINEST else Exact()
+    return codec
 
 
 def _beside(gradient: Any, flat: Any) -> Any:

@@ -75,9 +75,8 @@ class Config:
         rules: ordered, first match wins; `Rule`s or `(pattern or kind, codec)` pairs. An array that no rule matches is
             treated as by `Config()`: large float weights are quantized, optimizer moments kept to a relative error,
             everything else exact. Integer, bool, tiny, norm and bias arrays are exact whatever the rules say.
-        max_rel_error: relative L2 error no quantized array may exceed, in (0, 1); picks the number of codebook bins
-            per array, and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the
-            rules say.
+        max_rel_error: relative L2 error no array may exceed, in (0, 1); picks the number of codebook bins per array,
+            and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules say.
         rate: lambda of the rate-distortion encoder, in units of the array's variance per bit, >= 0; 0 means every
             weight gets its nearest level.
         chain: when `Store` takes a base.

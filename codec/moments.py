@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arrays import is_torch
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.logbucket import bucket_index, bucket_value
@@ -30,7 +31,7 @@ from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
-_FINEST = 2.0**-17
+FINEST = 2.0**-17
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class LogBuckets:
     id: ClassVar[str] = "log-buckets"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, _FINEST, 0.5)
+        check_range("alpha", self.alpha, FINEST, 0.5)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""
@@ -79,8 +80,8 @@ class LogBuckets:
             x = flat[start : start + CHUNK]
             index = bucket_index(x, bits)
             met = distortion(x, bucket_value(index, bits, leaf.spec.dtype))
-            host = index.cpu().numpy() if hasattr(index, "cpu") else index
-            return _encode_chunk(host, fmt.buckets(bits), bits, as_bytes(x), leaf.spec.itemsize), met
+            host = index.cpu().numpy() if is_torch(index) else index
+            return _encode_chunk(host, fmt.buckets(bits), bits, x), met
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         pieces = [p for p, _ in parts if p is not None]
@@ -96,7 +97,7 @@ def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
     return Stored(stored.stream, stored.meta, stored.pieces, stored.memory, note=note)
 
 
-def _encode_chunk(index: NpArray, buckets: int, bits: int, data: NpArray, width: int) -> bytes | None:
+def _encode_chunk(index: NpArray, buckets: int, bits: int, x: Array) -> bytes | None:
     """None when the octaves present do not fit one byte."""
     octaves = split_octaves(index, bits, buckets)
     if octaves is None:
@@ -114,7 +115,7 @@ def _encode_chunk(index: NpArray, buckets: int, bits: int, data: NpArray, width:
     if octaves.odd.size:
         out.varint(octaves.odd.size)
         out.raw(octaves.odd.astype("<u4"))
-        out.raw(data.reshape(-1, width)[octaves.odd])
+        out.raw(as_bytes(x[octaves.odd]))
     return out.done()
 
 

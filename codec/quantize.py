@@ -21,13 +21,14 @@ from ..kernels.histogram import kept_histogram, log_histogram
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
-from .codebook import Fit, fit, predicted_error
+from .codebook import Fit, fit, predicted_error, variance
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 from .partition import Sketch, kept, protection, pruning, share_at_or_above
+from .ratedistortion import cheapest_levels
 
 _EXPLICIT, _PARENTS = 0, 1
 MAX_BINS = 254
@@ -112,7 +113,8 @@ class Quantize:
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
         coder: "smallest" (default) or "published" (run lengths and Huffman per group).
         seed: of kmeans++.
-        max_error: relative L2 error an array may have, in (0, 1); picks its bins. None: `bins` as given.
+        max_error: relative L2 error an array may have, in (0, 1); picks its bins. None: `Config.max_rel_error`.
+        rate: lambda of the rate-distortion encoder, in variances a bit, >= 0. None: `Config.rate`.
 
     Raises:
         BadArgumentError: a value out of range; the message names it and its limits.
@@ -133,6 +135,7 @@ class Quantize:
     coder: str = "smallest"
     seed: int = 0
     max_error: float | None = None
+    rate: float | None = None
     id: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
@@ -151,6 +154,8 @@ class Quantize:
         check_range("trigger", self.trigger, 1, 1e9)
         if self.max_error is not None:
             check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
+        if self.rate is not None:
+            check_range("rate", self.rate, 0, 1e6)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise BadArgumentError(f"seed is {self.seed!r}; it must be an integer in [0, 2**63)")
         for name, allowed in (
@@ -220,7 +225,8 @@ class Quantize:
                 continue
             if reason != "frozen":
                 codebook = rounded_codebook(codebook, leaf.spec)
-            memory, met = _quantize(leaf, plan.thresholds, codebook)
+            trade = self.rate * variance(histogram) if self.rate else 0.0
+            memory, met = _quantize(leaf, plan.thresholds, codebook, before, trade)
             if self.max_error is None or met.relative_l2 <= self.max_error:
                 break
         else:
@@ -244,7 +250,9 @@ def _finite(threshold: float) -> float | None:
     return None if np.isinf(threshold) else threshold
 
 
-def _quantize(leaf: Leaf, thresholds: Thresholds, codebook: NpArray) -> tuple[LevelsMemory, Distortion]:
+def _quantize(
+    leaf: Leaf, thresholds: Thresholds, codebook: NpArray, before: LevelsMemory | None, trade: float
+) -> tuple[LevelsMemory, Distortion]:
     """Levels of all elements, the values of the protected ones as they will be restored, and the distortion."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
@@ -253,6 +261,9 @@ def _quantize(leaf: Leaf, thresholds: Thresholds, codebook: NpArray) -> tuple[Le
         x = leaf.flat[start : start + CHUNK]
         gradient = None if leaf.gradient is None else leaf.gradient[start : start + CHUNK]
         own = assign(x, thresholds, codebook, gradient=gradient)
+        if trade and codebook.size:
+            parent = None if before is None else before.levels[start : start + CHUNK]
+            own = cheapest_levels(x, own, parent, 1 if before is None else before.size, codebook, trade)
         held = bfloat16.held(x[own == 1], leaf.spec)
         values = native.to(x.device) if is_torch(x) else native
         protected = from_bytes(held, leaf.spec)

@@ -139,8 +139,8 @@ def weighted_kmeans(
     """Codebook of at most k codes for weighted points on the line, minimizing `sum(w * (x - nearest code)**2)`.
 
     `method="exact"` is the optimum, by dynamic programming over prefix sums (divide and conquer, O(k m log m));
-    `"kmeans++"` is seeding with probability `w * distance**2` by a counter-based generator, then Lloyd's iteration. With
-    `initial` only Lloyd's iteration runs, from there. The exact order of operations, ties and rounding, which all
+    `"kmeans++"` is seeding with probability `w * distance**2` by a counter-based generator, then Lloyd's iteration.
+    With `initial` only Lloyd's iteration runs, from there. The exact order of operations, ties and rounding, which all
     back ends share, is in `docs/kernels.md`.
 
     Args:

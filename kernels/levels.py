@@ -28,10 +28,9 @@ def _check(size: int, **arrays: Array) -> None:
         if dtype_name(array) != "uint8":
             raise BadArgumentError(f"{name} has dtype {dtype_name(array)}; uint8 is needed")
     for name, array in others:
-        if math.prod(array.shape) != math.prod(first.shape):
-            raise BadArgumentError(
-                f"{name} has {math.prod(array.shape)} elements; as many as {first_name}, {math.prod(first.shape)}, are needed"
-            )
+        number, wanted = math.prod(array.shape), math.prod(first.shape)
+        if number != wanted:
+            raise BadArgumentError(f"{name} has {number} elements; as many as {first_name}, {wanted}, are needed")
         if on_gpu(array) != where:
             raise BadArgumentError(f"{name} and {first_name} are on different devices")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import back_end, dtype_name, on_gpu
+from .arrays import back_end, dtype_name, on_gpu, to_numpy
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -56,3 +56,9 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 def length_of(x: Array) -> int:
     """Number of elements of a one-dimensional array."""
     return int(x.shape[0])
+
+
+def compiled(x: Array) -> np.ndarray[Any, Any]:
+    """x as a contiguous NumPy array that may be written to: Numba would compile anew for a read-only one."""
+    array = to_numpy(x)
+    return array if array.flags.writeable else array.copy()

@@ -1,0 +1,1 @@
+"""The search for the smallest configuration that keeps the quality asked for."""

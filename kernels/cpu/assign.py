@@ -1,8 +1,8 @@
 """Levels by table look-up, compiled.
 
 Over the bit patterns of a float, sign included, the level is a step function: pruning, nearest code and protection are
-all cuts on the same line. A table over the upper bits holds, for the patterns that share them, the level below and above
-the one cut among them, and where that cut is. Where two cuts share an entry the kernel walks the list of cuts.
+all cuts on the same line. A table over the upper bits holds, for the patterns that share them, the level below and from
+the one cut among them on, and where that cut is. Where two cuts share an entry, the kernel bisects the list of cuts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import bit_view, dtype_name, like, to_numpy
-from ..assign import FIRST_CODE, PROTECTED, PRUNED, Thresholds, boundaries, magnitude_bits
+from ..assign import FIRST_CODE, PROTECTED, PRUNED, Thresholds, boundaries
 from ..errors import CorruptDataError
 from ..floats import FloatFormat, format_named
 from ..histogram import product_format
@@ -70,7 +70,7 @@ def _by_product(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> 
 
 
 @njit
-def _survey(levels: Any) -> tuple[int, int]:
+def _survey(levels: Any) -> tuple[Any, int]:
     """Largest level and number of levels 1."""
     largest = np.uint8(0)
     ones = 0
@@ -88,7 +88,7 @@ def _values(levels: Any, table: Any, out: Any) -> None:
 
 @njit
 def _put_protected(levels: Any, protected: Any, out: Any) -> None:
-    """Protected values where the level is 1; as many as there are such levels. Blocks without any cost next to nothing."""
+    """Protected values where the level is 1; there are as many. Blocks without one cost little."""
     at = 0
     step = 64
     for begin in range(0, levels.size, step):
@@ -142,7 +142,7 @@ class _Assigner:
         size = 1 << TABLE_BITS
         self.simple = fmt.width == 16 or (fmt.width == 32 and bool((entry[1:] != entry[:-1]).all()))
         if self.simple:
-            table = np.repeat(levels, np.diff(entry, append=size))
+            table: np.ndarray[Any, Any] = np.repeat(levels, np.diff(entry, append=size))
             if fmt.width == 32:
                 below, cut = table.astype(np.uint32), np.zeros(size, dtype=np.uint32)
                 below[entry[1:]] = levels[:-1]

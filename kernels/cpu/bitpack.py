@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import like, to_numpy
+from ..arrays import like
 from ..errors import BadArgumentError, CorruptDataError
+from ..sequential import compiled
 from .jit import njit
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _unpack(words: NumPy, width: int, out: NumPy) -> None:
 
 def pack_bits(values: Array, width: int) -> Array:
     """See `kernels.bitpack.pack_bits`."""
-    v = to_numpy(values)
+    v = compiled(values)
     largest = int(v.max(initial=0))
     if largest >> width:
         raise BadArgumentError(f"values holds {largest}, which does not fit a width of {width} bits")
@@ -65,7 +66,7 @@ def pack_bits(values: Array, width: int) -> Array:
 
 def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
     """See `kernels.bitpack.unpack_bits`."""
-    d = to_numpy(data)
+    d = compiled(data)
     size = (n * width + 7) // 8
     if d.size != size:
         raise CorruptDataError(f"{n} values of {width} bits take {size} bytes, not {d.size}")

@@ -1,7 +1,7 @@
 """Log-bucket histograms, compiled: one pass that counts shifted bit patterns, laid out as buckets at the end.
 
 Four counters a pattern, side by side, take turns: equal neighbours do not wait for each other's store, and the ones in
-use stay in the first-level cache. Subnormals share their raw counters with zero and are told apart in a second look at a
+use stay in the first-level cache. Subnormals share raw counters with zero and are told apart in a second look at a
 block, taken only when such a counter moved.
 """
 
@@ -32,41 +32,39 @@ CHUNK = 1 << 30
 
 @njit
 def _count(u: Any, mantissa: int, exponent: int, bits: int, raw: Any, rare: Any) -> None:
-    """Count `u >> (mantissa - bits)`, sign included, in `raw[4 * t + lane]`, and subnormals in `rare[sign, bucket]` too."""
+    """Count `u >> (mantissa - bits)`, sign included, in `raw[4 * t + lane]`; subnormals in `rare[sign, j - 1]` too."""
     one = np.uint32(1)
     shift = np.uint64(mantissa - bits)
     two, lane1, lane2, lane3 = np.uint64(2), np.uint64(1), np.uint64(2), np.uint64(3)
-    below = 4 << bits  # raw counters of the exponent field 0, and where those of the negative half start
     negative = 4 << (exponent + bits)
+    below, below_negative = raw[: 4 << bits], raw[negative : negative + (4 << bits)]  # exponent field 0
     fraction = np.uint64((1 << mantissa) - 1)
     magnitude = np.uint64((1 << (mantissa + exponent)) - 1)
-    low, lift = np.uint64(mantissa - bits), mantissa + exponent
-    n = u.size
     step = max(1 << 16, 64 << bits)
-    tiny_before = 0
-    for begin in range(0, n, step):
-        end = min(begin + step, n)
-        whole = begin + (end - begin) // 4 * 4
-        for i in range(begin, whole, 4):
-            raw[(np.uint64(u[i]) >> shift) << two] += one
-            raw[((np.uint64(u[i + 1]) >> shift) << two) + lane1] += one
-            raw[((np.uint64(u[i + 2]) >> shift) << two) + lane2] += one
-            raw[((np.uint64(u[i + 3]) >> shift) << two) + lane3] += one
-        for i in range(whole, end):
-            raw[(np.uint64(u[i]) >> shift) << two] += one
-        tiny = 0
-        for t in range(below):
-            tiny += np.int64(raw[t]) + np.int64(raw[negative + t])
+    tiny_before = np.int64(0)
+    for begin in range(0, u.size, step):
+        v = u[begin : begin + step]  # indices from 0 on: known not to be negative, so never wrapped around
+        whole = v.size // 4 * 4
+        for i in range(0, whole, 4):
+            raw[(np.uint64(v[i]) >> shift) << two] += one
+            raw[((np.uint64(v[i + 1]) >> shift) << two) + lane1] += one
+            raw[((np.uint64(v[i + 2]) >> shift) << two) + lane2] += one
+            raw[((np.uint64(v[i + 3]) >> shift) << two) + lane3] += one
+        for i in range(whole, v.size):
+            raw[(np.uint64(v[i]) >> shift) << two] += one
+        tiny = np.int64(0)
+        for t in range(below.size):
+            tiny += np.int64(below[t]) + np.int64(below_negative[t])
         if tiny == tiny_before:
             continue
         tiny_before = tiny
         found = 0
-        for i in range(begin, end):
-            found += ((np.uint64(u[i]) & magnitude) - lane1) < fraction
+        for i in range(v.size):
+            found += ((np.uint64(v[i]) & magnitude) - lane1) < fraction
         if found == 0:
             continue
-        for i in range(begin, end):
-            m = np.uint64(u[i]) & magnitude
+        for i in range(v.size):
+            m = np.uint64(v[i]) & magnitude
             if m - lane1 < fraction:
                 p = 0
                 rest = m
@@ -74,31 +72,14 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, raw: Any, rare: Any)
                     if rest >> np.uint64(width):
                         rest >>= np.uint64(width)
                         p += width
-                sub = ((m << np.uint64(mantissa - p)) & fraction) >> low
-                rare[np.int64(np.uint64(u[i]) >> np.uint64(lift)), (p << bits) + np.int64(sub)] += 1
+                sub = ((m << np.uint64(mantissa - p)) & fraction) >> shift
+                rare[np.uint64(v[i]) >> np.uint64(mantissa + exponent), np.uint64(p << bits) + sub] += 1
 
 
 @njit
-def _lay_out(raw: Any, rare: Any, mantissa: int, exponent: int, bits: int, counts: Any) -> None:
-    """Add the raw counters and the subnormals to the signed bucket layout."""
-    buckets = (counts.size - 2) // 2
-    top = ((1 << exponent) - 1) << bits
-    for sign in range(2):
-        start = sign << (exponent + bits)
-        way = 1 - 2 * sign
-        for t in range(1 << (exponent + bits)):
-            at = 4 * (start + t)
-            number = np.int64(raw[at]) + np.int64(raw[at + 1]) + np.int64(raw[at + 2]) + np.int64(raw[at + 3])
-            if t < 1 << bits:
-                counts[buckets] += number
-            elif t >= top:
-                counts[2 * buckets + 1] += number
-            else:
-                counts[buckets + way * (t + ((mantissa - 1) << bits) + 1)] += number
-        for j in range(mantissa << bits):
-            number = rare[sign, j]
-            counts[buckets + way * (j + 1)] += number
-            counts[buckets] -= number
+def _sum_lanes(raw: Any, out: Any) -> None:
+    for t in range(out.size):
+        out[t] = np.int64(raw[4 * t]) + np.int64(raw[4 * t + 1]) + np.int64(raw[4 * t + 2]) + np.int64(raw[4 * t + 3])
 
 
 @njit
@@ -137,7 +118,18 @@ class _Counter:
             self.pending += part.size
 
     def _flush(self) -> None:
-        _lay_out(self.raw, self.rare, self.fmt.mantissa, self.fmt.exponent, self.bits, self.counts)
+        """Add the raw counters and the subnormals to the signed bucket layout."""
+        mantissa, bits, buckets = self.fmt.mantissa, self.bits, self.fmt.buckets(self.bits)
+        patterns = np.empty((2, 1 << (self.fmt.exponent + bits)), dtype=np.int64)
+        _sum_lanes(self.raw, patterns.reshape(-1))
+        below, top = 1 << bits, patterns.shape[1] - (1 << bits)  # exponent fields 0, normal, and all ones
+        self.counts[buckets] += patterns[:, :below].sum() - self.rare.sum()
+        for half, normal, rare in zip(
+            (self.counts[buckets + 1 : -1], self.counts[:buckets][::-1]), patterns[:, below:top], self.rare, strict=True
+        ):
+            half[: mantissa << bits] += rare
+            half[mantissa << bits :] += normal
+        self.counts[-1] += patterns[:, top:].sum()
         self.raw[:] = 0
         self.rare[:] = 0
         self.pending = 0

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import like, to_numpy
+from ..arrays import like
 from ..errors import BadArgumentError, CorruptDataError
 from ..huffman import LIMIT
+from ..sequential import compiled
+from . import tables
 from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
@@ -353,7 +355,7 @@ def _decode4(
 
 def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     """See `kernels.huffman.huffman_lengths`."""
-    c = to_numpy(counts)
+    c = compiled(counts)
     if int(c.min()) < 0 or float(c.sum(dtype=np.float64)) > 2.0**56:
         raise BadArgumentError("counts holds a negative one, or their sum exceeds 2**56")
     present = np.flatnonzero(c)
@@ -387,7 +389,7 @@ def _fault(lengths: NumPy) -> str:
 
 
 def _checked(lengths: Array, error: type[Exception]) -> NumPy:
-    found = to_numpy(lengths)
+    found = compiled(lengths)
     fault = _fault(found)
     if fault:
         raise error(fault)
@@ -414,7 +416,7 @@ def _varint(value: int) -> bytes:
 
 def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
     """See `kernels.huffman.huffman_encode`."""
-    s = to_numpy(symbols)
+    s = compiled(symbols)
     found = _checked(lengths, BadArgumentError)
     codes = np.empty(found.size, np.uint32)
     _codes(found, codes)
@@ -468,7 +470,7 @@ def _stream_ends(data: NumPy, streams: int) -> list[int]:
 
 def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
     """See `kernels.huffman.huffman_decode`."""
-    d = to_numpy(data)
+    d = compiled(data)
     found = _checked(lengths, CorruptDataError)
     if found[1 << int(dtype[4:]) :].any():
         raise BadArgumentError(f"lengths has a code for a symbol that {dtype} cannot hold")
@@ -507,12 +509,9 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
 def pack_lengths(lengths: Array) -> bytes:
     """See `kernels.huffman.pack_lengths`."""
     found = _checked(lengths, BadArgumentError)
-    return found.tobytes()
+    return tables.pack(found.astype(np.uint32).reshape(1, -1), LIMIT, True)
 
 
 def unpack_lengths(data: Array, size: int) -> Array:
     """See `kernels.huffman.unpack_lengths`."""
-    d = to_numpy(data)
-    if d.size != size:
-        raise CorruptDataError("not a table of code lengths")
-    return like(_checked(d, CorruptDataError).copy(), data)
+    return like(tables.unpack(compiled(data), 1, size, LIMIT, True)[0].astype(np.uint8), data)

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import like, to_numpy
+from ..arrays import like
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES
+from ..sequential import compiled
+from . import tables
 from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
@@ -220,7 +222,7 @@ def _decode(
 
 def rans_frequencies(counts: Array, precision: int) -> Array:
     """See `kernels.rans.rans_frequencies`."""
-    c = to_numpy(counts)
+    c = compiled(counts)
     if c.size and (int(c.min()) < 0 or int(c.max()) > 1 << 48):
         raise BadArgumentError(f"counts holds {int(c.min())} ... {int(c.max())}; 0 ... 2**48 is the range")
     out = np.empty(c.shape, np.uint32)
@@ -242,7 +244,7 @@ def _contexts(contexts: Array | None, instead: NumPy, rows: int) -> NumPy:
     """The contexts, checked; without any, an array as long as there are symbols, whose content does not matter."""
     if contexts is None:
         return instead
-    c = to_numpy(contexts)
+    c = compiled(contexts)
     if c.size and int(c.max()) >= rows:
         raise BadArgumentError(f"contexts holds {int(c.max())}; frequencies has {rows} rows")
     return c
@@ -250,8 +252,8 @@ def _contexts(contexts: Array | None, instead: NumPy, rows: int) -> NumPy:
 
 def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, precision: int) -> Array:
     """See `kernels.rans.rans_encode`."""
-    s = to_numpy(symbols)
-    f = to_numpy(frequencies)
+    s = compiled(symbols)
+    f = compiled(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
     c = _contexts(contexts, s, rows)
@@ -274,8 +276,8 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
 
 def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
     """See `kernels.rans.rans_decode`."""
-    d = to_numpy(data)
-    f = to_numpy(frequencies)
+    d = compiled(data)
+    f = compiled(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
     states = np.full(STATES, START, np.uint64)
@@ -303,7 +305,7 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     """See `kernels.rans.coding_cost`."""
-    c, f = to_numpy(counts), to_numpy(frequencies)
+    c, f = compiled(counts), compiled(frequencies)
     there = c > 0
     if (f[there] == 0).any():
         return float("inf")
@@ -312,19 +314,11 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """See `kernels.rans.pack_frequencies`."""
-    f = to_numpy(frequencies)
+    f = compiled(frequencies)
     _rows(f, precision)
-    return np.packbits(f.reshape(-1) > 0).tobytes() + f[f > 0].astype("<u4").tobytes()
+    return tables.pack(f, precision, False)
 
 
 def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
     """See `kernels.rans.unpack_frequencies`."""
-    d = to_numpy(data)
-    size = rows * columns
-    bitmap = (size + 7) // 8
-    present = np.unpackbits(d[:bitmap], count=size).astype(bool)
-    if d.size < bitmap or d.size != bitmap + 4 * int(present.sum()):
-        raise CorruptDataError("not a table of frequencies")
-    out = np.zeros(size, np.uint32)
-    out[present] = np.frombuffer(d[bitmap:].tobytes(), "<u4")
-    return like(out.reshape(rows, columns), data)
+    return like(tables.unpack(compiled(data), rows, columns, precision, False), data)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import like, to_numpy
+from ..arrays import like
 from ..errors import CorruptDataError
 from ..runlength import LONGEST
+from ..sequential import compiled
 from .jit import njit
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _decode(tokens: NumPy, out: NumPy, longest: int) -> bool:
 
 def rle_encode(values: Array) -> Array:
     """See `kernels.runlength.rle_encode`."""
-    v = to_numpy(values)
+    v = compiled(values)
     tokens = np.empty(v.size + 1, np.int32)  # a run of r takes min(r, 2) tokens, so never more than v.size
     written = _encode(v, tokens, np.empty(BLOCK, np.int64), LONGEST)
     return like(tokens[:written].copy(), values)
@@ -102,7 +103,7 @@ def rle_encode(values: Array) -> Array:
 
 def rle_decode(tokens: Array, n: int) -> Array:
     """See `kernels.runlength.rle_decode`."""
-    t = to_numpy(tokens)
+    t = compiled(tokens)
     if (n > 0) != (t.size > 0) or n > t.size * LONGEST:
         raise CorruptDataError(f"{t.size} run-length tokens cannot hold {n} values")
     out = np.empty(n, np.uint8)

@@ -80,7 +80,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
     levels = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
     if t.numel():
         with on(t):
-            assign_kernel[(ASSIGN.programs(t.numel()),)](
+            assign_kernel[ASSIGN.grid(t.numel())](
                 # inputs
                 t,
                 g,
@@ -94,8 +94,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
                 GRADIENT=gradient is not None,
                 DOUBLE=gradient is not None and product_format(x, gradient) == "float64",
                 STEPS=steps,
-                BLOCK=ASSIGN.size,
-                **ASSIGN.options,
+                **ASSIGN.constants(t.numel()),
             )
     return like(levels, x)
 
@@ -147,7 +146,7 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
     before = _protected_before(t, codes.numel(), None if protected is None else exact.numel())
     if t.numel():
         with on(t):
-            values_kernel[(VALUES.programs(t.numel()),)](
+            values_kernel[VALUES.grid(t.numel())](
                 # inputs
                 t,
                 _patterns(torch.cat([codes.new_zeros(2), codes])),
@@ -158,8 +157,7 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
                 _patterns(values),
                 # constants
                 PROTECTED=exact.numel() > 0,
-                BLOCK=VALUES.size,
-                **VALUES.options,
+                **VALUES.constants(t.numel()),
             )
     return like(values, codebook)
 
@@ -187,8 +185,7 @@ def _protected_before(levels: torch.Tensor, codes: int, protected: int | None) -
                 counts,
                 highest,
                 # constants
-                BLOCK=VALUES.size,
-                **VALUES.options,
+                **VALUES.constants(levels.numel()),
             )
         before = counts.cumsum(0, dtype=torch.int64)
         found, top = torch.stack([before[-1], highest.max().to(torch.int64)]).tolist()

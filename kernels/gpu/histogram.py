@@ -139,8 +139,7 @@ def _count(
                 PRODUCT=product,
                 DOUBLE=gradient is not None and product_format(x, gradient) == "float64",
                 KEPT=kept,
-                BLOCK=COUNT.size,
-                **COUNT.options,
+                **COUNT.constants(part.numel()),
             )
         totals += counts.sum(0)
     result: np.ndarray[Any, np.dtype[np.int64]] = totals.cpu().numpy()

@@ -27,30 +27,39 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel's fixed configuration.
+    """A kernel's fixed configuration for data of n elements.
 
     Args:
         block: elements one program handles, a power of two.
         warps: warps per program.
-        interpreted: elements a program handles in the interpreter, where each program costs about a millisecond.
+        interpreted: most elements a program handles in the interpreter, where each program costs about a millisecond.
     """
 
     block: int
     warps: int
     interpreted: int = 1 << 17
 
-    @property
-    def size(self) -> int:
-        """Elements one program handles here; a kernel's `BLOCK`."""
-        return self.interpreted if INTERPRETED else self.block
+    def size(self, n: int) -> int:
+        """Elements one program handles; a kernel's `BLOCK`. In the interpreter it is n / 4 or more, so never wasteful."""
+        if not INTERPRETED:
+            return self.block
+        return min(max(1 << (max(n // 4, 1) - 1).bit_length(), 1 << 10), self.interpreted)
 
     def programs(self, n: int) -> int:
         """Number of programs that cover n elements."""
-        return -(-n // self.size)
+        return -(-n // self.size(n))
+
+    def grid(self, n: int) -> tuple[int]:
+        """The launch grid that covers n elements."""
+        return (self.programs(n),)
+
+    def constants(self, n: int) -> dict[str, Any]:
+        """`BLOCK` and the compiler options; a multiply and an add are never fused, for no other back end fuses them."""
+        return {"BLOCK": self.size(n), **self.options}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compiler options; a multiply and an add are never fused, the other back ends do not fuse them either."""
+        """The compiler options alone."""
         return {"num_warps": self.warps, "enable_fp_fusion": False}
 
 

@@ -44,7 +44,7 @@ def _subtract(first: Array, second: Array, size: int) -> tuple[torch.Tensor, boo
         return out, True
     outside = torch.zeros(1, dtype=torch.int32, device=b.device)
     with on(b):
-        subtract_kernel[(SUBTRACT.programs(b.numel()),)](
+        subtract_kernel[SUBTRACT.grid(b.numel())](
             # inputs
             a,
             b,
@@ -54,8 +54,7 @@ def _subtract(first: Array, second: Array, size: int) -> tuple[torch.Tensor, boo
             out,
             outside,
             # constants
-            BLOCK=SUBTRACT.size,
-            **SUBTRACT.options,
+            **SUBTRACT.constants(b.numel()),
         )
     return out, not outside.item()
 
@@ -173,8 +172,7 @@ def _regroup(values: Array, keys: Array, size: int, *, split: bool) -> tuple[tor
             outside,
             # constants
             BINS=32 if size <= 32 else 256,
-            BLOCK=GROUP.size,
-            **GROUP.options,
+            **GROUP.constants(k.numel()),
         )
     if outside.item():
         return None
@@ -192,9 +190,8 @@ def _regroup(values: Array, keys: Array, size: int, *, split: bool) -> tuple[tor
             out,
             # constants
             SPLIT=split,
-            FIELD=GROUP.size.bit_length() - 1,
-            BLOCK=GROUP.size,
-            **GROUP.options,
+            FIELD=GROUP.size(k.numel()).bit_length() - 1,
+            **GROUP.constants(k.numel()),
         )
     return out, counts.sum(1)
 
@@ -272,8 +269,7 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
                 outside,
                 # constants
                 BINS=32 if max(previous_size, current_size) <= 32 else 256,
-                BLOCK=PAIRS.size,
-                **PAIRS.options,
+                **PAIRS.constants(part.numel()),
             )
         totals += counts.sum(0)
     if outside.item():

@@ -47,7 +47,7 @@ def bucket_index(x: Array, bits: int) -> Array:
     index = torch.empty(t.shape, dtype=torch.int32, device=t.device)
     if t.numel():
         with on(t):
-            index_kernel[(ELEMENTS.programs(t.numel()),)](
+            index_kernel[ELEMENTS.grid(t.numel())](
                 # inputs
                 bit_view(t),
                 t.numel(),
@@ -58,8 +58,7 @@ def bucket_index(x: Array, bits: int) -> Array:
                 WIDTH=fmt.width,
                 M=fmt.mantissa,
                 OCTAVES=fmt.octaves,
-                BLOCK=ELEMENTS.size,
-                **ELEMENTS.options,
+                **ELEMENTS.constants(t.numel()),
             )
     return like(index, x)
 
@@ -127,7 +126,7 @@ def bucket_value(index: Array, bits: int, dtype: str) -> Array:
     patterns = torch.empty(t.shape, dtype=INTEGERS[fmt.width // 8], device=t.device)
     if t.numel():
         with on(t):
-            value_kernel[(ELEMENTS.programs(t.numel()),)](
+            value_kernel[ELEMENTS.grid(t.numel())](
                 # inputs
                 t,
                 t.numel(),
@@ -138,7 +137,6 @@ def bucket_value(index: Array, bits: int, dtype: str) -> Array:
                 WIDTH=fmt.width,
                 M=fmt.mantissa,
                 OCTAVES=fmt.octaves,
-                BLOCK=ELEMENTS.size,
-                **ELEMENTS.options,
+                **ELEMENTS.constants(t.numel()),
             )
     return like(patterns.view(getattr(torch, fmt.name)), index)

@@ -42,7 +42,7 @@ def _pack(current: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
     bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=current.device)
     if n:
         with on(current):
-            pack_kernel[(PACK.programs(n),)](
+            pack_kernel[PACK.grid(n)](
                 # inputs
                 bit_view(current),
                 bit_view(current if previous is None else previous),
@@ -51,8 +51,7 @@ def _pack(current: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
                 bits,
                 # constants
                 COMPARE=previous is not None,
-                BLOCK=PACK.size,
-                **PACK.options,
+                **PACK.constants(n),
             )
     return bits
 
@@ -84,15 +83,14 @@ def unpack_mask(data: Array, n: int) -> Array:
     flags = torch.empty(n, dtype=torch.uint8, device=bits.device)
     if n:
         with on(bits):
-            unpack_kernel[(UNPACK.programs(n),)](
+            unpack_kernel[UNPACK.grid(n)](
                 # inputs
                 bits,
                 n,
                 # outputs
                 flags,
                 # constants
-                BLOCK=UNPACK.size,
-                **UNPACK.options,
+                **UNPACK.constants(n),
             )
     return like(flags.view(torch.bool), data)
 
@@ -149,7 +147,7 @@ def _marked(bits: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, int
             # outputs
             counts,
             # constants
-            BYTES=MOVE.size // 8,
+            BYTES=MOVE.size(n) // 8,
             **MOVE.options,
         )
     ends = counts.cumsum(0, dtype=torch.int64)
@@ -166,7 +164,7 @@ def gather(x: Array, mask_bits: Array) -> Array:
     out = torch.empty(total, dtype=t.dtype, device=t.device)
     if total:
         with on(t):
-            gather_kernel[(MOVE.programs(t.numel()),)](
+            gather_kernel[MOVE.grid(t.numel())](
                 # inputs
                 bit_view(t),
                 bits,
@@ -176,8 +174,7 @@ def gather(x: Array, mask_bits: Array) -> Array:
                 # outputs
                 bit_view(out),
                 # constants
-                BLOCK=MOVE.size,
-                **MOVE.options,
+                **MOVE.constants(t.numel()),
             )
     return like(out, x)
 
@@ -191,7 +188,7 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
     out = torch.empty_like(t)
     if t.numel():
         with on(t):
-            scatter_kernel[(MOVE.programs(t.numel()),)](
+            scatter_kernel[MOVE.grid(t.numel())](
                 # inputs
                 bit_view(t),
                 bit_view(v),
@@ -202,7 +199,6 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
                 # outputs
                 bit_view(out),
                 # constants
-                BLOCK=MOVE.size,
-                **MOVE.options,
+                **MOVE.constants(t.numel()),
             )
     return like(out, base)

@@ -36,7 +36,7 @@ def split_planes(x: Array) -> Array:
     planes = torch.empty((t.element_size(), t.numel()), dtype=torch.uint8, device=t.device)
     if t.numel():
         with on(t):
-            split_kernel[(ELEMENTS.programs(t.numel()),)](
+            split_kernel[ELEMENTS.grid(t.numel())](
                 # inputs
                 bit_view(t),
                 t.numel(),
@@ -44,8 +44,7 @@ def split_planes(x: Array) -> Array:
                 planes,
                 # constants
                 ITEMSIZE=t.element_size(),
-                BLOCK=ELEMENTS.size,
-                **ELEMENTS.options,
+                **ELEMENTS.constants(t.numel()),
             )
     return like(planes, x)
 
@@ -70,7 +69,7 @@ def merge_planes(planes: Array, dtype: str) -> Array:
     patterns = torch.empty(n, dtype=INTEGERS[itemsize], device=t.device)
     if n:
         with on(t):
-            merge_kernel[(ELEMENTS.programs(n),)](
+            merge_kernel[ELEMENTS.grid(n)](
                 # inputs
                 t,
                 n,
@@ -78,8 +77,7 @@ def merge_planes(planes: Array, dtype: str) -> Array:
                 patterns,
                 # constants
                 ITEMSIZE=itemsize,
-                BLOCK=ELEMENTS.size,
-                **ELEMENTS.options,
+                **ELEMENTS.constants(n),
             )
     return like(patterns.view(UNSIGNED[itemsize]), planes)
 
@@ -185,7 +183,7 @@ def _combine(
         return out
     with on(a):
         if method == "xor":
-            xor_kernel[(ELEMENTS.programs(a.numel()),)](
+            xor_kernel[ELEMENTS.grid(a.numel())](
                 # inputs
                 a,
                 b,
@@ -193,11 +191,10 @@ def _combine(
                 # outputs
                 out,
                 # constants
-                BLOCK=ELEMENTS.size,
-                **ELEMENTS.options,
+                **ELEMENTS.constants(a.numel()),
             )
         else:
-            kernel[(ELEMENTS.programs(a.numel()),)](
+            kernel[ELEMENTS.grid(a.numel())](
                 # inputs
                 a,
                 b,
@@ -207,7 +204,6 @@ def _combine(
                 # constants
                 WIDTH=8 * a.element_size(),
                 FLOAT=ordered_by_sign(dtype),
-                BLOCK=ELEMENTS.size,
-                **ELEMENTS.options,
+                **ELEMENTS.constants(a.numel()),
             )
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace
@@ -48,7 +49,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, 
     value = xp.astype(x, xp.float64)
     protected, pruned = _decide(x, thresholds, gradient)
     level = xp.full(tuple(x.shape), 2 if len(codebook) else 1, dtype=xp.uint8)
-    for a, b in zip(codebook[:-1], codebook[1:], strict=True):
+    for a, b in pairwise(codebook):
         level = level + xp.astype(value > 0.5 * float(a) + 0.5 * float(b), xp.uint8)
     level = xp.where(pruned, xp.zeros_like(level), level)
     return xp.where(protected, xp.ones_like(level), level)

@@ -16,7 +16,7 @@ from ..floats import format_named
 
 
 def to_bits(x: Array) -> Array:
-    """Bit pattern of each element of x (float16, bfloat16, float32 or float64): int64, shape, library and device of x."""
+    """Bit pattern of each element of x (any of `floats.FORMATS`): int64, the shape, library and device of x."""
     width = format_named(dtype_name(x)).width
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x).view(f"uint{width}").reshape(x.shape).astype(np.int64)

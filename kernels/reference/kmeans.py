@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from array_api_compat import array_namespace
@@ -81,7 +82,7 @@ def _exact(x: list[float], w: list[float], k: int) -> list[float]:
 
 
 def _nearest(x: float, codes: list[float]) -> int:
-    return sum(x > 0.5 * a + 0.5 * b for a, b in zip(codes[:-1], codes[1:], strict=True))
+    return sum(x > 0.5 * a + 0.5 * b for a, b in pairwise(codes))
 
 
 def _lloyd(x: list[float], w: list[float], codes: list[float], iterations: int) -> list[float]:

@@ -12,7 +12,7 @@ from .bits import from_bits, sign_and_magnitude
 def magnitude_index(magnitude: Array, fmt: FloatFormat, bits: int) -> Array:
     """Magnitude bucket j = 0 ... J, or J + 1, of patterns without sign (int64).
 
-    A finite nonzero magnitude is `significand * 2**(octave - M + lowest_exponent)` with `2**M <= significand < 2**(M + 1)`.
+    A finite nonzero magnitude is `significand * 2**(octave - M + lowest_exponent)`, `2**M <= significand < 2**(M + 1)`.
     """
     xp = array_namespace(magnitude)
     mantissa = fmt.mantissa

@@ -48,11 +48,11 @@ def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         _losses(top, result, curves)
         _ratios(bottom, result)
-        for axes in (top, bottom):
-            _restores(axes, result["restores"], label=axes is bottom)
         top.set_title(_title(result), fontsize=13)
         bottom.set_xlabel("training step")
         bottom.set_xlim(0, result["config"]["steps"] * 1.01)
+        for axes in (top, bottom):
+            _restores(axes, result["restores"], label=axes is bottom)
         figure.savefig(path, dpi=150)
     return True
 
@@ -112,11 +112,13 @@ def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> 
         axes.axvline(at, color=_RED, linewidth=1.2, linestyle="--")
         if label:
             where = "killed in a save" if restore["during"] == "save" else "killed"
+            left = at < 0.75 * axes.get_xlim()[1]
             axes.annotate(
                 f"{where} at {at},\nresumed from {back}",
-                xy=(at, 0.02 + 0.11 * (number % 2)),
+                xy=(at, 0.02 + 0.15 * (number % 2)),
                 xycoords=("data", "axes fraction"),
-                xytext=(5, 0),
+                xytext=(5 if left else -5, 0),
+                ha="left" if left else "right",
                 textcoords="offset points",
                 color=_RED,
                 fontsize=9.5,
