@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from blake3 import blake3
@@ -79,6 +79,15 @@ class Row:
     dtype: str
     shape: tuple[int, ...]
     note: str
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of the columns, so that `dict(row)` is a row of a table."""
+        return tuple(f.name for f in fields(self))
+
+    def __getitem__(self, column: str) -> Any:
+        if column not in self.keys():
+            raise KeyError(column)
+        return getattr(self, column)
 
 
 def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[ArrayRecord, ...]:

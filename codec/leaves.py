@@ -227,12 +227,13 @@ def check_memory(nbytes: int, what: str) -> None:
 def same_storage_key(value: Array) -> tuple[Any, ...] | None:
     """Equal for two leaves that are the same memory seen the same way (tied weights); None where it cannot be told."""
     if is_torch(value):
-        if value.layout is not _torch().strided or value.numel() == 0 or value.device.type == "meta":
+        torch = _torch()
+        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            # A wrapper (DTensor and the like) has no storage of its own to compare.
+            return ("object", id(value))
+        if value.layout is not torch.strided or value.numel() == 0 or value.device.type == "meta":
             return None
-        try:
-            pointer = value.data_ptr()
-        except RuntimeError:
-            return None
+        pointer = value.data_ptr()
         return (
             "torch",
             str(value.device),

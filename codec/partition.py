@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..kernels.assign import Thresholds
+from ..kernels.floats import FORMATS
 from ..kernels.histogram import Histogram, merge
 
 
@@ -46,14 +47,41 @@ def lower_threshold(histogram: Histogram, budget: float) -> float:
     return float(histogram.lower_bounds()[last]) if below[last] > 0 else 0.0
 
 
+def _same_bits(histograms: list[Histogram]) -> list[Histogram]:
+    """Magnitude histograms at the finest resolution among them.
+
+    One is coarser only where its dtype has no more mantissa bits: its buckets hold one value each, their lower bounds,
+    and moving them to a finer grid is exact.
+    """
+    finest = max(h.bits for h in histograms)
+    return [_refined(h, finest) for h in histograms]
+
+
+def _refined(histogram: Histogram, bits: int) -> Histogram:
+    up = bits - histogram.bits
+    if up == 0:
+        return histogram
+    # A format of the same range whose mantissa is long enough: bfloat16's range is within float32's, as is float16's.
+    wide = merge(histogram, _empty("float64" if histogram.format == "float64" else "float32", histogram.bits))
+    inner = wide.counts[1:-1]
+    finer = np.zeros(2 + (inner.size << up), np.int64)
+    finer[0], finer[-1] = wide.counts[0], wide.counts[-1]
+    finer[1 : -1 : 1 << up] = inner
+    return Histogram(finer, bits, wide.format, wide.signed)
+
+
+def _empty(name: str, bits: int) -> Histogram:
+    return Histogram(np.zeros(FORMATS[name].buckets(bits) + 2, np.int64), bits, name, False)
+
+
 def protection(sketches: Sequence[Sketch], fraction: float) -> tuple[float, float]:
     """Thresholds (magnitude, sensitivity) that protect the top `fraction` of all weights."""
-    magnitudes = merge(*(s.signed.magnitude() for s in sketches))
+    magnitudes = merge(*_same_bits([s.signed.magnitude() for s in sketches]))
     sensitivities = [s.sensitivity for s in sketches if s.sensitivity is not None]
     budget = fraction * magnitudes.total
     if not sensitivities:
         return upper_threshold(magnitudes, budget), math.inf
-    return upper_threshold(magnitudes, budget / 2), upper_threshold(merge(*sensitivities), budget / 2)
+    return upper_threshold(magnitudes, budget / 2), upper_threshold(merge(*_same_bits(sensitivities)), budget / 2)
 
 
 def pruning(sketches: Sequence[Sketch], fraction: float, metric: str) -> dict[str, tuple[float, float]]:
@@ -62,10 +90,10 @@ def pruning(sketches: Sequence[Sketch], fraction: float, metric: str) -> dict[st
     for layer in sorted({s.layer for s in sketches} - {"embedding"}):
         group = [s for s in sketches if s.layer == layer]
         if metric == "sensitivity":
-            known = merge(*(s.sensitivity for s in group if s.sensitivity is not None))
+            known = merge(*_same_bits([s.sensitivity for s in group if s.sensitivity is not None]))
             table[layer] = (0.0, lower_threshold(known, fraction * known.total))
         else:
-            all_of_it = merge(*(s.signed.magnitude() for s in group))
+            all_of_it = merge(*_same_bits([s.signed.magnitude() for s in group]))
             table[layer] = (lower_threshold(all_of_it, fraction * all_of_it.total), 0.0)
     return table
 

@@ -28,7 +28,7 @@ def inshrinkerator(
         prune: fraction pruned per layer type, in [0, 1); default 0 (on small models 40 % ruins the loss).
         prune_metric: "magnitude" or "sensitivity" (needs `grads`).
         protect: fraction kept as bfloat16, in [0, 1); default 0.0005.
-        alpha: relative error of the sketch, and of optimizer moments (the paper is silent on them), in (0, 1);
+        alpha: relative error of the sketch, and of optimizer moments (the paper is silent on them), in [2**-13, 1);
             default 0.01.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 0.2.
         seed: of k-means++.

@@ -32,6 +32,7 @@ from .ratedistortion import cheapest_levels
 
 _EXPLICIT, _PARENTS = 0, 1
 MAX_BINS = 254
+FINEST_SKETCH = 2.0**-13
 _LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
 
 
@@ -106,7 +107,7 @@ class Quantize:
         prune: fraction set to zero, per layer type, in [0, 1); default 0. Embeddings are never pruned.
         prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
         protect: fraction kept as bfloat16, over all arrays, in [0, 1); default 0.0005.
-        alpha: relative error of the sketch, in (0, 1); default 0.01.
+        alpha: relative error of the sketch, in [2**-13, 1); default 0.01.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
         solver: "exact" or "kmeans++".
         policy: "frozen" (default), "warm" or "refit"; see `codec.codebook`.
@@ -149,7 +150,7 @@ class Quantize:
         check_range("protect", self.protect, 0, 1, open_high=True)
         if self.prune + self.protect > 1:
             raise BadArgumentError(f"prune + protect is {self.prune + self.protect:g}; it must be at most 1")
-        check_range("alpha", self.alpha, 0, 1, open_low=True, open_high=True)
+        check_range("alpha", self.alpha, FINEST_SKETCH, 1, open_high=True)
         check_range("sigma", self.sigma, 0, 1)
         check_range("trigger", self.trigger, 1, 1e9)
         if self.max_error is not None:

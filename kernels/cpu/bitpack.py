@@ -15,39 +15,59 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 NumPy = np.ndarray[Any, Any]
+U8 = np.uint8
 U64 = np.uint64
 
 
 @njit
-def _pack(values: NumPy, width: int, words: NumPy) -> None:
+def _pack(values: NumPy, width: int, out: NumPy) -> None:
+    """`out` has eight bytes more than the values take."""
     w = U64(width)
+    whole = U64(values.size // 8 if width <= 8 else 0)  # groups of eight values, which take `width` bytes
+    for g in range(whole):
+        i = g * U64(8)
+        word = U64(0)
+        for k in range(8):
+            word |= U64(values[i + U64(k)]) << (w * U64(k))
+        at = g * w
+        for k in range(8):  # one store; its excess is zeros, which the next group replaces
+            out[at + U64(k)] = U8((word >> U64(8 * k)) & U64(255))
+    at = whole * w
     held = U64(0)
     bits = U64(0)
-    at = U64(0)
-    for i in range(values.size):
-        v = U64(values[i])
-        held |= v << bits
+    for i in range(whole * U64(8), U64(values.size)):
+        held |= U64(values[i]) << bits
         bits += w
-        if bits >= U64(64):
-            words[at] = held
-            at += U64(1)
-            bits -= U64(64)
-            held = v >> (w - bits)  # w - bits >= 1 bits of v are in the full word; width <= 32, so no shift by 64
-    if bits:
-        words[at] = held
+        if bits >= U64(32):
+            for k in range(4):
+                out[at + U64(k)] = U8((held >> U64(8 * k)) & U64(255))
+            at += U64(4)
+            held >>= U64(32)
+            bits -= U64(32)
+    for k in range(4):
+        out[at + U64(k)] = U8((held >> U64(8 * k)) & U64(255))
 
 
 @njit
-def _unpack(words: NumPy, width: int, out: NumPy) -> None:
+def _unpack(data: NumPy, width: int, out: NumPy) -> None:
+    """`data` has eight bytes more than the values take."""
     w = U64(width)
     mask = (U64(1) << w) - U64(1)
-    bit = U64(0)
-    for i in range(out.size):
-        at = bit >> U64(6)
-        low = bit & U64(63)
-        # The next word is shifted in two steps, since a shift by 64 is undefined.
-        both = (words[at] >> low) | ((words[at + U64(1)] << U64(1)) << (U64(63) - low))
-        out[i] = both & mask
+    whole = U64(out.size // 8 if width <= 8 else 0)
+    for g in range(whole):
+        at = g * w
+        word = U64(0)
+        for k in range(8):
+            word |= U64(data[at + U64(k)]) << U64(8 * k)
+        for k in range(8):
+            out[g * U64(8) + U64(k)] = (word >> (w * U64(k))) & mask
+    bit = whole * w * U64(8)
+    for i in range(whole * U64(8), U64(out.size)):
+        at = bit >> U64(3)
+        word = U64(0)
+        for k in range(8):
+            word |= U64(data[at + U64(k)]) << U64(8 * k)
+        out[i] = (word >> (bit & U64(7))) & mask
         bit += w
 
 
@@ -58,10 +78,10 @@ def pack_bits(values: Array, width: int) -> Array:
     if largest >> width:
         raise BadArgumentError(f"values holds {largest}, which does not fit a width of {width} bits")
     size = (v.size * width + 7) // 8
-    words = np.empty(size // 8 + 1, np.uint64)
+    out = np.empty(size + 8, np.uint8)
     if width:
-        _pack(v, width, words)
-    return like(words.astype("<u8", copy=False).view(np.uint8)[:size].copy(), values)
+        _pack(v, width, out)
+    return like(out[:size].copy(), values)
 
 
 def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
@@ -74,8 +94,8 @@ def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
         raise CorruptDataError(f"bits are set after the last of {n} values of {width} bits")
     if width == 0:
         return like(np.zeros(n, dtype), data)
-    words = np.zeros(size // 8 + 2, "<u8")
-    words.view(np.uint8)[:size] = d
+    padded = np.zeros(size + 8, np.uint8)
+    padded[:size] = d
     out = np.empty(n, dtype)
-    _unpack(words.astype(np.uint64, copy=False), width, out)
+    _unpack(padded, width, out)
     return like(out, data)

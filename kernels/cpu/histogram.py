@@ -31,17 +31,32 @@ CHUNK = 1 << 30
 
 
 @njit
-def _count(u: Any, mantissa: int, exponent: int, bits: int, raw: Any, rare: Any) -> None:
-    """Count `u >> (mantissa - bits)`, sign included, in `raw[4 * t + lane]`; subnormals in `rare[sign, j - 1]` too."""
-    one = np.uint32(1)
-    shift = np.uint64(mantissa - bits)
-    two, lane1, lane2, lane3 = np.uint64(2), np.uint64(1), np.uint64(2), np.uint64(3)
+def _between(v: Any, start: Any, stop: Any) -> int:
+    """How many of at most 2**31 elements are in [start, stop)."""
+    number = np.int32(0)
+    for i in range(v.size):
+        number = np.int32(number + np.int32((v[i] >= start) & (v[i] < stop)))
+    return number
+
+
+@njit
+def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: Any, rare: Any, partial: Any) -> None:
+    """Count patterns by sign and upper bits, and apart what the upper bits do not tell.
+
+    limits: uint64 [2], low and high: of magnitudes in [low, high) only, subnormals are counted in `rare`.
+    raw: uint32 [4 << (1 + exponent + bits)], four lanes a counter.
+    rare: int64 [2, (mantissa << bits) + 1], subnormals in the limits by sign and bucket (j - 1), then all subnormals.
+    partial: int64 [2, 2], by limit and sign: patterns below that limit which share its upper bits.
+    """
+    one, two = np.uint32(1), np.uint64(2)
+    shift, lane1, lane2, lane3 = np.uint64(mantissa - bits), np.uint64(1), np.uint64(2), np.uint64(3)
+    fraction, magnitude = np.uint64((1 << mantissa) - 1), np.uint64((1 << (mantissa + exponent)) - 1)
     negative = 4 << (exponent + bits)
     below, below_negative = raw[: 4 << bits], raw[negative : negative + (4 << bits)]  # exponent field 0
-    fraction = np.uint64((1 << mantissa) - 1)
-    magnitude = np.uint64((1 << (mantissa + exponent)) - 1)
+    low, width = limits[0], limits[1] - limits[0]
+    kind, sign = u.dtype.type, magnitude + lane1
     step = max(1 << 16, 64 << bits)
-    tiny_before = np.int64(0)
+    tiny_before = np.int64(-1)
     for begin in range(0, u.size, step):
         v = u[begin : begin + step]  # indices from 0 on: known not to be negative, so never wrapped around
         whole = v.size // 4 * 4
@@ -52,26 +67,35 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, raw: Any, rare: Any)
             raw[((np.uint64(v[i + 3]) >> shift) << two) + lane3] += one
         for i in range(whole, v.size):
             raw[(np.uint64(v[i]) >> shift) << two] += one
+
+        for limit in range(2):
+            stop = limits[limit]
+            start = stop >> shift << shift
+            if start < stop:
+                partial[limit, 0] += _between(v, kind(start), kind(stop))
+                partial[limit, 1] += _between(v, kind(start | sign), kind(stop | sign))
+
         tiny = np.int64(0)
         for t in range(below.size):
             tiny += np.int64(below[t]) + np.int64(below_negative[t])
         if tiny == tiny_before:
             continue
         tiny_before = tiny
-        found = 0
+        found = np.int64(0)
         for i in range(v.size):
             found += ((np.uint64(v[i]) & magnitude) - lane1) < fraction
         if found == 0:
             continue
+        rare[0, -1] += found
         for i in range(v.size):
             m = np.uint64(v[i]) & magnitude
-            if m - lane1 < fraction:
+            if m - lane1 < fraction and m - low < width:
                 p = 0
                 rest = m
-                for width in (32, 16, 8, 4, 2, 1):
-                    if rest >> np.uint64(width):
-                        rest >>= np.uint64(width)
-                        p += width
+                for half in (32, 16, 8, 4, 2, 1):
+                    if rest >> np.uint64(half):
+                        rest >>= np.uint64(half)
+                        p += half
                 sub = ((m << np.uint64(mantissa - p)) & fraction) >> shift
                 rare[np.uint64(v[i]) >> np.uint64(mantissa + exponent), np.uint64(p << bits) + sub] += 1
 
@@ -83,60 +107,64 @@ def _sum_lanes(raw: Any, out: Any) -> None:
 
 
 @njit
-def _keep(u: Any, out: Any, magnitude: Any, low: Any, high: Any) -> None:
-    """`out = u` where `low <= (u & magnitude) < high`, else all ones: a NaN, counted as not finite."""
-    width = high - low
-    for i in range(u.size):
-        out[i] = u[i] if (u[i] & magnitude) - low < width else ~(u[i] & ~u[i])
-
-
-@njit
-def _keep_by(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> None:
-    """All ones in `out` except where `low <= (product & magnitude) < high`."""
+def _keep_by(u: Any, product: Any, magnitude: Any, low: Any, high: Any, out: Any) -> None:
+    """`out = u` where `low <= (product & magnitude) < high`, else all ones: a NaN, which is never kept."""
     width = high - low
     for i in range(out.size):
-        out[i] = out[i] if (product[i] & magnitude) - low < width else ~(out[i] & ~out[i])
+        out[i] = u[i] if (product[i] & magnitude) - low < width else ~(u[i] & ~u[i])
 
 
 class _Counter:
-    """Raw counters of one histogram; patterns of the format are added block by block."""
+    """Counters of one histogram: patterns of the format with a magnitude in [low, high), added block by block."""
 
-    def __init__(self, fmt: FloatFormat, bits: int) -> None:
+    def __init__(self, fmt: FloatFormat, bits: int, low: int = 0, high: int | None = None) -> None:
         self.fmt, self.bits = fmt, bits
+        infinity = ((1 << fmt.exponent) - 1) << fmt.mantissa
+        self.limits = np.array([low, infinity if high is None else high], dtype=np.uint64)
         self.raw = np.zeros(4 << (1 + fmt.exponent + bits), dtype=np.uint32)
-        self.rare = np.zeros((2, fmt.mantissa << bits), dtype=np.int64)
+        self.rare = np.zeros((2, (fmt.mantissa << bits) + 1), dtype=np.int64)
+        self.partial = np.zeros((2, 2), dtype=np.int64)
         self.counts = np.zeros(2 * fmt.buckets(bits) + 2, dtype=np.int64)
         self.pending = 0
 
     def add(self, u: np.ndarray[Any, Any]) -> None:
         """Count the patterns u."""
+        fmt = self.fmt
         for begin in range(0, u.size, CHUNK):
             part = u[begin : begin + CHUNK]
             if self.pending + part.size > CHUNK:
-                self._flush()
-            _count(part, self.fmt.mantissa, self.fmt.exponent, self.bits, self.raw, self.rare)
+                self._lay_out()
+                for counters in (self.raw, self.rare, self.partial):
+                    counters[:] = 0
+                self.pending = 0
+            _count(part, fmt.mantissa, fmt.exponent, self.bits, self.limits, self.raw, self.rare, self.partial)
             self.pending += part.size
 
-    def _flush(self) -> None:
-        """Add the raw counters and the subnormals to the signed bucket layout."""
-        mantissa, bits, buckets = self.fmt.mantissa, self.bits, self.fmt.buckets(self.bits)
-        patterns = np.empty((2, 1 << (self.fmt.exponent + bits)), dtype=np.int64)
+    def _lay_out(self) -> None:
+        """Add what was counted to the signed bucket layout."""
+        fmt, bits, buckets = self.fmt, self.bits, self.fmt.buckets(self.bits)
+        patterns = np.empty((2, 1 << (fmt.exponent + bits)), dtype=np.int64)
         _sum_lanes(self.raw, patterns.reshape(-1))
         below, top = 1 << bits, patterns.shape[1] - (1 << bits)  # exponent fields 0, normal, and all ones
-        self.counts[buckets] += patterns[:, :below].sum() - self.rare.sum()
+        if self.limits[0] == 0 < self.limits[1]:
+            self.counts[buckets] += patterns[:, :below].sum() - self.rare[0, -1]
+        self.counts[-1] += patterns[:, top:].sum()
+
+        low, high = (int(limit) >> (fmt.mantissa - bits) for limit in self.limits)  # the buckets they lie in
+        patterns[:, high] = 0
+        patterns[:, high] += self.partial[1]
+        patterns[:, low] -= self.partial[0]
+        patterns[:, high + 1 :] = 0
+        patterns[:, :low] = 0
         for half, normal, rare in zip(
             (self.counts[buckets + 1 : -1], self.counts[:buckets][::-1]), patterns[:, below:top], self.rare, strict=True
         ):
-            half[: mantissa << bits] += rare
-            half[mantissa << bits :] += normal
-        self.counts[-1] += patterns[:, top:].sum()
-        self.raw[:] = 0
-        self.rare[:] = 0
-        self.pending = 0
+            half[: fmt.mantissa << bits] += rare[:-1]
+            half[fmt.mantissa << bits :] += normal
 
     def signed(self) -> Histogram:
-        """The signed histogram of all that was added."""
-        self._flush()
+        """The signed histogram of all that was added; what is not finite is counted whatever the limits."""
+        self._lay_out()
         return Histogram(self.counts, self.bits, self.fmt.name, signed=True)
 
 
@@ -176,27 +204,21 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.kept_histogram`."""
     fmt, bits = target(x, None, bits)
-    counter = _Counter(fmt, bits)
+    _, low, high = keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude)
+    counter = _Counter(fmt, bits, low, high)
     u = bit_view(to_numpy(x))
-    scalars = keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude)
     if gradient is None:
-        buffer = np.empty(min(BLOCK, u.size), dtype=u.dtype)
-        for begin in range(0, u.size, BLOCK):
-            part = u[begin : begin + BLOCK]
-            kept = buffer[: part.size]
-            _keep(part, kept, *scalars)
-            counter.add(kept)
+        counter.add(u)
     else:
         product_fmt = format_named(product_format(x, gradient))
         by_product = keep_range(product_fmt, thresholds.prune_sensitivity, thresholds.protect_sensitivity)
         buffer = np.empty(min(BLOCK, u.size), dtype=u.dtype)
         for begin, end, product in product_blocks(x, gradient):
             kept = buffer[: end - begin]
-            _keep(u[begin:end], kept, *scalars)
-            _keep_by(kept, product, *by_product)
+            _keep_by(u[begin:end], product, *by_product, kept)
             counter.add(kept)
     histogram = counter.signed()
-    histogram.counts[-1] = 0  # those left out
+    histogram.counts[-1] = 0
     return histogram
 
 

@@ -1,4 +1,4 @@
-"""Asymmetric numeral systems on the CPU: no division, no branch per symbol, four states in registers."""
+"""Asymmetric numeral systems on the CPU: no division, no unpredictable branch, four states in registers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from ..arrays import like
 from ..errors import BadArgumentError, CorruptDataError
-from ..rans import START, STATES
+from ..rans import START, STATES, short_digits
 from ..sequential import compiled
 from . import tables
-from .jit import njit, njit_inline
+from .jit import njit
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -21,11 +21,13 @@ U8 = np.uint8
 U16 = np.uint16
 U64 = np.uint64
 HEADER = 4 * STATES
+QUIET = 0.4
+"""Bits a symbol below which it pays to expect that nothing happens: each symbol its row's likeliest, no word to read."""
 
 
 @njit
 def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
-    """`counts` scaled to the sum `total`, each present symbol at least 1."""
+    """`counts` scaled to the sum `total`, each present symbol at least 1 (see `rans_frequencies`)."""
     size = counts.size
     n = np.int64(0)
     for s in range(size):
@@ -34,9 +36,13 @@ def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
     for s in range(size):
         out[s] = 0
         if counts[s] > 0:
-            # The quotient only has to be near: what follows mends it whichever way float64 rounded.
-            out[s] = max(np.int64(1), np.int64(np.float64(counts[s]) / np.float64(n) * np.float64(total)))
-            left -= np.int64(out[s])
+            # The start only has to be near: what follows mends it whichever way float64 rounded.
+            share = np.float64(counts[s]) * np.float64(total) / np.float64(n)
+            floor = np.floor(share)
+            if share * share > floor * (floor + 1.0):
+                floor += 1.0
+            out[s] = np.int64(floor)
+            left -= np.int64(floor)
     if n == 0:
         return
     while True:
@@ -67,183 +73,343 @@ def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
 
 
 @njit
+def _shorten(exact: NumPy, digits: int, total: int, out: NumPy) -> bool:
+    """All frequencies but the greatest of each row rounded to `digits` significant bits; whether that can be done."""
+    for c in range(exact.shape[0]):
+        peak = np.int64(0)
+        for s in range(exact.shape[1]):
+            if exact[c, s] > exact[c, peak]:
+                peak = s
+        rest = np.int64(total)
+        greatest = np.int64(1)
+        for s in range(exact.shape[1]):
+            value = np.int64(exact[c, s])
+            if s != peak:
+                drop = np.int64(0)
+                while value >> (drop + digits) > 0:
+                    drop += 1
+                value = (value + (np.int64(1) << drop >> 1)) >> drop << drop
+                out[c, s] = value
+                rest -= value
+                # The lowest of the greatest stays the peak: a symbol before it must stay below it.
+                greatest = max(greatest, value + np.int64(s < peak))
+        if exact[c, peak] == 0:
+            out[c, peak] = 0
+        elif rest < greatest:
+            return False
+        else:
+            out[c, peak] = rest
+    return True
+
+
+@njit
+def _peak(frequencies: NumPy) -> int:
+    """The greatest frequency, of equal ones the lowest symbol."""
+    peak = np.int64(0)
+    for s in range(frequencies.size):
+        if frequencies[s] > frequencies[peak]:
+            peak = s
+    return peak
+
+
+@njit
 def _encode_table(frequencies: NumPy, precision: int, table: NumPy) -> None:
-    """Per symbol two words: the reciprocal of f, and start | (2**precision - f) << 32 | (f == 0) << 63."""
-    total = U64(1) << U64(precision)
-    at = 0
-    for c in range(frequencies.shape[0]):
-        start = U64(0)
-        for s in range(frequencies.shape[1]):
-            f = U64(frequencies[c, s])
-            if f == U64(0):
-                table[at] = U64(0)
-                table[at + 1] = U64(1) << U64(63)
-            else:
-                table[at] = ((total << U64(32)) + f - U64(1)) // f
-                table[at + 1] = start | ((total - f) << U64(32))
-            start += f
-            at += 2
+    """Per context and symbol: least state that has to give a word, reciprocal of f (0: absent), start, 2**p - f.
 
-
-@njit_inline
-def _put(x: Any, entry: Any, table: NumPy, precision: Any, words: NumPy, at: Any) -> Any:
-    """One symbol into state x: renormalise, then x + start + (x // f) * (2**precision - f).
-
-    The reciprocal r = ceil(2**(32 + precision) / f) exceeds the quotient by less than f, and x < 2**32, so
-    (x * r) >> (32 + precision) is exactly x // f; after renormalisation x // f < 2**(32 - precision), so the product
-    stays below 2**64.
+    The reciprocal r = ceil(2**(32 + p) / f) exceeds the quotient by less than 1, and a state x that takes a symbol is
+    below 2**32 and below f << (32 - p). So (x * r) >> (32 + p) is x // f exactly, and x * r stays below 2**64.
     """
-    reciprocal = table[entry]
-    rest = table[entry + U64(1)]
-    complement = (rest >> U64(32)) & U64(0x1FFFF)
-    f = (U64(1) << precision) - complement
-    full = U64((x >> (U64(32) - precision)) >= f)
-    words[at] = U16(x & U64(0xFFFF))
-    at -= full
-    x >>= full << U64(4)
-    quotient = (x * reciprocal) >> (U64(32) + precision)
-    return x + (rest & U64(0xFFFF)) + quotient * complement, at, rest
+    columns = frequencies.shape[1]
+    total = U64(1) << U64(precision)
+    for c in range(frequencies.shape[0]):
+        peak = _peak(frequencies[c])
+        start = U64(frequencies[c, peak])
+        for s in range(columns):
+            f = U64(frequencies[c, s])
+            at = c * columns + s
+            table[at, 0] = f << U64(32 - precision)
+            table[at, 1] = U64(0)
+            if f > U64(0):
+                table[at, 1] = ((total << U64(32)) + f - U64(1)) // f
+            table[at, 2] = start
+            table[at, 3] = total - f
+            if s == peak:
+                table[at, 2] = U64(0)
+            else:
+                start += f
 
 
 @njit
 def _encode(
-    symbols: NumPy, contexts: NumPy, stride: int, table: NumPy, precision: int, words: NumPy, states: NumPy
+    symbols: NumPy, contexts: NumPy, columns: int, table: NumPy, precision: int, words: NumPy, states: NumPy
 ) -> int:
-    """Fills `words` from its end; returns the number of words, or -1 if a symbol has frequency zero."""
+    """Fills `words` from its end; returns the number of words, or -1 if a symbol has frequency zero.
+
+    A state x takes a symbol by x + start + (x // f) * (2**p - f), which is ((x // f) << p) + x % f + start.
+    """
     n = symbols.size
-    p = U64(precision)
-    row = U64(stride)
-    two = U64(1)
+    k = U64(32 + precision)
+    row = U64(columns)
+    low = U64(0xFFFF)
     at = U64(words.size - 1)
-    bad = U64(0)
     whole = n - n % 4
     for i in range(n - 1, whole - 1, -1):
-        e = (U64(contexts[i]) * row + U64(symbols[i])) << two
-        states[i & 3], at, rest = _put(states[i & 3], e, table, p, words, at)
-        bad |= rest
+        x = states[i & 3]
+        e = U64(contexts[i]) * row + U64(symbols[i])
+        if table[e, 1] == U64(0):
+            return -1
+        if x >= table[e, 0]:
+            words[at] = U16(x & low)
+            at -= U64(1)
+            x >>= U64(16)
+        states[i & 3] = x + table[e, 2] + ((x * table[e, 1]) >> k) * table[e, 3]
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    absent = False
     for j in range(whole // 4):
         i = U64(whole - 4 - 4 * j)
-        e3 = (U64(contexts[i + U64(3)]) * row + U64(symbols[i + U64(3)])) << two
-        e2 = (U64(contexts[i + U64(2)]) * row + U64(symbols[i + U64(2)])) << two
-        e1 = (U64(contexts[i + U64(1)]) * row + U64(symbols[i + U64(1)])) << two
-        e0 = (U64(contexts[i]) * row + U64(symbols[i])) << two
-        x3, at, r3 = _put(x3, e3, table, p, words, at)
-        x2, at, r2 = _put(x2, e2, table, p, words, at)
-        x1, at, r1 = _put(x1, e1, table, p, words, at)
-        x0, at, r0 = _put(x0, e0, table, p, words, at)
-        bad |= (r0 | r1) | (r2 | r3)
-    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    if bad >> U64(63):
+        e3 = U64(contexts[i + U64(3)]) * row + U64(symbols[i + U64(3)])
+        e2 = U64(contexts[i + U64(2)]) * row + U64(symbols[i + U64(2)])
+        e1 = U64(contexts[i + U64(1)]) * row + U64(symbols[i + U64(1)])
+        e0 = U64(contexts[i]) * row + U64(symbols[i])
+        # Rarely true where a symbol takes a fraction of a bit. An absent symbol has limit zero and gets here always.
+        if x3 >= table[e3, 0] or x2 >= table[e2, 0] or x1 >= table[e1, 0] or x0 >= table[e0, 0]:
+            # Written in any case and kept or not: which of the four it is cannot be predicted.
+            full = x3 >= table[e3, 0]
+            words[at] = U16(x3 & low)
+            at -= U64(full)
+            x3 = x3 >> U64(16) if full else x3
+            full = x2 >= table[e2, 0]
+            words[at] = U16(x2 & low)
+            at -= U64(full)
+            x2 = x2 >> U64(16) if full else x2
+            full = x1 >= table[e1, 0]
+            words[at] = U16(x1 & low)
+            at -= U64(full)
+            x1 = x1 >> U64(16) if full else x1
+            full = x0 >= table[e0, 0]
+            words[at] = U16(x0 & low)
+            at -= U64(full)
+            x0 = x0 >> U64(16) if full else x0
+            absent |= min(min(table[e3, 1], table[e2, 1]), min(table[e1, 1], table[e0, 1])) == U64(0)
+        x3 += table[e3, 2] + ((x3 * table[e3, 1]) >> k) * table[e3, 3]
+        x2 += table[e2, 2] + ((x2 * table[e2, 1]) >> k) * table[e2, 3]
+        x1 += table[e1, 2] + ((x1 * table[e1, 1]) >> k) * table[e1, 3]
+        x0 += table[e0, 2] + ((x0 * table[e0, 1]) >> k) * table[e0, 3]
+    if absent:
         return -1
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
     return words.size - 1 - np.int64(at)
 
 
 @njit
-def _decode_table(frequencies: NumPy, precision: int, symbol_of: NumPy, table: NumPy) -> None:
-    """The symbol of each slot of each row, and f | start << 32 of each symbol (entry 0 of an empty row: f = 0)."""
+def _decode_table(frequencies: NumPy, precision: int, symbol_of: NumPy, table: NumPy, peaks: NumPy) -> None:
+    """symbol_of[c << p | slot]; table[c * S + s]: f | start << 32; peaks[c]: its symbol | its f << 8.
+
+    In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set.
+    """
+    columns = frequencies.shape[1]
     for c in range(frequencies.shape[0]):
-        start = np.int64(0)
         row = np.int64(c) << precision
-        for s in range(frequencies.shape[1]):
+        peak = _peak(frequencies[c])
+        peaks[c] = U64(peak) | (U64(frequencies[c, peak]) << U64(8))
+        start = np.int64(frequencies[c, peak])
+        for s in range(columns):
             f = np.int64(frequencies[c, s])
-            table[c, s] = U64(f) | (U64(start) << U64(32))
-            for k in range(row + start, row + start + f):
+            first = start
+            if s == peak:
+                first = np.int64(0)
+            else:
+                start += f
+            table[c * columns + s] = U64(f) | (U64(first) << U64(32))
+            for k in range(row + first, row + first + f):
                 symbol_of[k] = s
-            start += f
         if start == 0:
+            table[c * columns] = U64(1) << U64(63)
             for k in range(row, row + (np.int64(1) << precision)):
                 symbol_of[k] = 0
 
 
-@njit_inline
-def _get(x: Any, c: Any, symbol_of: NumPy, table: NumPy, stride: Any, precision: Any, words: NumPy, at: Any) -> Any:
-    """One symbol out of state x, the state after it, and its frequency (0: the row is empty)."""
-    slot = x & ((U64(1) << precision) - U64(1))
-    s = U64(symbol_of[(c << precision) + slot])
-    entry = table[c * stride + s]
-    f = entry & U64(0xFFFFFFFF)
-    x = f * (x >> precision) + slot - (entry >> U64(32))
-    empty = U64(x < U64(65536))
-    x = (x << (empty << U64(4))) | (U64(words[at]) * empty)
-    return x, at + empty, s, f
+@njit
+def _decode_quiet(
+    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: int, precision: int,
+    states: NumPy, out: NumPy,
+) -> int:  # fmt: skip
+    """Whole groups of four for data of a fraction of a bit a symbol; returns the number of words, -1 if corrupt.
+
+    `words` ends in four that may be read but do not count. The peak of a row has the first slots, so one comparison
+    tells it, without the look-up that waits for the state.
+    """
+    p = U64(precision)
+    row = U64(columns)
+    mask = (U64(1) << p) - U64(1)
+    half = U64(0xFFFFFFFF)
+    least = U64(START)
+    limit = U64(words.size - 4)
+    at = U64(0)
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    for j in range(out.size // 4):
+        i = U64(4 * j)
+        c0, c1 = U64(contexts[i]), U64(contexts[i + U64(1)])
+        c2, c3 = U64(contexts[i + U64(2)]), U64(contexts[i + U64(3)])
+        e0, e1, e2, e3 = peaks[c0], peaks[c1], peaks[c2], peaks[c3]
+        f0, f1, f2, f3 = e0 >> U64(8), e1 >> U64(8), e2 >> U64(8), e3 >> U64(8)
+        d0, d1, d2, d3 = x0 & mask, x1 & mask, x2 & mask, x3 & mask
+        if d0 < f0 and d1 < f1 and d2 < f2 and d3 < f3:
+            x0 = f0 * (x0 >> p) + d0
+            x1 = f1 * (x1 >> p) + d1
+            x2 = f2 * (x2 >> p) + d2
+            x3 = f3 * (x3 >> p) + d3
+            out[i] = U8(e0 & U64(255))
+            out[i + U64(1)] = U8(e1 & U64(255))
+            out[i + U64(2)] = U8(e2 & U64(255))
+            out[i + U64(3)] = U8(e3 & U64(255))
+        else:
+            s0, s1 = symbol_of[(c0 << p) + d0], symbol_of[(c1 << p) + d1]
+            s2, s3 = symbol_of[(c2 << p) + d2], symbol_of[(c3 << p) + d3]
+            e0, e1 = table[c0 * row + U64(s0)], table[c1 * row + U64(s1)]
+            e2, e3 = table[c2 * row + U64(s2)], table[c3 * row + U64(s3)]
+            if (e0 | e1 | e2 | e3) >> U64(63):
+                return -1
+            x0 = (e0 & half) * (x0 >> p) + d0 - (e0 >> U64(32))
+            x1 = (e1 & half) * (x1 >> p) + d1 - (e1 >> U64(32))
+            x2 = (e2 & half) * (x2 >> p) + d2 - (e2 >> U64(32))
+            x3 = (e3 & half) * (x3 >> p) + d3 - (e3 >> U64(32))
+            out[i] = s0
+            out[i + U64(1)] = s1
+            out[i + U64(2)] = s2
+            out[i + U64(3)] = s3
+        if x0 < least or x1 < least or x2 < least or x3 < least:
+            short = x0 < least
+            x0 = (x0 << U64(16)) | U64(words[at]) if short else x0
+            at += U64(short)
+            short = x1 < least
+            x1 = (x1 << U64(16)) | U64(words[at]) if short else x1
+            at += U64(short)
+            short = x2 < least
+            x2 = (x2 << U64(16)) | U64(words[at]) if short else x2
+            at += U64(short)
+            short = x3 < least
+            x3 = (x3 << U64(16)) | U64(words[at]) if short else x3
+            at += U64(short)
+            if at > limit:
+                return -1
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    return np.int64(at)
 
 
 @njit
-def _decode(
-    words: NumPy,
-    count: int,
-    states: NumPy,
-    contexts: NumPy,
-    use: int,
-    symbol_of: NumPy,
-    table: NumPy,
-    stride: int,
-    precision: int,
+def _decode_busy(
+    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: int, precision: int, states: NumPy,
     out: NumPy,
-) -> bool:
-    """`words` holds `count` words and at least four more that may be read but count for nothing."""
-    n = out.size
+) -> int:  # fmt: skip
+    """As `_decode_quiet`, without any branch that depends on the data."""
     p = U64(precision)
-    row = U64(stride)
-    on = U64(use)  # 1: contexts are contexts; 0: they are some array of n bytes, and all rows are row 0
+    row = U64(columns)
+    mask = (U64(1) << p) - U64(1)
+    half = U64(0xFFFFFFFF)
+    least = U64(START)
+    limit = U64(words.size - 4)
     at = U64(0)
-    limit = U64(count)
+    flags = U64(0)
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-    whole = n - n % 4
-    for j in range(whole // 4):
+    for j in range(out.size // 4):
         i = U64(4 * j)
-        c0 = U64(contexts[i]) * on
-        c1 = U64(contexts[i + U64(1)]) * on
-        c2 = U64(contexts[i + U64(2)]) * on
-        c3 = U64(contexts[i + U64(3)]) * on
-        x0, at, s0, f0 = _get(x0, c0, symbol_of, table, row, p, words, at)
-        x1, at, s1, f1 = _get(x1, c1, symbol_of, table, row, p, words, at)
-        x2, at, s2, f2 = _get(x2, c2, symbol_of, table, row, p, words, at)
-        x3, at, s3, f3 = _get(x3, c3, symbol_of, table, row, p, words, at)
-        out[i] = U8(s0)
-        out[i + U64(1)] = U8(s1)
-        out[i + U64(2)] = U8(s2)
-        out[i + U64(3)] = U8(s3)
-        if at > limit or min(min(f0, f1), min(f2, f3)) == U64(0):
-            return False
+        c0, c1 = U64(contexts[i]), U64(contexts[i + U64(1)])
+        c2, c3 = U64(contexts[i + U64(2)]), U64(contexts[i + U64(3)])
+        d0, d1, d2, d3 = x0 & mask, x1 & mask, x2 & mask, x3 & mask
+        s0, s1 = symbol_of[(c0 << p) + d0], symbol_of[(c1 << p) + d1]
+        s2, s3 = symbol_of[(c2 << p) + d2], symbol_of[(c3 << p) + d3]
+        e0, e1 = table[c0 * row + U64(s0)], table[c1 * row + U64(s1)]
+        e2, e3 = table[c2 * row + U64(s2)], table[c3 * row + U64(s3)]
+        flags |= (e0 | e1) | (e2 | e3)
+        x0 = (e0 & half) * (x0 >> p) + d0 - (e0 >> U64(32))
+        x1 = (e1 & half) * (x1 >> p) + d1 - (e1 >> U64(32))
+        x2 = (e2 & half) * (x2 >> p) + d2 - (e2 >> U64(32))
+        x3 = (e3 & half) * (x3 >> p) + d3 - (e3 >> U64(32))
+        out[i] = s0
+        out[i + U64(1)] = s1
+        out[i + U64(2)] = s2
+        out[i + U64(3)] = s3
+        short = x0 < least
+        longer = (x0 << U64(16)) | U64(words[at])
+        x0 = longer if short else x0
+        at += U64(short)
+        short = x1 < least
+        longer = (x1 << U64(16)) | U64(words[at])
+        x1 = longer if short else x1
+        at += U64(short)
+        short = x2 < least
+        longer = (x2 << U64(16)) | U64(words[at])
+        x2 = longer if short else x2
+        at += U64(short)
+        short = x3 < least
+        longer = (x3 << U64(16)) | U64(words[at])
+        x3 = longer if short else x3
+        at += U64(short)
+        if at > limit:
+            return -1
+    if flags >> U64(63):
+        return -1
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    for i in range(whole, n):
-        c = U64(contexts[i]) * on
-        states[i & 3], at, s, f = _get(states[i & 3], c, symbol_of, table, row, p, words, at)
-        out[i] = U8(s)
-        if at > limit or f == U64(0):
+    return np.int64(at)
+
+
+@njit
+def _decode_rest(
+    words: NumPy, at: int, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: int, precision: int,
+    states: NumPy, out: NumPy,
+) -> bool:  # fmt: skip
+    """The at most three symbols after the last group; whether all words are read and all states back at their start."""
+    p = U64(precision)
+    for i in range(out.size - out.size % 4, out.size):
+        x = states[i & 3]
+        slot = x & ((U64(1) << p) - U64(1))
+        s = symbol_of[(U64(contexts[i]) << p) + slot]
+        e = table[U64(contexts[i]) * U64(columns) + U64(s)]
+        if e >> U64(63):
             return False
+        out[i] = s
+        x = (e & U64(0xFFFFFFFF)) * (x >> p) + slot - (e >> U64(32))
+        if x < U64(START):
+            if at >= words.size - 4:
+                return False
+            x = (x << U64(16)) | U64(words[at])
+            at += 1
+        states[i & 3] = x
     for k in range(4):
-        if states[k] != U64(65536):
+        if states[k] != U64(START):
             return False
-    return at == limit
+    return at == words.size - 4
 
 
-def rans_frequencies(counts: Array, precision: int) -> Array:
+def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
     """See `kernels.rans.rans_frequencies`."""
     c = compiled(counts)
-    if c.size and (int(c.min()) < 0 or int(c.max()) > 1 << 48):
+    if int(c.min()) < 0 or int(c.max()) > 1 << 48:
         raise BadArgumentError(f"counts holds {int(c.min())} ... {int(c.max())}; 0 ... 2**48 is the range")
     out = np.empty(c.shape, np.uint32)
     for row in range(c.shape[0]):
         _round_row(c[row], 1 << precision, out[row])
-    return like(out, counts)
+    if exact:
+        return like(out, counts)
+    digits = short_digits(int(c.sum() - c.max(axis=1).sum()), int((c > 0).sum() - (c.max(axis=1) > 0).sum()))
+    short = np.empty_like(out)
+    while digits < precision and not _shorten(out, digits, 1 << precision, short):
+        digits += 1
+    return like(short if digits < precision else out, counts)
 
 
-def _rows(frequencies: NumPy, precision: int) -> NumPy:
+def _rows(frequencies: NumPy, precision: int) -> None:
     sums = frequencies.sum(axis=1, dtype=np.uint64)
     wrong = (sums != 0) & (sums != 1 << precision)
     if wrong.any():
         row = int(wrong.argmax())
         raise BadArgumentError(f"row {row} of frequencies sums to {sums[row]}; 0 or {1 << precision} is needed")
-    return sums
 
 
-def _contexts(contexts: Array | None, instead: NumPy, rows: int) -> NumPy:
-    """The contexts, checked; without any, an array as long as there are symbols, whose content does not matter."""
+def _contexts(contexts: Array | None, n: int, rows: int) -> NumPy:
     if contexts is None:
-        return instead
+        return np.zeros(n, np.uint8)
     c = compiled(contexts)
     if c.size and int(c.max()) >= rows:
         raise BadArgumentError(f"contexts holds {int(c.max())}; frequencies has {rows} rows")
@@ -256,14 +422,14 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
     f = compiled(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
-    c = _contexts(contexts, s, rows)
+    c = _contexts(contexts, s.size, rows)
     if s.size and int(s.max()) >= columns:
         raise BadArgumentError(f"symbols holds {int(s.max())}; frequencies has {columns} columns")
-    table = np.empty(2 * f.size, np.uint64)
+    table = np.empty((f.size, 4), np.uint64)
     _encode_table(f, precision, table)
     words = np.empty(s.size + 1, np.uint16)  # at most one word a symbol, and one that is written in vain
     states = np.full(STATES, START, np.uint64)
-    count = _encode(s, c, 0 if contexts is None else columns, table, precision, words, states)
+    count = _encode(s, c, columns, table, precision, words, states)
     if count < 0:
         raise BadArgumentError("symbols holds one whose frequency in its context is zero")
     if count == 0 and (states == START).all():
@@ -280,25 +446,27 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
     f = compiled(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
+    c = _contexts(contexts, n, rows)
     states = np.full(STATES, START, np.uint64)
     if d.size:
         if d.size < HEADER or d.size % 2:
             raise CorruptDataError(f"{d.size} bytes are not rANS states and words")
-        states[:] = d[:HEADER].view("<u4") if d.flags.aligned else np.frombuffer(d[:HEADER].tobytes(), "<u4")
-        if (states < START).any():
-            raise CorruptDataError("a rANS state is out of range")
+        states[:] = np.frombuffer(d[:HEADER].tobytes(), "<u4")
+        if (states < START).any() or (d.size == HEADER and (states == START).all()):
+            raise CorruptDataError("a rANS state is out of range, or all of them say nothing")
     count = max(d.size - HEADER, 0) // 2
-    if d.size and count == 0 and (states == START).all():
-        raise CorruptDataError("rANS states that say nothing are stored")
     words = np.zeros(count + 4, np.uint16)
     words[:count] = np.frombuffer(d[HEADER:].tobytes(), "<u2")
-    out = np.empty(n, np.uint8)
-    c = _contexts(contexts, out, rows)
     symbol_of = np.empty(rows << precision, np.uint8)
-    table = np.empty((rows, columns), np.uint64)
-    _decode_table(f, precision, symbol_of, table)
-    use = int(contexts is not None)
-    if not _decode(words, count, states, c, use, symbol_of, table.reshape(-1), columns, precision, out):
+    table = np.empty(f.size, np.uint64)
+    peaks = np.empty(rows, np.uint64)
+    _decode_table(f, precision, symbol_of, table, peaks)
+    out = np.empty(n, np.uint8)
+    if 16 * count < QUIET * n:
+        at = _decode_quiet(words, c, symbol_of, table, peaks, columns, precision, states, out)
+    else:
+        at = _decode_busy(words, c, symbol_of, table, columns, precision, states, out)
+    if at < 0 or not _decode_rest(words, at, c, symbol_of, table, columns, precision, states, out):
         raise CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
     return like(out, data)
 

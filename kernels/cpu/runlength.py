@@ -18,64 +18,64 @@ if TYPE_CHECKING:
 NumPy = np.ndarray[Any, Any]
 BLOCK = 4096
 """Values looked at before their runs are written; the scratch list of starts stays in the first-level cache."""
+SHORT = 16
+"""Runs up to this length are written with one store of this many bytes."""
+
+
+@njit
+def _write_run(tokens: NumPy, at: int, value: int, run: int, longest: int) -> int:
+    """The tokens of one run; returns where the next go."""
+    while run > longest:
+        tokens[at] = -value
+        tokens[at + 1] = longest
+        at += 2
+        run -= longest
+    tokens[at] = -value
+    if run > 1:
+        tokens[at + 1] = run
+        at += 1
+    return at + 1
 
 
 @njit
 def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: int) -> int:
+    """Fills `tokens` and returns how many; `starts` is scratch for the starts of a block's runs."""
     n = values.size
     if n == 0:
         return 0
-    written = 0
-    begin = 0  # of the run that is open
+    written = np.int64(0)
+    begin = np.int64(0)  # of the run that is open
     block = np.int64(starts.size)
-    low = 1
+    low = np.int64(1)
     while low < n:
         high = min(low + block, n)
         found = np.uint64(0)
-        for i in range(low, high):
+        before = values[low - 1]
+        for i in range(np.uint64(low), np.uint64(high)):  # unsigned: no check for an index from the end
             starts[found] = i
-            found += np.uint64(values[i] != values[i - 1])
+            value = values[i]
+            found += np.uint64(value != before)
+            before = value
         for k in range(np.int64(found)):
-            run = starts[k] - begin
-            value = -np.int32(values[begin])
-            while run > longest:
-                tokens[written] = value
-                tokens[written + 1] = longest
-                written += 2
-                run -= longest
-            tokens[written] = value
-            written += 1
-            if run > 1:
-                tokens[written] = run
-                written += 1
-            begin = starts[k]
+            start = np.int64(starts[k])
+            written = _write_run(tokens, written, np.int64(values[begin]), start - begin, longest)
+            begin = start
         low = high
-    run = n - begin
-    value = -np.int32(values[begin])
-    while run > longest:
-        tokens[written] = value
-        tokens[written + 1] = longest
-        written += 2
-        run -= longest
-    tokens[written] = value
-    written += 1
-    if run > 1:
-        tokens[written] = run
-        written += 1
-    return written
+    return _write_run(tokens, written, np.int64(values[begin]), n - begin, longest)
 
 
 @njit
 def _decode(tokens: NumPy, out: NumPy, longest: int) -> bool:
+    """Fills `out`; whether the tokens are those that `_encode` would write for it."""
     n = np.int64(out.size)
-    m = tokens.size
+    m = np.int64(tokens.size)
     at = np.int64(0)
-    i = 0
-    before = np.int64(-1)  # value that the previous run forbids here: its own, unless it was cut at the longest length
+    i = np.int64(0)
+    before = np.int64(-1)  # the value that the next run must not have: that of this run, unless this one was cut
     while i < m:
-        token = np.int64(tokens[i])
+        value = -np.int64(tokens[i])
         i += 1
-        if token > 0 or token < -255 or -token == before or at >= n:
+        if value < 0 or value > 255 or value == before or at >= n:
             return False
         run = np.int64(1)
         if i < m and tokens[i] > 0:
@@ -83,12 +83,17 @@ def _decode(tokens: NumPy, out: NumPy, longest: int) -> bool:
             i += 1
             if run == 1 or run > longest or run > n - at:
                 return False
-        value = np.uint8(-token)
-        before = -token
+        byte = np.uint8(value)
+        start = np.uint64(at)
+        if run <= SHORT and at + SHORT <= n:
+            for k in range(SHORT):  # more than the run, at once: the next run writes over the excess
+                out[start + np.uint64(k)] = byte
+        else:
+            for k in range(start, start + np.uint64(run)):
+                out[k] = byte
+        before = value
         if run == longest:
             before = np.int64(-1)
-        for k in range(at, at + run):
-            out[k] = value
         at += run
     return at == n
 

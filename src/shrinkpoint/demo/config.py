@@ -35,16 +35,17 @@ class Size:
     quick_windows: int  # held-out windows of the curve, one reading a checkpoint
     probe_windows: int  # held-out windows that weigh a restored model against the exact one
     final_windows: int  # held-out windows of the final comparison
+    threads: int  # more than these are of no use
 
 
 SIZES = {
     "small": Size(
         layers=4, width=256, heads=4, context=128, batch=4, steps=1200, learning_rate=2e-3,
-        quick_windows=32, probe_windows=256, final_windows=512,
+        quick_windows=32, probe_windows=256, final_windows=512, threads=4,
     ),
     "tiny": Size(
         layers=2, width=64, heads=2, context=64, batch=4, steps=60, learning_rate=3e-3,
-        quick_windows=8, probe_windows=32, final_windows=64,
+        quick_windows=8, probe_windows=32, final_windows=64, threads=1,
     ),
 }  # fmt: skip
 
@@ -151,10 +152,10 @@ def preset_names() -> list[str]:
     return list(presets())
 
 
-def threads() -> int:
-    """Threads of the trainer: the processors this process may use, at most 4 (the model is too small for more)."""
+def threads(size: Size) -> int:
+    """Threads of the trainer: as many as there are processors for it, and no more than this size is good for."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return min(4, len(affinity(0)) if affinity else os.cpu_count() or 1)
+    return min(size.threads, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def _check(name: str, value: object, fine: bool, limit: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from .config import threads
+from .config import SIZES, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,7 +47,11 @@ def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, 
             "size": config.size,
             "out": str(config.out),
         },
-        "machine": {"processor": platform.machine(), "system": platform.system(), "threads": threads()},
+        "machine": {
+            "processor": platform.machine(),
+            "system": platform.system(),
+            "threads": threads(SIZES[config.size]),
+        },
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("shrinkpoint", "torch", "numpy", "numba")},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .config import Job, threads
+from .config import SIZES, Job, threads
 from .folder import Folder
 from .kills import Killer
 from .picture import draw
@@ -36,7 +36,7 @@ def run_demo(config: DemoConfig, console: Console) -> dict[str, Any]:
         DemoError: the output folder is not ours, or the trainer failed.
     """
     folder = Folder.fresh(config.out)
-    job = Job(config.steps, config.every, config.seed, config.size, threads())
+    job = Job(config.steps, config.every, config.seed, config.size, threads(SIZES[config.size]))
     with View(console, config.steps) as view:
         view.begin("run", f"Training, with compressed checkpoints in {folder.store}")
         killer = Killer(config.kills, config.steps, config.every, config.seed)
