@@ -1,0 +1,364 @@
+"""What all benchmarks share: rows, targets, interleaved timing, and that nothing is timed before it is checked.
+
+A benchmark is a list of `Case`s. `measure` builds one, runs its correctness check, and only then times it, its floor
+(a copy of memory) and its peers in turn, round after round, so that a busy machine is as busy for the one as for the
+others. The table's numbers are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Call = Callable[[], object]
+Clock = Callable[[Call, int], float]
+
+ROUNDS = 5
+"""Fewest rounds: every number is the median of at least so many."""
+MOST_ROUNDS = 15
+SHORTEST = 2e-3
+"""Seconds: shorter calls are repeated within a round until they take so long."""
+_WARMING = 1e-2
+
+
+class CheckFailed(Exception):
+    """What was to be timed computes something else than its oracle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table; the meaning of the columns is in bench/README.md."""
+
+    row: str
+    device: str
+    size: int
+    value: float | None
+    unit: str
+    peer: str | None
+    peer_value: float | None
+    ratio: float | None
+    target: str | None
+    met: bool | None
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A limit on a row's value or on its ratio to a peer."""
+
+    limit: float
+    of: Literal["value", "ratio"]
+    least: bool = True
+
+    def text(self, unit: str) -> str:
+        """As it is written in the table: ">= 0.7 x" or "<= 3 ms"."""
+        return f"{'>=' if self.least else '<='} {self.limit:g} {'x' if self.of == 'ratio' else unit}"
+
+    def met(self, value: float | None, ratio: float | None) -> bool | None:
+        """Whether it is met; None where that was not measured."""
+        number = value if self.of == "value" else ratio
+        if number is None or math.isnan(number):
+            return None
+        return number >= self.limit if self.least else number <= self.limit
+
+
+def at_least(limit: float, of: Literal["value", "ratio"] = "ratio") -> Target:
+    """Target `>= limit`, of the ratio to the peer unless said otherwise."""
+    return Target(limit, of)
+
+
+def at_most(limit: float, of: Literal["value", "ratio"] = "value") -> Target:
+    """Target `<= limit`, of the value unless said otherwise."""
+    return Target(limit, of, least=False)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Something the row is compared with, measured in the same rounds.
+
+    Args:
+        name: as shown.
+        make: imports what is needed and returns the call to time; what it raises becomes the row's note.
+        amount: work of one call, in the units of `Job.amount`; None: the same as the job's.
+        target: what the comparison is held to, or None.
+        note: what is not the same about it.
+    """
+
+    name: str
+    make: Callable[[], Call]
+    amount: float | None = None
+    target: Target | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one case times.
+
+    Args:
+        call: the thing itself; without arguments, and again and again.
+        check: runs before any timing; raises CheckFailed (or anything else) if the result is wrong, and says in a few
+            words what was compared.
+        amount: bytes (unit GB/s, MB/s) or symbols (Gsym/s) a call; of no meaning where the unit is a time.
+        peers: in the order of the table; the first is the physical floor where there is one.
+        note: for every row of the case.
+    """
+
+    call: Call
+    check: Callable[[], str]
+    amount: float
+    peers: Sequence[Peer]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the benchmark (and one more a peer), not yet built: what it needs is made when its turn comes.
+
+    `peers` and `target` are said here too, so that the row can be shown where it cannot be measured.
+    """
+
+    row: str
+    size: int
+    unit: str
+    make: Callable[[], Job]
+    device: str = "cpu, 1 thread"
+    target: Target | None = None
+    target_peer: str | None = None
+    peers: tuple[str, ...] = ()
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, as every benchmark gets it."""
+
+    quick: bool = False
+    large: bool = False
+    state: Path | None = None
+    only: str | None = None
+    rounds: int = ROUNDS
+    say: Callable[[str], None] = field(default=lambda _: None)
+
+    def wanted(self, row: str) -> bool:
+        """Whether `--only` asks for this row."""
+        return self.only is None or any(part.strip() in row for part in self.only.split(","))
+
+
+def cpu_clock(call: Call, times: int) -> float:
+    """Processor seconds of this process a call: what others do on a shared machine does not count.
+
+    The clock of one-thread rows only: a second thread would count as much again.
+    """
+    begin = time.process_time()
+    for _ in range(times):
+        call()
+    return (time.process_time() - begin) / times
+
+
+def wall_clock(call: Call, times: int) -> float:
+    """Seconds on the wall a call."""
+    begin = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - begin) / times
+
+
+def cuda_clock(call: Call, times: int) -> float:
+    """Seconds between two CUDA events around the calls, a call."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()  # type: ignore[no-untyped-call]
+    for _ in range(times):
+        call()
+    end.record()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3 / times  # type: ignore[no-untyped-call]
+
+
+def one_thread_clock() -> Clock:
+    """`cpu_clock` where the platform's processor clock is fine enough (Windows' is not)."""
+    return cpu_clock if time.get_clock_info("process_time").resolution < 1e-6 else wall_clock
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds a call, one number a round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles as a share of the median."""
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / self.median if self.median > 0 else math.inf
+
+
+def interleave(calls: Mapping[str, Call], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5) -> dict[str, Timing]:
+    """Time every call once a round, all in turn, for at least `rounds` rounds.
+
+    Args:
+        calls: name -> call. Each is called once before, unmeasured.
+        rounds: fewest rounds.
+        clock: how to time.
+        budget: seconds; more rounds, up to `MOST_ROUNDS`, are taken while less than this has been spent.
+
+    Example:
+        >>> timings = interleave({"nothing": lambda: None}, clock=wall_clock)
+        >>> len(timings["nothing"].seconds) >= 5
+        True
+    """
+    times: dict[str, int] = {}
+    for name, call in calls.items():
+        once = clock(call, 1)
+        if once < _WARMING:
+            once = clock(call, 1)  # the first call of a function pays for its loading
+        times[name] = max(1, min(1000, math.ceil(SHORTEST / max(once, 1e-7))))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    begin = time.perf_counter()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        done = 0
+        while done < rounds or (done < MOST_ROUNDS and time.perf_counter() - begin < budget):
+            for name, call in calls.items():
+                seconds[name].append(clock(call, times[name]))
+            done += 1
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+_RATES = {"GB/s": 1e-9, "MB/s": 1e-6, "Gsym/s": 1e-9, "Msym/s": 1e-6}
+_TIMES = {"s": 1.0, "ms": 1e3, "us": 1e6}
+
+
+def value_of(unit: str, amount: float, seconds: float) -> float:
+    """A time a call in the unit of its row."""
+    if unit in _TIMES:
+        return seconds * _TIMES[unit]
+    return amount * _RATES[unit] / max(seconds, 1e-12)
+
+
+def better(unit: str, value: float, other: float) -> float:
+    """How many times better than the peer: quotient of rates, or inverse quotient of times."""
+    if unit in _TIMES:
+        return other / value if value else math.inf
+    return value / other if other else math.inf
+
+
+def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
+    """Check one case, and only if it is right time it together with its peers: one row a peer, the floor first."""
+    try:
+        job = case.make()
+    except ImportError as error:
+        return _empty(case, f"not measured: {error}", red=False)
+    try:
+        checked = job.check()
+    except Exception as error:
+        return _empty(case, f"CHECK FAILED: {type(error).__name__}: {error}", red=True)
+    calls: dict[str, Call] = {"": job.call}
+    notes: dict[str, str] = {}
+    for peer in job.peers:
+        try:
+            calls[peer.name] = peer.make()
+            calls[peer.name]()
+        except ImportError as error:
+            notes[peer.name] = f"not measured: {error.name or error} is not installed"
+        except Exception as error:
+            notes[peer.name] = f"not measured: {type(error).__name__}: {error}"
+        if peer.name in notes:
+            calls.pop(peer.name, None)
+    timings = interleave(calls, rounds=options.rounds, clock=clock)
+    own = timings[""]
+    value = value_of(case.unit, job.amount, own.median)
+    about = f"{len(own.seconds)} rounds, quartiles {own.spread:.1%} apart; checked: {checked}"
+    rows = []
+    for peer in job.peers or (Peer("", lambda: lambda: None),):
+        peer_value = ratio = None
+        if peer.name in timings and peer.name:
+            amount = job.amount if peer.amount is None else peer.amount
+            peer_value = value_of(case.unit, amount, timings[peer.name].median)
+            ratio = better(case.unit, value, peer_value)
+        target = _target(case, peer)
+        rows.append(
+            Row(
+                case.row,
+                case.device,
+                case.size,
+                value,
+                case.unit,
+                peer.name or None,
+                peer_value,
+                ratio,
+                target.text(case.unit) if target else None,
+                target.met(value, ratio) if target else None,
+                "; ".join(part for part in (notes.get(peer.name, ""), peer.note, job.note, about) if part),
+            )
+        )
+    return rows
+
+
+def _target(case: Case, peer: Peer) -> Target | None:
+    if peer.target is not None:
+        return peer.target
+    if case.target is None or (case.target_peer or "") not in ("", peer.name):
+        return None
+    if case.target_peer is None and case.peers and peer.name != case.peers[0]:
+        return None
+    return case.target
+
+
+def _empty(case: Case, note: str, *, red: bool) -> list[Row]:
+    """The rows of a case without a number: a target is missed where the result is wrong, and open otherwise."""
+    rows = []
+    for name in case.peers or ("",):
+        target = _target(case, Peer(name, lambda: lambda: None))
+        met = False if red and target else None
+        text = target.text(case.unit) if target else None
+        rows.append(Row(case.row, case.device, case.size, None, case.unit, name or None, None, None, text, met, note))
+    return rows
+
+
+def not_measured(case: Case, why: str) -> list[Row]:
+    """The rows of a case that cannot run here."""
+    return _empty(case, f"not measured: {why}", red=False)
+
+
+def run_cases(cases: Iterable[Case], options: Options, clock: Clock) -> list[Row]:
+    """All rows of the cases that `--only` asks for, one case after another."""
+    rows: list[Row] = []
+    for case in cases:
+        if options.wanted(case.row):
+            options.say(f"{case.row} ({case.device}, {case.size:,})")
+            rows += not_measured(case, case.missing) if case.missing else measure(case, options, clock)
+    return rows
+
+
+def is_red(row: Row) -> bool:
+    """Whether the row's correctness check failed."""
+    return row.note.startswith("CHECK FAILED")
+
+
+def same(name: str, result: Any, expected: Any) -> None:
+    """Raise CheckFailed unless two arrays are equal bit for bit."""
+    import numpy as np
+
+    a, b = np.asarray(result), np.asarray(expected)
+    if a.shape != b.shape or a.dtype != b.dtype or a.tobytes() != b.tobytes():
+        different = int((a != b).sum()) if a.shape == b.shape else -1
+        where = f"{different} elements differ" if different >= 0 else f"shapes {a.shape} and {b.shape}"
+        raise CheckFailed(f"{name}: {a.dtype} and {b.dtype}, {where}")

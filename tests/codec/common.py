@@ -1,0 +1,151 @@
+"""What the codec's tests share: equality to the bit, a round trip through bytes, files taken apart and put together."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+import zstandard
+
+import shrinkpoint as sp
+
+_PREFIX = struct.Struct("<8sIIQQII")
+_MODULES = ("exact", "moments", "quantize", "compress", "checkpoint", "rows", "buckets", "mask", "cluster")
+
+
+def bits(x: Any) -> bytes:
+    """The bytes of an array of any library, in C order."""
+    if isinstance(x, torch.Tensor):
+        flat = x.detach().resolve_conj().resolve_neg()
+        same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
+        flat = flat.view(same_width) if same_width is not None else torch.view_as_real(flat)
+        return flat.contiguous().numpy().tobytes()
+    return np.asarray(x).tobytes()
+
+
+def _atom(x: Any) -> Any:
+    """A scalar in a form that `==` compares to the bit."""
+    if type(x) is float:
+        return struct.pack(">d", x)
+    if type(x) is tuple:
+        return tuple((type(i), _atom(i)) for i in x)
+    return x
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (torch.Tensor, np.ndarray, np.generic)) or hasattr(x, "__array_namespace__")
+
+
+def difference(a: Any, b: Any) -> str:
+    """Where two states differ in types, keys and their order, dtypes, shapes or bits; "" where they do not."""
+    stack = [("", a, b)]
+    while stack:
+        path, x, y = stack.pop()
+        if is_array(x):
+            torches = isinstance(x, torch.Tensor), isinstance(y, torch.Tensor)
+            kinds = (torch.Tensor, torch.Tensor) if all(torches) else (type(x), type(y))
+            if kinds[0] is not kinds[1] or x.dtype != y.dtype or tuple(x.shape) != tuple(y.shape):
+                return f"{path}: {type(x)} {getattr(x, 'dtype', '')} became {type(y)} {getattr(y, 'dtype', '')}"
+            if bits(x) != bits(y):
+                return f"{path}: bits differ"
+        elif type(x) is not type(y):
+            return f"{path}: {type(x)} became {type(y)}"
+        elif isinstance(x, dict):
+            if [(type(k), _atom(k)) for k in x] != [(type(k), _atom(k)) for k in y]:
+                return f"{path}: keys {list(x)!r} became {list(y)!r}"
+            stack.extend((f"{path}/{k!r:.40}", v, w) for (k, v), w in zip(x.items(), y.values(), strict=True))
+        elif isinstance(x, (list, tuple)):
+            if len(x) != len(y):
+                return f"{path}: {len(x)} items became {len(y)}"
+            stack.extend((f"{path[-200:]}/{i}", v, w) for i, (v, w) in enumerate(zip(x, y, strict=True)))
+        elif _atom(x) != _atom(y):
+            return f"{path}: {x!r} became {y!r}"
+    return ""
+
+
+def through_bytes(ckpt: sp.Checkpoint, prev: sp.Checkpoint | None = None) -> Any:
+    """The state as a reader finds it who has nothing but the bytes (and the parent)."""
+    return sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()), prev)
+
+
+def round_trip(state: Any, cfg: sp.Config | None = None) -> Any:
+    return through_bytes(sp.compress(state, cfg=cfg))
+
+
+def take_apart(blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """Header and chunks of a file."""
+    _, _, _, stored, _, count, _ = _PREFIX.unpack_from(blob)
+    header = json.loads(zstandard.decompress(blob[56 : 56 + stored]))
+    table, at = 56 + stored, 56 + stored + 24 * count
+    chunks = []
+    for i in range(count):
+        (n,) = struct.unpack_from("<Q", blob, table + 24 * i)
+        chunks.append(blob[at : at + n])
+        at += n
+    return header, chunks
+
+
+def put_together(
+    header: dict[str, Any] | bytes,
+    chunks: list[bytes],
+    *,
+    version: int = 1,
+    plain_length: int | None = None,
+    count: int | None = None,
+    lengths: list[int] | None = None,
+    tail: bytes = b"",
+) -> bytes:
+    """A file whose checksums are right whatever it says."""
+    plain = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    stored = zstandard.ZstdCompressor(level=3).compress(plain) + tail
+    sizes = [len(c) for c in chunks] if lengths is None else lengths
+    table = b"".join(
+        struct.pack("<Q", n % (1 << 64)) + xxhash.xxh3_128(c).digest() for n, c in zip(sizes, chunks, strict=True)
+    )
+    prefix = _PREFIX.pack(
+        b"\x89SPT\r\n\x1a\n",
+        version,
+        0,
+        len(stored),
+        len(plain) if plain_length is None else plain_length,
+        len(chunks) if count is None else count,
+        0,
+    )
+    return b"".join([prefix, xxhash.xxh3_128(prefix + stored + table).digest(), stored, table, *chunks])
+
+
+@contextmanager
+def small_chunks(n: int) -> Iterator[None]:
+    """Arrays are cut into chunks of n elements: what happens at chunk boundaries happens in small arrays too."""
+    found = []
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(f"shrinkpoint.codec.{name}")
+        except ImportError:
+            continue
+        if hasattr(module, "CHUNK"):
+            found.append((module, module.CHUNK))
+            module.CHUNK = n
+    assert len(found) >= 3
+    try:
+        yield
+    finally:
+        for module, chunk in found:
+            module.CHUNK = chunk
+
+
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Compress and decompress on n threads."""
+    sp.set_threads(n)
+    try:
+        yield
+    finally:
+        sp.set_threads(None)
