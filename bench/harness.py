@@ -7,6 +7,7 @@ others. The table's numbers are medians over the rounds.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import statistics
@@ -121,7 +122,8 @@ class Job:
 class Case:
     """A row of the benchmark (and one more a peer), not yet built: what it needs is made when its turn comes.
 
-    `peers` and `target` are said here too, so that the row can be shown where it cannot be measured.
+    `peers` are named here too, so that their rows can be shown where they cannot be measured; `target` is held against
+    the first of them. `missing` says why nothing can be measured here.
     """
 
     row: str
@@ -130,9 +132,13 @@ class Case:
     make: Callable[[], Job]
     device: str = "cpu, 1 thread"
     target: Target | None = None
-    target_peer: str | None = None
     peers: tuple[str, ...] = ()
     missing: str = ""
+    floor_only: bool = False
+
+    def against_floor(self) -> Case:
+        """The same case held against its first peer alone, without a target: one point of a sweep over sizes."""
+        return dataclasses.replace(self, target=None, peers=self.peers[:1], floor_only=True)
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,8 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
         return _empty(case, f"CHECK FAILED: {type(error).__name__}: {error}", red=True)
     calls: dict[str, Call] = {"": job.call}
     notes: dict[str, str] = {}
-    for peer in job.peers:
+    asked = list(job.peers[:1] if case.floor_only else job.peers)
+    for peer in asked:
         try:
             calls[peer.name] = peer.make()
             calls[peer.name]()
@@ -285,9 +292,9 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
     timings = interleave(calls, rounds=options.rounds, clock=clock)
     own = timings[""]
     value = value_of(case.unit, job.amount, own.median)
-    about = f"{len(own.seconds)} rounds, quartiles {own.spread:.1%} apart; checked: {checked}"
+    about = f"{_time(own.median)}, {len(own.seconds)} rounds, quartiles {own.spread:.1%} apart; checked: {checked}"
     rows = []
-    for peer in job.peers or (Peer("", lambda: lambda: None),):
+    for peer in asked or (Peer("", lambda: lambda: None),):
         peer_value = ratio = None
         if peer.name in timings and peer.name:
             amount = job.amount if peer.amount is None else peer.amount
@@ -312,14 +319,18 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
     return rows
 
 
+def _time(seconds: float) -> str:
+    """A time of a call, readable."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1.0:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def _target(case: Case, peer: Peer) -> Target | None:
     if peer.target is not None:
         return peer.target
-    if case.target is None or (case.target_peer or "") not in ("", peer.name):
-        return None
-    if case.target_peer is None and case.peers and peer.name != case.peers[0]:
-        return None
-    return case.target
+    return case.target if not case.peers or peer.name == case.peers[0] else None
 
 
 def _empty(case: Case, note: str, *, red: bool) -> list[Row]:
@@ -354,10 +365,30 @@ def is_red(row: Row) -> bool:
 
 
 def same(name: str, result: Any, expected: Any) -> None:
-    """Raise CheckFailed unless two arrays are equal bit for bit."""
+    """Raise CheckFailed unless two arrays, or two tuples or dataclasses of arrays and numbers, are equal bit for bit."""
     import numpy as np
 
-    a, b = np.asarray(result), np.asarray(expected)
+    from .devices import host
+
+    mine, theirs = list(_parts(result)), list(_parts(expected))
+    if len(mine) != len(theirs):
+        raise CheckFailed(f"{name}: {len(mine)} results, not {len(theirs)}")
+    for x, y in zip(mine, theirs, strict=True):
+        _same_array(name, *(host(z) if hasattr(z, "dtype") else np.asarray(z) for z in (x, y)))
+
+
+def _parts(result: Any) -> Iterable[Any]:
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        for one in dataclasses.fields(result):
+            yield from _parts(getattr(result, one.name))
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from _parts(part)
+    else:
+        yield result
+
+
+def _same_array(name: str, a: Any, b: Any) -> None:
     if a.shape != b.shape or a.dtype != b.dtype or a.tobytes() != b.tobytes():
         different = int((a != b).sum()) if a.shape == b.shape else -1
         where = f"{different} elements differ" if different >= 0 else f"shapes {a.shape} and {b.shape}"

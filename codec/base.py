@@ -24,7 +24,17 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An array to encode: flat values, and the gradient average of the same size where one was given."""
+    """An array to encode: its flat values, and what is known beside them.
+
+    Args:
+        path: keys joined by "/".
+        key: unique name of its place in the tree.
+        spec: library, dtype, shape.
+        kind: layer type and role.
+        flat: values.
+        gradient: gradient average of the same size, where one was given.
+        sibling: of a first moment, the *decoded* second moment of the same parameter (float32 on the host), if any.
+    """
 
     path: str
     key: str
@@ -32,6 +42,7 @@ class Leaf:
     kind: Kind
     flat: Array
     gradient: Array | None = None
+    sibling: Array | None = None
 
 
 class Memory(Protocol):
@@ -54,6 +65,7 @@ class Stored:
         error: achieved error (0.0 when exact), in the measure `measure`.
         measure: "exact", "relative L2" or "relative" (largest |x~ - x| / |x|).
         note: why the codec did something else than asked, or "".
+        sibling: number of the array that decoding needs beside this one, or None.
     """
 
     stream: str
@@ -63,6 +75,7 @@ class Stored:
     error: float = 0.0
     measure: str = "exact"
     note: str = ""
+    sibling: int | None = None
 
 
 class Codec(Protocol):

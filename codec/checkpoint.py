@@ -12,8 +12,9 @@ from . import container, tree
 from .base import Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .leaves import Array, LeafSpec, build_leaf, spec_from_header
+from .optimizer import square_of
 from .parallel import map_chunks
-from .streams import DELTA_STREAMS, STREAMS
+from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class ArrayRecord:
         measure: "exact", "relative L2" or "relative".
         note: what the codec has to say, or "".
         delta: whether decoding needs the parent's memory of the same array.
+        sibling: number of the array whose values decoding needs, or None.
     """
 
     path: str
@@ -45,6 +47,7 @@ class ArrayRecord:
     measure: str
     note: str
     delta: bool
+    sibling: int | None
 
     @property
     def nbytes(self) -> int:
@@ -110,17 +113,38 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
             and type(error) in (int, float)
             and isinstance(measure, str)
             and isinstance(note, str)
+            and _sibling_fits(row.get("v"), stream, rows)
         )
         if not ok:
             raise CorruptDataError(f"header: {path}: its record is malformed")
         spec = spec_from_header(row.get("l", "torch"), row.get("d"), row.get("s"))
         records.append(
             ArrayRecord(
-                path, key, spec, stream, meta, offset, tuple(lengths), float(error), measure, note, bool(row.get("p"))
+                path,
+                key,
+                spec,
+                stream,
+                meta,
+                offset,
+                tuple(lengths),
+                float(error),
+                measure,
+                note,
+                bool(row.get("p")),
+                row.get("v"),
             )
         )
         offset += sum(lengths)
     return tuple(records)
+
+
+def _sibling_fits(number: Any, stream: Any, rows: list[Any]) -> bool:
+    """A sibling is named by exactly those streams that need one, and needs none itself, so there is no circle."""
+    if stream not in SIBLING_STREAMS:
+        return number is None
+    if type(number) is not int or not 0 <= number < len(rows) or not isinstance(rows[number], dict):
+        return False
+    return rows[number].get("f") not in SIBLING_STREAMS
 
 
 class Checkpoint:
@@ -270,8 +294,8 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ used by the codec, not by users
 
-    def memory_of(self, record: ArrayRecord, parent: Memory | None = None) -> Memory:
-        """Decode one array, from memory where it is there."""
+    def memory_of(self, record: ArrayRecord, prev: Checkpoint | None = None) -> Memory:
+        """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` at hand."""
         if self._memory is not None and record.key in self._memory:
             return self._memory[record.key]
         pieces = []
@@ -279,10 +303,17 @@ class Checkpoint:
         for length in record.lengths:
             pieces.append(self._body.piece(offset, length))
             offset += length
+        parent = prev.parent_memory(record.key, record.spec) if record.delta and prev is not None else None
         if record.delta and parent is None:
             raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
+        sibling = None
+        if record.sibling is not None:
+            other = self._records[record.sibling]
+            if other.spec != record.spec:
+                raise CorruptDataError(f"header: {record.path}: its second moment is of another kind")
+            sibling = square_of(self.memory_of(other, prev).values(other.spec), other.spec)
         try:
-            return STREAMS[record.stream](record.spec, record.meta, pieces, parent if record.delta else None)
+            return STREAMS[record.stream](record.spec, record.meta, pieces, parent, sibling)
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
 
@@ -302,9 +333,7 @@ class Checkpoint:
 
     def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
         wanted = [r for r in self._records if r.stream in DELTA_STREAMS]
-        decoded = map_chunks(
-            lambda r: self.memory_of(r, parent.parent_memory(r.key, r.spec) if r.delta else None), wanted
-        )
+        decoded = map_chunks(lambda r: self.memory_of(r, parent), wanted)
         return {r.key: m for r, m in zip(wanted, decoded, strict=True)}
 
 
@@ -357,10 +386,7 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
         raise MissingParentError(f"a delta needs its parent {str(ckpt.parent_id)[:12]}... as prev")
 
     def one(record: ArrayRecord) -> Array:
-        parent = None
-        if record.delta and prev is not None:
-            parent = prev.parent_memory(record.key, record.spec)
-        return build_leaf(ckpt.memory_of(record, parent).values(record.spec), record.spec)
+        return build_leaf(ckpt.memory_of(record, prev).values(record.spec), record.spec)
 
     arrays = map_chunks(one, ckpt.records)
     return tree.unflatten(ckpt._nodes, lambda number, _path, _key: arrays[number])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..kernels.arrays import is_torch
@@ -16,9 +16,10 @@ from .exact import Exact
 from .kinds import by_path, check_kinds, kind_of
 from .leaves import is_array, read_leaf, same_storage_key
 from .moments import FINEST, LogBuckets
+from .optimizer import FirstMoment, SecondMoment, square_of
 from .parallel import map_chunks
 from .quantize import Quantize
-from .streams import DELTA_STREAMS
+from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
 
 def compress(
@@ -142,8 +143,11 @@ def _with_targets(codec: Codec, cfg: Config) -> Codec:
     if isinstance(codec, Quantize):
         max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
         return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)
-    if isinstance(codec, LogBuckets) and cfg.max_rel_error is not None and cfg.max_rel_error < codec.alpha:
-        return LogBuckets(cfg.max_rel_error) if cfg.max_rel_error >= FINEST else Exact()
+    target = cfg.max_rel_error
+    if target is not None and isinstance(codec, LogBuckets | FirstMoment | SecondMoment):
+        if isinstance(codec, LogBuckets) and target >= codec.alpha:
+            return codec
+        return LogBuckets(min(target, codec.alpha)) if target >= FINEST else Exact()
     return codec
 
 
@@ -170,14 +174,47 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
     def one(i: int) -> Stored:
         return codecs[i].encode(leaves[i], parents[i], plans[i])
 
-    # Large arrays one after another, each on all cores by its chunks; small ones beside each other.
     results: dict[int, Stored] = {}
-    small = [i for i, leaf in enumerate(leaves) if leaf.spec.size <= CHUNK]
-    results.update(zip(small, map_chunks(one, small), strict=True))
-    for i in range(len(leaves)):
-        if i not in results:
-            results[i] = one(i)
+
+    def run(numbers: list[int], work: Callable[[int], Stored]) -> None:
+        # Large arrays one after another, each on all cores by its chunks; small ones beside each other.
+        small = [i for i in numbers if leaves[i].spec.size <= CHUNK]
+        results.update(zip(small, map_chunks(work, small), strict=True))
+        results.update((i, work(i)) for i in numbers if leaves[i].spec.size > CHUNK)
+
+    siblings = {i: j for i, j in _siblings(leaves).items() if isinstance(codecs[i], FirstMoment)}
+
+    def beside_sibling(i: int) -> Stored:
+        j = siblings[i]
+        leaf = dataclasses.replace(leaves[i], sibling=_decoded_square(leaves[j], results[j], parents[j]))
+        stored = codecs[i].encode(leaf, parents[i], plans[i])
+        return dataclasses.replace(stored, sibling=j) if stored.stream in SIBLING_STREAMS else stored
+
+    run([i for i in range(len(leaves)) if i not in siblings], one)
+    run(list(siblings), beside_sibling)
     return [results[i] for i in range(len(leaves))]
+
+
+def _siblings(leaves: list[Leaf]) -> dict[int, int]:
+    """For each first moment the number of the second moment beside it: same place and shape, a dtype grids take."""
+    seconds = {(leaf.path.rpartition("/")[0], leaf.spec): j for j, leaf in _moments(leaves, "second moment")}
+    found = {}
+    for i, leaf in _moments(leaves, "first moment"):
+        j = seconds.get((leaf.path.rpartition("/")[0], leaf.spec))
+        if j is not None and leaf.spec.dtype in ("float32", "bfloat16"):
+            found[i] = j
+    return found
+
+
+def _moments(leaves: list[Leaf], role: str) -> list[tuple[int, Leaf]]:
+    return [(i, leaf) for i, leaf in enumerate(leaves) if leaf.kind.role == role]
+
+
+def _decoded_square(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
+    """A second moment as a reader of the file will see it."""
+    pieces = [memoryview(p) for p in stored.pieces]
+    memory = STREAMS[stored.stream](leaf.spec, stored.meta, pieces, parent, None)
+    return square_of(memory.values(leaf.spec), leaf.spec)
 
 
 def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
@@ -199,4 +236,6 @@ def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
         record["n"] = stored.note
     if has_parent and stored.stream in DELTA_STREAMS:
         record["p"] = True
+    if stored.sibling is not None:
+        record["v"] = stored.sibling
     return record

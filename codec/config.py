@@ -13,9 +13,10 @@ from .exact import Exact
 from .kinds import LAYERS, ROLES, TINY, Kind
 from .leaves import LeafSpec
 from .moments import LogBuckets
+from .optimizer import FirstMoment, SecondMoment
 from .quantize import Quantize
 
-CODECS: dict[str, type[Codec]] = {c.id: c for c in (Exact, Quantize, LogBuckets)}
+CODECS: dict[str, type[Codec]] = {c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class ChainPolicy:
 
 _EXACT = Exact()
 _WEIGHTS = Quantize()
-_MOMENTS = LogBuckets()
+_FIRST = FirstMoment()
+_SECOND = SecondMoment()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Config:
             return asked if isinstance(asked, Exact) else _EXACT
         if asked is not None:
             return asked
-        return _WEIGHTS if kind.role == "weight" else _MOMENTS
+        return {"weight": _WEIGHTS, "first moment": _FIRST}.get(kind.role, _SECOND)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal Config."""

@@ -116,7 +116,11 @@ def _encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> byte
 
 
 def decode_bytes(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
 ) -> BytesMemory:
     """The stream format "bytes"."""
     total = spec.nbytes

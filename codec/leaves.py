@@ -179,8 +179,9 @@ def as_bytes(flat: Array) -> NpArray:
 def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
     """A flat torch tensor or NumPy array over these bytes (uint8, writable, exactly `spec.nbytes`)."""
     if spec.library == "torch":
-        dtype = _torch_dtype(spec.dtype)
-        return _torch().from_numpy(data).view(dtype) if data.size else _torch().empty(0, dtype=dtype)
+        # NumPy gives an empty array strides that torch does not view.
+        tensor = _torch().from_numpy(data) if data.size else _torch().empty(0, dtype=_torch().uint8)
+        return tensor.view(_torch_dtype(spec.dtype))
     return data.view(_numpy_dtype(spec.dtype))
 
 

@@ -120,7 +120,11 @@ def _encode_chunk(index: NpArray, buckets: int, bits: int, x: Array) -> bytes | 
 
 
 def decode_log_buckets(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
 ) -> ValuesMemory:
     """The stream format "log-buckets"."""
     if spec.dtype not in FORMATS:

@@ -323,7 +323,11 @@ def _predicted(levels: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> 
 
 
 def decode_levels(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
 ) -> LevelsMemory:
     """The stream format "levels"."""
     if spec.dtype not in FORMATS:

@@ -7,16 +7,22 @@ from typing import Any
 
 from .base import Memory
 from .exact import decode_bytes
-from .leaves import LeafSpec
+from .leaves import Array, LeafSpec
 from .moments import decode_log_buckets
+from .optimizer import decode_grid, decode_rank_one
 from .quantize import decode_levels
 
-Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None], Memory]
+Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
+"""From spec, metadata, pieces, the parent's memory, and the decoded array that the record names as its sibling."""
 
 STREAMS: dict[str, Decoder] = {
     "bytes": decode_bytes,
     "levels": decode_levels,
     "log-buckets": decode_log_buckets,
+    "rank-one": decode_rank_one,
+    "grid": decode_grid,
 }
 DELTA_STREAMS = frozenset({"bytes", "levels"})
 """Formats whose memory a later delta is coded against: a resolved checkpoint keeps it."""
+SIBLING_STREAMS = frozenset({"grid"})
+"""Formats that are decoded with another array of the same checkpoint at hand."""

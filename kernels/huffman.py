@@ -71,8 +71,8 @@ def huffman_codes(lengths: Array) -> Array:
 def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
     """The canonical codes of `symbols`, most significant bit first, in `streams` equal parts of the symbols.
 
-    Part k holds symbols `k * q ... (k + 1) * q - 1` with `q = ceil(n / streams)`; it is filled with zero bits to whole bytes. The
-    sizes of all parts but the last stand in front of them.
+    Part k holds symbols `k * q ... (k + 1) * q - 1` with `q = ceil(n / streams)`, and is filled with zero bits to whole
+    bytes. The sizes of all parts but the last stand in front of them.
 
     Args:
         symbols: uint8[n] or uint16[n], any n.

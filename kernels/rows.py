@@ -50,8 +50,8 @@ def row_quantize(
     E(i + 1, j) < E(i, j + 1), else to (i, j + 1). Of all candidates passed, the one of least E, the earliest of equals,
     gives a = lo + i * step, b = hi - j * step, step = (hi - lo) / num_bins.
 
-    A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and NaN as scale and
-    minimum: it has to be kept in another way. A row without elements gets 0 and 0.
+    A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and NaN (pattern 0x7FC00000)
+    as scale and minimum: it has to be kept in another way. A row without elements gets 0 and 0.
 
     Args:
         x: [R, D] float16, bfloat16, float32 or float64.
@@ -130,8 +130,8 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
 
     `iterations` times assign and update, then a last assign; codebook_i = (C_i / 2**22) * (hi - lo) + lo.
 
-    A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and a codebook of NaN. A row
-    without elements gets a codebook of 0.
+    A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and a codebook of NaN
+    (pattern 0x7FC00000). A row without elements gets a codebook of 0.
 
     Args:
         x: [R, D] float16, bfloat16, float32 or float64.

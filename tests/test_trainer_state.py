@@ -126,8 +126,11 @@ def test_every_global_generator_is_captured() -> None:
 
 def test_a_half_used_pair_of_normals_is_captured() -> None:
     """Python's and NumPy's generators draw normals in pairs; the second of a pair is part of the state."""
+    random.seed(random.getrandbits(32)), np.random.seed(random.getrandbits(32))  # noqa: NPY002
     random.gauss(0, 1), np.random.normal()  # noqa: NPY002
     state = capture_rng()
+    assert state["python"]["gauss"] is not None
+    assert state["numpy"]["has_gauss"]
     draws = random.gauss(0, 1), np.random.normal()  # noqa: NPY002
     restore_rng(copied(state))
     assert (random.gauss(0, 1), np.random.normal()) == draws  # noqa: NPY002

@@ -38,12 +38,42 @@ def _look_up_16(u: Any, table: Any, out: Any) -> None:
 
 @njit
 def _look_up_32(u: Any, table: Any, out: Any) -> None:
-    """An entry is `cut | level below << 16 | level from the cut on << 24`, the cut 16 bits of the pattern."""
+    """An entry is `cut | level below << 16 | level from the cut on << 24`, the cut 16 bits of the pattern.
+
+    By short blocks, first the entries, then the levels: the second loop is vectorized, and all stays in the cache.
+    """
     half = np.uint32(0xFFFF)
-    for i in range(u.size):
+    entries = np.empty(128, np.uint32)
+    whole = u.size // 128 * 128
+    for begin in range(0, whole, 128):
+        v, levels = u[begin : begin + 128], out[begin : begin + 128]
+        for i in range(128):
+            entries[i] = table[v[i] >> np.uint32(16)]
+        for i in range(128):
+            entry = entries[i]
+            past = (v[i] & half) >= (entry & half)
+            levels[i] = np.uint8(entry >> np.uint32(24)) if past else np.uint8(entry >> np.uint32(16))
+    for i in range(whole, u.size):
         entry = table[u[i] >> np.uint32(16)]
-        past = np.uint32((u[i] & half) >= (entry & half))
-        out[i] = np.uint8(entry >> np.uint32((past << np.uint32(3)) + np.uint32(16)))
+        past = (u[i] & half) >= (entry & half)
+        out[i] = np.uint8(entry >> np.uint32(24)) if past else np.uint8(entry >> np.uint32(16))
+
+
+@njit
+def _fill(starts: Any, levels: Any, shift: int, table: Any) -> None:
+    """Table of a step function with one cut an entry at most; entries as in `_look_up_32`, or plain levels (shift 0)."""
+    kind = table.dtype.type
+    for step in range(starts.size):
+        begin = np.int64(starts[step] >> np.uint64(shift))
+        end = np.int64(starts[step + 1] >> np.uint64(shift)) if step + 1 < starts.size else table.size
+        level = np.uint32(levels[step])
+        if shift == 0:
+            table[begin:end] = kind(level)
+        else:
+            before = np.uint32(levels[step - 1]) if step > 0 else level
+            cut = np.uint32(starts[step] & np.uint64((1 << shift) - 1))
+            table[begin:end] = kind(level << np.uint32(24))
+            table[begin] = kind(level << np.uint32(24) | before << np.uint32(16) | cut)
 
 
 @njit
@@ -70,37 +100,31 @@ def _by_product(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> 
 
 
 @njit
-def _survey(levels: Any) -> tuple[Any, int]:
-    """Largest level and number of levels 1."""
-    largest = np.uint8(0)
-    ones = 0
-    for i in range(levels.size):
-        largest = max(largest, levels[i])
-        ones += levels[i] == 1
-    return largest, ones
-
-
-@njit
 def _values(levels: Any, table: Any, out: Any) -> None:
-    for i in range(levels.size):
+    whole = levels.size // 4 * 4
+    for i in range(0, whole, 4):
+        a, b, c, d = table[levels[i]], table[levels[i + 1]], table[levels[i + 2]], table[levels[i + 3]]
+        out[i], out[i + 1], out[i + 2], out[i + 3] = a, b, c, d
+    for i in range(whole, levels.size):
         out[i] = table[levels[i]]
 
 
 @njit
-def _put_protected(levels: Any, protected: Any, out: Any) -> None:
-    """Protected values where the level is 1; there are as many. Blocks without one cost little."""
+def _put_protected(levels: Any, protected: Any, out: Any) -> int:
+    """The next protected value where the level is 1, as long as there are any; the number of levels 1."""
     at = 0
-    step = 64
-    for begin in range(0, levels.size, step):
-        end = min(begin + step, levels.size)
-        any_here = 0
-        for i in range(begin, end):
-            any_here += levels[i] == 1
-        if any_here > 0:
-            for i in range(begin, end):
-                if levels[i] == 1:
-                    out[i] = protected[at]
+    for begin in range(0, levels.size, 128):
+        v, o = levels[begin : begin + 128], out[begin : begin + 128]
+        some = np.uint8(0)
+        for i in range(v.size):
+            some |= np.uint8(v[i] == 1)
+        if some != 0:
+            for i in range(v.size):
+                if v[i] == 1:
+                    if at < protected.size:
+                        o[i] = protected[at]
                     at += 1
+    return at
 
 
 def _pattern(values: Vector, fmt: FloatFormat) -> Patterns:
@@ -142,13 +166,8 @@ class _Assigner:
         size = 1 << TABLE_BITS
         self.simple = fmt.width == 16 or (fmt.width == 32 and bool((entry[1:] != entry[:-1]).all()))
         if self.simple:
-            table: np.ndarray[Any, Any] = np.repeat(levels, np.diff(entry, append=size))
-            if fmt.width == 32:
-                below, cut = table.astype(np.uint32), np.zeros(size, dtype=np.uint32)
-                below[entry[1:]] = levels[:-1]
-                cut[entry] = starts & np.uint64(0xFFFF)
-                table = (table.astype(np.uint32) << 24) | (below << 16) | cut
-            self.table = table
+            self.table = np.empty(size, dtype=np.uint8 if fmt.width == 16 else np.uint32)
+            _fill(starts, levels, self.shift, self.table)
         else:  # first: the step that rules where an entry begins; the next entry's is the last that may rule inside
             self.starts, self.levels = starts.astype(f"uint{fmt.width}"), levels
             begins = np.searchsorted(entry, np.arange(size + 1), side="left") - 1
@@ -187,7 +206,7 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
     """See `shrinkpoint.kernels.assign.dequantize`."""
     flat = to_numpy(levels).reshape(-1)
     codes = to_numpy(codebook)
-    largest, ones = _survey(flat)
+    largest = int(flat.max()) if flat.size else 0
     if largest >= FIRST_CODE + codes.size:
         raise CorruptDataError(f"a level is {largest}; the codebook's {codes.size} codes end at {codes.size + 1}")
     table = np.zeros(256, dtype=codes.dtype)
@@ -196,8 +215,7 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
     _values(flat, bit_view(table), bit_view(out))
     if protected is not None:
         exact = to_numpy(protected)
-        if exact.size != ones:
-            raise CorruptDataError(f"{exact.size} protected values, but {ones} elements of level {PROTECTED}")
-        if ones:
-            _put_protected(flat, bit_view(exact), bit_view(out))
+        wanted = _put_protected(flat, bit_view(exact), bit_view(out))
+        if exact.size != wanted:
+            raise CorruptDataError(f"{exact.size} protected values, but {wanted} elements of level {PROTECTED}")
     return like(out, codebook, dtype="bfloat16" if dtype_name(codebook) == "bfloat16" else None)

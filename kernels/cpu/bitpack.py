@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 NumPy = np.ndarray[Any, Any]
+Int = Any  # a machine integer or truth value inside compiled code
 U8 = np.uint8
 U64 = np.uint64
 
 
 @njit
-def _pack(values: NumPy, width: int, out: NumPy) -> None:
+def _pack(values: NumPy, width: Int, out: NumPy) -> None:
     """`out` has eight bytes more than the values take."""
     w = U64(width)
     whole = U64(values.size // 8 if width <= 8 else 0)  # groups of eight values, which take `width` bytes
@@ -35,8 +36,8 @@ def _pack(values: NumPy, width: int, out: NumPy) -> None:
     at = whole * w
     held = U64(0)
     bits = U64(0)
-    for i in range(whole * U64(8), U64(values.size)):
-        held |= U64(values[i]) << bits
+    for one in range(whole * U64(8), U64(values.size)):
+        held |= U64(values[one]) << bits
         bits += w
         if bits >= U64(32):
             for k in range(4):
@@ -49,7 +50,7 @@ def _pack(values: NumPy, width: int, out: NumPy) -> None:
 
 
 @njit
-def _unpack(data: NumPy, width: int, out: NumPy) -> None:
+def _unpack(data: NumPy, width: Int, out: NumPy) -> None:
     """`data` has eight bytes more than the values take."""
     w = U64(width)
     mask = (U64(1) << w) - U64(1)
@@ -81,7 +82,7 @@ def pack_bits(values: Array, width: int) -> Array:
     out = np.empty(size + 8, np.uint8)
     if width:
         _pack(v, width, out)
-    return like(out[:size].copy(), values)
+    return like(out[:size], values)
 
 
 def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:

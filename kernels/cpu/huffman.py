@@ -8,7 +8,6 @@ import numpy as np
 
 from ..arrays import like
 from ..errors import BadArgumentError, CorruptDataError
-from ..huffman import LIMIT
 from ..sequential import compiled
 from . import tables
 from .jit import njit, njit_inline
@@ -17,17 +16,25 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 NumPy = np.ndarray[Any, Any]
+Int = Any  # a machine integer or truth value inside compiled code
 U8 = np.uint8
-U16 = np.uint16
 U64 = np.uint64
+LIMIT = 24
+"""The longest code, as in `kernels.huffman` (a compiled function must not take it from another module: see `jit`)."""
 TABLE_BITS = 11
 """Bits of a look-up: 2**11 entries of eight bytes are half of a first-level cache."""
+WIDE_BITS = 16
+"""Bits of a look-up of one symbol where codes of more than `TABLE_BITS` are frequent."""
 SPARE = 16
 """Bytes after the data that may be read (their value does not matter)."""
+ROOM = 36
+"""Bytes that five look-ups may write: seven each, and one that does not count."""
+BULK = 4096
+"""Symbols from which on the table of several symbols an entry is worth its making."""
 
 
 @njit
-def _package_merge(weights: NumPy, limit: int, lengths: NumPy, packages: NumPy, lists: NumPy) -> None:
+def _package_merge(weights: NumPy, limit: Int, lengths: NumPy, packages: NumPy, lists: NumPy) -> None:
     """Lengths for ascending weights; packages[l] says which items of list l are pairs of items of list l - 1."""
     n = weights.size
     size = np.int64(0)  # of the list of the level before
@@ -50,16 +57,16 @@ def _package_merge(weights: NumPy, limit: int, lengths: NumPy, packages: NumPy, 
                 pair += 1
             at += 1
         size = at
-    take = 2 * n - 2
+    take: Int = 2 * n - 2
     for s in range(n):
         lengths[s] = 0
     for level in range(limit - 1, -1, -1):
-        pairs = np.int64(0)
+        taken = np.int64(0)
         for k in range(take):
-            pairs += packages[level, k]
-        for s in range(take - pairs):
+            taken += packages[level, k]
+        for s in range(take - taken):
             lengths[s] += 1
-        take = 2 * pairs
+        take = 2 * taken
 
 
 @njit
@@ -109,7 +116,7 @@ def _store(data: NumPy, at: Any, word: Any) -> None:
 
 
 @njit
-def _encode(symbols: NumPy, table: NumPy, short: bool, out: NumPy, at: int) -> int:
+def _encode(symbols: NumPy, table: NumPy, short: Int, out: NumPy, at: Int) -> Int:
     """The codes of `symbols` from byte `at` of `out` on; returns the byte after, or -1 if a symbol has no code.
 
     An entry of `table` is code | length << 32. `short`: no length exceeds 14, so that 4 * 14 + 7 bits fit a word.
@@ -150,8 +157,8 @@ def _encode(symbols: NumPy, table: NumPy, short: bool, out: NumPy, at: int) -> i
             p += bits >> U64(3)
             held <<= bits & U64(56)
             bits &= U64(7)
-    for i in range(whole, n):
-        e = table[symbols[i]]
+    for one in range(whole, n):
+        e = table[symbols[one]]
         absent |= e
         bits += (e >> U64(32)) & U64(31)
         held |= (e & low) << ((U64(64) - bits) & U64(63))
@@ -166,16 +173,10 @@ def _encode(symbols: NumPy, table: NumPy, short: bool, out: NumPy, at: int) -> i
 
 
 @njit
-def _decode_tables(
-    lengths: NumPy, codes: NumPy, width: int, many: int, single: NumPy, table: NumPy, offsets: NumPy, order: NumPy
-) -> None:
-    """Tables for look-ups of `width` bits.
+def _order(lengths: NumPy, offsets: NumPy, order: NumPy) -> None:
+    """The symbols by length and then by symbol.
 
-    single[b]: length | symbol << 8 of the code that b starts with; 0 where that is longer than `width` or none.
-    table[b]: up to `many` symbols, the first lowest, each 56 // many bits wide, and in the top byte the number of bits
-    they take (4 bits) and the number of symbols (4 bits); 0 likewise.
-    offsets[0, l], offsets[1, l]: first code of length l, and that after the last; offsets[2, l]: place of the first in
-    `order`, which lists the symbols by length and then by symbol.
+    offsets[0, l], offsets[1, l]: first code of length l, and that after the last; offsets[2, l]: its place in `order`.
     """
     count = np.zeros(LIMIT + 2, np.int64)
     for s in range(lengths.size):
@@ -194,8 +195,12 @@ def _decode_tables(
         if lengths[s] > 0:
             order[following[lengths[s]]] = s
             following[lengths[s]] += 1
-    size = np.int64(1) << width
-    for b in range(size):
+
+
+@njit
+def _single_table(lengths: NumPy, codes: NumPy, width: Int, single: NumPy) -> None:
+    """single[b]: length | symbol << 8 of the code that the `width` bits b start with; 0 if it is longer or none."""
+    for b in range(single.size):
         single[b] = 0
     for s in range(lengths.size):
         length = np.int64(lengths[s])
@@ -203,46 +208,54 @@ def _decode_tables(
             first = np.int64(codes[s]) << (width - length)
             for b in range(first, first + (np.int64(1) << (width - length))):
                 single[b] = length | (s << 8)
-    each = 56 // many
+
+
+@njit
+def _many_table(single: NumPy, width: Int, unit: Int, table: NumPy) -> None:
+    """table[b]: all whole codes in the `width` bits b, as far as they fit.
+
+    The symbols, `unit` bytes each, the first lowest, in 56 bits; above them the bits they take and, in the highest four
+    bits, their bytes. 0 if the first code is longer than `width`, or none.
+    """
+    size = np.int64(single.size)
     for b in range(size):
         entry = U64(0)
         used = np.int64(0)
         held = np.int64(0)
-        while held < many:
+        while held + unit <= 7:
             e = np.int64(single[(b << used) & (size - 1)])
             length = e & 255
             if length == 0 or used + length > width:
                 break
-            entry |= U64(e >> 8) << U64(each * held)
+            entry |= U64(e >> 8) << U64(8 * held)
             used += length
-            held += 1
+            held += unit
         table[b] = entry | (U64(used | (held << 4)) << U64(56))
 
 
 @njit
-def _long(window: Any, width: int, offsets: NumPy, order: NumPy) -> Any:
-    """length | symbol << 8 of the code longer than `width` that `window` starts with; 0 if there is none."""
-    for length in range(width + 1, LIMIT + 1):
-        code = np.int64(window >> U64(64 - length))
-        if offsets[0, length] <= code < offsets[1, length]:
-            return np.int64(length) | (np.int64(order[offsets[2, length] + code - offsets[0, length]]) << 8)
-    return np.int64(0)
+def _long(window: Any, width: Int, offsets: NumPy, order: NumPy) -> Int:
+    """length | symbol << 8 of the code longer than `width` that `window` starts with; 64 if there is none."""
+    # One way in and out, and no array in only one branch: Numba would count references here, for each symbol.
+    length = width + 1
+    while length < LIMIT and np.int64(window >> U64(64 - length)) >= offsets[1, length]:
+        length += 1
+    code = np.int64(window >> U64(64 - length))
+    fits = code < offsets[1, length]
+    place = offsets[2, length] + code - offsets[0, length] if fits else 0
+    found = np.int64(length) | (np.int64(order[place]) << 8)
+    return found if fits else np.int64(64)
 
 
 @njit
 def _finish(
-    data: NumPy,
-    bit: int,
-    end: int,
-    width: int,
-    single: NumPy,
-    offsets: NumPy,
-    order: NumPy,
-    out: NumPy,
-    at: int,
-    stop: int,
-) -> bool:
-    """One symbol after another: out[at:stop] from the bits from `bit` on; whether they end in byte `end`, in zeros."""
+    data: NumPy, place: NumPy, width: Int, single: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
+) -> Int:
+    """One symbol after another to the end of a stream; whether it ends where it should, in zero bits.
+
+    place = next bit, end of the data, next byte of `out`, end of the stream's bytes there.
+    """
+    bit, end, at, stop = place[0], place[1], place[2], place[3]
     while at < stop:
         if bit >= end * 8:
             return False
@@ -250,10 +263,12 @@ def _finish(
         e = np.int64(single[window >> U64(64 - width)])
         if e == 0:
             e = _long(window, width, offsets, order)
-            if e == 0:
+            if e == 64:
                 return False
-        out[at] = e >> 8
-        at += 1
+        out[at] = U8((e >> 8) & 255)
+        if unit > 1:
+            out[at + 1] = U8(e >> 16)
+        at += unit
         bit += e & 255
     if bit > end * 8 or (bit + 7) >> 3 != end:
         return False
@@ -262,7 +277,7 @@ def _finish(
 
 @njit_inline
 def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) -> Any:
-    """The symbols of one look-up: all eight bytes are written, as many counted as are symbols."""
+    """The symbols of one look-up: eight bytes are written, as many counted as are symbols."""
     e = table[window >> shift]
     out[at] = U8(e & U64(255))
     out[at + U64(1)] = U8((e >> U64(8)) & U64(255))
@@ -278,79 +293,69 @@ def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) 
 
 @njit
 def _decode4(
-    data: NumPy,
-    places: NumPy,
-    width: int,
-    single: NumPy,
-    table: NumPy,
-    offsets: NumPy,
-    order: NumPy,
-    out: NumPy,
-) -> None:
-    """The bulk of four streams side by side: as far as all of them are away from their ends.
+    data: NumPy, places: NumPy, width: Int, table: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
+) -> Int:
+    """The bulk of four streams side by side, as far as all of them are away from their ends; False: corrupt.
 
-    places[k] = next bit, end of the data (byte), next symbol, end of the symbols; the first and the third are moved on.
+    places[k]: as `place` in `_finish`; the next bit and the next byte are moved on.
     """
+    for k in range(4):
+        if places[k, 3] - places[k, 2] < ROOM:
+            return True
     shift = U64(64 - width)
+    second = U64(unit - 1)
+    failed = False
     b0, b1, b2, b3 = U64(places[0, 0]), U64(places[1, 0]), U64(places[2, 0]), U64(places[3, 0])
     o0, o1, o2, o3 = U64(places[0, 2]), U64(places[1, 2]), U64(places[2, 2]), U64(places[3, 2])
-    # Five look-ups give at most 5 * 7 symbols and write one byte more; they take at most 5 * 11 bits of 57.
-    room = U64(36)
-    for k in range(4):
-        if places[k, 3] - places[k, 2] < 36:
-            return
-    s0, s1, s2, s3 = (
-        U64(places[0, 3]) - room,
-        U64(places[1, 3]) - room,
-        U64(places[2, 3]) - room,
-        U64(places[3, 3]) - room,
-    )
-    d0, d1, d2, d3 = U64(places[0, 1]) * 8, U64(places[1, 1]) * 8, U64(places[2, 1]) * 8, U64(places[3, 1]) * 8
-    while (
-        o0 <= s0 and o1 <= s1 and o2 <= s2 and o3 <= s3 and b0 <= d0 and b1 <= d1 and b2 <= d2 and b3 <= d3
-    ):
+    d0, d1 = U64(places[0, 1]) * U64(8), U64(places[1, 1]) * U64(8)
+    d2, d3 = U64(places[2, 1]) * U64(8), U64(places[3, 1]) * U64(8)
+    s0, s1 = U64(places[0, 3] - ROOM), U64(places[1, 3] - ROOM)
+    s2, s3 = U64(places[2, 3] - ROOM), U64(places[3, 3] - ROOM)
+    while o0 <= s0 and o1 <= s1 and o2 <= s2 and o3 <= s3 and b0 <= d0 and b1 <= d1 and b2 <= d2 and b3 <= d3:
         w0 = _load(data, b0 >> U64(3)) << (b0 & U64(7))
         w1 = _load(data, b1 >> U64(3)) << (b1 & U64(7))
         w2 = _load(data, b2 >> U64(3)) << (b2 & U64(7))
         w3 = _load(data, b3 >> U64(3)) << (b3 & U64(7))
         e0 = e1 = e2 = e3 = U64(0)
-        for _ in range(5):
+        for _ in range(5):  # 5 * 11 bits of the 57 that are there
             w0, o0, b0, e0 = _step(w0, shift, table, out, o0, b0)
             w1, o1, b1, e1 = _step(w1, shift, table, out, o1, b1)
             w2, o2, b2, e2 = _step(w2, shift, table, out, o2, b2)
             w3, o3, b3, e3 = _step(w3, shift, table, out, o3, b3)
-        if e0 == U64(0) or e1 == U64(0) or e2 == U64(0) or e3 == U64(0):
-            # A code longer than the look-up, or none: `_finish` will say which.
-            stuck = U64(0)
-            if e0 == U64(0):
-                e = _long(_load(data, b0 >> U64(3)) << (b0 & U64(7)), width, offsets, order)
-                stuck |= U64(e == 0)
-                out[o0] = U8((e >> 8) & 255)
-                o0 += U64(1)
-                b0 += U64(e & 255)
-            if e1 == U64(0):
-                e = _long(_load(data, b1 >> U64(3)) << (b1 & U64(7)), width, offsets, order)
-                stuck |= U64(e == 0)
-                out[o1] = U8((e >> 8) & 255)
-                o1 += U64(1)
-                b1 += U64(e & 255)
-            if e2 == U64(0):
-                e = _long(_load(data, b2 >> U64(3)) << (b2 & U64(7)), width, offsets, order)
-                stuck |= U64(e == 0)
-                out[o2] = U8((e >> 8) & 255)
-                o2 += U64(1)
-                b2 += U64(e & 255)
-            if e3 == U64(0):
-                e = _long(_load(data, b3 >> U64(3)) << (b3 & U64(7)), width, offsets, order)
-                stuck |= U64(e == 0)
-                out[o3] = U8((e >> 8) & 255)
-                o3 += U64(1)
-                b3 += U64(e & 255)
-            if stuck:
-                places[0, 0] = np.int64(-1)
-                return
+        # Where a look-up gave nothing: a code that is longer, or none.
+        if e0 == U64(0):
+            e = _long(_load(data, b0 >> U64(3)) << (b0 & U64(7)), width, offsets, order)
+            failed |= e == 64
+            out[o0] = U8((e >> 8) & 255)
+            out[o0 + second] = U8((e >> (8 * unit)) & 255)
+            o0 += U64(unit)
+            b0 += U64(e & 63)
+        if e1 == U64(0):
+            e = _long(_load(data, b1 >> U64(3)) << (b1 & U64(7)), width, offsets, order)
+            failed |= e == 64
+            out[o1] = U8((e >> 8) & 255)
+            out[o1 + second] = U8((e >> (8 * unit)) & 255)
+            o1 += U64(unit)
+            b1 += U64(e & 63)
+        if e2 == U64(0):
+            e = _long(_load(data, b2 >> U64(3)) << (b2 & U64(7)), width, offsets, order)
+            failed |= e == 64
+            out[o2] = U8((e >> 8) & 255)
+            out[o2 + second] = U8((e >> (8 * unit)) & 255)
+            o2 += U64(unit)
+            b2 += U64(e & 63)
+        if e3 == U64(0):
+            e = _long(_load(data, b3 >> U64(3)) << (b3 & U64(7)), width, offsets, order)
+            failed |= e == 64
+            out[o3] = U8((e >> 8) & 255)
+            out[o3 + second] = U8((e >> (8 * unit)) & 255)
+            o3 += U64(unit)
+            b3 += U64(e & 63)
+        if failed:
+            return False
     places[0, 0], places[1, 0], places[2, 0], places[3, 0] = np.int64(b0), np.int64(b1), np.int64(b2), np.int64(b3)
     places[0, 2], places[1, 2], places[2, 2], places[3, 2] = np.int64(o0), np.int64(o1), np.int64(o2), np.int64(o3)
+    return True
 
 
 def huffman_lengths(counts: Array, limit: int = 15) -> Array:
@@ -418,14 +423,13 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
     """See `kernels.huffman.huffman_encode`."""
     s = compiled(symbols)
     found = _checked(lengths, BadArgumentError)
-    codes = np.empty(found.size, np.uint32)
-    _codes(found, codes)
-    table = np.full(1 << (8 * s.dtype.itemsize), 1 << 63, np.uint64)
-    used = min(table.size, found.size)
-    there = found[:used] > 0
-    table[:used][there] = codes[:used][there] | (found[:used][there].astype(np.uint64) << np.uint64(32))
     if s.size == 0:
         return like(np.empty(0, np.uint8), symbols)
+    if int(s.max()) >= found.size:
+        raise BadArgumentError(f"symbols holds {int(s.max())}; lengths has {found.size} elements")
+    codes = np.empty(found.size, np.uint32)
+    _codes(found, codes)
+    table = np.where(found > 0, codes | (found.astype(np.uint64) << U64(32)), U64(1 << 63))
     longest = int(found.max())
     part = -(-s.size // streams)
     buffer = np.empty((s.size * longest + 7) // 8 + streams + 8, np.uint8)
@@ -435,7 +439,7 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
         if at < 0:
             raise BadArgumentError("symbols holds one that has no code")
         ends.append(at)
-    head = b"".join(_varint(b - a) for a, b in zip(ends[:-2], ends[1:-1], strict=True))
+    head = b"".join(_varint(ends[k + 1] - ends[k]) for k in range(streams - 1))
     out = np.empty(len(head) + ends[-1], np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     out[len(head) :] = buffer[: ends[-1]]
@@ -483,27 +487,34 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
     ends = _stream_ends(d, streams)
     padded = np.zeros(d.size + SPARE, np.uint8)
     padded[: d.size] = d
-    width = min(max(int(found.max(initial=0)), 1), TABLE_BITS)
+    unit = int(dtype[4:]) // 8
     codes = np.empty(found.size, np.uint32)
     _codes(found, codes)
-    single = np.empty(1 << width, np.int32)
-    table = np.empty(1 << width, np.uint64)
     offsets = np.zeros((3, LIMIT + 2), np.int64)
     order = np.zeros(found.size, np.int32)
-    fast = dtype == "uint8" and streams == 4
-    _decode_tables(found, codes, width, 7 if fast else 1, single, table, offsets, order)
-    out = np.empty(n, dtype)
+    _order(found, offsets, order)
+    longest = int(found.max())
+    width = min(longest, TABLE_BITS)
+    bulk = streams == 4 and n >= BULK
+    if longest > TABLE_BITS and n >= 1 << WIDE_BITS and (0.5 ** found[found > TABLE_BITS]).sum() > 0.125:
+        width, bulk = min(longest, WIDE_BITS), False  # an alphabet so large that most look-ups would fail
+    single = np.empty(1 << width, np.int32)
+    _single_table(found, codes, width, single)
+    out = np.empty(n * unit, np.uint8)
     part = -(-n // streams)
     places = np.asarray(
-        [(8 * ends[k], ends[k + 1], min(k * part, n), min((k + 1) * part, n)) for k in range(streams)], np.int64
+        [(8 * ends[k], ends[k + 1], unit * min(k * part, n), unit * min((k + 1) * part, n)) for k in range(streams)],
+        np.int64,
     )
-    if fast:
-        _decode4(padded, places, width, single, table, offsets, order, out)
+    fine = True
+    if bulk:
+        table = np.empty(1 << width, np.uint64)
+        _many_table(single, width, unit, table)
+        fine = _decode4(padded, places, width, table, offsets, order, unit, out)
     for k in range(streams):
-        bit, end, at, stop = (int(x) for x in places[k])
-        if bit < 0 or not _finish(padded, bit, end, width, single, offsets, order, out, at, stop):
+        if not (fine and _finish(padded, places[k], width, single, offsets, order, unit, out)):
             raise CorruptDataError(f"the bytes are not {n} Huffman codes of these lengths")
-    return like(out, data)
+    return like(out.view(f"<u{unit}").astype(dtype, copy=False), data)
 
 
 def pack_lengths(lengths: Array) -> bytes:

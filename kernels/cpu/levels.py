@@ -1,6 +1,7 @@
 """Level differences, grouping and pair counts, compiled.
 
-Counting and grouping walk four quarters of the input side by side: the chains of increments do not wait for each other.
+Grouping walks the two halves of the input side by side, with counters of their own: their chains of increments do not
+wait for each other. More than two parts do not pay, for each writes to as many places at once as there are keys.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+CHUNK = 1 << 30
+"""Elements between two additions of the uint32 pair counters to the int64 ones."""
+
 
 @njit
-def _subtract(a: Any, b: Any, size: int, out: Any) -> bool:
+def _subtract(a: Any, b: Any, size: int, out: Any) -> Any:
     """`out = (a - b) mod size`; whether every element of both was below size."""
     wrap = np.uint8(size & 255)
     largest = np.uint8(size - 1)
@@ -33,101 +37,85 @@ def _subtract(a: Any, b: Any, size: int, out: Any) -> bool:
 
 
 @njit
-def _count_quarters(keys: Any, tables: Any) -> None:
-    """Counts of each key in the four quarters of keys (the last takes the remainder): `tables[quarter, key]`."""
-    n = keys.size
-    quarter = n // 4
-    t0, t1, t2, t3 = tables[0], tables[1], tables[2], tables[3]
-    k1, k2, k3 = keys[quarter:], keys[2 * quarter :], keys[3 * quarter :]
-    for i in range(quarter):
-        t0[keys[i]] += 1
-        t1[k1[i]] += 1
-        t2[k2[i]] += 1
-        t3[k3[i]] += 1
-    for i in range(4 * quarter, n):
-        t3[keys[i]] += 1
-
-
-@njit
-def _starts(tables: Any, counts: Any) -> None:
-    """Turn counts a quarter into the positions where each quarter's elements of each key begin; counts: the totals."""
-    at = 0
-    for key in range(256):
-        begin = at
-        for quarter in range(4):
-            number = tables[quarter, key]
-            tables[quarter, key] = at
-            at += number
-        counts[key] = at - begin
-
-
-@njit
-def _split(values: Any, keys: Any, starts: Any, out: Any) -> None:
-    n = keys.size
-    quarter = n // 4
-    t0, t1, t2, t3 = starts[0], starts[1], starts[2], starts[3]
-    k1, k2, k3 = keys[quarter:], keys[2 * quarter :], keys[3 * quarter :]
-    v1, v2, v3 = values[quarter:], values[2 * quarter :], values[3 * quarter :]
-    for i in range(quarter):
-        a, b, c, d = keys[i], k1[i], k2[i], k3[i]
-        p = t0[a]
-        out[p] = values[i]
-        t0[a] = p + 1
-        q = t1[b]
-        out[q] = v1[i]
-        t1[b] = q + 1
-        r = t2[c]
-        out[r] = v2[i]
-        t2[c] = r + 1
-        s = t3[d]
-        out[s] = v3[i]
-        t3[d] = s + 1
-    for i in range(4 * quarter, n):
-        s = t3[keys[i]]
-        out[s] = values[i]
-        t3[keys[i]] = s + 1
-
-
-@njit
-def _merge(grouped: Any, keys: Any, starts: Any, out: Any) -> None:
-    n = keys.size
-    quarter = n // 4
-    t0, t1, t2, t3 = starts[0], starts[1], starts[2], starts[3]
-    k1, k2, k3 = keys[quarter:], keys[2 * quarter :], keys[3 * quarter :]
-    o1, o2, o3 = out[quarter:], out[2 * quarter :], out[3 * quarter :]
-    for i in range(quarter):
-        a, b, c, d = keys[i], k1[i], k2[i], k3[i]
-        p = t0[a]
-        out[i] = grouped[p]
-        t0[a] = p + 1
-        q = t1[b]
-        o1[i] = grouped[q]
-        t1[b] = q + 1
-        r = t2[c]
-        o2[i] = grouped[r]
-        t2[c] = r + 1
-        s = t3[d]
-        o3[i] = grouped[s]
-        t3[d] = s + 1
-    for i in range(4 * quarter, n):
-        s = t3[keys[i]]
-        out[i] = grouped[s]
-        t3[keys[i]] = s + 1
-
-
-@njit
-def _pairs(previous: Any, current: Any, tables: Any) -> None:
-    """Add to `tables[lane * 65536 + previous * 256 + current]`, lanes taking turns."""
-    one = np.uint32(1)
-    n = previous.size
-    whole = n - n % 4
+def _count_halves(keys: Any, lanes: Any) -> None:
+    """Count keys in `lanes[8 * key + lane]`: even lanes the first half of them (the shorter), odd lanes the rest."""
+    one, three = np.uint64(1), np.uint64(3)
+    half = keys.size // 2
+    a, b = keys[:half], keys[half:]
+    whole = half // 4 * 4
     for i in range(0, whole, 4):
-        tables[np.uint64(previous[i]) << np.uint64(8) | np.uint64(current[i])] += one
-        tables[(np.uint64(previous[i + 1]) << np.uint64(8) | np.uint64(current[i + 1])) + np.uint64(65536)] += one
-        tables[(np.uint64(previous[i + 2]) << np.uint64(8) | np.uint64(current[i + 2])) + np.uint64(131072)] += one
-        tables[(np.uint64(previous[i + 3]) << np.uint64(8) | np.uint64(current[i + 3])) + np.uint64(196608)] += one
-    for i in range(whole, n):
-        tables[np.uint64(previous[i]) << np.uint64(8) | np.uint64(current[i])] += one
+        lanes[np.uint64(a[i]) << three] += one
+        lanes[(np.uint64(b[i]) << three) + np.uint64(1)] += one
+        lanes[(np.uint64(a[i + 1]) << three) + np.uint64(2)] += one
+        lanes[(np.uint64(b[i + 1]) << three) + np.uint64(3)] += one
+        lanes[(np.uint64(a[i + 2]) << three) + np.uint64(4)] += one
+        lanes[(np.uint64(b[i + 2]) << three) + np.uint64(5)] += one
+        lanes[(np.uint64(a[i + 3]) << three) + np.uint64(6)] += one
+        lanes[(np.uint64(b[i + 3]) << three) + np.uint64(7)] += one
+    for i in range(whole, half):
+        lanes[np.uint64(a[i]) << three] += one
+    for i in range(whole, b.size):
+        lanes[(np.uint64(b[i]) << three) + np.uint64(1)] += one
+
+
+@njit
+def _split(values: Any, keys: Any, places: Any, out: Any) -> None:
+    """Move each value to `places[2 * key + half]`, which moves on by one."""
+    one = np.uint64(1)
+    half = keys.size // 2
+    a, b, first, second = keys[:half], keys[half:], values[:half], values[half:]
+    for i in range(half):
+        j = np.uint64(a[i]) << one
+        p = places[j]
+        out[p] = first[i]
+        places[j] = p + one
+        k = (np.uint64(b[i]) << one) + one
+        q = places[k]
+        out[q] = second[i]
+        places[k] = q + one
+    for i in range(half, b.size):
+        out[places[(np.uint64(b[i]) << one) + one]] = second[i]
+
+
+@njit
+def _merge(grouped: Any, keys: Any, places: Any, out: Any) -> None:
+    """Take each value from `places[2 * key + half]`, which moves on by one."""
+    one = np.uint64(1)
+    half = keys.size // 2
+    a, b, first, second = keys[:half], keys[half:], out[:half], out[half:]
+    for i in range(half):
+        j = np.uint64(a[i]) << one
+        p = places[j]
+        first[i] = grouped[p]
+        places[j] = p + one
+        k = (np.uint64(b[i]) << one) + one
+        q = places[k]
+        second[i] = grouped[q]
+        places[k] = q + one
+    for i in range(half, b.size):
+        second[i] = grouped[places[(np.uint64(b[i]) << one) + one]]
+
+
+@njit
+def _pairs(previous: Any, current: Any, lanes: Any) -> None:
+    """Count each pair in `lanes[4 * (256 * previous + current) + lane]`, the lanes taking turns.
+
+    By short blocks, first the pairs, then the counters: the first loop is vectorized, the second has nothing else to do.
+    """
+    one, two = np.uint32(1), np.uint64(2)
+    pairs = np.empty(256, np.uint16)
+    whole = previous.size // 256 * 256
+    for begin in range(0, whole, 256):
+        p, c = previous[begin : begin + 256], current[begin : begin + 256]
+        for i in range(256):
+            pairs[i] = np.uint16(np.uint16(p[i]) << np.uint16(8) | np.uint16(c[i]))
+        for i in range(0, 256, 4):
+            lanes[np.uint64(pairs[i]) << two] += one
+            lanes[(np.uint64(pairs[i + 1]) << two) + np.uint64(1)] += one
+            lanes[(np.uint64(pairs[i + 2]) << two) + np.uint64(2)] += one
+            lanes[(np.uint64(pairs[i + 3]) << two) + np.uint64(3)] += one
+    for i in range(whole, previous.size):
+        lanes[(np.uint64(previous[i]) << np.uint64(8) | np.uint64(current[i])) << two] += one
 
 
 def _flat(x: Array) -> Bytes:
@@ -157,14 +145,14 @@ def undelta(previous: Array, delta: Array, size: int) -> Array:
 
 
 def _groups(keys: Bytes, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Starts a quarter and key, and counts a key; None where a key is not below size."""
-    tables = np.zeros((4, 256), dtype=np.int64)
-    _count_quarters(keys, tables)
-    if tables[:, size:].any():
+    """Where each half's elements of each key begin, and counts a key; None where a key is not below size."""
+    lanes = np.zeros((256, 4, 2), dtype=np.uint64)
+    _count_halves(keys, lanes.reshape(-1))
+    number = lanes.sum(axis=1).astype(np.int64)
+    if number[size:].any():
         return None
-    counts = np.empty(256, dtype=np.int64)
-    _starts(tables, counts)
-    return tables, counts[:size].copy()
+    places = np.cumsum(number.reshape(-1)) - number.reshape(-1)
+    return places.astype(np.uint64), number.sum(axis=1)[:size]
 
 
 def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]:
@@ -193,10 +181,10 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
     """See `shrinkpoint.kernels.levels.joint_counts`."""
     a, b = _flat(previous), _flat(current)
     counts = np.zeros((previous_size, current_size), dtype=np.int64)
-    for begin in range(0, a.size, 1 << 30):  # the partial counters are uint32
-        tables = np.zeros((4, 256, 256), dtype=np.uint32)
-        _pairs(a[begin : begin + (1 << 30)], b[begin : begin + (1 << 30)], tables.reshape(-1))
-        counts += tables[:, :previous_size, :current_size].sum(axis=0, dtype=np.int64)
+    for begin in range(0, a.size, CHUNK):
+        lanes = np.zeros((256, 256, 4), dtype=np.uint32)
+        _pairs(a[begin : begin + CHUNK], b[begin : begin + CHUNK], lanes.reshape(-1))
+        counts += lanes[:previous_size, :current_size].sum(axis=2, dtype=np.int64)
     if int(counts.sum()) != a.size:
         raise BadArgumentError(
             f"a previous level is not below {previous_size} or a current one not below {current_size}"

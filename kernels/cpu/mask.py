@@ -154,8 +154,8 @@ def _gather(x: Any, words: Any, bit_at: Any, out: Any) -> None:
     k = np.int64(0)
     for j in range(words.size):
         word, start = words[j], 64 * j
-        # The branch-free form writes one place ahead and reads whole words, so it stops short of both ends.
-        if _ones(word) > DENSE and k + 64 < out.size and start + 64 <= x.size:
+        # The branch-free form writes one place ahead and reads whole words, so it needs more than a word's worth to go.
+        if _ones(word) > DENSE and k + 64 < out.size:
             for q in range(64):
                 out[k] = x[start + q]
                 k += np.int64((word >> np.uint64(q)) & one)
@@ -175,7 +175,7 @@ def _scatter(words: Any, values: Any, bit_at: Any, out: Any) -> None:
     k = np.int64(0)
     for j in range(words.size):
         word, start = words[j], 64 * j
-        if _ones(word) > DENSE and k + 64 < values.size and start + 64 <= out.size:
+        if _ones(word) > DENSE and k + 64 < values.size:  # reads one place ahead
             for q in range(64):
                 ahead[q] = values[k]
                 k += np.int64((word >> np.uint64(q)) & one)

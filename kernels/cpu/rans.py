@@ -17,16 +17,33 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 NumPy = np.ndarray[Any, Any]
+Int = Any  # a machine integer or truth value inside compiled code
 U8 = np.uint8
 U16 = np.uint16
 U64 = np.uint64
+LEAST = U64(1 << 16)
+"""`kernels.rans.START` (a compiled function must not take it from another module: see `jit`)."""
 HEADER = 4 * STATES
 QUIET = 0.4
-"""Bits a symbol below which it pays to expect that nothing happens: each symbol its row's likeliest, no word to read."""
+"""Bits a symbol below which it pays to expect that nothing happens: every symbol the likeliest, no word to read."""
+CALM = 1.0
+"""The same for encoding: bits a symbol below which it pays to expect that no state has to give a word."""
+BLOCK = 1 << 16
+"""Symbols encoded before it is asked again which of the two is faster; a multiple of four."""
 
 
 @njit
-def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
+def _peak(frequencies: NumPy) -> Int:
+    """The greatest frequency, of equal ones the lowest symbol."""
+    peak: Int = 0
+    for s in range(frequencies.size):
+        if frequencies[s] > frequencies[peak]:
+            peak = s
+    return peak
+
+
+@njit
+def _round_row(counts: NumPy, total: Int, out: NumPy) -> None:
     """`counts` scaled to the sum `total`, each present symbol at least 1 (see `rans_frequencies`)."""
     size = counts.size
     n = np.int64(0)
@@ -46,7 +63,8 @@ def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
     if n == 0:
         return
     while True:
-        # The symbol that gains most by one more, and the one that loses least by one less.
+        # The symbol that gains most by one more, and the one that loses least by one less; of equals the first gets
+        # and the last gives, so that the result does not depend on the start.
         up, down = -1, -1
         gain, loss = -1.0, np.inf
         for s in range(size):
@@ -57,7 +75,7 @@ def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
                     gain, up = g, s
                 if f > 1.0:
                     g = np.float64(counts[s]) / np.sqrt(f * (f - 1.0))
-                    if g < loss:
+                    if g <= loss:
                         loss, down = g, s
         if left > 0:
             out[up] += 1
@@ -65,7 +83,7 @@ def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
         elif left < 0:
             out[down] -= 1
             left += 1
-        elif gain > loss:
+        elif gain > loss or (gain == loss and up < down):
             out[up] += 1
             out[down] -= 1
         else:
@@ -73,13 +91,10 @@ def _round_row(counts: NumPy, total: int, out: NumPy) -> None:
 
 
 @njit
-def _shorten(exact: NumPy, digits: int, total: int, out: NumPy) -> bool:
+def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
     """All frequencies but the greatest of each row rounded to `digits` significant bits; whether that can be done."""
     for c in range(exact.shape[0]):
-        peak = np.int64(0)
-        for s in range(exact.shape[1]):
-            if exact[c, s] > exact[c, peak]:
-                peak = s
+        peak = _peak(exact[c])
         rest = np.int64(total)
         greatest = np.int64(1)
         for s in range(exact.shape[1]):
@@ -103,17 +118,7 @@ def _shorten(exact: NumPy, digits: int, total: int, out: NumPy) -> bool:
 
 
 @njit
-def _peak(frequencies: NumPy) -> int:
-    """The greatest frequency, of equal ones the lowest symbol."""
-    peak = np.int64(0)
-    for s in range(frequencies.size):
-        if frequencies[s] > frequencies[peak]:
-            peak = s
-    return peak
-
-
-@njit
-def _encode_table(frequencies: NumPy, precision: int, table: NumPy) -> None:
+def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
     """Per context and symbol: least state that has to give a word, reciprocal of f (0: absent), start, 2**p - f.
 
     The reciprocal r = ceil(2**(32 + p) / f) exceeds the quotient by less than 1, and a state x that takes a symbol is
@@ -140,33 +145,40 @@ def _encode_table(frequencies: NumPy, precision: int, table: NumPy) -> None:
 
 
 @njit
-def _encode(
-    symbols: NumPy, contexts: NumPy, columns: int, table: NumPy, precision: int, words: NumPy, states: NumPy
-) -> int:
-    """Fills `words` from its end; returns the number of words, or -1 if a symbol has frequency zero.
-
-    A state x takes a symbol by x + start + (x // f) * (2**p - f), which is ((x // f) << p) + x % f + start.
-    """
-    n = symbols.size
-    k = U64(32 + precision)
-    row = U64(columns)
-    low = U64(0xFFFF)
-    at = U64(words.size - 1)
-    whole = n - n % 4
-    for i in range(n - 1, whole - 1, -1):
+def _encode_rest(
+    symbols: NumPy, contexts: NumPy, columns: Int, table: NumPy, precision: Int, words: NumPy, states: NumPy
+) -> Int:
+    """The at most three symbols after the last group of four; returns the next place in `words`, or -1 if corrupt."""
+    at = words.size - 1
+    for i in range(symbols.size - 1, symbols.size - symbols.size % 4 - 1, -1):
         x = states[i & 3]
-        e = U64(contexts[i]) * row + U64(symbols[i])
+        e = U64(contexts[i]) * U64(columns) + U64(symbols[i])
         if table[e, 1] == U64(0):
             return -1
         if x >= table[e, 0]:
-            words[at] = U16(x & low)
-            at -= U64(1)
+            words[at] = U16(x & U64(0xFFFF))
+            at -= 1
             x >>= U64(16)
-        states[i & 3] = x + table[e, 2] + ((x * table[e, 1]) >> k) * table[e, 3]
-    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+        states[i & 3] = x + table[e, 2] + ((x * table[e, 1]) >> U64(32 + precision)) * table[e, 3]
+    return at
+
+
+@njit
+def _encode_quiet(
+    symbols: NumPy, contexts: NumPy, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
+) -> Int:
+    """Groups of four, from the last to the first, into `words` from `at` down; returns the next `at`, -1 if corrupt.
+
+    A state x takes a symbol by x + start + (x // f) * (2**p - f), which is ((x // f) << p) + x % f + start.
+    """
+    k = U64(32 + precision)
+    row = U64(columns)
+    low = U64(0xFFFF)
+    to = U64(at)
     absent = False
-    for j in range(whole // 4):
-        i = U64(whole - 4 - 4 * j)
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    for j in range(symbols.size // 4):
+        i = U64(symbols.size - 4 - 4 * j)
         e3 = U64(contexts[i + U64(3)]) * row + U64(symbols[i + U64(3)])
         e2 = U64(contexts[i + U64(2)]) * row + U64(symbols[i + U64(2)])
         e1 = U64(contexts[i + U64(1)]) * row + U64(symbols[i + U64(1)])
@@ -175,20 +187,20 @@ def _encode(
         if x3 >= table[e3, 0] or x2 >= table[e2, 0] or x1 >= table[e1, 0] or x0 >= table[e0, 0]:
             # Written in any case and kept or not: which of the four it is cannot be predicted.
             full = x3 >= table[e3, 0]
-            words[at] = U16(x3 & low)
-            at -= U64(full)
+            words[to] = U16(x3 & low)
+            to -= U64(full)
             x3 = x3 >> U64(16) if full else x3
             full = x2 >= table[e2, 0]
-            words[at] = U16(x2 & low)
-            at -= U64(full)
+            words[to] = U16(x2 & low)
+            to -= U64(full)
             x2 = x2 >> U64(16) if full else x2
             full = x1 >= table[e1, 0]
-            words[at] = U16(x1 & low)
-            at -= U64(full)
+            words[to] = U16(x1 & low)
+            to -= U64(full)
             x1 = x1 >> U64(16) if full else x1
             full = x0 >= table[e0, 0]
-            words[at] = U16(x0 & low)
-            at -= U64(full)
+            words[to] = U16(x0 & low)
+            to -= U64(full)
             x0 = x0 >> U64(16) if full else x0
             absent |= min(min(table[e3, 1], table[e2, 1]), min(table[e1, 1], table[e0, 1])) == U64(0)
         x3 += table[e3, 2] + ((x3 * table[e3, 1]) >> k) * table[e3, 3]
@@ -198,11 +210,56 @@ def _encode(
     if absent:
         return -1
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    return words.size - 1 - np.int64(at)
+    return np.int64(to)
 
 
 @njit
-def _decode_table(frequencies: NumPy, precision: int, symbol_of: NumPy, table: NumPy, peaks: NumPy) -> None:
+def _encode_busy(
+    symbols: NumPy, contexts: NumPy, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
+) -> Int:
+    """As `_encode_quiet`, without any branch that depends on the data."""
+    k = U64(32 + precision)
+    row = U64(columns)
+    low = U64(0xFFFF)
+    to = U64(at)
+    least = U64(1)
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    for j in range(symbols.size // 4):
+        i = U64(symbols.size - 4 - 4 * j)
+        e3 = U64(contexts[i + U64(3)]) * row + U64(symbols[i + U64(3)])
+        e2 = U64(contexts[i + U64(2)]) * row + U64(symbols[i + U64(2)])
+        e1 = U64(contexts[i + U64(1)]) * row + U64(symbols[i + U64(1)])
+        e0 = U64(contexts[i]) * row + U64(symbols[i])
+        r3, r2, r1, r0 = table[e3, 1], table[e2, 1], table[e1, 1], table[e0, 1]
+        least = min(least, min(min(r3, r2), min(r1, r0)))
+        full = x3 >= table[e3, 0]
+        words[to] = U16(x3 & low)
+        to -= U64(full)
+        x3 = x3 >> U64(16) if full else x3
+        full = x2 >= table[e2, 0]
+        words[to] = U16(x2 & low)
+        to -= U64(full)
+        x2 = x2 >> U64(16) if full else x2
+        full = x1 >= table[e1, 0]
+        words[to] = U16(x1 & low)
+        to -= U64(full)
+        x1 = x1 >> U64(16) if full else x1
+        full = x0 >= table[e0, 0]
+        words[to] = U16(x0 & low)
+        to -= U64(full)
+        x0 = x0 >> U64(16) if full else x0
+        x3 += table[e3, 2] + ((x3 * r3) >> k) * table[e3, 3]
+        x2 += table[e2, 2] + ((x2 * r2) >> k) * table[e2, 3]
+        x1 += table[e1, 2] + ((x1 * r1) >> k) * table[e1, 3]
+        x0 += table[e0, 2] + ((x0 * r0) >> k) * table[e0, 3]
+    if least == U64(0):
+        return -1
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    return np.int64(to)
+
+
+@njit
+def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: NumPy, peaks: NumPy) -> None:
     """symbol_of[c << p | slot]; table[c * S + s]: f | start << 32; peaks[c]: its symbol | its f << 8.
 
     In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set.
@@ -231,9 +288,9 @@ def _decode_table(frequencies: NumPy, precision: int, symbol_of: NumPy, table: N
 
 @njit
 def _decode_quiet(
-    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: int, precision: int,
+    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
-) -> int:  # fmt: skip
+) -> Int:  # fmt: skip
     """Whole groups of four for data of a fraction of a bit a symbol; returns the number of words, -1 if corrupt.
 
     `words` ends in four that may be read but do not count. The peak of a row has the first slots, so one comparison
@@ -243,7 +300,7 @@ def _decode_quiet(
     row = U64(columns)
     mask = (U64(1) << p) - U64(1)
     half = U64(0xFFFFFFFF)
-    least = U64(START)
+    least = LEAST
     limit = U64(words.size - 4)
     at = U64(0)
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
@@ -299,15 +356,15 @@ def _decode_quiet(
 
 @njit
 def _decode_busy(
-    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: int, precision: int, states: NumPy,
+    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int, states: NumPy,
     out: NumPy,
-) -> int:  # fmt: skip
+) -> Int:  # fmt: skip
     """As `_decode_quiet`, without any branch that depends on the data."""
     p = U64(precision)
     row = U64(columns)
     mask = (U64(1) << p) - U64(1)
     half = U64(0xFFFFFFFF)
-    least = U64(START)
+    least = LEAST
     limit = U64(words.size - 4)
     at = U64(0)
     flags = U64(0)
@@ -356,9 +413,9 @@ def _decode_busy(
 
 @njit
 def _decode_rest(
-    words: NumPy, at: int, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: int, precision: int,
+    words: NumPy, at: Int, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
-) -> bool:  # fmt: skip
+) -> Int:  # fmt: skip
     """The at most three symbols after the last group; whether all words are read and all states back at their start."""
     p = U64(precision)
     for i in range(out.size - out.size % 4, out.size):
@@ -370,14 +427,14 @@ def _decode_rest(
             return False
         out[i] = s
         x = (e & U64(0xFFFFFFFF)) * (x >> p) + slot - (e >> U64(32))
-        if x < U64(START):
+        if x < LEAST:
             if at >= words.size - 4:
                 return False
             x = (x << U64(16)) | U64(words[at])
             at += 1
         states[i & 3] = x
     for k in range(4):
-        if states[k] != U64(START):
+        if states[k] != LEAST:
             return False
     return at == words.size - 4
 
@@ -429,9 +486,19 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
     _encode_table(f, precision, table)
     words = np.empty(s.size + 1, np.uint16)  # at most one word a symbol, and one that is written in vain
     states = np.full(STATES, START, np.uint64)
-    count = _encode(s, c, columns, table, precision, words, states)
-    if count < 0:
+    at = _encode_rest(s, c, columns, table, precision, words, states)
+    quiet = True
+    for stop in range(s.size - s.size % 4, 0, -BLOCK):
+        if at < 0:
+            break
+        block = slice(max(stop - BLOCK, 0), stop)
+        encode = _encode_quiet if quiet else _encode_busy
+        before = at
+        at = encode(s[block], c[block], columns, table, precision, words, at, states)
+        quiet = 16 * (before - at) < CALM * BLOCK
+    if at < 0:
         raise BadArgumentError("symbols holds one whose frequency in its context is zero")
+    count = words.size - 1 - at
     if count == 0 and (states == START).all():
         return like(np.empty(0, np.uint8), symbols)
     out = np.empty(HEADER + 2 * count, np.uint8)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 NumPy = np.ndarray[Any, Any]
+Int = Any  # a machine integer or truth value inside compiled code
 BLOCK = 4096
 """Values looked at before their runs are written; the scratch list of starts stays in the first-level cache."""
 SHORT = 16
@@ -23,7 +24,7 @@ SHORT = 16
 
 
 @njit
-def _write_run(tokens: NumPy, at: int, value: int, run: int, longest: int) -> int:
+def _write_run(tokens: NumPy, at: Int, value: Int, run: Int, longest: Int) -> Int:
     """The tokens of one run; returns where the next go."""
     while run > longest:
         tokens[at] = -value
@@ -38,15 +39,15 @@ def _write_run(tokens: NumPy, at: int, value: int, run: int, longest: int) -> in
 
 
 @njit
-def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: int) -> int:
+def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: Int) -> Int:
     """Fills `tokens` and returns how many; `starts` is scratch for the starts of a block's runs."""
     n = values.size
     if n == 0:
         return 0
     written = np.int64(0)
     begin = np.int64(0)  # of the run that is open
-    block = np.int64(starts.size)
-    low = np.int64(1)
+    block: Int = starts.size
+    low: Int = 1
     while low < n:
         high = min(low + block, n)
         found = np.uint64(0)
@@ -65,7 +66,7 @@ def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: int) -> int:
 
 
 @njit
-def _decode(tokens: NumPy, out: NumPy, longest: int) -> bool:
+def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
     """Fills `out`; whether the tokens are those that `_encode` would write for it."""
     n = np.int64(out.size)
     m = np.int64(tokens.size)

@@ -14,6 +14,7 @@ from ..errors import BadArgumentError, CorruptDataError
 from .jit import njit
 
 NumPy = np.ndarray[Any, Any]
+Int = Any  # a machine integer or truth value inside compiled code
 U64 = np.uint64
 
 EVEN = 32768
@@ -34,7 +35,7 @@ LOW, RANGE, AT, DECODING, FAILED = 0, 1, 2, 3, 4
 
 
 @njit
-def _emit(state: NumPy, data: NumPy, byte: int) -> None:
+def _emit(state: NumPy, data: NumPy, byte: Int) -> None:
     at = np.int64(state[AT])
     if at >= data.size:
         state[FAILED] = U64(1)
@@ -54,7 +55,7 @@ def _carry(state: NumPy, data: NumPy) -> None:
 
 
 @njit
-def _split(state: NumPy, data: NumPy, bound: Any, bit: int) -> int:
+def _split(state: NumPy, data: NumPy, bound: Any, bit: Int) -> Int:
     """Takes the part of the range that belongs to `bit`, or finds out which part it is; `bound` belongs to 0."""
     if state[DECODING]:
         bit = np.int64(state[LOW] >= bound)
@@ -88,7 +89,7 @@ def _split(state: NumPy, data: NumPy, bound: Any, bit: int) -> int:
 
 
 @njit
-def _bit(state: NumPy, data: NumPy, models: NumPy, model: int, bit: int) -> int:
+def _bit(state: NumPy, data: NumPy, models: NumPy, model: Int, bit: Int) -> Int:
     zero = np.int64(models[model, 0])
     seen = np.int64(models[model, 1])
     bit = _split(state, data, (state[RANGE] >> U64(16)) * U64(zero), bit)
@@ -102,7 +103,7 @@ def _bit(state: NumPy, data: NumPy, models: NumPy, model: int, bit: int) -> int:
 
 
 @njit
-def _plain(state: NumPy, data: NumPy, bits: int, value: int) -> int:
+def _plain(state: NumPy, data: NumPy, bits: Int, value: Int) -> Int:
     """`bits` bits of `value`, the highest first, without a model."""
     out = np.int64(0)
     for k in range(bits - 1, -1, -1):
@@ -111,7 +112,7 @@ def _plain(state: NumPy, data: NumPy, bits: int, value: int) -> int:
 
 
 @njit
-def _count(state: NumPy, data: NumPy, models: NumPy, base: int, most: int, limit: int, value: int) -> int:
+def _count(state: NumPy, data: NumPy, models: NumPy, base: Int, most: Int, limit: Int, value: Int) -> Int:
     """`value` in 0 ... limit as so many ones and a zero (no zero after `limit` ones), in `most` + 1 models."""
     out = np.int64(0)
     while out < limit:
@@ -123,8 +124,8 @@ def _count(state: NumPy, data: NumPy, models: NumPy, base: int, most: int, limit
 
 @njit
 def _near(
-    state: NumPy, data: NumPy, models: NumPy, equal: int, up: int, step: int, near: int, highest: int, value: int
-) -> int:
+    state: NumPy, data: NumPy, models: NumPy, equal: Int, up: Int, step: Int, near: Int, highest: Int, value: Int
+) -> Int:
     """`value` in 1 ... highest, by how far it is from `near`; 0 if the bytes say that it is outside."""
     if _bit(state, data, models, equal, np.int64(value != near)) == 0:
         return near
@@ -138,7 +139,7 @@ def _near(
 
 
 @njit
-def _width(value: int) -> int:
+def _width(value: Int) -> Int:
     """Bits of `value`; 0 for 0."""
     bits = np.int64(0)
     while value >> bits:
@@ -147,7 +148,7 @@ def _width(value: int) -> int:
 
 
 @njit
-def _lengths(state: NumPy, data: NumPy, models: NumPy, lengths: NumPy, highest: int) -> bool:
+def _lengths(state: NumPy, data: NumPy, models: NumPy, lengths: NumPy, highest: Int) -> Int:
     """The code lengths; whether they are those of a complete code (or of none)."""
     size = lengths.size
     left = np.int64(1) << highest  # of the code space
@@ -184,7 +185,7 @@ def _lengths(state: NumPy, data: NumPy, models: NumPy, lengths: NumPy, highest: 
 
 
 @njit
-def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precision: int) -> bool:
+def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precision: Int) -> Int:
     """The frequencies; whether each row is what it has to be."""
     rows, columns = table.shape
     total = np.int64(1) << precision
@@ -277,7 +278,7 @@ def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precisi
 
 
 @njit
-def _open(state: NumPy, data: NumPy, models: NumPy, decoding: bool) -> None:
+def _open(state: NumPy, data: NumPy, models: NumPy, decoding: Int) -> None:
     state[LOW], state[RANGE], state[AT], state[FAILED] = U64(0), U64(0xFFFFFFFF), U64(0), U64(0)
     state[DECODING] = U64(decoding)
     if decoding:
@@ -292,7 +293,7 @@ def _open(state: NumPy, data: NumPy, models: NumPy, decoding: bool) -> None:
 
 
 @njit
-def _close(state: NumPy, data: NumPy) -> int:
+def _close(state: NumPy, data: NumPy) -> Int:
     """The shortest end that lies in the range, without the zeros that a reader adds itself; returns the size."""
     for size in range(5):
         mask = (U64(1) << U64(32 - 8 * size)) - U64(1)
@@ -303,14 +304,14 @@ def _close(state: NumPy, data: NumPy) -> int:
             for k in range(size):
                 _emit(state, data, np.int64((value >> U64(24 - 8 * k)) & U64(255)))
             break
-    size = np.int64(state[AT])
-    while size > 0 and data[size - 1] == 0:
-        size -= 1
-    return size
+    end = np.int64(state[AT])
+    while end > 0 and data[end - 1] == 0:
+        end -= 1
+    return end
 
 
 @njit
-def _code(table: NumPy, parameter: int, is_lengths: bool, data: NumPy, decoding: bool) -> int:
+def _code(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy, decoding: Int) -> Int:
     """Encodes `table` (two-dimensional) into `data` or fills it from there.
 
     Returns the size of the data, -1 if they are not such a table, -2 if `data` is too small to encode into.

@@ -60,7 +60,7 @@ def assign_kernel(
         level = tl.where(protected, 1, tl.where(pruned, 0, code + 1))
     else:
         for step in tl.static_range(STEPS):
-            ahead: tl.constexpr = 1 << (STEPS - 1 - step)
+            ahead = 1 << (STEPS - 1 - step)
             # code + ahead boundaries lie at or below x exactly if the last of them does.
             last = tl.load(boundaries_ptr + (code + (ahead - 1)))
             code = tl.where(last <= value, code + ahead, code)

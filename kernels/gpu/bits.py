@@ -71,6 +71,23 @@ def widened(x, DOUBLE: tl.constexpr):
 
 
 @triton.jit
+def single(x):
+    """x as float32: exact for the 16-bit formats, rounded to nearest from float64."""
+    if x.dtype == tl.float64:
+        y = x.to(tl.float32)
+    else:
+        y = widened(x, False)
+    return y
+
+
+@triton.jit
+def order_key(s, WIDTH: tl.constexpr):
+    """Sign and magnitude to two's complement in the same order, and back: below zero, all bits but the sign flip."""
+    low: tl.constexpr = (1 << (WIDTH - 1)) - 1
+    return tl.where(s < 0, s ^ low, s)
+
+
+@triton.jit
 def product_magnitude(x, gradient, DOUBLE: tl.constexpr):
     """Pattern of |gradient * x|: one product, rounded to float32, or to float64 with DOUBLE."""
     product = widened(gradient, DOUBLE) * widened(x, DOUBLE)

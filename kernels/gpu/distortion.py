@@ -1,28 +1,61 @@
-"""Distortion on the GPU: torch reductions in float64 over chunks; sums, not decisions, so no agreement to the bit."""
+"""Distortion on the GPU: sums of each block in float64, added up at the end.
+
+These sums report an error and decide nothing, so their order may differ between back ends.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+import triton
+import triton.language as tl
 
 from ..distortion import Distortion
+from .bits import widened
+from .launch import Launch, on, tensor
 
 if TYPE_CHECKING:
     from ..arrays import Array
 
-_STEP = 1 << 24
+SUMS = Launch(block=4096, warps=8)
+
+
+@triton.jit
+def distortion_kernel(x_ptr, y_ptr, n: tl.int64, sums_ptr, BLOCK: tl.constexpr):
+    """Squared error, squared norm and largest relative error of each block, over the finite x."""
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    x = widened(tl.load(x_ptr + offsets, mask=inside, other=0.0), True)
+    y = widened(tl.load(y_ptr + offsets, mask=inside, other=0.0), True)
+    finite = tl.abs(x) < float("inf")
+    x = tl.where(finite, x, 0.0)
+    d = tl.where(finite, y - x, 0.0)
+    size = tl.abs(x)
+    relative = tl.where(size > 0.0, tl.abs(d) / tl.where(size > 0.0, size, 1.0), tl.where(d != 0.0, float("inf"), 0.0))
+    relative = tl.where(relative == relative, relative, 0.0)  # a NaN compares as no larger
+    tl.store(sums_ptr + 3 * block, tl.sum(d * d, axis=0))
+    tl.store(sums_ptr + 3 * block + 1, tl.sum(x * x, axis=0))
+    tl.store(sums_ptr + 3 * block + 2, tl.max(relative, axis=0))
 
 
 def distortion(x: Array, y: Array) -> Distortion:
-    """See `kernels.distortion`."""
-    x, y = torch.as_tensor(x).reshape(-1), torch.as_tensor(y).reshape(-1)
-    total = Distortion(0.0, 0.0, 0.0)
-    for start in range(0, x.numel(), _STEP):
-        a, b = x[start : start + _STEP].double(), y[start : start + _STEP].double()
-        finite = torch.isfinite(a)
-        a, d = torch.where(finite, a, 0.0), torch.where(finite, b - a, 0.0)
-        relative = torch.where(a == 0, torch.where(d != 0, torch.inf, 0.0), d.abs() / a.abs())
-        sums = torch.stack([(d * d).sum(), (a * a).sum(), relative.max()]).tolist()
-        total += Distortion(*sums)
-    return total
+    """See `shrinkpoint.kernels.distortion.distortion`."""
+    a, b = tensor(x), tensor(y)
+    if a.numel() == 0:
+        return Distortion(0.0, 0.0, 0.0)
+    sums = torch.empty((SUMS.programs(a.numel()), 3), dtype=torch.float64, device=a.device)
+    with on(a):
+        distortion_kernel[SUMS.grid(a.numel())](
+            # inputs
+            a,
+            b,
+            a.numel(),
+            # outputs
+            sums,
+            # constants
+            **SUMS.constants(a.numel()),
+        )
+    error, norm, largest = torch.cat([sums[:, :2].sum(0), sums[:, 2].amax(0, keepdim=True)]).tolist()
+    return Distortion(error, norm, largest)

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
-EXACT = Launch(block=2048, warps=8)
-LLOYD = Launch(block=256, warps=4)
-CODES = 256
-"""Codes whose means a program takes side by side."""
+EXACT = Launch(block=2048, warps=8, interpreted=1 << 14)
+"""`block` is the number of candidates a program weighs at once."""
+LLOYD = Launch(block=256, warps=8)
+"""`block` is the number of codes whose means a program takes side by side, in both kernels."""
+FIELDS = 9
+"""Columns of the table that tells a program its problem; see `_Problem`."""
 
 
 @triton.jit
-def solve_level(
+def solve_depth(
     weight_ptr,
     moment_ptr,
     best_ptr,
@@ -98,7 +100,7 @@ def segment_means(x_ptr, w_ptr, start, end, nonempty, shift):
     """Sums of w and of w * (x - shift) over each [start, end), ascending, one lane a segment; and the clipped means."""
     mass = tl.zeros_like(start).to(tl.float64)
     lever = tl.zeros_like(start).to(tl.float64)
-    for offset in range(0, tl.max(tl.where(nonempty, end - start, 0), axis=0)):
+    for offset in range(tl.max(tl.where(nonempty, end - start, 0), axis=0)):
         i = start + offset
         mine = nonempty & (i < end)
         w = tl.load(w_ptr + i, mask=mine, other=0.0)
@@ -115,6 +117,16 @@ def segment_means(x_ptr, w_ptr, start, end, nonempty, shift):
 
 
 @triton.jit
+def scaled(x, exponent):
+    """x * 2**exponent, in two steps that are each a power of two of float64, the first of them exact."""
+    half = exponent >> 1
+    rest = exponent - half
+    first = (half.to(tl.int64) + 1023) << 52
+    second = (rest.to(tl.int64) + 1023) << 52
+    return x * first.to(tl.float64, bitcast=True) * second.to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def exact_kernel(
     x_ptr,
     w_ptr,
@@ -124,22 +136,23 @@ def exact_kernel(
     scratch_ptr,
     cuts_ptr,
     codes_ptr,
+    FIELDS: tl.constexpr,
     CODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Optimal codebook of one problem by dynamic programming; `table` has one row of FIELDS numbers a problem."""
-    row_ptr = table_ptr + tl.program_id(0) * 7
-    x_ptr += tl.load(row_ptr)
-    w_ptr += tl.load(row_ptr)
-    prefix_start = tl.load(row_ptr + 1)
-    weight_ptr += prefix_start
-    moment_ptr += prefix_start
-    scratch_ptr += 2 * prefix_start
-    cuts_ptr += tl.load(row_ptr + 2)
-    codes_ptr += tl.load(row_ptr + 3)
-    m = tl.load(row_ptr + 4).to(tl.int32)
-    k = tl.load(row_ptr + 5).to(tl.int32)
-    exponent = tl.load(row_ptr + 6).to(tl.int32)
+    """Optimal codebook of one problem by dynamic programming; `table` has a row of FIELDS numbers a problem."""
+    field_ptr = table_ptr + tl.program_id(0) * FIELDS
+    m = tl.load(field_ptr).to(tl.int32)
+    k = tl.load(field_ptr + 1).to(tl.int32)
+    exponent = tl.load(field_ptr + 2).to(tl.int32)
+    codes_ptr += tl.load(field_ptr + 3)
+    x_ptr += tl.load(field_ptr + 4)
+    w_ptr += tl.load(field_ptr + 4)
+    weight_ptr += tl.load(field_ptr + 5)
+    moment_ptr += tl.load(field_ptr + 5)
+    scratch_ptr += tl.load(field_ptr + 6)
+    cuts_ptr += tl.load(field_ptr + 7)
+    stride = (m + 1).to(tl.int64)  # of a row of cuts
     lanes = tl.arange(0, BLOCK)
     for begin in range(0, m + 1, BLOCK):
         j = begin + lanes
@@ -153,27 +166,63 @@ def exact_kernel(
     for row in range(2, k + 1):
         best_ptr = scratch_ptr + (row & 1) * (m + 1)
         following_ptr = scratch_ptr + (1 - (row & 1)) * (m + 1)
-        cut_ptr = cuts_ptr + row.to(tl.int64) * (m + 1)
+        cut_ptr = cuts_ptr + row * stride
         low = tl.where(row == k, m, row)
         high = m - (k - row)
         # The first segments are few and long, the last ones many and short.
         depth = 0
         while (1 << depth) <= high - low + 1:
             if depth < 3:
-                solve_level(weight_ptr, moment_ptr, best_ptr, following_ptr, cut_ptr, depth, low, high, row - 1, m - 1,
-                            4, BLOCK // 4)
+                solve_depth(
+                    weight_ptr,
+                    moment_ptr,
+                    best_ptr,
+                    following_ptr,
+                    cut_ptr,
+                    depth,
+                    low,
+                    high,
+                    row - 1,
+                    m - 1,
+                    4,
+                    BLOCK // 4,
+                )
             elif depth < 7:
-                solve_level(weight_ptr, moment_ptr, best_ptr, following_ptr, cut_ptr, depth, low, high, row - 1, m - 1,
-                            64, BLOCK // 64)
+                solve_depth(
+                    weight_ptr,
+                    moment_ptr,
+                    best_ptr,
+                    following_ptr,
+                    cut_ptr,
+                    depth,
+                    low,
+                    high,
+                    row - 1,
+                    m - 1,
+                    64,
+                    BLOCK // 64,
+                )
             else:
-                solve_level(weight_ptr, moment_ptr, best_ptr, following_ptr, cut_ptr, depth, low, high, row - 1, m - 1,
-                            256, BLOCK // 256)
+                solve_depth(
+                    weight_ptr,
+                    moment_ptr,
+                    best_ptr,
+                    following_ptr,
+                    cut_ptr,
+                    depth,
+                    low,
+                    high,
+                    row - 1,
+                    m - 1,
+                    256,
+                    BLOCK // 256,
+                )
             depth += 1
     # Walk back: the cut of row r is where cluster r begins. Stored for all codes, then one lane a cluster.
     end = m
-    for step in range(0, k):
+    for step in range(k):
         row = k - step
-        start = tl.load(cuts_ptr + row.to(tl.int64) * (m + 1) + end, mask=row > 1, other=0)
+        start = tl.load(cuts_ptr + row * stride + end, mask=row > 1, other=0)
         tl.store(cuts_ptr + (row - 1), start)
         end = start
     tl.debug_barrier()
@@ -188,10 +237,239 @@ def exact_kernel(
 
 
 @triton.jit
-def scaled(x, exponent):
-    """x * 2**exponent, in two steps that are each a power of two of float64, the first of them exact."""
-    half = exponent >> 1
-    rest = exponent - half
-    first = (half.to(tl.int64) + 1023) << 52
-    second = (rest.to(tl.int64) + 1023) << 52
-    return x * first.to(tl.float64, bitcast=True) * second.to(tl.float64, bitcast=True)
+def points_up_to(x_ptr, edge, m, steps):
+    """Number of ascending x that are <= edge, one lane an edge, by bisection; `2**steps > m`."""
+    count = tl.zeros_like(edge).to(tl.int32)
+    for step in range(steps):
+        ahead = count + (1 << (steps - 1 - step))
+        possible = ahead <= m
+        last = tl.load(x_ptr + (ahead - 1), mask=possible, other=float("inf"))
+        count = tl.where(possible & (last <= edge), ahead, count)
+    return count
+
+
+@triton.jit
+def lloyd_kernel(
+    x_ptr,
+    w_ptr,
+    table_ptr,
+    iterations: tl.int32,
+    scratch_ptr,
+    codes_ptr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Lloyd's iteration of one problem from the codes in place, until nothing changes."""
+    field_ptr = table_ptr + tl.program_id(0) * FIELDS
+    m = tl.load(field_ptr).to(tl.int32)
+    k = tl.load(field_ptr + 1).to(tl.int32)
+    exponent = tl.load(field_ptr + 2).to(tl.int32)
+    codes_ptr += tl.load(field_ptr + 3)
+    x_ptr += tl.load(field_ptr + 4)
+    w_ptr += tl.load(field_ptr + 4)
+    scratch_ptr += tl.load(field_ptr + 6)
+    steps = tl.load(field_ptr + 8).to(tl.int32)
+    shift = tl.load(x_ptr + (m >> 1))
+    lanes = tl.arange(0, BLOCK)
+    iteration = 0
+    changed = 1
+    while (iteration < iterations) & (changed > 0):
+        changed = 0
+        for begin in range(0, k, BLOCK):
+            c = begin + lanes
+            mine = c < k
+            old = tl.load(codes_ptr + c, mask=mine, other=0.0)
+            below = tl.load(codes_ptr + (c - 1), mask=mine & (c > 0), other=0.0)
+            above = tl.load(codes_ptr + (c + 1), mask=c + 1 < k, other=0.0)
+            start = points_up_to(x_ptr, 0.5 * below + 0.5 * old, m, steps)
+            end = points_up_to(x_ptr, 0.5 * old + 0.5 * above, m, steps)
+            start = tl.where(c > 0, start, 0)
+            end = tl.where(c + 1 < k, end, m)
+            nonempty = mine & (end > start)
+            mass, mean = segment_means(x_ptr, w_ptr, start, end, nonempty, shift)
+            new = tl.where(nonempty & (mass > 0.0), mean, old)
+            tl.store(scratch_ptr + c, new, mask=mine)
+            changed = tl.maximum(changed, tl.max((mine & (new != old)).to(tl.int32), axis=0))
+        tl.debug_barrier()  # all of the old codes have been read
+        for begin in range(0, k, BLOCK):
+            c = begin + lanes
+            tl.store(codes_ptr + c, tl.load(scratch_ptr + c, mask=c < k, other=0.0), mask=c < k)
+        tl.debug_barrier()
+        iteration += 1
+    for begin in range(0, k, BLOCK):
+        c = begin + lanes
+        tl.store(codes_ptr + c, scaled(tl.load(codes_ptr + c, mask=c < k, other=0.0), exponent), mask=c < k)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A prepared problem and its codes: where Lloyd's iteration starts, the result (`solver` None), or room for it.
+
+    A row of the table is m, k, exponent, and where its codes, points, prefix sums, scratch and cuts begin, and the
+    steps of a bisection among its points.
+    """
+
+    x: Vector
+    w: Vector
+    codes: Vector
+    exponent: int
+    solver: str | None
+
+
+def _prepared(centers: Vector, weights: Vector, k: int, method: str, initial: Vector | None, seed: int) -> _Problem:
+    """The problem as a kernel takes it, solved already where there is nothing to choose."""
+    x, w, exponent = prepare(centers, weights)
+    if initial is not None and x.size:
+        return _Problem(x, w, np.ldexp(initial, -exponent), exponent, "lloyd")
+    if initial is not None:
+        return _Problem(x, w, initial, exponent, None)
+    if k >= x.size:
+        return _Problem(x, w, np.ldexp(x, exponent), exponent, None)
+    if method == "exact":
+        return _Problem(x, w, np.empty(k), exponent, "exact")
+    return _Problem(x, w, _seeds(x, w, k, seed), exponent, "lloyd")
+
+
+def _seeds(x: Vector, w: Vector, k: int, seed: int) -> Vector:
+    """k distinct centers, each drawn with probability `w * squared distance to the nearest drawn one`; ascending."""
+    distance = np.ones(x.size)
+    drawn = np.zeros(x.size, dtype=bool)
+    for t in range(k):
+        running = np.cumsum(w * distance)  # NumPy adds one after another here
+        over = running > _uniform(seed, t) * running[-1]
+        pick = int(np.argmax(over)) if over.any() else int(np.argmin(drawn))
+        drawn[pick] = True
+        step = x - x[pick]
+        distance = step * step if t == 0 else np.minimum(distance, step * step)
+    return x[drawn]
+
+
+def _uniform(seed: int, counter: int) -> float:
+    """Number `counter` of the stream of `seed`, in [0, 1): SplitMix64, the upper 53 bits."""
+    mask = 2**64 - 1
+    z = (seed + (counter + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return float((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+def _prefix(values: Vector) -> Vector:
+    """Sums of the first 0 ... m values, added one after another."""
+    return np.cumsum(np.concatenate([np.zeros(1), values]))
+
+
+def _hosted(arrays: Sequence[Array]) -> list[Vector]:
+    """float64 host copies, fetched from the device at once."""
+    flat = [tensor(a).to(torch.float64) for a in arrays]
+    whole = torch.cat(flat).cpu().numpy()
+    return np.split(whole, np.cumsum([t.numel() for t in flat])[:-1])
+
+
+def weighted_kmeans_many(
+    problems: Sequence[tuple[Array, Array]],
+    k: Sequence[int],
+    *,
+    method: str = "exact",
+    initial: Sequence[Array | None],
+    seed: int = 0,
+    iterations: int = 50,
+) -> list[Array]:
+    """See `shrinkpoint.kernels.kmeans.weighted_kmeans_many`."""
+    device = tensor(problems[0][0]).device
+    hosted = iter(_hosted([a for p in problems for a in p] + [a for a in initial if a is not None]))
+    pairs = [(next(hosted), next(hosted)) for _ in problems]
+    starts = [None if a is None else next(hosted) for a in initial]
+    prepared = [
+        _prepared(*pair, one_k, method, start, seed) for pair, one_k, start in zip(pairs, k, starts, strict=True)
+    ]
+    codes = _solve(prepared, device, iterations)
+    return [like(c, centers) for c, (centers, _) in zip(codes, problems, strict=True)]
+
+
+def weighted_kmeans(
+    centers: Array,
+    weights: Array,
+    k: int,
+    *,
+    method: str = "exact",
+    initial: Array | None = None,
+    seed: int = 0,
+    iterations: int = 50,
+) -> Array:
+    """See `shrinkpoint.kernels.kmeans.weighted_kmeans`."""
+    return weighted_kmeans_many(
+        [(centers, weights)], [k], method=method, initial=[initial], seed=seed, iterations=iterations
+    )[0]
+
+
+def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> list[torch.Tensor]:
+    """The codebooks on the device: one launch for all exact problems and one for all that iterate."""
+    table = np.zeros((len(problems), FIELDS), dtype=np.int64)
+    codes_at = x_at = prefix_at = cuts_at = 0
+    for row, p in zip(table, problems, strict=True):
+        m, k = p.x.size, p.codes.size
+        scratch_at = 2 * (prefix_at + codes_at)
+        row[:] = m, k, p.exponent, codes_at, x_at, prefix_at, scratch_at, cuts_at, m.bit_length()
+        codes_at, x_at, prefix_at = codes_at + k, x_at + m, prefix_at + m + 1
+        cuts_at += (k + 1) * (m + 1) if p.solver == "exact" else 0
+    columns = [
+        np.concatenate([p.x for p in problems]),
+        np.concatenate([p.w for p in problems]),
+        np.concatenate([_prefix(p.w) for p in problems]),
+        np.concatenate([_prefix(p.w * (p.x - p.x[p.x.size // 2])) if p.x.size else np.zeros(1) for p in problems]),
+        np.concatenate([p.codes for p in problems]),
+    ]
+    whole = torch.from_numpy(np.concatenate(columns)).to(device)
+    x, w, weight, moment, codes = whole.split([c.size for c in columns])
+    scratch = torch.empty(2 * (prefix_at + codes_at), dtype=torch.float64, device=device)
+    for solver in ("exact", "lloyd"):
+        mine = [row for row, p in zip(table, problems, strict=True) if p.solver == solver]
+        if not mine:
+            continue
+        rows = torch.from_numpy(np.stack(mine)).to(device)
+        with on(whole):
+            if solver == "exact":
+                exact_kernel[(len(mine),)](
+                    # inputs
+                    x,
+                    w,
+                    weight,
+                    moment,
+                    rows,
+                    # scratch
+                    scratch,
+                    torch.empty(cuts_at, dtype=torch.int32, device=device),
+                    # outputs
+                    codes,
+                    # constants
+                    FIELDS=FIELDS,
+                    CODES=LLOYD.block,
+                    **EXACT.constants(32 * max(p.x.size for p in problems)),
+                )
+            else:
+                lloyd_kernel[(len(mine),)](
+                    # inputs
+                    x,
+                    w,
+                    rows,
+                    iterations,
+                    # scratch
+                    scratch,
+                    # inputs and outputs
+                    codes,
+                    # constants
+                    FIELDS=FIELDS,
+                    BLOCK=LLOYD.block,
+                    **LLOYD.options,
+                )
+    return [c.clone() for c in codes.split([p.codes.size for p in problems])]
+
+
+def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
+    """See `shrinkpoint.kernels.kmeans.quantization_loss`; a sum in one fixed order, so taken on the host."""
+    x, w, codes = _hosted([centers, weights, codebook])
+    nearest = codes[np.searchsorted(0.5 * codes[:-1] + 0.5 * codes[1:], x, side="left")]
+    step = x - nearest
+    with np.errstate(all="ignore"):
+        terms = np.where(w > 0.0, w * (step * step), 0.0)
+    return float(_prefix(terms)[-1])

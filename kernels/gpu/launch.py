@@ -40,7 +40,7 @@ class Launch:
     interpreted: int = 1 << 17
 
     def size(self, n: int) -> int:
-        """Elements one program handles; a kernel's `BLOCK`. In the interpreter it is n / 4 or more, so never wasteful."""
+        """A kernel's `BLOCK`: elements one program handles; in the interpreter about n / 4, so that several run."""
         if not INTERPRETED:
             return self.block
         return min(max(1 << (max(n // 4, 1) - 1).bit_length(), 1 << 10), self.interpreted)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..arrays import dtype_name
 from ..planes import ordered_by_sign, width_of
+from .bits import order_key
 from .launch import INTEGERS, Launch, bit_view, like, on, tensor
 
 if TYPE_CHECKING:
@@ -92,13 +93,6 @@ def sign_extended(u, WIDTH: tl.constexpr):
     else:
         s = (u.to(tl.int32) << (32 - WIDTH)) >> (32 - WIDTH)
     return s
-
-
-@triton.jit
-def order_key(s, WIDTH: tl.constexpr):
-    """Sign and magnitude to two's complement in the same order, and back: below zero, all bits but the sign flip."""
-    low: tl.constexpr = (1 << (WIDTH - 1)) - 1
-    return tl.where(s < 0, s ^ low, s)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from .codec.errors import (
 from .codec.exact import Exact
 from .codec.kinds import Kind, kinds
 from .codec.moments import LogBuckets
+from .codec.optimizer import FirstMoment, SecondMoment
 from .codec.parallel import set_threads, threads
 from .codec.quantize import Quantize
 
@@ -37,12 +38,14 @@ __all__ = [
     "Config",
     "CorruptDataError",
     "Exact",
+    "FirstMoment",
     "Kind",
     "LogBuckets",
     "MissingParentError",
     "NewerFormatError",
     "Quantize",
     "Rule",
+    "SecondMoment",
     "ShrinkpointError",
     "Store",
     "UnsupportedLeafError",

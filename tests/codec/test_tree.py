@@ -168,9 +168,9 @@ Point = namedtuple("Point", "x y")
     ids=lambda x: type(x).__name__,
 )
 def test_unsupported_leaves_are_refused_by_their_path(leaf: Any) -> None:
-    with pytest.raises(sp.UnsupportedLeafError, match=r"model/0/deep/(er)?"):
+    with pytest.raises(sp.UnsupportedLeafError, match=r"^model/0/deep: "):
         sp.compress({"model": [{"deep": leaf}], "fine": 1})
-    with pytest.raises(sp.UnsupportedLeafError, match=r"^model/1"):
+    with pytest.raises(sp.UnsupportedLeafError, match=r"^model/1: "):
         sp.compress({"model": (0, leaf)})
 
 

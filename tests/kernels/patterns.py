@@ -59,5 +59,12 @@ def patterns_of(x: Any) -> np.ndarray[Any, Any]:
     return a.view(f"uint{8 * a.dtype.itemsize}")
 
 
+def assert_same_bits(back_end: BackEnd, found: Any, expected: np.ndarray[Any, Any]) -> None:
+    """Equal to the bit, which tells 0.0 from -0.0; dtype and shape too."""
+    array = back_end.numpy(found)
+    assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(patterns_of(array), patterns_of(expected))
+
+
 def _strict(x: np.ndarray[Any, Any]) -> Any:
     return pytest.importorskip("array_api_strict").asarray(x)

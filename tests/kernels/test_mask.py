@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shrinkpoint.kernels.cpu import mask as compiled
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.mask import changed_mask, gather, pack_mask, scatter, unpack_mask
 
@@ -101,6 +102,20 @@ def test_mixed_dense_and_sparse_words(back_end: BackEnd, fresh: np.random.Genera
     np.testing.assert_array_equal(patterns_of(values), u[mask])
     out = module.scatter(array_of(back_end, v, "float32"), bits, values)
     np.testing.assert_array_equal(patterns_of(out), np.where(mask, u, v))
+
+
+@pytest.mark.parametrize("length", [64, 100, 200])
+def test_no_index_leaves_its_array(fresh: np.random.Generator, length: int) -> None:
+    """The compiled loops check no index; run as plain Python on arrays of the exact size, NumPy does."""
+    mask = fresh.random(length) < 0.9
+    words = np.zeros((length + 63) // 64, "<u8")
+    words.view(np.uint8)[: (length + 7) // 8] = packed(mask)
+    x, out, base = np.arange(length), np.zeros(int(mask.sum()), int), np.zeros(length, int)
+    with np.errstate(over="ignore"):
+        compiled._gather.py_func(x, words, compiled.BIT_AT, out)  # type: ignore[attr-defined]
+        compiled._scatter.py_func(words, out, compiled.BIT_AT, base)  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(out, x[mask])
+    np.testing.assert_array_equal(base, np.where(mask, x, 0))
 
 
 @pytest.mark.parametrize("n", [3, 63, 130])

@@ -15,6 +15,8 @@ from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.reference import rows as oracle
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize, search_steps
 
+from .patterns import assert_same_bits
+
 if TYPE_CHECKING:
     from .conftest import BackEnd
 
@@ -57,7 +59,7 @@ def test_quantize_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generat
         expected = oracle.row_quantize(x, bits, method, num_bins=num_bins, ratio=ratio)
         found = module.row_quantize(back_end.array(x), bits, method, num_bins=num_bins, ratio=ratio)
         for e, f in zip(expected, found, strict=True):
-            np.testing.assert_array_equal(back_end.numpy(f), e, strict=True)
+            assert_same_bits(back_end, f, e)
         values = module.row_dequantize(*found)
         np.testing.assert_array_equal(back_end.numpy(values), oracle.row_dequantize(*expected), strict=True)
 
@@ -71,7 +73,7 @@ def test_kmeans_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator
         expected = oracle.row_kmeans(x, bits, iterations=iterations)
         found = module.row_kmeans(back_end.array(x), bits, iterations=iterations)
         for e, f in zip(expected, found, strict=True):
-            np.testing.assert_array_equal(back_end.numpy(f), e, strict=True)
+            assert_same_bits(back_end, f, e)
         values = module.row_lookup(*found)
         np.testing.assert_array_equal(back_end.numpy(values), oracle.row_lookup(*expected), strict=True)
 
@@ -91,9 +93,9 @@ def test_other_floats_are_rounded_first(back_end: BackEnd, fresh: np.random.Gene
     for bits, method in ((4, "adaptive"), (8, "asymmetric")):
         found = module.row_quantize(x, bits, method, num_bins=8, ratio=1.0)
         for e, f in zip(oracle.row_quantize(rounded, bits, method, num_bins=8), found, strict=True):
-            np.testing.assert_array_equal(back_end.numpy(f), e, strict=True)
+            assert_same_bits(back_end, f, e)
     for e, f in zip(oracle.row_kmeans(rounded, 2), module.row_kmeans(x, 2, iterations=15), strict=True):
-        np.testing.assert_array_equal(back_end.numpy(f), e, strict=True)
+        assert_same_bits(back_end, f, e)
 
 
 def test_empty_and_strided(back_end: BackEnd, fresh: np.random.Generator) -> None:
@@ -106,7 +108,7 @@ def test_empty_and_strided(back_end: BackEnd, fresh: np.random.Generator) -> Non
     x = table(fresh, 20)
     expected = oracle.row_quantize(np.ascontiguousarray(x.T[::2]), 4, "adaptive", num_bins=5)
     for e, f in zip(expected, module.row_quantize(back_end.array(x).T[::2], 4, "adaptive", num_bins=5), strict=True):
-        np.testing.assert_array_equal(back_end.numpy(f), e, strict=True)
+        assert_same_bits(back_end, f, e)
 
 
 def scalar_quantize(
@@ -150,6 +152,14 @@ def test_the_search_by_the_book(fresh: np.random.Generator, bits: int) -> None:
         assert (codes[r].tolist(), scale[r], minimum[r]) == expected
 
 
+def test_the_earliest_of_equals_wins(back_end: BackEnd) -> None:
+    """Cutting off one half or the other leaves the error as it is: the whole range stays."""
+    x = back_end.array(np.array([[0.0, 0.5, 1.0]], f32))
+    codes, scale, minimum = back_end.module("rows").row_quantize(x, 1, "adaptive", num_bins=2, ratio=1.0)
+    assert back_end.numpy(codes).tolist() == [[0, 0, 1]]
+    assert (back_end.numpy(scale).tolist(), back_end.numpy(minimum).tolist()) == ([1.0], [0.0])
+
+
 def mean_l2(x: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> float:
     return float(np.sqrt(((x.astype(float) - values) ** 2).sum(1)).mean())
 
@@ -174,14 +184,8 @@ def test_kmeans_recovers_few_values(fresh: np.random.Generator) -> None:
 
 
 def test_ratio_stops_the_search() -> None:
-    assert [search_steps(n, r) for n, r in ((25, 1.0), (25, 0.6), (45, 0.2), (10, 0.01), (1, 1.0), (3, 1 / 3))] == [
-        25,
-        15,
-        9,
-        1,
-        1,
-        1,
-    ]
+    cases = {(25, 1.0): 25, (25, 0.6): 15, (25, 0.28): 7, (45, 0.2): 9, (10, 0.01): 1, (1, 1.0): 1, (3, 1 / 3): 1}
+    assert {case: search_steps(*case) for case in cases} == cases
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -37,6 +38,8 @@ class TrainerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                # A waiting thread that spins would make training many times slower on a machine with other work to do.
+                env={"OMP_WAIT_POLICY": "passive", **os.environ},
             )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
@@ -73,9 +76,8 @@ class TrainerProcess:
         code = self._process.wait()
         if code:
             tail = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            raise DemoError(
-                f"the trainer failed (exit status {code}): {' '.join(tail) or 'no message'}; see {self._log}"
-            )
+            how = f"exit status {code}" if code > 0 else f"killed by signal {-code}, perhaps for want of memory"
+            raise DemoError(f"the trainer failed ({how}): {' '.join(tail) or 'no message'}; see {self._log}")
 
     def _read(self, pipe: IO[bytes]) -> None:
         with pipe:

@@ -1,0 +1,135 @@
+"""Cases of the codebook kernels: the exact optimum on buckets, against k-means on raw data, in time and in loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import peers
+from .elementwise import BITS, Place, oracle
+from .harness import Case, CheckFailed, Job, Options, Peer, Row, at_least, at_most, same
+
+CODES = 32
+_LOSS_POINTS = 50_000
+
+
+def cases(at: Place) -> list[Case]:
+    """Time to solve the buckets of one tensor, and rate of the whole way from raw data to a codebook."""
+    raw = (at.device.floor, "scikit-learn", "faiss")
+    rows = [
+        Case(f"exact codebook K = {k}", at.n, "ms", _solve(at, k), at.device.name, at_most(3.0) if k == CODES else None, ("k-means++",))
+        for k in (8, 16, CODES, 254)
+    ]
+    rows.append(Case(f"raw data to codebook K = {CODES}", at.n, "GB/s", lambda: _from_raw(at), at.device.name, None, raw))
+    return rows
+
+
+def problem(values: npt.NDArray[np.float32], sigma: float = 0.2) -> tuple[Any, Any]:
+    """Bucket values and weights of raw data."""
+    from shrinkpoint.kernels.histogram import log_histogram
+    from shrinkpoint.kernels.kmeans import bucket_weights
+
+    histogram = log_histogram(values, BITS, signed=True)
+    centers = histogram.values()
+    return centers, bucket_weights(histogram.counts[:-1], centers, sigma)
+
+
+def _solve(at: Place, k: int) -> Callable[[], Job]:
+    def make() -> Job:
+        from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
+
+        centers, weights = problem(at.sample.before(at.n))
+
+        def check() -> str:
+            small, small_weights = problem(at.sample.before(min(at.n, 2000)))
+            expected = oracle("kmeans").weighted_kmeans(
+                small, small_weights, 8, method="exact", initial=None, seed=0, iterations=50
+            )
+            same("codebook", weighted_kmeans(small, small_weights, 8), expected)
+            exact = quantization_loss(centers, weights, weighted_kmeans(centers, weights, k))
+            seeded = quantization_loss(centers, weights, weighted_kmeans(centers, weights, k, method="kmeans++"))
+            if exact > seeded * (1 + 1e-12):
+                raise CheckFailed(f"loss {exact} is above k-means++'s, {seeded}")
+            return f"2,000 points K = 8 = oracle, loss {exact / seeded:.4f} x k-means++'s"
+
+        heuristic = Peer("k-means++", lambda: lambda: weighted_kmeans(centers, weights, k, method="kmeans++"), note="ours, with Lloyd")
+        filled = int(np.count_nonzero(weights))
+        note = f"{filled:,} buckets; data {at.sample.origin}"
+        return Job(lambda: weighted_kmeans(centers, weights, k), check, 1.0, [heuristic], note)
+
+    return make
+
+
+def _from_raw(at: Place) -> Job:
+    from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
+
+    values = at.sample.before(at.n)
+
+    def call() -> Any:
+        return weighted_kmeans(*problem(values), CODES)
+
+    def check() -> str:
+        centers, weights = problem(values)
+        if not quantization_loss(centers, weights, call()) > 0:
+            raise CheckFailed("no loss at all")
+        return "see the rows of the exact codebook and of its loss"
+
+    others = peers.raw_kmeans(values, CODES, at_least(1000))
+    nbytes = 4 * at.n
+    return Job(call, check, float(nbytes), [at.device.copy(nbytes), *others], f"sketch, weights, exact; data {at.sample.origin}")
+
+
+def loss(x: npt.NDArray[Any], codebook: npt.NDArray[Any]) -> float:
+    """Mean squared distance of x to its nearest code."""
+    codes = np.sort(np.asarray(codebook, np.float64).reshape(-1))
+    values = np.asarray(x, np.float64)
+    nearest = codes[np.searchsorted(0.5 * (codes[1:] + codes[:-1]), values)]
+    return float(np.square(values - nearest).mean())
+
+
+def loss_rows(at: Place, options: Options) -> list[Row]:
+    """Loss on the raw data (sigma = 1) as a multiple of the optimum, which kmeans1d computes."""
+    name = f"codebook loss K = {CODES}"
+    if not options.wanted(name):
+        return []
+    options.say(name)
+    from shrinkpoint.kernels.kmeans import weighted_kmeans
+
+    x = at.sample.before(min(at.n, _LOSS_POINTS // 5 if options.quick else _LOSS_POINTS))
+    target = at_most(1.001)
+    text = target.text("x optimum")
+    try:
+        _, centers = peers.library("kmeans1d").cluster(x.astype(np.float64), CODES)
+    except ImportError as error:
+        why = f"not measured: {error.name} is not installed"
+        return [Row(name, at.device.name, x.size, None, "x optimum", "kmeans1d", None, None, text, None, why)]
+    best = loss(x, np.asarray(centers))
+    mine = loss(x, weighted_kmeans(*problem(x, 1.0), CODES)) / best
+    said = f"sum of squares on the raw values, sigma 1, optimum by kmeans1d; data {at.sample.origin}"
+    rows = [Row(name, at.device.name, x.size, mine, "x optimum", "kmeans1d", 1.0, mine, text, target.met(mine, mine), said)]
+    for other, fitted in _others(x).items():
+        try:
+            theirs = loss(x, fitted()) / best
+        except ImportError as error:
+            why = f"not measured: {error.name} is not installed"
+            rows.append(Row(name, at.device.name, x.size, mine, "x optimum", other, None, None, None, None, why))
+        else:
+            rows.append(Row(name, at.device.name, x.size, mine, "x optimum", other, theirs, mine / theirs, None, None, said))
+    return rows
+
+
+def _others(x: npt.NDArray[np.float32]) -> dict[str, Callable[[], Any]]:
+    points = np.ascontiguousarray(x[:, None])
+
+    def sklearn() -> Any:
+        return peers.library("sklearn.cluster").KMeans(CODES, n_init=1, random_state=0).fit(points).cluster_centers_
+
+    def faiss() -> Any:
+        one = peers.library("faiss").Kmeans(1, CODES, niter=20, seed=0, max_points_per_centroid=x.size)
+        one.train(points)
+        return one.centroids
+
+    return {"scikit-learn": sklearn, "faiss": faiss}

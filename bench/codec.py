@@ -1,0 +1,251 @@
+"""`python -m bench codec`: compress and decompress a whole AdamW training state, against zstandard and torch.save.
+
+Two states: a real one (from `--state`, else trained here), and one of 100 million parameters (5 million with --quick)
+drawn from it. A base and the delta of the next state, on one thread and on two, and the peak of extra memory.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shrinkpoint as sp
+
+from . import data, memory
+from .data import Pair
+from .devices import one_thread_clock, threads
+from .harness import Case, CheckFailed, Job, Options, Peer, Row, at_least, is_red, run_cases, wall_clock
+from .plot import Bars, draw
+
+TITLE = "compress and decompress a whole training state, against memcpy, zstandard and torch.save"
+CONFIGS: dict[str, Callable[[], sp.Config]] = {
+    "default": sp.Config,
+    "inshrinkerator": sp.presets.inshrinkerator,
+    "lossless": sp.presets.lossless,
+}
+FLOOR, ZSTD, TORCH = "memcpy", "zstd -3", "torch.save"
+COMPRESS, DECOMPRESS = at_least(300, "value"), at_least(500, "value")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration of one state on so many threads, and which of its rows are wanted."""
+
+    label: str
+    pair: Pair
+    config: str
+    threads: int
+    delta: bool = True
+    peers: bool = True
+
+    @property
+    def device(self) -> str:
+        return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    def rows(self) -> list[Case]:
+        """Compress and decompress, of the base and maybe of the delta."""
+        found = []
+        for delta in (False, True) if self.delta else (False,):
+            work = Work(self, delta)
+            kind = "delta" if delta else "base"
+            for name, make, target in (
+                ("compress", work.compress, COMPRESS),
+                ("decompress", work.decompress, DECOMPRESS),
+            ):
+                names = (FLOOR, ZSTD, TORCH) if self.peers else (FLOOR,)
+                case = Case(
+                    f"{name} {kind}, {self.config}, {self.label}",
+                    parameters(self.pair),
+                    "MB/s",
+                    make,
+                    self.device,
+                    target if self.threads == 1 and self.config == "default" else None,
+                    names,
+                )
+                found.append(case)
+        return found
+
+
+def parameters(pair: Pair) -> int:
+    """Number of weights of a state."""
+    return sum(x.size for path, x in data.arrays(pair.before) if data.role_of(path) == "weight")
+
+
+class Work:
+    """Compressing and decompressing one state: what is timed, how it is checked, what it is held against."""
+
+    def __init__(self, plan: Plan, delta: bool) -> None:
+        self.plan, self.delta = plan, delta
+        self.cfg = CONFIGS[plan.config]()
+        self.state = plan.pair.after if delta else plan.pair.before
+
+    @cached_property
+    def parent(self) -> sp.Checkpoint | None:
+        """The parent of the delta, resolved as a trainer has it."""
+        return sp.compress(self.plan.pair.before, cfg=self.cfg) if self.delta else None
+
+    @cached_property
+    def checkpoint(self) -> sp.Checkpoint:
+        """What compressing gives."""
+        return sp.compress(self.state, self.parent, self.cfg)
+
+    @property
+    def amount(self) -> float:
+        return float(self.checkpoint.raw_nbytes)
+
+    def _note(self) -> str:
+        stored = self.checkpoint
+        return f"ratio {stored.ratio:.2f}, {stored.raw_nbytes / 1e6:.1f} MB raw; {self.plan.pair.origin}"
+
+    def compress(self) -> Job:
+        """The job of `compress`, with everything it needs in memory."""
+        call = lambda: sp.compress(self.state, self.parent, self.cfg)  # noqa: E731
+        return Job(call, self._check, self.amount, self._peers(decode=False), self._note())
+
+    def decompress(self) -> Job:
+        """The job of `decompress`, from bytes."""
+        blob = self.checkpoint.to_bytes()
+
+        def call() -> object:
+            return sp.decompress(sp.Checkpoint.from_bytes(blob), self.parent)
+
+        return Job(call, self._check, self.amount, self._peers(decode=True), self._note())
+
+    def _check(self) -> str:
+        again = sp.compress(self.state, self.parent, self.cfg)
+        if again.to_bytes() != self.checkpoint.to_bytes():
+            raise CheckFailed("the same state gives other bytes the second time")
+        back = sp.decompress(sp.Checkpoint.from_bytes(self.checkpoint.to_bytes()), self.parent)
+        return check_errors(self.state, back, self.checkpoint)
+
+    def _peers(self, *, decode: bool) -> list[Peer]:
+        arrays = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for _, x in data.arrays(self.state)]
+        floor = Peer(FLOOR, lambda: _copies(arrays, self.plan.threads))
+        if not self.plan.peers:
+            return [floor]
+        return [
+            floor,
+            Peer(ZSTD, lambda: _zstd(arrays, self.plan.threads, decode=decode), note="lossless"),
+            Peer(TORCH, lambda: _torch(self.state, decode=decode), note="no compression, to and from memory"),
+        ]
+
+
+def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
+    """Hold every array against the error its summary states; says what was compared.
+
+    Raises:
+        CheckFailed: a key, shape, dtype or exact value differs, or an error is above the stated one.
+    """
+    before, after = dict(data.arrays(state)), dict(data.arrays(back))
+    if list(before) != list(after):
+        raise CheckFailed("other arrays come back")
+    exact = 0
+    for row in stored.summary():
+        x, y = before[row.path], after[row.path]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise CheckFailed(f"{row.path}: {x.dtype}{x.shape} comes back as {y.dtype}{y.shape}")
+        if row.measure == "exact":
+            if x.tobytes() != y.tobytes():
+                raise CheckFailed(f"{row.path}: is not exact")
+            exact += 1
+            continue
+        a, b = x.astype(np.float64), y.astype(np.float64)
+        if row.measure == "relative":
+            error = float((np.abs(a - b)[a != 0] / np.abs(a[a != 0])).max(initial=0.0))
+        else:
+            error = float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-300))
+        if error > row.error * 1.01:  # the summary has three digits
+            raise CheckFailed(f"{row.path}: {row.measure} error {error:.4g}, stated {row.error:.4g}")
+    return f"{exact} arrays exact, {len(before) - exact} within the stated error, same bytes again"
+
+
+def _copies(arrays: list[Any], count: int) -> Callable[[], object]:
+    """Copying all arrays, each thread its share of every one."""
+    into = [np.empty_like(x) for x in arrays]
+    for x in into:
+        x.fill(1)
+
+    def part(number: int) -> None:
+        for source, target in zip(arrays, into, strict=True):
+            cut = slice(number * source.size // count, (number + 1) * source.size // count)
+            np.copyto(target[cut], source[cut])
+
+    if count == 1:
+        return lambda: part(0)
+    pool = ThreadPoolExecutor(count)
+    return lambda: list(pool.map(part, range(count)))
+
+
+def _zstd(arrays: list[Any], count: int, *, decode: bool) -> Callable[[], object]:
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(level=3, threads=count if count > 1 else 0)
+    if not decode:
+        return lambda: [compressor.compress(x) for x in arrays]
+    packed = [compressor.compress(x) for x in arrays]
+    plain = zstandard.ZstdDecompressor()
+    return lambda: [plain.decompress(x) for x in packed]
+
+
+def _torch(state: Any, *, decode: bool) -> Callable[[], object]:
+    import torch
+
+    def save() -> bytes:
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        return stream.getvalue()
+
+    if not decode:
+        return save
+    saved = save()
+    return lambda: torch.load(io.BytesIO(saved), weights_only=False)
+
+
+def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
+    """What is measured: all of it for the default configuration, less for the others and with --quick."""
+    if quick:
+        return [
+            Plan("drawn", drawn, "default", 1),
+            Plan("drawn", drawn, "default", 2, delta=False),
+            Plan("drawn", drawn, "inshrinkerator", 1, delta=False, peers=False),
+            Plan("drawn", drawn, "lossless", 1, delta=False, peers=False),
+        ]
+    found = [Plan("real", real, config, count) for config in CONFIGS for count in (1, 2)]
+    return found + [Plan("drawn", drawn, "default", count) for count in (1, 2)]
+
+
+def run(options: Options) -> list[Row]:
+    """All rows."""
+    options.say("making the states")
+    real = data.trained(quick=options.quick) if options.state is None else data.read(options.state)
+    drawn = data.drawn_state(real, 5_000_000 if options.quick else 100_000_000)
+    rows: list[Row] = []
+    for plan in plans(real, drawn, quick=options.quick):
+        with threads(plan.threads):
+            rows += run_cases(plan.rows(), options, one_thread_clock() if plan.threads == 1 else wall_clock)
+    return rows + memory.rows(real, parameters(drawn), options)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Speed of each row, one bar beside its peers'."""
+    panels = []
+    for direction in ("compress", "decompress"):
+        bars = []
+        for row in rows:
+            if row.value is None or not row.row.startswith(direction) or is_red(row):
+                continue
+            label = f"{row.row.removeprefix(direction).strip()} ({row.device.removeprefix('cpu, ')})"
+            if row.peer == FLOOR:
+                target = float(row.target.split()[1]) if row.target else None
+                bars.append((label, row.value, target))
+            elif row.peer_value is not None and "default" in label:
+                bars.append((f"{row.peer}, {row.device.removeprefix('cpu, ')}", row.peer_value, None))
+        panels.append(Bars(f"{direction}, MB/s of raw state", "MB/s", bars))
+    draw(path, panels)

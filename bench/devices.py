@@ -1,0 +1,110 @@
+"""Where kernels are measured: arrays on one CPU thread or on the GPU, the copy that is their floor, and the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .harness import Clock, Peer, Target, cuda_clock, one_thread_clock
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place to measure.
+
+    Args:
+        name: as in the table.
+        gpu: whether arrays are CUDA tensors (else NumPy arrays).
+        clock: how to time.
+        missing: why nothing can be measured on it here, or "".
+    """
+
+    name: str
+    gpu: bool
+    clock: Clock
+    missing: str = ""
+
+    @property
+    def floor(self) -> str:
+        """Name of the copy every row is held against."""
+        return "device copy" if self.gpu else "memcpy"
+
+    def array(self, x: npt.NDArray[Any]) -> Array:
+        """x on this device: a NumPy array as it is, or a CUDA tensor."""
+        if not self.gpu:
+            return x
+        import torch
+
+        return torch.from_numpy(x).cuda()
+
+    def copy(self, nbytes: int, target: Target | None = None) -> Peer:
+        """The floor: copying so many bytes, from and to memory that is mapped already."""
+        return Peer(self.floor, lambda: self._copy(nbytes), amount=float(nbytes), target=target)
+
+    def _copy(self, nbytes: int) -> Callable[[], object]:
+        if self.gpu:
+            import torch
+
+            source = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+            into = torch.empty_like(source)
+            return lambda: into.copy_(source)
+        origin = np.ones(nbytes, np.uint8)
+        place = np.ones(nbytes, np.uint8)
+        return lambda: np.copyto(place, origin)
+
+
+def cpu() -> Device:
+    """One thread of the processor."""
+    return Device("cpu, 1 thread", False, one_thread_clock())
+
+
+def gpu() -> Device:
+    """The current CUDA device, or a device on which nothing is measured."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Device("gpu", True, cuda_clock, "no GPU")
+    return Device(f"gpu, {torch.cuda.get_device_name()}", True, cuda_clock)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Bound the threads of everything that is measured: this library, torch, and whatever threadpoolctl knows."""
+    import torch
+
+    import shrinkpoint as sp
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    sp.set_threads(count)
+    try:
+        with _pools(count):
+            yield
+    finally:
+        sp.set_threads(None)
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _pools(count: int) -> Iterator[None]:
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        yield
+        return
+    with threadpool_limits(limits=count):
+        yield
+
+
+def host(x: Array) -> npt.NDArray[Any]:
+    """A result as NumPy, whatever device it is on."""
+    from shrinkpoint.kernels.arrays import is_torch, to_numpy
+
+    return to_numpy(x.cpu() if is_torch(x) else x)

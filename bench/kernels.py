@@ -1,0 +1,113 @@
+"""`python -m bench kernels`: every kernel against its floor and its peers, on one CPU thread and on the GPU.
+
+First one size with all peers, then sizes from 10,000 up (not with --quick), then models of many small tensors, then
+the GPU. Where there is none its rows say so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import codebooks, coders, data, elementwise, gpu, many
+from .data import Sample
+from .devices import Device, cpu, threads
+from .devices import gpu as gpu_device
+from .elementwise import Place
+from .harness import Case, Options, Row, run_cases
+from .plot import Bars, Lines, draw
+
+TITLE = "each kernel against memcpy and its peers, on one CPU thread and on the GPU"
+SWEPT = (
+    "log_histogram",
+    "assign",
+    "split_by_level",
+    "merge_by_level",
+    "difference",
+    "huffman_encode",
+    "huffman_decode",
+    "rans_encode conditional",
+    "rans_decode conditional",
+    "end to end encode",
+    "end to end decode",
+)
+"""Rows that are also measured over the sizes."""
+
+
+def run(options: Options) -> list[Row]:
+    """All rows."""
+    pair = None if options.state is None else data.read(options.state)
+    host, card = cpu(), gpu_device()
+    size = 1 << 22 if options.quick else 25_000_000
+    sizes = [] if options.quick else [10**e for e in range(4, 10 if options.large else 9)]
+    rows: list[Row] = []
+    with threads(1):
+        sample = Sample(size, pair)
+        at = Place(host, sample, size)
+        rows += run_cases(elementwise.cases(host, sample, size), options, host.clock)
+        rows += run_cases(coders.cases(at), options, host.clock)
+        rows += run_cases(codebooks.cases(at), options, host.clock)
+        rows += codebooks.loss_rows(at, options)
+        rows += run_cases(many.cases(at), options, host.clock)
+        if sizes:
+            swept = Sample(max(sizes), pair)
+            for n in sizes:
+                rows += run_cases(_swept(host, swept, n), options, host.clock)
+        rows += _on_gpu(card, options, pair)
+    return rows
+
+
+def _swept(device: Device, sample: Sample, n: int) -> list[Case]:
+    """The swept cases at one size."""
+    found = elementwise.cases(device, sample, n)
+    if not device.gpu:
+        found += coders.cases(Place(device, sample, n))
+    return [case.against_floor() for case in found if case.row in SWEPT]
+
+
+def _on_gpu(card: Device, options: Options, pair: data.Pair | None) -> list[Row]:
+    """The GPU's rows; one large size, and the sweep."""
+    size = 1 << 24 if options.quick else 1 << 28
+    most = size if card.missing or options.quick else max(size, 10 ** (9 if options.large else 8))
+    sample = Sample(most, pair)
+    rows = run_cases(elementwise.cases(card, sample, size), options, card.clock)
+    rows += run_cases(gpu.cases(Place(card, sample, size)), options, card.clock)
+    if not card.missing and not options.quick:
+        for n in [10**e for e in range(4, 10 if options.large else 9)]:
+            rows += run_cases(_swept(card, sample, n), options, card.clock)
+    return rows
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Share of the copy a row, and rate over size."""
+    floors = [row for row in rows if row.peer in ("memcpy", "device copy") and row.value is not None]
+    largest: dict[tuple[str, str], Row] = {}
+    counts: dict[tuple[str, str], set[int]] = {}
+    for row in floors:
+        counts.setdefault((row.row, row.device), set()).add(row.size)
+        largest.setdefault((row.row, row.device), row)
+    several = len({row.device for row in floors}) > 1
+    bars = [
+        (f"{name} ({device})" if several else name, row.ratio or 0.0, _share_target(row))
+        for (name, device), row in largest.items()
+        if "tensors" not in name
+    ]
+    lines = {
+        f"{name} ({device})" if several else name: sorted(
+            (row.size, row.ratio or 0.0) for row in floors if (row.row, row.device) == (name, device)
+        )
+        for (name, device), sizes in counts.items()
+        if len(sizes) > 2
+    }
+    device = next(iter(floors), None)
+    where = "" if device is None or several else f", {device.device}"
+    panels: list[Bars | Lines] = [Bars(f"Share of the copy's bandwidth{where}", "x copy", bars)]
+    if lines:
+        panels.append(Lines("Share of the copy over size", "elements", "x copy", lines))
+    draw(path, panels)
+
+
+def _share_target(row: Row) -> float | None:
+    """The target as a share of the copy, where it is one."""
+    if row.target is None or not row.target.endswith(" x"):
+        return None
+    return float(row.target.split()[1])

@@ -1,0 +1,342 @@
+"""Moments of adaptive optimizers, by what an error in them does to the update m / sqrt(v).
+
+`SecondMoment`: v as rank one (row mean x column mean / mean, as Adafactor keeps it) times a coarse power of two. Most
+elements need no correction, so it costs a few hundredths of a bit; the correction bounds the error of every element.
+
+`FirstMoment`: m on a uniform grid in units of sqrt(v~), v~ being the decoded second moment: an error of half a step is
+half a step of the update. The value of a grid point is the mean of what fell on it, so that the sum of m stays.
+
+Pieces, second moment: (0) block: row factors, block: column factors, both as log buckets of 3 bits; varint number of
+symbols S, S bfloat16 factors. (1 + i) chunk i: block: symbol stream; varint number of escapes, their float32 patterns.
+First moment: (0) varint S, S bfloat16 values of grid points. (1 + i) as above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..kernels.distortion import Distortion, distortion
+from ..kernels.floats import FORMATS
+from ..kernels.grid import ESCAPE as OFF_GRID
+from ..kernels.grid import grid_symbols, grid_values
+from ..kernels.logbucket import bucket_index, bucket_value
+from ..kernels.residual import ESCAPE as NO_RESIDUAL
+from ..kernels.residual import FIRST, residual_symbols, residual_values
+from . import entropy
+from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .errors import BadArgumentError, CorruptDataError
+from .fields import Reader, Writer
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .moments import LogBuckets, ValuesMemory
+from .parallel import map_chunks
+
+_FACTOR_BITS = 3
+_F32 = FORMATS["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMoment:
+    """Store a second moment as rank one times a power of two. Arrays of one dimension are stored as log buckets.
+
+    Args:
+        octaves: width of a correction's cell in powers of two, 1 to 64; default 3. A larger one costs less, errs more.
+        alpha: relative error where rank one does not apply, see `LogBuckets`; default 0.25.
+
+    Raises:
+        BadArgumentError: a value out of range.
+
+    Source: Shazeer and Stern 2018 (Adafactor), section 3, for the estimate.
+    """
+
+    octaves: int = 3
+    alpha: float = 0.25
+    id: ClassVar[str] = "second moment"
+
+    def __post_init__(self) -> None:
+        if type(self.octaves) is not int or not 1 <= self.octaves <= 64:
+            raise BadArgumentError(f"octaves is {self.octaves!r}; it must be an integer in [1, 64]")
+        LogBuckets(self.alpha)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the largest relative error of an element."""
+        shape = matrix_shape(leaf.spec)
+        if shape is None:
+            return LogBuckets(self.alpha).encode(leaf, parent)
+        rows, columns = factors(leaf.flat, leaf.spec, shape)
+        packed_rows, rows = _pack_factors(rows)
+        packed_columns, columns = _pack_factors(columns)
+
+        def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray, NpArray]:
+            x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+            symbols, sums, estimates, counts = residual_symbols(x, rows, columns, start, self.octaves)
+            return symbols, sums, estimates, counts, x[symbols == NO_RESIDUAL]
+
+        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        counts = sum((p[3] for p in parts), np.zeros(256))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = sum((p[1] for p in parts), np.zeros(256)) / sum((p[2] for p in parts), np.zeros(256))
+        table = _rounded(np.where(counts > 0, ratio, 0.0))
+        table[:FIRST] = 0.0
+        head = Writer()
+        head.block(packed_rows)
+        head.block(packed_columns)
+        head.raw(_pack_table(table))
+        pieces = [head.done(), *map_chunks(lambda p: _pack_chunk(p[0], p[4]), parts)]
+
+        def met(number: int) -> Distortion:
+            start = number * CHUNK
+            symbols, escaped = parts[number][0], parts[number][4]
+            restored = residual_values(symbols, rows, columns, start, table)
+            restored[symbols == NO_RESIDUAL] = escaped
+            return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
+
+        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
+        return Stored("rank-one", {}, pieces, None, error.largest_relative, "relative")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstMoment:
+    """Store a first moment on a grid in units of the root of its second moment.
+
+    Without a second moment beside it (SGD, Lion), or where that is not enough (v = 0 and m not), it is stored as log
+    buckets.
+
+    Args:
+        step: distance of grid points in units of m / sqrt(v), in (0, 16]; default 0.5.
+        alpha: relative error where there is no second moment, see `LogBuckets`; default 0.25.
+
+    Raises:
+        BadArgumentError: a value out of range.
+    """
+
+    step: float = 0.5
+    alpha: float = 0.25
+    id: ClassVar[str] = "first moment"
+    uses_sibling: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_range("step", self.step, 0, 16, open_low=True)
+        LogBuckets(self.alpha)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the relative L2 error."""
+        if leaf.sibling is None:
+            return LogBuckets(self.alpha).encode(leaf, parent)
+        square = leaf.sibling
+
+        def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray]:
+            x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+            symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], float(self.step))
+            return symbols, sums, counts, x[symbols == OFF_GRID]
+
+        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        counts = sum((p[2] for p in parts), np.zeros(256))
+        if counts[OFF_GRID] > 0.01 * leaf.spec.size:
+            return LogBuckets(self.alpha).encode(leaf, parent)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            table = _rounded(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
+        table[OFF_GRID] = 0.0
+        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(p[0], p[3]), parts)]
+
+        def met(number: int) -> Distortion:
+            start = number * CHUNK
+            symbols, escaped = parts[number][0], parts[number][3]
+            restored = grid_values(symbols, square[start : start + CHUNK], table)
+            restored[symbols == OFF_GRID] = escaped
+            return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
+
+        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
+        return Stored("grid", {}, pieces, None, error.relative_l2, "relative L2")
+
+
+def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:
+    """Rows and columns an array is factored by: its first axis against the rest; None where that makes no matrix."""
+    if len(spec.shape) < 2 or spec.dtype not in ("float32", "bfloat16"):
+        return None
+    rows = spec.shape[0]
+    columns = spec.size // rows if rows else 0
+    return (rows, columns) if rows > 1 and columns > 1 else None
+
+
+def as_float32(flat: Array, spec: LeafSpec) -> NpArray:
+    """Values on the host as float32 NumPy; exact for the dtypes `matrix_shape` admits."""
+    data = as_bytes(flat)
+    if spec.dtype == "bfloat16":
+        return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values: NpArray = data.view(np.float32)
+    return values
+
+
+def narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
+    """Bytes of float32 values in the array's dtype; bfloat16 to nearest, ties to even."""
+    if spec.dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        return (
+            ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+            .astype(np.uint16)
+            .view(np.uint8)
+        )
+    return values.view(np.uint8)
+
+
+def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArray, NpArray]:
+    """Row means, and column means over the mean of all: their products are the rank-one estimate."""
+    matrix = as_float32(flat, spec).reshape(shape)
+    step = max(1, CHUNK // shape[1])
+    rows = np.empty(shape[0])
+    columns = np.zeros(shape[1])
+    for start in range(0, shape[0], step):
+        part = np.where(np.isfinite(matrix[start : start + step]), matrix[start : start + step], 0).astype(np.float64)
+        rows[start : start + step] = part.mean(axis=1)
+        columns += part.sum(axis=0)
+    columns /= shape[0]
+    mean = rows.mean()
+    columns = columns / mean if mean > 0 else columns
+    return np.maximum(rows, 0).astype(np.float32), np.maximum(columns, 0).astype(np.float32)
+
+
+def _pack_factors(values: NpArray) -> tuple[bytes, NpArray]:
+    """Factors as log buckets, and as they will be read."""
+    low = bucket_index(values, _FACTOR_BITS)
+    restored: NpArray = bucket_value(low, _FACTOR_BITS, "float32")
+    symbols = low - np.int32(_F32.buckets(_FACTOR_BITS))
+    # Factors span few octaves: their indices fit 16 bits, as two planes of bytes.
+    out = Writer()
+    for shift in (0, 8):
+        out.block(entropy.encode(((symbols >> shift) & 255).astype(np.uint8)))
+    return out.done(), restored
+
+
+def _read_factors(data: memoryview, n: int) -> NpArray:
+    reader = Reader(data, "factors")
+    index = np.zeros(n, np.int32)
+    for shift in (0, 8):
+        index += entropy.decode(reader.block(), n).astype(np.int32) << shift
+    reader.end()
+    buckets = _F32.buckets(_FACTOR_BITS)
+    if n and int(index.max()) > buckets:
+        raise CorruptDataError("factors: a bucket is out of range")
+    values: NpArray = bucket_value(index + np.int32(buckets), _FACTOR_BITS, "float32")
+    return values
+
+
+def _rounded(values: NpArray) -> NpArray:
+    """float32 values rounded to bfloat16: what is stored is what is used."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _pack_table(table: NpArray) -> bytes:
+    used = int(np.flatnonzero(table)[-1]) + 1 if table.any() else 0
+    out = Writer()
+    out.varint(used)
+    out.raw((table[:used].view(np.uint32) >> np.uint32(16)).astype("<u2"))
+    return out.done()
+
+
+def _read_table(data: Reader) -> NpArray:
+    used = data.varint()
+    if used > 256:
+        raise CorruptDataError(f"moment: a table of {used} values")
+    table = np.zeros(256, np.uint32)
+    table[:used] = data.array("<u2", used).astype(np.uint32) << np.uint32(16)
+    values = table.view(np.float32)
+    if not np.isfinite(values).all():
+        raise CorruptDataError("moment: a value of the table is not finite")
+    return values
+
+
+def _pack_chunk(symbols: NpArray, escaped: NpArray) -> bytes:
+    out = Writer()
+    out.block(entropy.encode(symbols))
+    out.varint(escaped.size)
+    out.raw(escaped.astype("<f4", copy=False))
+    return out.done()
+
+
+def _read_chunk(piece: memoryview, n: int, escape: int) -> tuple[NpArray, NpArray]:
+    data = Reader(piece, "moment")
+    symbols = entropy.decode(data.block(), n)
+    count = data.varint()
+    if count != int(np.count_nonzero(symbols == escape)):
+        raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
+    escaped = data.array("<f4", count)
+    data.end()
+    return symbols, escaped
+
+
+def _decode(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:
+    starts = range(0, spec.size, CHUNK)
+    if len(pieces) != len(starts) + 1:
+        raise CorruptDataError(f"moment: {len(pieces)} pieces for {len(starts)} chunks")
+    check_memory(spec.nbytes, "moment")
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def chunk(number: int) -> None:
+        start = starts[number]
+        n = min(CHUNK, spec.size - start)
+        values = narrowed(one(pieces[number + 1], start, n), spec)
+        data[start * spec.itemsize : (start + n) * spec.itemsize] = values
+
+    map_chunks(chunk, range(len(starts)))
+    return ValuesMemory(from_bytes(data, spec))
+
+
+def decode_rank_one(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
+) -> ValuesMemory:
+    """The stream format "rank-one"."""
+    shape = matrix_shape(spec)
+    if shape is None or not pieces:
+        raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is no matrix of it")
+    head = Reader(pieces[0], "rank one")
+    check_memory(8 * (shape[0] + shape[1]), "rank one")
+    rows, columns = _read_factors(head.block(), shape[0]), _read_factors(head.block(), shape[1])
+    table = _read_table(head)
+    head.end()
+
+    def one(piece: memoryview, start: int, n: int) -> NpArray:
+        symbols, escaped = _read_chunk(piece, n, NO_RESIDUAL)
+        values: NpArray = residual_values(symbols, rows, columns, start, table)
+        values[symbols == NO_RESIDUAL] = escaped
+        return values
+
+    return _decode(spec, pieces, one)
+
+
+def decode_grid(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
+) -> ValuesMemory:
+    """The stream format "grid"."""
+    if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
+        raise CorruptDataError(f"grid: {spec.dtype} has none, or its second moment is missing")
+    head = Reader(pieces[0], "grid")
+    table = _read_table(head)
+    head.end()
+
+    def one(piece: memoryview, start: int, n: int) -> NpArray:
+        symbols, escaped = _read_chunk(piece, n, OFF_GRID)
+        values: NpArray = grid_values(symbols, sibling[start : start + n], table)
+        values[symbols == OFF_GRID] = escaped
+        return values
+
+    return _decode(spec, pieces, one)
+
+
+def square_of(values: Array, spec: LeafSpec) -> NpArray:
+    """A decoded second moment as the grid needs it: float32, what is negative or not finite as 0."""
+    square = as_float32(values, spec)
+    usable = (square >= 0) & (square < np.inf)
+    return square if bool(usable.all()) else np.where(usable, square, np.float32(0))

@@ -1,0 +1,240 @@
+"""Ahead-of-time compilation of every GPU kernel in every configuration that is launched; needs no GPU.
+
+    python -m shrinkpoint.kernels.gpu.aot [--arch 90] [--json FILE]
+
+compiles each entry of `builds()` for each architecture and prints registers, shared memory and spills. An entry fails
+if a thread spills to its stack, or if its PTX multiplies and adds in one rounding, flushes subnormals to zero, or
+divides or takes roots approximately: the CPU does none of these, and the results must agree to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import assign, histogram, kmeans, levels, logbucket, mask, planes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .launch import Launch
+
+ARCHITECTURES = (80, 90, 100)
+"""Compute capabilities: A100, H100 / H200, B200."""
+
+FORBIDDEN = re.compile(
+    r"\b(fma\.r[nzmp]\S*\.f|mad\.r[nzmp]\.f|\S+\.ftz\b|div\.(approx|full)|sqrt\.approx|rsqrt|ex2|lg2)\S*"
+)
+"""PTX in which a result would differ from the other back ends'."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel as it is launched: the types of its arguments, its constants, and its options."""
+
+    kernel: Any
+    types: str
+    """Types of the arguments that are not constants, in order, separated by blanks."""
+    launch: Launch
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Module, kernel, types of the first argument, constants: what tells one build from another."""
+        module = self.kernel.fn.__module__.rsplit(".", 1)[-1]
+        constants = ",".join(f"{k}={v}" for k, v in self.constants.items() if k != "BLOCK")
+        return f"{module}.{self.kernel.fn.__name__}({self.types.split()[0]}; {constants})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a build uses, by thread (registers, stack bytes) and program (shared memory bytes), and what is wrong."""
+
+    name: str
+    arch: int
+    warps: int
+    registers: int
+    shared: int
+    stack: int
+    problems: list[str]
+
+
+FLOATS = {"fp16": (16, 10), "bf16": (16, 7), "fp32": (32, 23), "fp64": (64, 52)}
+OCTAVES = {"fp16": 40, "bf16": 261, "fp32": 277, "fp64": 2098}
+
+
+def builds() -> Iterator[Build]:
+    """Every kernel in every configuration that differs in more than a number; a representative set of dtypes."""
+    yield from _histogram()
+    yield from _assign()
+    yield from _levels()
+    yield from _elementwise()
+    yield from _mask()
+    yield from _kmeans()
+
+
+def _histogram() -> Iterator[Build]:
+    kernel, launch = histogram.count_kernel, histogram.COUNT
+    numbers = "i64 i32 i32 i32 i64 i64 i64 i64 *i32"
+    for x, (width, mantissa) in FLOATS.items():
+        for signed in (False, True):
+            constants = {"WIDTH": width, "M": mantissa, "SIGNED": signed, "PRODUCT": False, "DOUBLE": False, "KEPT": 0}
+            yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
+        constants = {"WIDTH": width, "M": mantissa, "SIGNED": True, "PRODUCT": False, "DOUBLE": False, "KEPT": 1}
+        yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
+        double = x == "fp64"
+        constants = {"WIDTH": 64 if double else 32, "M": 52 if double else 23, "SIGNED": False}
+        constants |= {"PRODUCT": True, "DOUBLE": double, "KEPT": 0}
+        yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
+        constants = {"WIDTH": width, "M": mantissa, "SIGNED": True, "PRODUCT": False, "DOUBLE": double, "KEPT": 2}
+        yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
+
+
+def _assign() -> Iterator[Build]:
+    numbers = "i64 i64 i64 i64 i64 *u8"
+    for x, (width, _) in FLOATS.items():
+        edges = "*fp64" if x == "fp64" else "*fp32"
+        for gradient in (False, True):
+            for steps in (-1, *assign.SEARCHES) if x in ("fp32", "bf16") else assign.SEARCHES[-1:]:
+                constants = {"WIDTH": width, "GRADIENT": gradient, "DOUBLE": gradient and x == "fp64", "STEPS": steps}
+                yield Build(assign.assign_kernel, f"*{x} *{x} {edges} {numbers}", assign.ASSIGN, constants)
+    yield Build(assign.protected_kernel, "*u8 i64 *i32 *i32", assign.VALUES)
+    for value in ("i16", "i32", "i64"):
+        for protected in (False, True):
+            types = f"*u8 *{value} *{value} *i64 i64 *{value}"
+            yield Build(assign.values_kernel, types, assign.VALUES, {"PROTECTED": protected})
+
+
+def _levels() -> Iterator[Build]:
+    yield Build(levels.subtract_kernel, "*u8 *u8 i64 i32 *u8 *i32", levels.SUBTRACT)
+    for bins in (32, 256):
+        yield Build(levels.count_keys_kernel, "*u8 i64 i64 i32 *i32 *i32", levels.GROUP, {"BINS": bins})
+        yield Build(levels.pairs_kernel, "*u8 *u8 i64 i32 i32 i32 *i32 *i32", levels.PAIRS, {"BINS": bins})
+    for split in (False, True):
+        constants = {"SPLIT": split, "FIELD": levels.GROUP.block.bit_length() - 1}
+        yield Build(levels.regroup_kernel, "*u8 *u8 *i64 *i32 i64 i64 i32 *u8", levels.GROUP, constants)
+
+
+def _elementwise() -> Iterator[Build]:
+    for x, (width, mantissa) in FLOATS.items():
+        constants = {"WIDTH": width, "M": mantissa, "OCTAVES": OCTAVES[x]}
+        yield Build(logbucket.index_kernel, f"*i{width} i64 i32 *i32", logbucket.ELEMENTS, constants)
+        yield Build(logbucket.value_kernel, f"*i32 i64 i32 *i{width}", logbucket.ELEMENTS, constants)
+    for itemsize in (1, 2, 4, 8):
+        kind = "u8" if itemsize == 1 else f"i{8 * itemsize}"
+        yield Build(planes.split_kernel, f"*{kind} i64 *u8", planes.ELEMENTS, {"ITEMSIZE": itemsize})
+        yield Build(planes.merge_kernel, f"*u8 i64 *{kind}", planes.ELEMENTS, {"ITEMSIZE": itemsize})
+        yield Build(planes.xor_kernel, f"*{kind} *{kind} i64 *{kind}", planes.ELEMENTS)
+        for floating in (False, True):
+            constants = {"WIDTH": 8 * itemsize, "FLOAT": floating}
+            yield Build(planes.difference_kernel, f"*{kind} *{kind} i64 *{kind}", planes.ELEMENTS, constants)
+            yield Build(planes.undifference_kernel, f"*{kind} *{kind} i64 *{kind}", planes.ELEMENTS, constants)
+
+
+def _mask() -> Iterator[Build]:
+    yield Build(mask.pack_kernel, "*u8 *u8 i64 *u8", mask.PACK, {"COMPARE": False})
+    yield Build(mask.unpack_kernel, "*u8 i64 *u8", mask.UNPACK)
+    yield Build(mask.count_kernel, "*u8 i64 *i32", mask.MOVE, {"BYTES": mask.MOVE.block // 8})
+    for kind in ("u8", "i16", "i32", "i64"):
+        yield Build(mask.pack_kernel, f"*{kind} *{kind} i64 *u8", mask.PACK, {"COMPARE": True})
+        yield Build(mask.gather_kernel, f"*{kind} *u8 *i64 *i32 i64 *{kind}", mask.MOVE)
+        yield Build(mask.scatter_kernel, f"*{kind} *{kind} *u8 *i64 *i32 i64 *{kind}", mask.MOVE)
+
+
+def _kmeans() -> Iterator[Build]:
+    constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.LLOYD.block}
+    types = "*fp64 *fp64 *fp64 *fp64 *i64 *fp64 *i32 *fp64"
+    yield Build(kmeans.exact_kernel, types, kmeans.EXACT, constants)
+    types = "*fp64 *fp64 *i64 i32 *fp64 *fp64"
+    yield Build(kmeans.lloyd_kernel, types, kmeans.LLOYD, {"FIELDS": kmeans.FIELDS})
+
+
+def compile_build(build: Build, arch: int) -> Report:
+    """Compile one build for one architecture and look at what came out."""
+    kernel = build.kernel
+    given = dict(build.constants)
+    names = [p.name for p in kernel.params]
+    if "BLOCK" in names:
+        given["BLOCK"] = build.launch.block
+    types = iter(build.types.split())
+    signature = {p.name: "constexpr" if p.is_constexpr else next(types) for p in kernel.params}
+    # As at run time: tensors start at multiples of 16 bytes, and most have a multiple of 16 elements.
+    attributes = {
+        (p.num,): [["tt.divisibility", 16]]
+        for p in kernel.params
+        if not p.is_constexpr
+        and not p.do_not_specialize_on_alignment
+        and (signature[p.name].startswith("*") or p.name == "n")
+    }
+    source = ASTSource(kernel, signature, given, attributes)
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build.launch.options)
+    except Exception as error:  # whatever the compiler raises is this build's problem, the others are still looked at
+        return Report(build.name, arch, build.launch.warps, 0, 0, 0, [f"does not compile: {error}"])
+    usage = _resource_usage(compiled.asm["cubin"])
+    problems = [f"spills {usage['STACK']} bytes of stack"] if usage["STACK"] else []
+    problems += sorted({f"{m.group(0)} in the PTX" for m in FORBIDDEN.finditer(compiled.asm["ptx"])})
+    return Report(
+        build.name, arch, build.launch.warps, usage["REG"], compiled.metadata.shared, usage["STACK"], problems
+    )
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK and so on of the one kernel in a cubin, by the cuobjdump that Triton ships."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        result = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True, timeout=60
+        )
+    return {key: int(value) for key, value in re.findall(r"\b([A-Z]+)(?:\[\d+\])?:(\d+)", result.stdout)}
+
+
+def _compile_numbered(task: tuple[int, int]) -> Report:
+    """`compile_build` by number, for another process: a kernel cannot be sent there."""
+    number, arch = task
+    return compile_build(list(builds())[number], arch)
+
+
+def compile_all(architectures: tuple[int, ...] = ARCHITECTURES, processes: int = 2) -> list[Report]:
+    """Compile every build for every architecture."""
+    tasks = [(number, arch) for number in range(len(list(builds()))) for arch in architectures]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_compile_numbered, tasks, chunksize=8))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print, and write the JSON; returns 1 if any build has a problem."""
+    parser = argparse.ArgumentParser(prog="python -m shrinkpoint.kernels.gpu.aot", description=__doc__)
+    parser.add_argument("--arch", type=int, action="append", help="compute capability; default 80, 90 and 100")
+    parser.add_argument("--json", type=Path, help="where to write what each build uses")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args(arguments)
+    reports = compile_all(tuple(options.arch or ARCHITECTURES), options.processes)
+    for r in reports:
+        print(f"sm_{r.arch} {r.registers:4d} registers {r.shared:6d} B shared  {r.name}  {'; '.join(r.problems)}")
+    if options.json:
+        versions = {name: metadata.version(name) for name in ("triton", "torch")}
+        content = {"versions": versions, "rows": [asdict(r) for r in reports]}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return int(any(r.problems for r in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

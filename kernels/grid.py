@@ -1,0 +1,83 @@
+"""Values on a uniform grid in units of a scale: an optimizer's first moment in units of its update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+ESCAPE = 0
+"""Symbol of an element that is on no grid: not finite, too far out, or not zero where its scale is."""
+FARTHEST = 127
+"""Largest grid point that has a symbol."""
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, Floats]:
+    """The grid point of each element, as a symbol, and what its symbol's mean is made of.
+
+        q = rint((x / sqrt(square)) / step);  symbol = 1 + 2 |q| - (q < 0);  0 (escape) where that is no grid point
+
+    in float32, each operation rounded once, ties to even. Where `square` is 0, x = 0 is grid point 0; all else escapes.
+
+    Args:
+        x: float32 [n].
+        square: float32 [n], the square of the scale, >= 0.
+        step: distance of grid points, in scales; > 0.
+
+    Returns:
+        symbols: uint8 [n].
+        sums: float64 [256] on the host, sum of x / sqrt(square) by symbol (0 for the escape).
+        counts: float64 [256] on the host, how often each symbol occurs.
+
+    Raises:
+        BadArgumentError: other dtypes or shapes, or a step out of range.
+
+    Example:
+        >>> x, square = np.array([0.0, 2.2, -1.1], np.float32), np.full(3, 4, np.float32)
+        >>> grid_symbols(x, square, 0.5)[0].tolist()
+        [1, 5, 2]
+
+    Source: the update m / sqrt(v) of Adam (Kingma and Ba 2015), which is what an error in m does to training.
+    """
+    for name, array in (("x", x), ("square", square)):
+        if dtype_name(array) != "float32" or len(array.shape) != 1 or tuple(array.shape) != tuple(x.shape):
+            raise BadArgumentError(
+                f"{name} is {dtype_name(array)} {tuple(array.shape)}; float32 of one length is needed"
+            )
+    if not (isinstance(step, float) and 0 < step < np.inf):
+        raise BadArgumentError(f"step is {step!r}; it must be a float above 0")
+    symbols, sums, counts = back_end(x, "grid").grid_symbols(x, square, step)
+    return symbols, sums, counts
+
+
+def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
+    """The elements again: `table[symbol] * sqrt(square)`, in float32, each operation rounded once.
+
+    Args:
+        symbols: uint8 [n].
+        square: float32 [n], as it was for `grid_symbols`.
+        table: float32 [256] on the host: value of each symbol in scales.
+
+    Raises:
+        BadArgumentError: other dtypes or shapes.
+
+    Example:
+        >>> table = np.zeros(256, np.float32)
+        >>> table[5] = 1.0
+        >>> grid_values(np.array([1, 5], np.uint8), np.full(2, 4, np.float32), table).tolist()
+        [0.0, 2.0]
+    """
+    if dtype_name(symbols) != "uint8" or dtype_name(square) != "float32" or tuple(symbols.shape) != tuple(square.shape):
+        raise BadArgumentError(
+            f"symbols are {dtype_name(symbols)}, square {dtype_name(square)}: uint8 and float32 needed"
+        )
+    if table.dtype != np.float32 or table.shape != (256,):
+        raise BadArgumentError("table must be float32 of 256 entries")
+    return back_end(symbols, "grid").grid_values(symbols, square, table)

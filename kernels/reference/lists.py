@@ -1,0 +1,23 @@
+"""The oracles of the sequential coders work on lists of Python integers; here arrays become lists and lists arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from array_api_compat import array_namespace
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+
+def numbers(x: Array) -> list[int]:
+    """The elements of an integer array, row by row."""
+    xp = array_namespace(x)
+    flat = xp.reshape(xp.astype(x, xp.int64), (-1,))
+    return [int(flat[i]) for i in range(flat.shape[0])]
+
+
+def array(values: list[int], dtype: str, like: Array) -> Array:
+    """`values` as a one-dimensional array in the library of `like`."""
+    xp = array_namespace(like)
+    return xp.astype(xp.asarray(values, dtype=xp.int64), getattr(xp, dtype))

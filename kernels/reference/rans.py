@@ -1,0 +1,170 @@
+"""Oracle of the asymmetric numeral systems: the textbook's formulas on Python's integers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from array_api_compat import array_namespace
+
+from ..errors import BadArgumentError, CorruptDataError
+from ..rans import START, STATES, short_digits
+from . import tables
+from .lists import array, numbers
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+
+def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
+    """See `shrinkpoint.kernels.rans.rans_frequencies`."""
+    rows = _rows(counts)
+    if any(not 0 <= c <= 2**48 for row in rows for c in row):
+        raise BadArgumentError("counts holds one that is not in 0 ... 2**48")
+    best = [_best(row, 2**precision) for row in rows]
+    if not exact:
+        others = sum(sum(row) - max(row) for row in rows)
+        present = sum(sum(c > 0 for c in row) - (max(row) > 0) for row in rows)
+        for digits in range(short_digits(others, present), precision):
+            shortened = [_shorten(row, digits, 2**precision) for row in best]
+            if all(shortened):
+                best = shortened
+                break
+    xp = array_namespace(counts)
+    return xp.reshape(array([f for row in best for f in row], "uint32", counts), tuple(counts.shape))
+
+
+def _best(counts: list[int], total: int) -> list[int]:
+    """One unit for each symbol that is there, then one after the other to whom it helps most."""
+    out = [int(c > 0) for c in counts]
+    queue = [(-c / math.sqrt(2.0), s) for s, c in enumerate(counts) if c > 0]
+    heapq.heapify(queue)
+    while queue and sum(out) < total:
+        for _ in range(total - sum(out)):
+            _, s = queue[0]
+            out[s] += 1
+            f = float(out[s])
+            heapq.heapreplace(queue, (-counts[s] / math.sqrt(f * (f + 1.0)), s))
+    return out
+
+
+def _shorten(row: list[int], digits: int, total: int) -> list[int]:
+    """The row with all but its greatest rounded to `digits` significant bits, halves up; empty if that cannot be."""
+    if not any(row):
+        return row
+    peak = row.index(max(row))
+    out = []
+    for f in row:
+        drop = max(f.bit_length() - digits, 0)
+        out.append((2 * f + (1 << drop)) >> (drop + 1) << drop)
+    out[peak] = 0
+    out[peak] = total - sum(out)
+    return out if out[peak] > 0 and out.index(max(out)) == peak else []
+
+
+def _rows(table: Array) -> list[list[int]]:
+    return [numbers(table[c, :]) for c in range(table.shape[0])]
+
+
+def _starts(row: list[int]) -> list[int]:
+    """The first slot of each symbol: the greatest frequency comes first, then the others in their order."""
+    peak = row.index(max(row))
+    starts = [0] * len(row)
+    at = row[peak]
+    for s, f in enumerate(row):
+        if s != peak:
+            starts[s] = at
+            at += f
+    return starts
+
+
+def _model(frequencies: Array, precision: int) -> list[tuple[list[int], list[int]]]:
+    rows = _rows(frequencies)
+    if any(sum(row) not in (0, 2**precision) for row in rows):
+        raise BadArgumentError(f"a row of frequencies sums to neither 0 nor {2**precision}")
+    return [(row, _starts(row)) for row in rows]
+
+
+def _contexts(contexts: Array | None, n: int, rows: int) -> list[int]:
+    found = [0] * n if contexts is None else numbers(contexts)
+    if any(c >= rows for c in found):
+        raise BadArgumentError(f"contexts holds one of {rows} or more")
+    return found
+
+
+def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, precision: int) -> Array:
+    """See `shrinkpoint.kernels.rans.rans_encode`."""
+    model = _model(frequencies, precision)
+    s = numbers(symbols)
+    contexts_ = _contexts(contexts, len(s), len(model))
+    states = [START] * STATES
+    words = []
+    for i in reversed(range(len(s))):
+        row, starts = model[contexts_[i]]
+        if s[i] >= len(row) or row[s[i]] == 0:
+            raise BadArgumentError("symbols holds one whose frequency in its context is zero")
+        x, f = states[i % STATES], row[s[i]]
+        if x >= f << (32 - precision):
+            words.append(x & 0xFFFF)
+            x >>= 16
+        states[i % STATES] = ((x // f) << precision) + x % f + starts[s[i]]
+    if not words and states == [START] * STATES:
+        return array([], "uint8", symbols)
+    data = [byte for x in states for byte in x.to_bytes(4, "little")]
+    data += [byte for w in reversed(words) for byte in w.to_bytes(2, "little")]
+    return array(data, "uint8", symbols)
+
+
+def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
+    """See `shrinkpoint.kernels.rans.rans_decode`."""
+    model = _model(frequencies, precision)
+    contexts_ = _contexts(contexts, n, len(model))
+    d = bytes(numbers(data))
+    wrong = CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
+    states = [START] * STATES
+    if d:
+        states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(STATES)]
+        if len(d) < 4 * STATES or len(d) % 2 or min(states) < START or d == START.to_bytes(4, "little") * STATES:
+            raise wrong
+    words = [int.from_bytes(d[k : k + 2], "little") for k in range(4 * STATES, len(d), 2)]
+    out = []
+    at = 0
+    for i in range(n):
+        row, starts = model[contexts_[i]]
+        x = states[i % STATES]
+        slot = x % 2**precision
+        s = next((s for s in range(len(row)) if starts[s] <= slot < starts[s] + row[s]), None)
+        if s is None:
+            raise wrong
+        out.append(s)
+        x = row[s] * (x >> precision) + slot - starts[s]
+        if x < START:
+            if at == len(words):
+                raise wrong
+            x = x << 16 | words[at]
+            at += 1
+        states[i % STATES] = x
+    if at != len(words) or states != [START] * STATES:
+        raise wrong
+    return array(out, "uint8", data)
+
+
+def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
+    """See `shrinkpoint.kernels.rans.coding_cost`."""
+    pairs = [(c, f) for c, f in zip(numbers(counts), numbers(frequencies), strict=True) if c > 0]
+    if any(f == 0 for _, f in pairs):
+        return math.inf
+    return math.fsum(c * (precision - math.log2(f)) for c, f in pairs)
+
+
+def pack_frequencies(frequencies: Array, precision: int) -> bytes:
+    """See `shrinkpoint.kernels.rans.pack_frequencies`."""
+    return tables.pack_frequencies([row for row, _ in _model(frequencies, precision)], precision)
+
+
+def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
+    """See `shrinkpoint.kernels.rans.unpack_frequencies`."""
+    table = tables.unpack_frequencies(bytes(numbers(data)), rows, columns, precision)
+    xp = array_namespace(data)
+    return xp.reshape(array([f for row in table for f in row], "uint32", data), (rows, columns))

@@ -1,0 +1,58 @@
+"""Residuals by array-API functions, over bit patterns from `bits.sign_and_magnitude`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from array_api_compat import array_namespace, device
+
+from ..residual import ESCAPE, FARTHEST, FIRST, ZERO
+from .bits import sign_and_magnitude
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+    from ..residual import Factors
+
+_NORMAL = 1 << 23
+_INFINITE = 255 << 23
+
+
+def _estimates(xp: Any, like: Array, rows: Factors, columns: Factors, start: int) -> Array:
+    at = np.arange(start, start + like.shape[0])
+    i, j = np.divmod(at, max(columns.size, 1))
+    place = device(like)
+    return xp.asarray(rows[i], device=place) * xp.asarray(columns[j], device=place)
+
+
+def residual_symbols(
+    x: Array, rows: Factors, columns: Factors, start: int, octaves: int
+) -> tuple[Array, Any, Any, Any]:
+    """See `kernels.residual`."""
+    xp = array_namespace(x)
+    estimate = _estimates(xp, x, rows, columns, start)
+    negative, key = sign_and_magnitude(x)
+    _, base = sign_and_magnitude(estimate)
+    cell = octaves * _NORMAL
+    k = (key - base + cell // 2) // cell
+    normal = (key >= _NORMAL) & (key < _INFINITE) & (base >= _NORMAL) & (base < _INFINITE)
+    fits = normal & ~negative & (xp.abs(k) <= FARTHEST)
+    symbol = xp.where(fits, FIRST + FARTHEST + k, xp.full_like(key, ESCAPE))
+    symbol = xp.where(key == 0, xp.full_like(key, ZERO), symbol)
+    sums, bases, counts = np.zeros(256), np.zeros(256), np.zeros(256)
+    wide, wide_base = xp.astype(x, xp.float64), xp.astype(estimate, xp.float64)
+    zero = xp.zeros_like(wide)
+    for value in map(int, xp.unique_values(symbol)):
+        here = symbol == value
+        counts[value] = float(xp.sum(xp.astype(here, xp.float64)))
+        if value >= FIRST:
+            sums[value] = float(xp.sum(xp.where(here, wide, zero)))
+            bases[value] = float(xp.sum(xp.where(here, wide_base, zero)))
+    return xp.astype(symbol, xp.uint8), sums, bases, counts
+
+
+def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
+    """See `kernels.residual`."""
+    xp = array_namespace(symbols)
+    factors = xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64))
+    return _estimates(xp, symbols, rows, columns, start) * factors

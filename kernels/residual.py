@@ -1,0 +1,93 @@
+"""Positive values as a rank-one estimate times a coarse power of two: an optimizer's second moment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+ZERO, ESCAPE, FIRST = 0, 1, 2
+"""Symbols of an element that is 0, of one that has no residual, and of the lowest residual."""
+FARTHEST = 126
+"""Largest residual, in cells, that has a symbol: FIRST + FARTHEST is no residual at all."""
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Factors = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def residual_symbols(
+    x: Array, rows: Factors, columns: Factors, start: int, octaves: int
+) -> tuple[Array, Floats, Floats, Floats]:
+    """How many cells of `octaves` octaves each element is off its estimate `rows[i] * columns[j]`.
+
+        key(y) = bit pattern of y as an integer;  cell = octaves * 2**23
+        k = floor((key(x) - key(estimate) + cell / 2) / cell);  symbol = 2 + 126 + k
+
+    Between powers of two the pattern of a float32 is linear in the value, so key / 2**23 is the logarithm to base 2 to
+    within 0.09. 0 has symbol 0. An element that is negative, not finite or subnormal, whose estimate is not a normal
+    number, or with |k| > 126, escapes (symbol 1).
+
+    Args:
+        x: float32 [n], elements `start` ... of a matrix with these rows and columns, in C order.
+        rows: float32 [R] on the host, >= 0.
+        columns: float32 [C] on the host, >= 0.
+        start: number of the first element, >= 0.
+        octaves: width of a cell, 1 to 64.
+
+    Returns:
+        symbols: uint8 [n].
+        sums: float64 [256] on the host, sum of x by symbol.
+        estimates: float64 [256] on the host, sum of the estimates by symbol.
+        counts: float64 [256] on the host, how often each symbol occurs.
+
+    Raises:
+        BadArgumentError: dtypes, shapes or ranges do not fit.
+
+    Example:
+        >>> x = np.array([1, 1, 64, 0], np.float32)
+        >>> residual_symbols(x, np.ones(2, np.float32), np.ones(2, np.float32), 0, 3)[0].tolist()
+        [128, 128, 130, 0]
+
+    Source: the rank-one estimate is Adafactor's (Shazeer and Stern 2018, section 3).
+    """
+    if dtype_name(x) != "float32" or len(x.shape) != 1:
+        raise BadArgumentError(f"x is {dtype_name(x)} {tuple(x.shape)}; float32 of one dimension is needed")
+    _check(rows, columns, start, int(x.shape[0]))
+    if type(octaves) is not int or not 1 <= octaves <= 64:
+        raise BadArgumentError(f"octaves is {octaves!r}; it must be an integer in [1, 64]")
+    symbols, sums, estimates, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, octaves)
+    return symbols, sums, estimates, counts
+
+
+def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
+    """The elements again: `(rows[i] * columns[j]) * table[symbol]` in float32, each operation rounded once.
+
+    Args:
+        symbols: uint8 [n].
+        rows: as in `residual_symbols`.
+        columns: as in `residual_symbols`.
+        start: as in `residual_symbols`.
+        table: float32 [256] on the host: factor of each symbol; 0 for zero and the escape.
+
+    Raises:
+        BadArgumentError: dtypes, shapes or ranges do not fit.
+    """
+    if dtype_name(symbols) != "uint8" or len(symbols.shape) != 1:
+        raise BadArgumentError(f"symbols are {dtype_name(symbols)} {tuple(symbols.shape)}; uint8 [n] is needed")
+    _check(rows, columns, start, int(symbols.shape[0]))
+    if table.dtype != np.float32 or table.shape != (256,):
+        raise BadArgumentError("table must be float32 of 256 entries")
+    return back_end(symbols, "residual").residual_values(symbols, rows, columns, start, table)
+
+
+def _check(rows: Factors, columns: Factors, start: int, n: int) -> None:
+    for name, factors in (("rows", rows), ("columns", columns)):
+        if not isinstance(factors, np.ndarray) or factors.dtype != np.float32 or factors.ndim != 1:
+            raise BadArgumentError(f"{name} must be a float32 NumPy array of one dimension")
+    if start < 0 or start + n > rows.size * columns.size:
+        raise BadArgumentError(f"elements {start} to {start + n} are not within {rows.size} x {columns.size}")

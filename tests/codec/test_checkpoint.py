@@ -1,0 +1,275 @@
+"""Checkpoints as values: pure, deterministic, independent of threads and processes; parents checked, never guessed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+from .common import difference, small_chunks, threads, through_bytes
+
+CONFIGS = {
+    "default": sp.Config(),
+    "inshrinkerator": sp.presets.inshrinkerator(prune=0.1),
+    "lossless": sp.presets.lossless(),
+    "rate": sp.Config(rate=0.003),
+    "target": sp.Config(max_rel_error=0.02),
+}
+
+
+def states(n: int = 3) -> list[dict[str, Any]]:
+    """A short training, made of arithmetic alone: the same in every process."""
+    grid = torch.arange(96 * 40, dtype=torch.float64).reshape(96, 40)
+    out = []
+    for t in range(n):
+        w = torch.sin(grid * 0.37 + 0.001 * t).float()
+        out.append(
+            {
+                "model": {"fc.weight": w, "wte.weight": (w * 0.1).half(), "head": w, "ln.weight": w[0]},
+                "opt": {"state": {0: {"step": torch.tensor(float(t)), "exp_avg": w**3, "exp_avg_sq": w**2}}},
+                "np": {"a": w.numpy().astype(">f8"), "i": np.arange(5000) + t},
+                "misc": [t, 0.1 * t, None, "x", b"y", (True, 2**70)],
+            }
+        )
+    return out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bytes_do_not_depend_on_threads(name: str) -> None:
+    cfg = CONFIGS[name]
+    first, second, _ = states()
+    blobs = []
+    for n in (1, 2, 3):
+        with threads(n), small_chunks(1000):
+            base = sp.compress(first, cfg=cfg)
+            delta = sp.compress(second, base, cfg)
+            read = sp.Checkpoint.from_bytes(base.to_bytes())
+            back = sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes(), read))
+            assert difference(back, sp.decompress(delta)) == ""
+            blobs.append((base.to_bytes(), delta.to_bytes()))
+    assert blobs[0] == blobs[1] == blobs[2]
+
+
+_PRINT = """
+import sys
+import numba
+from blake3 import blake3
+import shrinkpoint as sp
+sys.path.insert(0, {root!r})
+from tests.codec.test_checkpoint import CONFIGS, states
+first, second, _ = states()
+for name, cfg in CONFIGS.items():
+    base = sp.compress(first, cfg=cfg)
+    print(name, blake3(base.to_bytes()).hexdigest(), blake3(sp.compress(second, base, cfg).to_bytes()).hexdigest())
+"""
+
+
+def test_bytes_do_not_depend_on_the_process() -> None:
+    """Another hash seed, another number of threads, another process: the same bytes."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    found = []
+    for seed, n in (("1", "1"), ("2", "2")):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "SHRINKPOINT_THREADS": n}
+        done = subprocess.run(
+            [sys.executable, "-c", _PRINT.format(root=root)], env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    assert found[0] == found[1]
+    assert len(found[0].splitlines()) == len(CONFIGS)
+    first, second, _ = states()
+    base = sp.compress(first, cfg=CONFIGS["default"])
+    assert base.id in found[0]
+    assert sp.compress(second, base, CONFIGS["default"]).id in found[0]
+
+
+def test_compress_changes_nothing_and_keeps_nothing_of_the_state() -> None:
+    """Training goes on in place right after; the checkpoint, as a parent too, is what it was."""
+    for name, cfg in CONFIGS.items():
+        first, second, third = states()
+        copy = states()[0]
+        base = sp.compress(first, cfg=cfg)
+        assert difference(first, copy) == "", name
+        expected = sp.decompress(base)
+        for x in (first["model"]["fc.weight"], first["model"]["wte.weight"], first["opt"]["state"][0]["exp_avg"]):
+            x.fill_(9)
+        first["np"]["i"][:] = 0
+        first["np"]["a"][:] = 0
+        first["opt"]["state"][0]["step"].fill_(77)
+        first["misc"].append("more")
+        assert difference(sp.decompress(base), expected) == "", name
+        assert difference(through_bytes(base), expected) == "", name
+        delta = sp.compress(second, base, cfg)
+        assert delta.to_bytes() == sp.compress(states()[1], sp.compress(copy, cfg=cfg), cfg).to_bytes(), name
+        second["np"]["i"][:] = 0
+        second["model"]["fc.weight"].zero_()
+        last = sp.compress(third, delta, cfg)
+        read = sp.Checkpoint.from_bytes(base.to_bytes())
+        read = sp.Checkpoint.from_bytes(delta.to_bytes(), read)
+        assert difference(sp.decompress(sp.Checkpoint.from_bytes(last.to_bytes(), read)), sp.decompress(last)) == "", name
+
+
+def test_from_bytes_keeps_nothing_of_a_buffer_that_changes() -> None:
+    ckpt = sp.compress(states()[0])
+    for kind in (bytearray, lambda b: memoryview(bytearray(b))):
+        buffer = kind(ckpt.to_bytes())
+        read = sp.Checkpoint.from_bytes(buffer)
+        buffer[:] = bytes(len(buffer))
+        assert difference(sp.decompress(read), sp.decompress(ckpt)) == ""
+
+
+def test_many_threads_at_once() -> None:
+    """Callers on their own threads share one pool; some change its size meanwhile."""
+    expected = {name: sp.compress(states()[1], sp.compress(states()[0], cfg=cfg), cfg) for name, cfg in CONFIGS.items()}
+    errors: list[str] = []
+
+    def work(offset: int) -> None:
+        try:
+            for i in range(len(CONFIGS)):
+                name = list(CONFIGS)[(i + offset) % len(CONFIGS)]
+                first, second, _ = states()
+                base = sp.compress(first, cfg=CONFIGS[name])
+                delta = sp.compress(second, base, CONFIGS[name])
+                sp.set_threads(1 + (i + offset) % 3)
+                if delta.to_bytes() != expected[name].to_bytes():
+                    errors.append(f"{name}: bytes differ")
+                if difference(sp.decompress(delta), sp.decompress(expected[name])):
+                    errors.append(f"{name}: values differ")
+                shared = sp.Checkpoint.from_bytes(expected[name].to_bytes(), base)
+                if difference(sp.decompress(shared), sp.decompress(expected[name])):
+                    errors.append(f"{name}: read values differ")
+        except BaseException as e:
+            errors.append(repr(e))
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join(120)
+    sp.set_threads(None)
+    assert errors == []
+
+
+def test_one_base_read_from_bytes_is_shared_by_threads() -> None:
+    first, second, third = states()
+    base = sp.compress(first)
+    read = sp.Checkpoint.from_bytes(base.to_bytes())
+    wanted = [sp.compress(s, base).to_bytes() for s in (second, third)]
+    got: dict[int, bytes] = {}
+    workers = [
+        threading.Thread(target=lambda i=i, s=s: got.__setitem__(i, sp.compress(s, read).to_bytes()))
+        for i, s in enumerate((second, third))
+    ]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join(60)
+    assert [got[0], got[1]] == wanted
+
+
+def test_wrong_missing_and_unresolved_parents() -> None:
+    first, second, third = states()
+    base = sp.compress(first)
+    other = sp.compress(third)
+    delta = sp.compress(second, base)
+    last = sp.compress(third, delta)
+    blob, last_blob = delta.to_bytes(), last.to_bytes()
+    unresolved = sp.Checkpoint.from_bytes(blob)
+    assert unresolved.is_delta
+    assert not unresolved.is_resolved
+    assert unresolved.summary() == delta.summary()
+    assert unresolved.parent_id == base.id
+    for call in (
+        lambda: sp.decompress(unresolved),
+        lambda: sp.decompress(unresolved, other),
+        lambda: sp.decompress(unresolved, delta),
+        lambda: sp.decompress(delta, other),
+        lambda: sp.Checkpoint.from_bytes(blob, other),
+        lambda: sp.Checkpoint.from_bytes(last_blob, base),
+        lambda: sp.Checkpoint.from_bytes(last_blob, unresolved),
+        lambda: sp.decompress(sp.Checkpoint.from_bytes(last_blob), unresolved),
+        lambda: sp.compress(third, unresolved),
+    ):
+        with pytest.raises(sp.MissingParentError, match=r"[0-9a-f]{12}|parent"):
+            call()
+    assert difference(sp.decompress(unresolved, base), sp.decompress(delta)) == ""
+    assert not unresolved.is_resolved
+    for bad in (blob, "x", 3, {"a": 1}):
+        for call in (
+            lambda bad=bad: sp.compress(first, bad),
+            lambda bad=bad: sp.decompress(delta, bad),
+            lambda bad=bad: sp.Checkpoint.from_bytes(blob, bad),
+        ):
+            with pytest.raises(sp.ShrinkpointError, match="prev must be a Checkpoint"):
+                call()
+    with pytest.raises(sp.BadArgumentError, match="ckpt must be a Checkpoint"):
+        sp.decompress(blob)  # type: ignore[arg-type]
+    with pytest.raises(sp.BadArgumentError, match="bytes"):
+        sp.Checkpoint.from_bytes("text")  # type: ignore[arg-type]
+
+
+def test_a_delta_of_an_equal_state_with_another_parent_is_another_checkpoint() -> None:
+    first, second, third = states()
+    a, b = sp.compress(first), sp.compress(third)
+    assert sp.compress(second, a).id != sp.compress(second, b).id
+    assert sp.compress(second, a).parent_id == a.id
+
+
+def test_gradients_and_kinds_that_do_not_fit() -> None:
+    w = torch.randn(40, 40)
+    state = {"model": {"w": w, "tied": w, "ids": torch.arange(5)}}
+    assert sp.compress(state, grads={"w": w, "tied": w}).nbytes > 0
+    assert sp.compress(state, grads={"model": {"w": w.bfloat16(), "tied": None}}).nbytes > 0
+    frozen = w.numpy().copy()
+    frozen.setflags(write=False)
+    assert sp.compress(state, grads={"w": frozen}).nbytes > 0
+    for grads, words in (
+        ({"v": w}, "grads/v"),
+        ({"w": w[:3]}, "model/w"),
+        ({"w": w.int()}, "model/w"),
+        ({"w": w.to(torch.float8_e5m2)}, "model/w"),
+        ({"w": object()}, "w"),
+        ({"w": w.to_sparse()}, "grads/w"),
+        (w, "tree"),
+    ):
+        with pytest.raises(sp.ShrinkpointError, match=words):
+            sp.compress(state, grads=grads)
+    with pytest.raises(sp.BadArgumentError, match="model/w"):
+        sp.compress(state, cfg=sp.presets.inshrinkerator(prune=0.1, prune_metric="sensitivity"))
+    for kinds, words in (
+        ({"w": "foo"}, "w.*foo"),
+        ({"w": 3}, "w"),
+        ({3: "linear"}, "3"),
+        (["linear"], "kinds"),
+    ):
+        with pytest.raises(sp.BadArgumentError, match=words):
+            sp.compress(state, kinds=kinds)  # type: ignore[arg-type]
+
+
+def test_configurations_of_the_wrong_kind() -> None:
+    for cfg in (sp.presets.lossless, sp.Exact(), "lossless", {}, sp.Config().to_json()):
+        with pytest.raises(sp.BadArgumentError, match="cfg"):
+            sp.compress({"a": torch.ones(3)}, cfg=cfg)  # type: ignore[arg-type]
+    for n in (0, -1, 1.5, "2", True):
+        with pytest.raises(sp.BadArgumentError, match="threads"):
+            sp.set_threads(n)  # type: ignore[arg-type]
+
+
+def test_empty_states() -> None:
+    for state in ({}, [], {"a": torch.empty(0)}, {"a": {}}, [np.zeros((0, 5))]):
+        ckpt = sp.compress(state)
+        assert difference(state, through_bytes(ckpt)) == ""
+        assert ckpt.raw_nbytes == 0
+        assert ckpt.ratio == 0
+        assert "base" in repr(ckpt)
+        delta = sp.compress(state, ckpt)
+        assert difference(state, sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes()), ckpt)) == ""
+        assert all(row.bits_per_element == 0 for row in delta.summary())

@@ -1,0 +1,188 @@
+"""Real training states: optimizers, schedulers and random generators of every make, resumed from compressed bytes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+from .common import difference, round_trip
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW amsgrad, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=3),
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4, 4, 9]),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=50),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "PolynomialLR": lambda o: torch.optim.lr_scheduler.PolynomialLR(o),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ConstantLR(o)],
+        milestones=[2],
+    ),
+}
+
+
+class Job:
+    def __init__(self, optimizer: Make, scheduler: Callable[[torch.optim.Optimizer], Any], seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(12, 40), torch.nn.BatchNorm1d(40), torch.nn.Dropout(0.2), torch.nn.Linear(40, 1)
+        )
+        self.optimizer = optimizer(self.model.parameters())
+        self.scheduler = scheduler(self.optimizer)
+
+    def step(self) -> float:
+        x = torch.randn(8, 12)
+
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = self.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        loss = self.optimizer.step(closure)  # type: ignore[arg-type]
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(float(loss.detach()))
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.scheduler.step()
+        return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+        torch.set_rng_state(state["rng"]["torch"])
+        random.setstate(state["rng"]["python"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_resumes_to_the_bit_from_a_lossless_chain(name: str) -> None:
+    _resumes(OPTIMIZERS[name], SCHEDULERS["CosineAnnealingLR"])
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_resumes_to_the_bit(name: str) -> None:
+    _resumes(OPTIMIZERS["SGD momentum"], SCHEDULERS[name])
+
+
+def _resumes(optimizer: Make, scheduler: Callable[[torch.optim.Optimizer], Any]) -> None:
+    cfg = sp.presets.lossless()
+    job = Job(optimizer, scheduler)
+    blobs, prev = [], None
+    for _ in range(3):
+        job.step()
+        job.step()
+        prev = sp.compress(job.state(), prev, cfg)
+        blobs.append(prev.to_bytes())
+    after = [job.step() for _ in range(3)]
+    read = None
+    for blob in blobs:
+        read = sp.Checkpoint.from_bytes(blob, read)
+    state = sp.decompress(read)
+    again = Job(optimizer, scheduler, seed=1)
+    again.load(state)
+    assert difference(state, again.state()) == "" or name_of_version_only(state, again.state())
+    assert [again.step() for _ in range(3)] == after
+
+
+def name_of_version_only(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two states differ in nothing but what torch itself adds or drops on loading."""
+    return all(difference(a[k], b[k]) == "" for k in ("model", "rng"))
+
+
+def test_the_default_keeps_what_must_be_exact() -> None:
+    """Norms, biases, steps, generators, schedulers to the bit; moments to their bound; `step` stays 0-d."""
+    job = Job(OPTIMIZERS["AdamW"], SCHEDULERS["OneCycleLR"])
+    for _ in range(3):
+        job.step()
+    state = job.state()
+    state["model"] = dict(state["model"]) | {"big.weight": torch.randn(64, 64), "final_norm.weight": torch.randn(4096)}
+    back = round_trip(state)
+    assert difference(state["scheduler"], back["scheduler"]) == ""
+    assert difference(state["rng"], back["rng"]) == ""
+    for name, x in state["model"].items():
+        assert name == "big.weight" or difference([x], [back["model"][name]]) == "", name
+    assert difference(state["optimizer"]["param_groups"], back["optimizer"]["param_groups"]) == ""
+    for number, entry in back["optimizer"]["state"].items():
+        assert type(number) is int
+        assert entry["step"].shape == ()
+        assert float(entry["step"]) == 3.0
+
+
+def test_unknown_optimizer_entries_are_never_lossy_by_guess() -> None:
+    """However deep they stand: a preconditioner or a second moment is no weight."""
+    rng = np.random.default_rng(0)
+    x = [rng.normal(size=(64, 64)).astype("f4") ** 2 for _ in range(6)]
+    state = {
+        "optimizer": {"state": {0: {"shampoo": {"L": x[0], "R": [x[1]]}, "exp_avg_sq_row": x[2], "hessian": x[3]}}},
+        "optimizer_state": {"w": {"second_order": x[4]}},
+    }
+    back = round_trip(state)
+    assert difference(state["optimizer"], back["optimizer"]) == ""
+
+
+def test_generator_states() -> None:
+    random.seed(5)
+    legacy = np.random.RandomState(3)  # noqa: NPY002 - its state is what people save
+    legacy.randn()
+    state = {
+        "python": random.getstate(),
+        "gauss": (random.gauss(0, 1), random.getstate()),
+        "legacy": legacy.get_state(),
+        "legacy dict": legacy.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "torch generator": torch.Generator().manual_seed(7).get_state(),
+        **{
+            kind.__name__: kind(11).state
+            for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+        },
+    }
+    back = round_trip(state)
+    assert difference(state, back) == ""
+    random.setstate(back["python"])
+    legacy.set_state(back["legacy"])
+    legacy.set_state(back["legacy dict"])
+    torch.Generator().set_state(back["torch generator"])
+    for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64):
+        bits = kind(1)
+        bits.state = back[kind.__name__]
+        assert np.random.Generator(bits).integers(1 << 60) == np.random.Generator(kind(11)).integers(1 << 60)

@@ -1,0 +1,103 @@
+"""Grids and residuals: the oracle, the bounds, the escapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shrinkpoint.kernels import grid, residual
+from shrinkpoint.kernels.errors import BadArgumentError
+
+from .conftest import BackEnd
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the data overflow on purpose
+SIZES = [0, 1, 5, 1000, 40000]
+
+
+def _odd_values(rng: np.random.Generator, n: int) -> np.ndarray:
+    x = (rng.normal(size=n) * np.exp(rng.normal(size=n) * 4)).astype(np.float32)
+    at = rng.integers(0, max(n, 1), 12)[: min(n, 12)]
+    x[at] = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e-42, 3e38, -3e38, 1, 2, 4, 1e-38], np.float32)[: at.size]
+    return x
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_grid_agrees_with_the_oracle(back_end: BackEnd, n: int, fresh: np.random.Generator) -> None:
+    x, square = _odd_values(fresh, n), np.abs(_odd_values(fresh, n))
+    square[~np.isfinite(square)] = 0
+    module = back_end.module("grid")
+    symbols, sums, counts = module.grid_symbols(back_end.array(x), back_end.array(square), 0.5)
+    with np.errstate(all="ignore"):
+        scale = np.sqrt(square)
+        u = np.where(scale > 0, x / scale, np.where(x == 0, 0, np.inf)).astype(np.float32)
+        q = np.rint(u / np.float32(0.5))
+    on = np.abs(q) <= grid.FARTHEST
+    k = np.where(on, q, 0).astype(int)
+    expected = np.where(on, 1 + 2 * np.abs(k) - (k < 0), 0).astype(np.uint8)
+    np.testing.assert_array_equal(back_end.numpy(symbols), expected)
+    np.testing.assert_array_equal(counts, np.bincount(expected, minlength=256))
+    for s in np.unique(expected[expected > 0]):
+        assert sums[s] == pytest.approx(u[expected == s].astype(np.float64).sum(), rel=1e-9, abs=1e-12)
+    assert sums[0] == 0
+    table = fresh.normal(size=256).astype(np.float32)
+    values = back_end.numpy(module.grid_values(symbols, back_end.array(square), table))
+    np.testing.assert_array_equal(values, table[expected] * scale)
+
+
+def test_a_grid_point_is_within_half_a_step(fresh: np.random.Generator) -> None:
+    x = fresh.normal(size=10000).astype(np.float32)
+    square = (fresh.random(10000) + 0.01).astype(np.float32)
+    table = np.zeros(256, np.float32)
+    for s in range(1, 256):
+        table[s] = 0.25 * (s // 2) * (-1 if s % 2 == 0 else 1)
+    symbols, _, _ = grid.grid_symbols(x, square, 0.25)
+    restored = grid.grid_values(symbols, square, table)
+    assert (np.abs(restored - x) <= 0.1251 * np.sqrt(square)).all()
+    with pytest.raises(BadArgumentError, match="step"):
+        grid.grid_symbols(x, square, 0.0)
+    with pytest.raises(BadArgumentError, match="square"):
+        grid.grid_symbols(x, square[:5], 0.5)
+
+
+@pytest.mark.parametrize(("rows", "columns", "start"), [(1, 1, 0), (7, 13, 5), (3, 40000, 20000), (300, 1, 299)])
+@pytest.mark.parametrize("octaves", [1, 3, 64])
+def test_residual_agrees_with_the_oracle(
+    back_end: BackEnd, rows: int, columns: int, start: int, octaves: int, fresh: np.random.Generator
+) -> None:
+    n = min(rows * columns - start, 50000)
+    x = np.abs(_odd_values(fresh, n))
+    x[: n // 3] *= -1
+    r, c = np.abs(_odd_values(fresh, rows)), np.abs(_odd_values(fresh, columns))
+    module = back_end.module("residual")
+    symbols, sums, bases, counts = module.residual_symbols(back_end.array(x), r, c, start, octaves)
+    at = np.arange(start, start + n)
+    with np.errstate(all="ignore"):
+        estimate = r[at // columns] * c[at % columns]
+    key, base = x.view(np.uint32).astype(np.int64), estimate.astype(np.float32).view(np.uint32).astype(np.int64)
+    cell = octaves << 23
+    k = (key - base + cell // 2) // cell
+    fits = (key >= 1 << 23) & (key < 255 << 23) & (base >= 1 << 23) & (base < 255 << 23) & (np.abs(k) <= 126)
+    expected = np.where(key & 0x7FFFFFFF == 0, 0, np.where(fits, 128 + k, 1)).astype(np.uint8)
+    np.testing.assert_array_equal(back_end.numpy(symbols), expected)
+    np.testing.assert_array_equal(counts, np.bincount(expected, minlength=256))
+    for s in np.unique(expected[expected >= 2]):
+        assert sums[s] == pytest.approx(x[expected == s].astype(np.float64).sum(), rel=1e-9)
+        assert bases[s] == pytest.approx(estimate[expected == s].astype(np.float64).sum(), rel=1e-9)
+    table = fresh.random(256).astype(np.float32)
+    with np.errstate(all="ignore"):
+        values = back_end.numpy(module.residual_values(symbols, r, c, start, table))
+        np.testing.assert_array_equal(values, estimate * table[expected])
+
+
+def test_a_residual_is_within_its_cell(fresh: np.random.Generator) -> None:
+    x = np.exp(fresh.normal(size=40 * 50) * 3).astype(np.float32)
+    r, c = fresh.random(40).astype(np.float32) + 0.1, fresh.random(50).astype(np.float32) + 0.1
+    symbols, sums, bases, counts = residual.residual_symbols(x, r, c, 0, 3)
+    table = np.zeros(256, np.float32)
+    table[counts > 0] = (sums[counts > 0] / bases[counts > 0]).astype(np.float32)
+    restored = residual.residual_values(symbols, r, c, 0, table)
+    assert (np.abs(np.log2(restored / x)) <= 3 + 0.18).all()
+    with pytest.raises(BadArgumentError, match="octaves"):
+        residual.residual_symbols(x, r, c, 0, 0)
+    with pytest.raises(BadArgumentError, match="within"):
+        residual.residual_symbols(x, r, c, 1, 3)
