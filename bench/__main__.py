@@ -35,7 +35,7 @@ def result(rows: Sequence[Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark: 0, or 1 if a correctness check failed, or 2 for wrong usage."""
-    asked = _parser().parse_args(arguments)
+    asked = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments) or ["--help"])
     console = Console(stderr=True)
     module = import_module(f".{asked.name}", __package__)
 
@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--large", action="store_true", help="sizes up to 1e9 elements too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (needs Matplotlib)")
-    parser.add_argument("--state", type=Path, metavar="PATH", help="real checkpoints: a demo folder, a store, a .pt file")
+    parser.add_argument(
+        "--state", type=Path, metavar="PATH", help="real checkpoints: a demo folder, a store, a .pt file"
+    )
     parser.add_argument("--only", metavar="WORDS", help="only rows whose name has one of these words, comma separated")
     return parser
 

@@ -20,8 +20,20 @@ import shrinkpoint as sp
 
 from . import data, memory
 from .data import Pair
-from .devices import one_thread_clock, threads
-from .harness import Case, CheckFailed, Job, Options, Peer, Row, at_least, is_red, run_cases, wall_clock
+from .devices import threads
+from .harness import (
+    Case,
+    CheckFailed,
+    Job,
+    Options,
+    Peer,
+    Row,
+    at_least,
+    is_red,
+    one_thread_clock,
+    run_cases,
+    wall_clock,
+)
 from .plot import Bars, draw
 
 TITLE = "compress and decompress a whole training state, against memcpy, zstandard and torch.save"
@@ -52,8 +64,9 @@ class Plan:
     def rows(self) -> list[Case]:
         """Compress and decompress, of the base and maybe of the delta."""
         found = []
+        base = Work(self)
         for delta in (False, True) if self.delta else (False,):
-            work = Work(self, delta)
+            work = Work(self, base) if delta else base
             kind = "delta" if delta else "base"
             for name, make, target in (
                 ("compress", work.compress, COMPRESS),
@@ -81,15 +94,15 @@ def parameters(pair: Pair) -> int:
 class Work:
     """Compressing and decompressing one state: what is timed, how it is checked, what it is held against."""
 
-    def __init__(self, plan: Plan, delta: bool) -> None:
-        self.plan, self.delta = plan, delta
+    def __init__(self, plan: Plan, base: Work | None = None) -> None:
+        self.plan, self._base = plan, base
         self.cfg = CONFIGS[plan.config]()
-        self.state = plan.pair.after if delta else plan.pair.before
+        self.state = plan.pair.before if base is None else plan.pair.after
 
-    @cached_property
+    @property
     def parent(self) -> sp.Checkpoint | None:
         """The parent of the delta, resolved as a trainer has it."""
-        return sp.compress(self.plan.pair.before, cfg=self.cfg) if self.delta else None
+        return None if self._base is None else self._base.checkpoint
 
     @cached_property
     def checkpoint(self) -> sp.Checkpoint:
@@ -119,6 +132,10 @@ class Work:
         return Job(call, self._check, self.amount, self._peers(decode=True), self._note())
 
     def _check(self) -> str:
+        return self._checked
+
+    @cached_property
+    def _checked(self) -> str:
         again = sp.compress(self.state, self.parent, self.cfg)
         if again.to_bytes() != self.checkpoint.to_bytes():
             raise CheckFailed("the same state gives other bytes the second time")
@@ -158,9 +175,10 @@ def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
             continue
         a, b = x.astype(np.float64), y.astype(np.float64)
         if row.measure == "relative":
-            error = float((np.abs(a - b)[a != 0] / np.abs(a[a != 0])).max(initial=0.0))
+            some = a != 0
+            error = float(np.max(np.abs(a - b)[some] / np.abs(a[some]), initial=0.0))
         else:
-            error = float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-300))
+            error = float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(a)), 1e-300)
         if error > row.error * 1.01:  # the summary has three digits
             raise CheckFailed(f"{row.path}: {row.measure} error {error:.4g}, stated {row.error:.4g}")
     return f"{exact} arrays exact, {len(before) - exact} within the stated error, same bytes again"
@@ -246,6 +264,6 @@ def plot(rows: list[Row], path: Path) -> None:
                 target = float(row.target.split()[1]) if row.target else None
                 bars.append((label, row.value, target))
             elif row.peer_value is not None and "default" in label:
-                bars.append((f"{row.peer}, {row.device.removeprefix('cpu, ')}", row.peer_value, None))
+                bars.append((f"vs {row.peer}, {row.device.removeprefix('cpu, ')}", row.peer_value, None))
         panels.append(Bars(f"{direction}, MB/s of raw state", "MB/s", bars))
     draw(path, panels)

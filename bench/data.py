@@ -8,7 +8,9 @@ Three sources, and every row says which one it was measured on:
   deviation 0.4 (kurtosis 5.7; the demo's GPT has 3 to 8); the next checkpoint is 1 % of the row's deviation away.
 
 Larger states are drawn from real ones in blocks of 1024 neighbours at random places, the same places in both
-checkpoints and in weights and moments, so that rows, tails and what changed between the two stay as they were.
+checkpoints and in weights and moments, so that rows, tails and what changed between the two stay as they were. Each
+element is multiplied by a factor within 0.1 % of one, the same in both checkpoints: no value is met a second time, and
+a compressor that looks for repetitions finds none that training would not have made.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def _flat(found: dict[str, npt.NDArray[Any]], paths: list[str]) -> Floats:
 
 
 def role_of(path: str) -> str:
-    """"weight", "exp_avg" or "exp_avg_sq" for what a GPT's training state holds by the million; "" for the rest."""
+    """ "weight", "exp_avg" or "exp_avg_sq" for what a GPT's training state holds by the million; "" for the rest."""
     name = path.rsplit("/", 1)[-1]
     if name in ("exp_avg", "exp_avg_sq"):
         return name
@@ -150,7 +152,9 @@ def read(path: Path) -> Pair:
     before = store.load(steps[-2] if len(steps) > 1 else steps[-1])
     if len(steps) == 1:
         return Pair(before, _moved(before), f"{path.name} step {steps[0]}, the next drawn {DRIFT:.0%} away")
-    return Pair(before, store.load(steps[-1]), f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them")
+    return Pair(
+        before, store.load(steps[-1]), f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them"
+    )
 
 
 def _moved(tree: Any) -> Any:
@@ -231,28 +235,33 @@ def drawn_state(pair: Pair, parameters: int, seed: int = 0) -> Pair:
         size = math.prod(shape)
         spot = rng.random(-(-size // BLOCK))
         for moment, state in enumerate(states):
+            factor = np.random.default_rng([seed, number]).random(size, dtype=np.float32)
             values = {role: pools[role][moment] for role in pools}
-            if len(shape) == 1:
-                state["model"][name] = torch.ones(shape) + 0.01 * torch.from_numpy(_blocks(values["weight"], spot, size))
-            else:
-                state["model"][name] = torch.from_numpy(_blocks(values["weight"], spot, size).reshape(shape))
+            drawn = torch.from_numpy(_blocks(values["weight"], spot, factor).reshape(shape))
+            state["model"][name] = 1.0 + 0.01 * drawn if len(shape) == 1 else drawn
             if "optimizer" in state:
                 state["optimizer"]["state"][number] = {"step": torch.tensor(float(100 + moment))} | {
-                    role: torch.from_numpy(_blocks(values[role], spot, size).reshape(shape))
+                    role: torch.from_numpy(_blocks(values[role], spot, factor).reshape(shape))
                     for role in ("exp_avg", "exp_avg_sq")
                     if role in values
                 }
     return Pair(states[0], states[1], f"drawn in blocks of {BLOCK} from: {pair.origin}")
 
 
-def _blocks(pool: Floats, spot: npt.NDArray[np.float64], size: int) -> Floats:
-    """`size` elements: for each number of `spot` in [0, 1) the `BLOCK` neighbours of `pool` at that share of it."""
+def _blocks(pool: Floats, spot: npt.NDArray[np.float64], factor: Floats) -> Floats:
+    """For each number of `spot` in [0, 1) the `BLOCK` neighbours of `pool` at that share of it, times 1 -+ 0.1 %.
+
+    Args:
+        pool: values to draw from.
+        spot: [ceil(n / BLOCK)].
+        factor: [n], in [0, 1).
+    """
     length = min(BLOCK, pool.size)
     start = (spot * (pool.size - length + 1)).astype(np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(pool, length)
-    if length == BLOCK:
-        return windows[start].reshape(-1)[:size]
-    return np.resize(windows[start], size)
+    found: Floats = np.resize(windows[start], factor.size)
+    found *= 1.0 + 0.002 * (factor - np.float32(0.5))
+    return found
 
 
 class Sample:
@@ -274,8 +283,9 @@ class Sample:
             before = weights(self._most)
             return before, drifted(before)
         before_pool, after_pool = self._pair.pools["weight"]
-        spot = np.random.default_rng(0).random(-(-self._most // BLOCK))
-        return _blocks(before_pool, spot, self._most), _blocks(after_pool, spot, self._most)
+        rng = np.random.default_rng(0)
+        spot, factor = rng.random(-(-self._most // BLOCK)), rng.random(self._most, dtype=np.float32)
+        return _blocks(before_pool, spot, factor), _blocks(after_pool, spot, factor)
 
     @cached_property
     def codebook(self) -> Floats:

@@ -95,7 +95,7 @@ def threads(count: int) -> Iterator[None]:
 @contextmanager
 def _pools(count: int) -> Iterator[None]:
     try:
-        from threadpoolctl import threadpool_limits
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         yield
         return

@@ -79,7 +79,7 @@ def cases(device: Device, sample: Sample, n: int) -> list[Case]:
     """Every case of this module at one size."""
     at = Place(device, sample, n)
     gpu = device.gpu
-    quantiles = ("torch.histc", "torch.quantile")
+    quantiles: tuple[str, ...] = ("torch.histc", "torch.quantile")
     quantiles = (*quantiles, "cupy.percentile") if gpu else ("np.histogram", "np.quantile", *quantiles, "ddsketch")
     search = ("torch.bucketize",) if gpu else ("np.searchsorted", "torch.bucketize")
     sort = ("torch.sort",) if gpu else ("np.argsort", "torch.sort")
@@ -129,7 +129,11 @@ def histogram(at: Place) -> Job:
 
     def check() -> str:
         part = values[: at.prefix]
-        same("counts", log_histogram(x[: at.prefix], BITS, signed=True), oracle("histogram").log_histogram(part, BITS, signed=True))
+        same(
+            "counts",
+            log_histogram(x[: at.prefix], BITS, signed=True),
+            oracle("histogram").log_histogram(part, BITS, signed=True),
+        )
         if log_histogram(x, BITS, signed=True).total != at.n:
             raise CheckFailed("counts do not add up to the number of elements")
         return at.says
@@ -456,7 +460,11 @@ def changed_mask(at: Place) -> Job:
     previous, current = _on(at, old, new)
 
     def check() -> str:
-        same("bits", mask_of(current[: at.prefix], previous[: at.prefix]), oracle("mask").changed_mask(new[: at.prefix], old[: at.prefix]))
+        same(
+            "bits",
+            mask_of(current[: at.prefix], previous[: at.prefix]),
+            oracle("mask").changed_mask(new[: at.prefix], old[: at.prefix]),
+        )
         return at.says
 
     return at.job(lambda: mask_of(current, previous), check, 4.125, width=2, note=_changed(old, new))

@@ -1,8 +1,9 @@
-"""Cases that only a GPU has: all codebooks of a model in one launch, many small tensors, a state of a billion numbers."""
+"""Cases that only a GPU has: all codebooks of a model in one launch, and a state of a billion parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def cases(at: Place) -> list[Case]:
                 f"quantize a state, codebooks {how}",
                 size,
                 "GB/s",
-                lambda refit=refit: _state(at, size, refit=refit),
+                partial(_state, at, size, refit=refit),
                 at.device.name,
                 at_least(1 / times),
                 state,
@@ -80,7 +81,7 @@ def _codebooks(at: Place) -> Job:
 
 
 def _state(at: Place, size: int, *, refit: bool) -> Job:
-    """Weights to levels and moments to log buckets, tensor by tensor; the bytes are those of the state, 12 a parameter."""
+    """Weights to levels, moments to log buckets, tensor by tensor; the bytes are the state's, 12 a parameter."""
     import torch
 
     from shrinkpoint.kernels.assign import assign
@@ -151,5 +152,3 @@ def _plain(weights: Any, moments: tuple[Any, Any], codes: Any, *, refit: bool) -
             exponent = torch.floor(2 * torch.log2(moment[number].abs())).clamp(-300, 300)
             out = torch.copysign(exponent + 301, moment[number]).to(torch.int32)
     return out
-
-

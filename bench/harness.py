@@ -180,14 +180,14 @@ def cuda_clock(call: Call, times: int) -> float:
     """Seconds between two CUDA events around the calls, a call."""
     import torch
 
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    begin.record()  # type: ignore[no-untyped-call]
+    begin.record()
     for _ in range(times):
         call()
-    end.record()  # type: ignore[no-untyped-call]
+    end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3 / times  # type: ignore[no-untyped-call]
+    return float(begin.elapsed_time(end)) * 1e-3 / times
 
 
 def one_thread_clock() -> Clock:
@@ -212,7 +212,9 @@ class Timing:
         return (high - low) / self.median if self.median > 0 else math.inf
 
 
-def interleave(calls: Mapping[str, Call], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5) -> dict[str, Timing]:
+def interleave(
+    calls: Mapping[str, Call], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5
+) -> dict[str, Timing]:
     """Time every call once a round, all in turn, for at least `rounds` rounds.
 
     Args:
@@ -365,7 +367,7 @@ def is_red(row: Row) -> bool:
 
 
 def same(name: str, result: Any, expected: Any) -> None:
-    """Raise CheckFailed unless two arrays, or two tuples or dataclasses of arrays and numbers, are equal bit for bit."""
+    """Raise CheckFailed unless two arrays, or tuples or dataclasses of arrays and numbers, are equal bit for bit."""
     import numpy as np
 
     from .devices import host

@@ -43,17 +43,20 @@ def run(options: Options) -> list[Row]:
     with threads(1):
         sample = Sample(size, pair)
         at = Place(host, sample, size)
-        rows += run_cases(elementwise.cases(host, sample, size), options, host.clock)
-        rows += run_cases(coders.cases(at), options, host.clock)
-        rows += run_cases(codebooks.cases(at), options, host.clock)
+        rows += run_cases(cpu_cases(at), options, host.clock)
         rows += codebooks.loss_rows(at, options)
-        rows += run_cases(many.cases(at), options, host.clock)
         if sizes:
             swept = Sample(max(sizes), pair)
             for n in sizes:
                 rows += run_cases(_swept(host, swept, n), options, host.clock)
         rows += _on_gpu(card, options, pair)
     return rows
+
+
+def cpu_cases(at: Place) -> list[Case]:
+    """What is timed on one CPU thread."""
+    elements = elementwise.cases(at.device, at.sample, at.n)
+    return elements + coders.cases(at) + codebooks.cases(at) + many.cases(at)
 
 
 def _swept(device: Device, sample: Sample, n: int) -> list[Case]:

@@ -15,7 +15,16 @@ def cases(at: Place) -> list[Case]:
     """Each row's peer is the same kernel on one tensor of all elements."""
     peers = ("one tensor", at.device.floor)
     return [
-        Case(f"{TENSORS} tensors: {name}", total(at), "GB/s", _make(at, make), at.device.name, None, peers, at.device.missing)
+        Case(
+            f"{TENSORS} tensors: {name}",
+            total(at),
+            "GB/s",
+            _make(at, make),
+            at.device.name,
+            None,
+            peers,
+            at.device.missing,
+        )
         for name, make in (("log_histogram", histogram), ("assign", assign))
     ]
 
@@ -25,7 +34,9 @@ def total(at: Place) -> int:
     return min(TENSORS * SMALL, at.n) // TENSORS * TENSORS
 
 
-def _make(at: Place, make: Callable[[Place], tuple[Callable[[], object], Callable[[], object], Callable[[], str]]]) -> Callable[[], Job]:
+def _make(
+    at: Place, make: Callable[[Place], tuple[Callable[[], object], Callable[[], object], Callable[[], str]]]
+) -> Callable[[], Job]:
     def build() -> Job:
         each, one, check = make(at)
         nbytes = 4 * total(at)

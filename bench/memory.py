@@ -28,9 +28,9 @@ UNIT = "x raw state"
 def rows(real: Pair, parameters: int, options: Options) -> list[Row]:
     """Extra memory of compress and decompress with the default configuration on all cores."""
     found = []
-    names = {"compress": "extra memory, compress base", "decompress": "extra memory, decompress base"}
+    names = {"compress": "extra memory, compress base"}
     if not options.quick:
-        names["delta"] = "extra memory, compress delta"
+        names |= {"delta": "extra memory, compress delta", "decompress": "extra memory, decompress base"}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "pools.npz"
         np.savez(source, **{f"{role}_{i}": pool for role, pools in real.pools.items() for i, pool in enumerate(pools)})  # type: ignore[arg-type]
@@ -42,7 +42,9 @@ def rows(real: Pair, parameters: int, options: Options) -> list[Row]:
                 extra, raw, how = _child(source, parameters, what)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 note = f"not measured: {str(error).strip().splitlines()[-1]}"
-                found.append(Row(name, "cpu, all cores", parameters, None, UNIT, None, None, None, TARGET.text(UNIT), None, note))
+                found.append(
+                    Row(name, "cpu, all cores", parameters, None, UNIT, None, None, None, TARGET.text(UNIT), None, note)
+                )
                 continue
             value = extra / raw
             target = TARGET if what != "decompress" else None

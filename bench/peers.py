@@ -1,4 +1,4 @@
-"""Other libraries that do the same, each imported where it is used: one that is not installed is a note, not a crash."""
+"""Other libraries that do the same, imported where they are used: one that is not installed is a note, not a crash."""
 
 from __future__ import annotations
 

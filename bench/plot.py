@@ -9,12 +9,12 @@ from typing import Any
 
 from shrinkpoint.kernels.errors import BadArgumentError
 
-_OURS, _BELOW, _MARK = "#2a6f97", "#b5651d", "#222222"
+_OURS, _BELOW, _PEER, _MARK = "#2a6f97", "#b5651d", "#b8bfc6", "#222222"
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars of (label, value, target or None)."""
+    """Bars of (label, value, target or None); those whose label begins with "vs " are peers."""
 
     title: str
     axis: str
@@ -56,11 +56,12 @@ def draw(path: Path, panels: Sequence[Bars | Lines]) -> None:
 def _bars(axis: Any, panel: Any) -> None:
     labels = [label for label, _, _ in panel.bars]
     values = [value for _, value, _ in panel.bars]
-    colors = [_BELOW if target is not None and value < target else _OURS for _, value, target in panel.bars]
+    colors = [_color(*bar) for bar in panel.bars]
     places = range(len(labels))
     axis.barh(places, values, color=colors, height=0.7)
     for place, (_, value, target) in enumerate(panel.bars):
-        axis.text(value, place, f" {value:.3g}", va="center", fontsize=8)
+        number = f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+        axis.text(max(value, target or 0.0), place, f"  {number}", va="center", fontsize=8)
         if target is not None:
             axis.plot([target, target], [place - 0.45, place + 0.45], color=_MARK, linewidth=2)
     axis.set_yticks(places, labels, fontsize=8)
@@ -69,6 +70,12 @@ def _bars(axis: Any, panel: Any) -> None:
     axis.set_xlabel(panel.axis)
     axis.set_title(f"{panel.title}\n(black mark: target; brown: below it)", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _color(label: str, value: float, target: float | None) -> str:
+    if label.startswith("vs "):
+        return _PEER
+    return _BELOW if target is not None and value < target else _OURS
 
 
 def _lines(axis: Any, panel: Any) -> None:

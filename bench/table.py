@@ -45,7 +45,9 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
         )
     console.print(table)
     for reason, names in _reasons(rows).items():
-        console.print(f"{reason}: {', '.join(names)}", markup=False, style="red" if reason.startswith("CHECK") else "dim")
+        console.print(
+            f"{reason}: {', '.join(names)}", markup=False, style="red" if reason.startswith("CHECK") else "dim"
+        )
 
 
 def _number(value: float | None) -> str:

@@ -43,10 +43,16 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
 PRECISIONS = (12, 15)
 _STATES = 16
+_SHORT, _MODEST = 512, 4096
+_HIGH_ENTROPY = 2.5
+"""Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
+_LEAST_TABLE = 8
 
 
 def counts_of(symbols: U8) -> I64:
     """How often each of the 256 symbols occurs."""
+    if symbols.size < _MODEST:
+        return np.bincount(symbols, minlength=256)
     counts: I64 = joint_counts(np.zeros(symbols.size, np.uint8), symbols, 2, 256)[0]
     return counts
 
@@ -70,12 +76,17 @@ def _encode_plain(symbols: U8, counts: I64) -> bytes:
         return out.done()
     width = int(present[-1]).bit_length()
     sizes = {STORED: float(n), PACKED: 1 + np.ceil(n * width / 8)}
-    if n >= 16:
-        lengths = huffman_lengths(counts)
-        packed_lengths = pack_lengths(lengths)
-        sizes[HUFFMAN] = len(packed_lengths) + 8 + float((counts * lengths).sum()) / 8
-        model = _Model.best(counts[None, :])
-        sizes[RANS] = model.cost
+    least = min(sizes.values())
+    # What no table can win is not tried: noise (mantissas), and streams so short that a table costs more than it saves.
+    entropy = _entropy(counts[present], n)
+    if n * entropy / 8 + _LEAST_TABLE < least:
+        if n < _MODEST or entropy > _HIGH_ENTROPY:
+            lengths = huffman_lengths(counts)
+            packed_lengths = pack_lengths(lengths)
+            sizes[HUFFMAN] = len(packed_lengths) + 8 + float((counts * lengths).sum()) / 8
+        if n >= _SHORT:
+            model = _Model.best(counts[None, :])
+            sizes[RANS] = model.cost
     # Within half a percent the faster coder is taken: stored, packed, huffman, rans.
     order = (STORED, PACKED, HUFFMAN, RANS)
     least = min(sizes.values())
@@ -94,6 +105,11 @@ def _encode_plain(symbols: U8, counts: I64) -> bytes:
     return out.done()
 
 
+def _entropy(counts: I64, n: int) -> float:
+    """Order-0 entropy in bits a symbol; all counts above zero, their sum n."""
+    return float(np.log2(n) - (counts * np.log2(counts)).sum() / n)
+
+
 class _Model:
     """A table of frequencies and what coding with it costs, in bytes."""
 
@@ -109,7 +125,10 @@ class _Model:
     @staticmethod
     def best(counts: I64) -> _Model:
         """The cheaper of the precisions on offer (ties to the smaller table)."""
-        return min((_Model(counts, p) for p in PRECISIONS), key=lambda m: m.cost)
+        coarse = _Model(counts, PRECISIONS[0])
+        if coarse.cost < _MODEST:
+            return coarse
+        return min(coarse, _Model(counts, PRECISIONS[1]), key=lambda m: m.cost)
 
     def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
         out.byte(self.precision)

@@ -27,7 +27,7 @@ from .parallel import map_chunks
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED = range(4)
 _SMALL = 64
-_MODEST = 1 << 16
+_REDUNDANT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ def _encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> byte
     if current is None or data.size <= _SMALL:
         return bytes([PLAIN]) + _encode_plain(data)
     candidates = []
-    # The mantissas of a large float array are noise to a general compressor: only its planes are worth coding.
-    if current.dtype.kind == "u" or data.size <= _MODEST:
-        candidates.append(bytes([PLAIN]) + _encode_plain(data))
     if current.dtype.itemsize > 1:
         candidates.append(bytes([PLANES]) + _coded(split_planes(current)))
+    # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
+    if current.dtype.kind == "u" or len(candidates[0]) < _REDUNDANT * data.size:
+        candidates.append(bytes([PLAIN]) + _encode_plain(data))
     if before is not None:
         candidates.append(bytes([DIFFERENCE]) + _coded(split_planes(difference(current, _patterns(before, spec)))))
     return min(candidates, key=len)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,20 +41,29 @@ def on_gpu(x: Array) -> bool:
 
 def back_end(x: Array, subject: str) -> ModuleType:
     """The module that computes `subject` where x lives: `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`."""
-    where = "gpu" if on_gpu(x) else "cpu"
+    return _module("gpu" if on_gpu(x) else "cpu", subject)
+
+
+@lru_cache(None)
+def _module(where: str, subject: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{where}.{subject}")
 
 
 def dtype_name(x: Array) -> str:
     """Name of x's dtype without its library's prefix: `torch.bfloat16` is `bfloat16`, `<f4` is `float32`."""
-    name = str(x.dtype)
-    return name.rsplit(".", 1)[-1]
+    return _name_of(x.dtype)
+
+
+@lru_cache(1024)
+def _name_of(dtype: Any) -> str:
+    # NumPy takes microseconds to spell a dtype, and every kernel asks.
+    return str(dtype).rsplit(".", 1)[-1]
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:
     """A CPU array as NumPy, contiguous, without a copy where possible; bfloat16 comes as its uint16 bit patterns."""
     if isinstance(x, np.ndarray):
-        if x.dtype.name == "bfloat16":  # ml_dtypes
+        if x.dtype.kind == "V" and dtype_name(x) == "bfloat16":  # ml_dtypes
             x = x.view(np.uint16)
         return np.ascontiguousarray(x).reshape(x.shape)
     if is_torch(x):

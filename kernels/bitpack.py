@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import UNSIGNED, coder, integer, stored_bytes, vector
+from .sequential import UNSIGNED, integer, stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -32,7 +33,7 @@ def pack_bits(values: Array, width: int) -> Array:
     Source: BitSnap (2025), section 3; the order of bits is that of Arrow and Parquet.
     """
     values = vector("values", values, UNSIGNED)
-    return coder(values, "bitpack").pack_bits(values, integer("width", width, 0, 32))
+    return back_end(values, "bitpack").pack_bits(values, integer("width", width, 0, 32))
 
 
 def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -> Array:
@@ -61,4 +62,4 @@ def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -
     if dtype not in UNSIGNED:
         raise BadArgumentError(f"dtype is {dtype!r}; one of {', '.join(UNSIGNED)} is needed")
     width = integer("width", width, 0, int(dtype[4:]))
-    return coder(data, "bitpack").unpack_bits(data, width, integer("n", n, 0, 2**56), dtype)
+    return back_end(data, "bitpack").unpack_bits(data, width, integer("n", n, 0, 2**56), dtype)

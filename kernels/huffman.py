@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import coder, integer, stored_bytes, vector
+from .sequential import integer, stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -41,7 +42,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     """
     counts = vector("counts", counts, ("int64",))
     _check_alphabet("counts", counts)
-    return coder(counts, "huffman").huffman_lengths(counts, integer("limit", limit, 1, LIMIT))
+    return back_end(counts, "huffman").huffman_lengths(counts, integer("limit", limit, 1, LIMIT))
 
 
 def huffman_codes(lengths: Array) -> Array:
@@ -65,7 +66,7 @@ def huffman_codes(lengths: Array) -> Array:
     """
     lengths = vector("lengths", lengths, ("uint8",))
     _check_alphabet("lengths", lengths)
-    return coder(lengths, "huffman").huffman_codes(lengths)
+    return back_end(lengths, "huffman").huffman_codes(lengths)
 
 
 def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
@@ -97,7 +98,7 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
     symbols = vector("symbols", symbols, ("uint8", "uint16"))
     lengths = vector("lengths", lengths, ("uint8",))
     _check_alphabet("lengths", lengths)
-    return coder(symbols, "huffman").huffman_encode(symbols, lengths, streams=integer("streams", streams, 1, 255))
+    return back_end(symbols, "huffman").huffman_encode(symbols, lengths, streams=integer("streams", streams, 1, 255))
 
 
 def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
@@ -127,7 +128,7 @@ def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "ui
     if dtype not in ("uint8", "uint16"):
         raise BadArgumentError(f"dtype is {dtype!r}; uint8 or uint16 is needed")
     n, streams = integer("n", n, 0, 2**56), integer("streams", streams, 1, 255)
-    return coder(data, "huffman").huffman_decode(data, lengths, n, dtype, streams=streams)
+    return back_end(data, "huffman").huffman_decode(data, lengths, n, dtype, streams=streams)
 
 
 def pack_lengths(lengths: Array) -> bytes:
@@ -147,7 +148,7 @@ def pack_lengths(lengths: Array) -> bytes:
     """
     lengths = vector("lengths", lengths, ("uint8",))
     _check_alphabet("lengths", lengths)
-    return bytes(coder(lengths, "huffman").pack_lengths(lengths))
+    return bytes(back_end(lengths, "huffman").pack_lengths(lengths))
 
 
 def unpack_lengths(data: Array | bytes, S: int) -> Array:
@@ -167,7 +168,7 @@ def unpack_lengths(data: Array | bytes, S: int) -> Array:
     Example: see `pack_lengths`.
     """
     data = stored_bytes(data)
-    return coder(data, "huffman").unpack_lengths(data, integer("S", S, 1, ALPHABET))
+    return back_end(data, "huffman").unpack_lengths(data, integer("S", S, 1, ALPHABET))
 
 
 def _check_alphabet(name: str, table: Array) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import coder, integer, stored_bytes, vector
+from .sequential import integer, stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -50,7 +51,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
     """
     counts = vector("counts", counts, ("int64",), ndim=2)
     _check_table("counts", counts)
-    return coder(counts, "rans").rans_frequencies(counts, integer("precision", precision, *PRECISIONS), exact=exact)
+    return back_end(counts, "rans").rans_frequencies(counts, integer("precision", precision, *PRECISIONS), exact=exact)
 
 
 def short_digits(others: int, present: int) -> int:
@@ -106,7 +107,7 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
             raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; symbols has {symbols.shape[0]}")
     _check_table("frequencies", vector("frequencies", frequencies, ("uint32",), ndim=2))
     precision = integer("precision", precision, *PRECISIONS)
-    return coder(symbols, "rans").rans_encode(symbols, contexts, frequencies, precision)
+    return back_end(symbols, "rans").rans_encode(symbols, contexts, frequencies, precision)
 
 
 def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
@@ -138,7 +139,7 @@ def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array,
             raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; n is {n}")
     _check_table("frequencies", vector("frequencies", frequencies, ("uint32",), ndim=2))
     precision = integer("precision", precision, *PRECISIONS)
-    return coder(data, "rans").rans_decode(data, contexts, frequencies, precision, n)
+    return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n)
 
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
@@ -166,7 +167,7 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     if counts.shape != frequencies.shape:
         raise BadArgumentError(f"counts has shape {tuple(counts.shape)}; frequencies has {tuple(frequencies.shape)}")
     precision = integer("precision", precision, *PRECISIONS)
-    return float(coder(counts, "rans").coding_cost(counts, frequencies, precision))
+    return float(back_end(counts, "rans").coding_cost(counts, frequencies, precision))
 
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
@@ -187,7 +188,7 @@ def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """
     _check_table("frequencies", vector("frequencies", frequencies, ("uint32",), ndim=2))
     precision = integer("precision", precision, *PRECISIONS)
-    return bytes(coder(frequencies, "rans").pack_frequencies(frequencies, precision))
+    return bytes(back_end(frequencies, "rans").pack_frequencies(frequencies, precision))
 
 
 def unpack_frequencies(data: Array | bytes, C: int, S: int, precision: int) -> Array:
@@ -211,7 +212,7 @@ def unpack_frequencies(data: Array | bytes, C: int, S: int, precision: int) -> A
     data = stored_bytes(data)
     rows, columns = integer("C", C, 1, 256), integer("S", S, 1, 256)
     precision = integer("precision", precision, *PRECISIONS)
-    return coder(data, "rans").unpack_frequencies(data, rows, columns, precision)
+    return back_end(data, "rans").unpack_frequencies(data, rows, columns, precision)
 
 
 def _check_table(name: str, table: Array) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .sequential import coder, integer, vector
+from .arrays import back_end
+from .sequential import integer, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -36,7 +37,7 @@ def rle_encode(values: Array) -> Array:
     Source: Inshrinkerator (2023), section 6, "Encoding Delta".
     """
     values = vector("values", values, ("uint8",))
-    return coder(values, "runlength").rle_encode(values)
+    return back_end(values, "runlength").rle_encode(values)
 
 
 def rle_decode(tokens: Array, n: int) -> Array:
@@ -62,4 +63,4 @@ def rle_decode(tokens: Array, n: int) -> Array:
     Source: Inshrinkerator (2023), section 6.
     """
     tokens = vector("tokens", tokens, ("int32",))
-    return coder(tokens, "runlength").rle_decode(tokens, integer("n", n, 0, 2**62))
+    return back_end(tokens, "runlength").rle_decode(tokens, integer("n", n, 0, 2**62))

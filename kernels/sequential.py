@@ -1,4 +1,4 @@
-"""What the public modules of the sequential coders share: argument checks and the choice of back end."""
+"""What the public modules of the sequential coders share: the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -6,32 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import back_end, dtype_name, on_gpu, to_numpy
+from .arrays import dtype_name, on_gpu, to_numpy
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from .arrays import Array
 
 UNSIGNED = ("uint8", "uint16", "uint32")
 
 
-def coder(x: Array, subject: str) -> ModuleType:
-    """The CPU back end of `subject`; these coders are sequential, so an array on a GPU is refused, not copied."""
-    if on_gpu(x):
-        raise BadArgumentError(f"{subject} runs on the CPU only and its argument is on a GPU; move it to the CPU first")
-    return back_end(x, subject)
-
-
 def vector(name: str, x: Array, dtypes: tuple[str, ...], ndim: int = 1) -> Array:
-    """x itself if it has `ndim` axes and one of `dtypes`; raises BadArgumentError otherwise."""
+    """x itself if it has `ndim` axes and one of `dtypes`; raises BadArgumentError otherwise.
+
+    The coders are sequential and run on the CPU only, so an array on a GPU is refused, not copied.
+    """
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise BadArgumentError(f"{name} is a {type(x).__name__}; an array of {' or '.join(dtypes)} is needed")
     if dtype_name(x) not in dtypes:
         raise BadArgumentError(f"{name} has dtype {dtype_name(x)}; {' or '.join(dtypes)} is needed")
     if len(x.shape) != ndim:
         raise BadArgumentError(f"{name} has shape {tuple(x.shape)}; {ndim} axes are needed")
+    if on_gpu(x):
+        raise BadArgumentError(f"{name} is on a GPU; this runs on the CPU only, so move it there first")
     return x
 
 
@@ -51,11 +47,6 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
     if not low <= number <= high:
         raise BadArgumentError(f"{name} is {number}; it must be in {low} ... {high}")
     return int(number)
-
-
-def length_of(x: Array) -> int:
-    """Number of elements of a one-dimensional array."""
-    return int(x.shape[0])
 
 
 def compiled(x: Array) -> np.ndarray[Any, Any]:

@@ -61,7 +61,7 @@ def _look_up_32(u: Any, table: Any, out: Any) -> None:
 
 @njit
 def _fill(starts: Any, levels: Any, shift: int, table: Any) -> None:
-    """Table of a step function with one cut an entry at most; entries as in `_look_up_32`, or plain levels (shift 0)."""
+    """Table of a step function with one cut an entry at most; entries as in `_look_up_32`, or levels (shift 0)."""
     kind = table.dtype.type
     for step in range(starts.size):
         begin = np.int64(starts[step] >> np.uint64(shift))

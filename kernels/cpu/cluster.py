@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 HALF = SUM_BLOCK // 2
 BLOCK = 1024
-INFINITY = np.float32(np.inf)
 
 
 def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
@@ -129,7 +128,7 @@ def _label(x: Any, edges: Any, labels: Any, lowest: Any, highest: Any) -> None:
 def _encode(x: Any, labels: Any, scale: Any, minimum: Any, first: Any, limits: Any, codes: Any) -> None:
     place = np.empty(BLOCK, np.float32)
     pattern = place.view(np.uint32)
-    divisor = np.where(scale > np.float32(0), scale, INFINITY)  # anything finite over infinity is 0, whose code is 0
+    divisor = np.where(scale > np.float32(0), scale, np.float32(1))  # where the range is 0 so is x - minimum
     for start in range(0, x.size, BLOCK):
         stop = min(start + BLOCK, x.size)
         part, label = x[start:stop], labels[start:stop]

@@ -31,7 +31,7 @@ CHUNK = 1 << 30
 
 
 @njit
-def _between(v: Any, start: Any, stop: Any) -> int:
+def _between(v: Any, start: Any, stop: Any) -> Any:
     """How many of at most 2**31 elements are in [start, stop)."""
     number = np.int32(0)
     for i in range(v.size):

@@ -361,7 +361,7 @@ def _decode4(
 def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     """See `kernels.huffman.huffman_lengths`."""
     c = compiled(counts)
-    if int(c.min()) < 0 or float(c.sum(dtype=np.float64)) > 2.0**56:
+    if int(c.min()) < 0 or float(c.sum(dtype=np.float64)) > 2.0**57 or int(c.sum()) > 1 << 56:
         raise BadArgumentError("counts holds a negative one, or their sum exceeds 2**56")
     present = np.flatnonzero(c)
     if present.size > 1 << limit:

@@ -100,7 +100,7 @@ def _merge(grouped: Any, keys: Any, places: Any, out: Any) -> None:
 def _pairs(previous: Any, current: Any, lanes: Any) -> None:
     """Count each pair in `lanes[4 * (256 * previous + current) + lane]`, the lanes taking turns.
 
-    By short blocks, first the pairs, then the counters: the first loop is vectorized, the second has nothing else to do.
+    By short blocks, first the pairs, then the counters: the first loop is vectorized, the second only counts.
     """
     one, two = np.uint32(1), np.uint64(2)
     pairs = np.empty(256, np.uint16)

@@ -13,51 +13,69 @@ from .jit import njit
 
 @njit
 def _index(u: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: Any) -> None:
+    """Short blocks: a vectorized loop for zeros and normal numbers, and another one where it met a subnormal."""
     low = np.uint64(mantissa - bits)
     magnitude = (np.uint64(1) << np.uint64(mantissa + exponent)) - np.uint64(1)
     fraction = (np.uint64(1) << np.uint64(mantissa)) - np.uint64(1)
     normal = np.int64(((mantissa - 1) << bits) + 1)
-    for i in range(u.size):
-        pattern = np.uint64(u[i])
-        m = pattern & magnitude
-        j = np.int64(m >> low) + normal
-        if m <= fraction:
-            if m == 0:
-                j = 0
-            else:
-                p = 0
+    for begin in range(0, u.size, 256):
+        v, o = u[begin : begin + 256], out[begin : begin + 256]
+        tiny = np.uint8(0)
+        for i in range(v.size):
+            m = np.uint64(v[i]) & magnitude
+            j = np.int64(m >> low) + normal if m > fraction else np.int64(0)
+            tiny |= np.uint8(m - np.uint64(1) < fraction)
+            at = buckets - j if np.uint64(v[i]) > magnitude else buckets + j
+            o[i] = np.int32(2 * buckets + 1 if j > buckets else at)
+        if tiny == 0:
+            continue
+        for i in range(v.size):
+            m = np.uint64(v[i]) & magnitude
+            if m - np.uint64(1) < fraction:
+                p = np.int64(0)
                 rest = m
                 for width in (32, 16, 8, 4, 2, 1):
                     if rest >> np.uint64(width):
                         rest >>= np.uint64(width)
                         p += width
                 j = (p << bits) + np.int64(((m << np.uint64(mantissa - p)) & fraction) >> low) + 1
-        at = buckets - j if pattern > magnitude else buckets + j
-        out[i] = 2 * buckets + 1 if j > buckets else at
+                o[i] = np.int32(buckets - j if np.uint64(v[i]) > magnitude else buckets + j)
 
 
 @njit
 def _value(index: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: Any) -> None:
-    infinity = ((1 << exponent) - 1) << mantissa
-    nan = infinity | (1 << (mantissa - 1))
-    half = (1 << (mantissa - bits)) >> 1
-    for i in range(index.size):
-        j = np.int64(index[i]) - buckets
-        k = abs(j) - 1
-        pattern = ((k - ((mantissa - 1) << bits)) << (mantissa - bits)) + half
-        if k < mantissa << bits:
-            if k < 0:
-                pattern = 0
-            else:
+    """Short blocks: a vectorized loop for zero, normal numbers and NaN, and another one where it met a subnormal."""
+    kind = out.dtype.type
+    infinity = np.int64(((1 << exponent) - 1) << mantissa)
+    nan = infinity | np.int64(1 << (mantissa - 1))
+    half = np.int64((1 << (mantissa - bits)) >> 1)
+    low, first = np.int64(mantissa - bits), np.int64((mantissa - 1) << bits)
+    subnormals = np.int64(mantissa << bits)
+    sign = np.int64(1) << np.int64(mantissa + exponent)
+    for begin in range(0, index.size, 256):
+        v, o = index[begin : begin + 256], out[begin : begin + 256]
+        tiny = np.uint8(0)
+        for i in range(v.size):
+            j = np.int64(v[i]) - buckets
+            k = abs(j) - 1
+            pattern = ((k - first) << low) + half
+            pattern = pattern | sign if j < 0 else pattern
+            pattern = np.int64(0) if k < 0 else pattern
+            tiny |= np.uint8((k >= 0) & (k < subnormals))
+            o[i] = kind(nan if k >= buckets else pattern)
+        if tiny == 0:
+            continue
+        for i in range(v.size):
+            j = np.int64(v[i]) - buckets
+            k = abs(j) - 1
+            if k >= 0 and k < subnormals:
                 p = k >> bits
-                significand = (1 << bits) + (k & ((1 << bits) - 1))
+                significand = (np.int64(1) << bits) + (k & ((np.int64(1) << bits) - 1))
                 if p > bits:
-                    pattern = (significand << (p - bits)) + (1 << (p - bits - 1))
+                    pattern = (significand << (p - bits)) + (np.int64(1) << (p - bits - 1))
                 else:  # less than a unit wide: the next whole unit
                     pattern = -(-significand >> (bits - p))
-        if k >= buckets:
-            pattern, j = nan, 0
-        out[i] = np.uint64(pattern) | (np.uint64(j < 0) << np.uint64(mantissa + exponent))
+                o[i] = kind(pattern | sign if j < 0 else pattern)
 
 
 def bucket_index(x: Array, bits: int) -> Array:

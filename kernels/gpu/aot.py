@@ -26,7 +26,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import assign, histogram, kmeans, levels, logbucket, mask, planes
+from . import (
+    assign,
+    cluster,
+    distortion,
+    exponent,
+    grid,
+    histogram,
+    kmeans,
+    levels,
+    logbucket,
+    mask,
+    planes,
+    ratedistortion,
+    residual,
+    rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +100,10 @@ def builds() -> Iterator[Build]:
     yield from _elementwise()
     yield from _mask()
     yield from _kmeans()
+    yield from _exponent()
+    yield from _cluster()
+    yield from _rows()
+    yield from _optimizer()
 
 
 def _histogram() -> Iterator[Build]:
@@ -161,6 +180,60 @@ def _kmeans() -> Iterator[Build]:
     yield Build(kmeans.exact_kernel, types, kmeans.EXACT, constants)
     types = "*fp64 *fp64 *i64 i32 *fp64 *fp64"
     yield Build(kmeans.lloyd_kernel, types, kmeans.LLOYD, {"FIELDS": kmeans.FIELDS})
+
+
+def _exponent() -> Iterator[Build]:
+    for width, mantissa in FLOATS.values():
+        magnitude = "*i64" if width == 64 else "*i32"
+        constants = {"WIDTH": width, "M": mantissa}
+        types = f"*i{width} i64 i32 *i32 {magnitude} {magnitude}"
+        yield Build(exponent.extremes_kernel, types, exponent.COUNT, constants)
+        yield Build(exponent.quantize_kernel, f"*i{width} *u8 i64 *u8", exponent.LOOK_UP, constants)
+    for width in (16, 32, 64):
+        yield Build(exponent.look_up_kernel, f"*u8 *i{width} i64 i32 *i{width} *i32", exponent.LOOK_UP)
+
+
+def _cluster() -> Iterator[Build]:
+    tall = {"ROWS": cluster.SUMS.block // cluster.SUM_BLOCK}
+    for x in FLOATS:
+        yield Build(cluster.moments_kernel, f"*{x} i64 i64 *fp64", cluster.SUMS, tall)
+        yield Build(cluster.label_kernel, f"*{x} *fp32 i64 i32 *u8 *i32 *i32", cluster.ELEMENTS)
+        types = f"*{x} *u8 *fp32 *fp32 *u8 *fp32 i64 *u8"
+        yield Build(cluster.encode_kernel, types, cluster.ELEMENTS, {"SHIFT": cluster.SHIFT})
+    yield Build(cluster.fold_kernel, "*fp64 i64 i64 *fp64", cluster.SUMS, tall)
+    yield Build(cluster.decode_kernel, "*u8 *u8 *fp32 *fp32 *fp32 i64 i32 *fp32 *i32", cluster.ELEMENTS)
+
+
+def _rows() -> Iterator[Build]:
+    for columns in rows.COLUMNS:
+        tile = {"ROWS": rows.TILE.block // columns, "COLUMNS": columns}
+        for x in FLOATS if columns == rows.COLUMNS[-1] else ("fp32", "bf16"):
+            types = f"*{x} i64 i64 fp32 i32 i32 *fp32 *u8 *fp32 *fp32"
+            for method in rows.METHODS.values():
+                constants = {"METHOD": method, "ERROR_STEPS": rows.ERROR_STEPS, **tile}
+                yield Build(rows.quantize_kernel, types, rows.TILE, constants)
+        for entries in rows.ENTRIES:
+            constants = {"STEPS": rows.KMEANS_STEPS, "ENTRIES": entries, **tile}
+            types = "*fp32 i64 i64 i32 i32 *i32 *i32 *u8 *fp32"
+            yield Build(rows.kmeans_kernel, types, rows.TILE, constants)
+        yield Build(rows.dequantize_kernel, "*u8 *fp32 *fp32 i64 i64 i64 *fp32", rows.TILE, tile)
+        yield Build(rows.lookup_kernel, "*u8 *fp32 i64 i64 i64 i32 *fp32 *i32", rows.TILE, tile)
+
+
+def _optimizer() -> Iterator[Build]:
+    types = "*fp32 *fp32 i64 fp32 *u8 *i32 *fp64"
+    yield Build(grid.symbols_kernel, types, grid.SYMBOLS, {"FARTHEST": grid.FARTHEST})
+    yield Build(grid.values_kernel, "*u8 *fp32 *fp32 i64 *fp32", grid.VALUES)
+    for wide in (False, True):
+        types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *u8 *i32 *fp64 *fp64"
+        constants = {"FIRST": residual.FIRST, "FARTHEST": residual.FARTHEST, "WIDE": wide}
+        yield Build(residual.symbols_kernel, types, residual.SYMBOLS, constants)
+        types = "*u8 *fp32 *fp32 *fp32 i64 i64 i64 *fp32"
+        yield Build(residual.values_kernel, types, residual.VALUES, {"WIDE": wide})
+    for x in FLOATS:
+        types = f"*{x} *u8 *u8 *fp32 *fp32 i64 i32 i32 *u8 *i32"
+        yield Build(ratedistortion.choose_kernel, types, ratedistortion.CHOOSE)
+        yield Build(distortion.distortion_kernel, f"*{x} *{x} i64 *fp64", distortion.SUMS)
 
 
 def compile_build(build: Build, arch: int) -> Report:

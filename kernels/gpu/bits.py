@@ -117,3 +117,9 @@ def special_levels(magnitude, sensitivity, protect, prune, protect_sensitivity, 
         protected = protected | (sensitivity >= protect_sensitivity)
         pruned = pruned | (sensitivity < prune_sensitivity)
     return protected, pruned
+
+
+@triton.jit
+def rounded(x):
+    """The nearest whole number of a float32 below 2**22, halves to even: past 2**23 no bits are left for a fraction."""
+    return (x + 12582912.0) - 12582912.0

@@ -1,4 +1,4 @@
-"""Rate-distortion-optimised levels on the GPU: elementwise, float32, nothing fused."""
+"""Rate-distortion-optimised levels on the GPU: four candidates an element, their prices from small tables."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import triton
 import triton.language as tl
 
 from ..errors import BadArgumentError
+from .bits import single
 from .launch import Launch, like, on, tensor
 
 if TYPE_CHECKING:
     from ..arrays import Array
 
-CHOICES = Launch(block=1024, warps=4)
+CHOOSE = Launch(block=1024, warps=4)
 
 
 @triton.jit
-def cost_of(values, candidate, p, inside, codebook_ptr, prices_ptr, width):
-    """Squared error plus price of a candidate level."""
-    d = values - tl.load(codebook_ptr + candidate - 2, mask=inside, other=0.0)
-    return d * d + tl.load(prices_ptr + p * width + candidate, mask=inside, other=0.0)
+def cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable):
+    """(value - code)**2 + price, each operation rounded."""
+    d = value - tl.load(codebook_ptr + (candidate - 2), mask=usable, other=0.0)
+    square = d * d
+    return square + tl.load(prices_ptr + (row + candidate), mask=usable, other=0.0)
 
 
 @triton.jit
@@ -34,57 +36,64 @@ def choose_kernel(
     prices_ptr,
     n: tl.int64,
     top: tl.int32,
+    contexts: tl.int32,
     out_ptr,
+    outside_ptr,
     BLOCK: tl.constexpr,
 ):
-    """The cheapest of the nearest level, its neighbours and the previous level; levels 0 and 1 stay."""
+    """Cheapest of the nearest level, its neighbours and the previous level; the first of equals."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
-    level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
-    p = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
-    quantized = inside & (level >= 2)
-    values = tl.load(x_ptr + offsets, mask=quantized, other=0.0).to(tl.float32)
-    width = top + 1
-    own = tl.where(quantized, level, 2)
-    below = tl.maximum(own - 1, 2)
-    above = tl.minimum(own + 1, top)
-    old = tl.where(p >= 2, tl.minimum(p, top), own)
-    best = own
-    least = cost_of(values, own, p, quantized, codebook_ptr, prices_ptr, width)
-    cost = cost_of(values, below, p, quantized, codebook_ptr, prices_ptr, width)
-    best = tl.where(cost < least, below, best)
+    value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+    nearest = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    before = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    known = (nearest <= top) & (before < contexts)
+    usable = inside & known & (nearest >= 2)
+    row = before * (top + 1)
+    best = nearest
+    least = cost_of(nearest, value, codebook_ptr, prices_ptr, row, usable)
+    candidate = tl.maximum(nearest - 1, 2)
+    cost = cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable)
+    best = tl.where(cost < least, candidate, best)
     least = tl.where(cost < least, cost, least)
-    cost = cost_of(values, above, p, quantized, codebook_ptr, prices_ptr, width)
-    best = tl.where(cost < least, above, best)
+    candidate = tl.minimum(nearest + 1, top)
+    cost = cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable)
+    best = tl.where(cost < least, candidate, best)
     least = tl.where(cost < least, cost, least)
-    cost = cost_of(values, old, p, quantized, codebook_ptr, prices_ptr, width)
-    best = tl.where(cost < least, old, best)
-    tl.store(out_ptr + offsets, tl.where(quantized, best, level).to(tl.uint8), mask=inside)
+    candidate = tl.where(before >= 2, tl.minimum(before, top), nearest)
+    cost = cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable)
+    best = tl.where(cost < least, candidate, best)
+    tl.store(out_ptr + offsets, tl.where(usable, best, nearest).to(tl.uint8), mask=inside)
+    outside = tl.max((inside & ~known).to(tl.int32), axis=0)
+    tl.store(outside_ptr, 1, mask=outside > 0)  # every program writes the same value
 
 
 def rate_distortion_levels(
     x: Array, levels: Array, previous: Array, codebook: Array, prices: np.ndarray[Any, np.dtype[np.float32]]
 ) -> Array:
-    """See `shrinkpoint.kernels.ratedistortion`."""
+    """See `shrinkpoint.kernels.ratedistortion.rate_distortion_levels`."""
     t, own, before = tensor(x), tensor(levels), tensor(previous)
-    out = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
+    out = torch.empty_like(own)
     if t.numel() == 0:
         return like(out, x)
-    if int(own.max()) > codebook.size + 1 or int(before.max()) >= prices.shape[0]:
-        raise BadArgumentError("a level is beyond the codebook, or a previous level beyond the prices")
+    outside = torch.zeros(1, dtype=torch.int32, device=t.device)
     with on(t):
-        choose_kernel[CHOICES.grid(t.numel())](
+        choose_kernel[CHOOSE.grid(t.numel())](
             # inputs
             t,
             own,
             before,
-            torch.from_numpy(codebook).to(t.device),
+            torch.from_numpy(np.ascontiguousarray(codebook)).to(t.device),
             torch.from_numpy(np.ascontiguousarray(prices)).to(t.device),
             t.numel(),
-            codebook.size + 1,
+            codebook.shape[0] + 1,
+            prices.shape[0],
             # outputs
             out,
+            outside,
             # constants
-            **CHOICES.constants(t.numel()),
+            **CHOOSE.constants(t.numel()),
         )
+    if outside.item():
+        raise BadArgumentError("a level is beyond the codebook, or a previous level beyond the prices")
     return like(out, x)

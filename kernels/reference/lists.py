@@ -14,6 +14,8 @@ def numbers(x: Array) -> list[int]:
     """The elements of an integer array, row by row."""
     xp = array_namespace(x)
     flat = xp.reshape(xp.astype(x, xp.int64), (-1,))
+    if hasattr(flat, "tolist"):  # not in the standard, but faster where it is
+        return list(flat.tolist())
     return [int(flat[i]) for i in range(flat.shape[0])]
 
 

@@ -70,6 +70,14 @@ def demo(
         typer.echo(json.dumps(result))
 
 
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Measure this machine: `bench kernels`, `bench codec`; `bench --help` lists what there is."""
+    from .bench.__main__ import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 def main() -> None:
     """Run the command line: 1 is returned for what went wrong, with one plain line, 2 for wrong usage."""
     from .kernels.errors import BadArgumentError, ShrinkpointError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,7 +132,8 @@ def test_the_greatest_alphabet(fresh: np.random.Generator) -> None:
         assert lengths.max() <= limit
         p = counts[counts > 0] / counts.sum()
         mean = (lengths * counts).sum() / counts.sum()
-        assert -(p * np.log2(p)).sum() <= mean <= -(p * np.log2(p)).sum() + 0.05
+        entropy = -(p * np.log2(p)).sum()
+        assert entropy <= mean <= entropy + (0.3 if limit == 16 else 0.05)  # at 16 there is only one code
 
 
 def test_codes(sequential_back_end: BackEnd, fresh: np.random.Generator) -> None:
@@ -144,7 +146,7 @@ def test_codes(sequential_back_end: BackEnd, fresh: np.random.Generator) -> None
         order = present[np.lexsort((present, lengths[present]))]
         strings = [format(codes[s], f"0{lengths[s]}b") for s in order]
         assert strings == sorted(strings)  # canonical: in the order of the bits, no code before its prefix
-        assert not any(b.startswith(a) for a, b in zip(strings, strings[1:], strict=False))
+        assert not any(b.startswith(a) for a, b in pairwise(strings))
 
 
 # symbols
@@ -310,6 +312,15 @@ def test_tables_are_those_of_the_oracle(sequential_back_end: BackEnd, fresh: np.
             assert data == oracle.pack_lengths(lengths)
             back = module.unpack_lengths(sequential_back_end.array(np.frombuffer(data, np.uint8)), size)
             np.testing.assert_array_equal(sequential_back_end.numpy(back), lengths, strict=True)
+
+
+def test_documented_bytes() -> None:
+    """The examples of docs/entropy.md."""
+    lengths = np.asarray([1, 2, 0, 3, 3], np.uint8)
+    assert huffman_codes(lengths).tolist() == [0b0, 0b10, 0, 0b110, 0b111]
+    assert huffman_encode(np.asarray([0, 0, 1, 4], np.uint8), lengths, streams=1).tobytes().hex() == "2e"
+    assert huffman_encode(np.asarray([0, 0, 1, 4], np.uint8), lengths).tobytes().hex() == "010101000080e0"
+    assert pack_lengths(lengths).hex() == "dcb3"
 
 
 def test_tables_are_small() -> None:

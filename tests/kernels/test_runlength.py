@@ -109,10 +109,10 @@ def mutations(tokens: list[int]) -> list[list[int]]:
     out += [[*tokens, extra] for extra in (0, 1, 2, -1, tokens[-1])]
     for k, token in enumerate(tokens):
         out.append(tokens[:k] + tokens[k + 1 :])
-        out.append(tokens[:k] + [token, token] + tokens[k + 1 :])
+        out.append([*tokens[:k], token, token, *tokens[k + 1 :]])
         out.append(tokens[:k] + tokens[k + 1 : k + 2] + [token] + tokens[k + 2 :])
         for new in (-(2**31), -256, -255, -1, 0, 1, 2, 3, token - 1, token + 1, 2**31 - 1):
-            out.append(tokens[:k] + [new] + tokens[k + 1 :])
+            out.append([*tokens[:k], new, *tokens[k + 1 :]])
     return out
 
 

@@ -40,7 +40,7 @@ class Size:
 
 SIZES = {
     "small": Size(
-        layers=4, width=256, heads=4, context=128, batch=4, steps=1200, learning_rate=2e-3,
+        layers=4, width=256, heads=4, context=128, batch=4, steps=1000, learning_rate=2e-3,
         quick_windows=32, probe_windows=256, final_windows=512, threads=4,
     ),
     "tiny": Size(

@@ -1,0 +1,33 @@
+"""Sums by symbol within a program: what the grid and residual kernels report beside their symbols.
+
+Each program writes its own row of counts and sums, which are added up afterwards: no floating-point atomics, so the
+same input gives the same sums every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tally_counts(symbol, inside, counts_ptr):
+    """Write how often each of the 256 symbols occurs to this program's row."""
+    counts = tl.histogram(symbol, 256, mask=inside)
+    tl.store(counts_ptr + tl.arange(0, 256), counts)
+    tl.debug_barrier()  # `tally_sums` reads them back
+
+
+@triton.jit
+def tally_sums(symbol, value, inside, first, counts_ptr, sums_ptr):
+    """Write the float64 sum of `value` by symbol, for the symbols from `first` on that occur, to this program's row."""
+    for s in range(first, 256):
+        if tl.load(counts_ptr + s) > 0:
+            mine = inside & (symbol == s)
+            tl.store(sums_ptr + s, tl.sum(tl.where(mine, value, 0.0).to(tl.float64), axis=0))
+
+
+def totals(counts: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
+    """The rows of all programs added up: float64 [1 + number of sums, 256] on the host, counts first."""
+    return torch.stack([counts.sum(0).to(torch.float64), *(s.sum(0) for s in sums)]).cpu()

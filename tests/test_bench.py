@@ -1,0 +1,266 @@
+"""The benchmarks run, say what they measured in one shape, and give no speed to what computes something wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shrinkpoint.bench import codec, data, elementwise, kernels
+from shrinkpoint.bench.__main__ import BENCHMARKS, main, result
+from shrinkpoint.bench.harness import (
+    Case,
+    CheckFailed,
+    Job,
+    Options,
+    Peer,
+    Row,
+    at_least,
+    at_most,
+    better,
+    interleave,
+    is_red,
+    measure,
+    same,
+    wall_clock,
+)
+
+KEYS = ["row", "device", "size", "value", "unit", "peer", "peer_value", "ratio", "target", "met", "note"]
+
+
+def job(check: Any = lambda: "a check", peers: tuple[Peer, ...] = (), amount: float = 1e6) -> Job:
+    return Job(lambda: sum(range(2000)), check, amount, list(peers))
+
+
+def peer(name: str, call: Any = lambda: sum(range(1000)), **more: Any) -> Peer:
+    return Peer(name, lambda: call, **more)
+
+
+def case(made: Job, **more: Any) -> Case:
+    return Case("a row", 1000, more.pop("unit", "GB/s"), lambda: made, **more)
+
+
+def test_quick_rows_and_json_have_the_agreed_shape(tmp_path: Path) -> None:
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    only = "joint_counts,rans_encode,500 tensors: assign"
+    assert main(["kernels", "--quick", "--only", only, "--json", str(out), "--plot", str(picture)]) == 0
+    found = json.loads(out.read_text())
+    assert list(found) == ["machine", "versions", "commit", "rows"]
+    assert found["machine"]["cores"] == os.cpu_count()
+    assert found["versions"]["numpy"] == np.__version__
+    assert all(list(row) == KEYS for row in found["rows"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    here = {row["row"]: row for row in found["rows"] if row["peer"] == "memcpy"}
+    assert set(here) == {"joint_counts", "assign + joint_counts", "rans_encode conditional", "500 tensors: assign"}
+    for row in found["rows"]:
+        if row["value"] is not None and row["peer_value"] is not None:
+            assert row["ratio"] == pytest.approx(row["value"] / row["peer_value"])
+        assert row["met"] is None or row["target"] is not None
+        assert row["device"] != "cpu, 1 thread" or "checked: " in row["note"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_rows_are_there_and_open() -> None:
+    rows = [row for row in kernels.run(Options(quick=True, only="|g w|,one launch")) if row.device.startswith("gpu")]
+    assert len(rows) == 2
+    assert all(row.value is None and row.met is None and row.note == "not measured: no GPU" for row in rows)
+    assert rows[1].target == "<= 5 ms"
+
+
+def test_every_target_of_the_plan_has_a_row() -> None:
+    at = elementwise.Place(elementwise.Device("cpu, 1 thread", False, wall_clock), data.Sample(1000), 1000)
+    found = {c.row: c.target.text(c.unit) for c in kernels.cpu_cases(at) if c.target is not None}
+    assert found == {
+        "log_histogram": ">= 0.7 x",
+        "assign": ">= 0.55 x",
+        "assign + joint_counts": ">= 0.3 x",
+        "split_by_level": ">= 0.45 x",
+        "merge_by_level": ">= 0.45 x",
+        "huffman_encode": ">= 0.85 Gsym/s",
+        "huffman_decode": ">= 1.4 Gsym/s",
+        "rans_encode conditional": ">= 0.5 Gsym/s",
+        "rans_decode conditional": ">= 0.4 Gsym/s",
+        "end to end encode": ">= 0.7 GB/s",
+        "end to end decode": ">= 1.3 GB/s",
+        "exact codebook K = 32": "<= 3 ms",
+    }
+
+
+@pytest.mark.parametrize("row", ["assign", "rans_decode conditional"])
+def test_a_wrong_kernel_gets_no_speed(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, name = ("assign", "assign") if row == "assign" else ("rans", "rans_decode")
+    module = __import__(f"shrinkpoint.kernels.{subject}", fromlist=[name])
+    right = getattr(module, name)
+
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        out = right(*arguments, **named).copy()
+        out[out.size // 3 % 1000] ^= 1
+        return out
+
+    monkeypatch.setattr(module, name, wrong)
+    at = elementwise.Place(elementwise.Device("cpu, 1 thread", False, wall_clock), data.Sample(5000), 5000)
+    (found,) = [c for c in kernels.cpu_cases(at) if c.row == row]
+    rows = measure(found, Options(), wall_clock)
+    assert all(is_red(r) and r.value is None and r.ratio is None and r.peer_value is None for r in rows)
+    assert [r.met for r in rows if r.target] == [False]
+    assert "elements differ" in rows[0].note
+
+
+def test_a_red_check_makes_the_command_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def red() -> str:
+        raise CheckFailed("three is not four")
+
+    rows = measure(case(job(red), target=at_least(1), peers=("memcpy",)), Options(), wall_clock)
+    monkeypatch.setattr(kernels, "run", lambda _: rows)
+    assert main(["kernels"]) == 1
+    said = capsys.readouterr().out
+    assert "WRONG" in said
+    assert "three is not four" in said
+
+
+def test_peers_and_targets() -> None:
+    def broken() -> Any:
+        raise ImportError("No module named 'nothing'", name="nothing")
+
+    def failing() -> Any:
+        raise ValueError("no such argument")
+
+    peers = (
+        peer("memcpy"),
+        Peer("missing", broken),
+        peer("failing", failing),
+        peer("slow", lambda: sum(range(20000)), amount=1e3, target=at_least(2), note="on a part"),
+    )
+    rows = measure(case(job(peers=peers), target=at_least(100), peers=("memcpy",)), Options(), wall_clock)
+    assert [row.peer for row in rows] == ["memcpy", "missing", "failing", "slow"]
+    assert rows[0].met is False
+    assert rows[0].target == ">= 100 x"
+    assert rows[1].note.startswith("not measured: nothing is not installed")
+    assert rows[2].note.startswith("not measured: ValueError: no such argument")
+    assert rows[1].peer_value is rows[1].ratio is rows[1].met is None
+    assert rows[3].met is True
+    assert "on a part" in rows[3].note
+    assert len({row.value for row in rows}) == 1
+
+
+def test_a_kernel_that_is_not_there_is_not_measured() -> None:
+    def make() -> Job:
+        raise ImportError("No module named 'shrinkpoint.kernels.later'")
+
+    (row,) = measure(Case("later", 1, "GB/s", make, target=at_least(1)), Options(), wall_clock)
+    assert (row.value, row.met) == (None, None)
+    assert row.note.startswith("not measured: ")
+
+
+def test_ratio_counts_how_many_times_better() -> None:
+    assert better("GB/s", 6.0, 2.0) == 3.0
+    assert better("ms", 2.0, 6.0) == 3.0
+    assert at_most(3.0).met(2.9, None) is True
+    assert at_most(3.0).met(None, None) is None
+    assert at_least(0.7).met(None, 0.69) is False
+    assert (at_least(0.7).text("GB/s"), at_most(3.0).text("ms")) == (">= 0.7 x", "<= 3 ms")
+
+
+def test_at_least_five_rounds_in_turn() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    timings = interleave(calls, clock=lambda call, times: wall_clock(call, 1), budget=0.0)
+    assert all(len(t.seconds) == 5 for t in timings.values())
+    assert order[-10:] == list("ababababab")
+    assert timings["a"].spread >= 0
+
+
+def test_same_sees_a_flipped_bit() -> None:
+    x = np.array([0.0, 1.0])
+    same("x", (x, 3), (x.copy(), 3))
+    same("x", torch.from_numpy(x), x)
+    for other in (np.array([-0.0, 1.0]), x.astype(np.float32), x[:1]):
+        with pytest.raises(CheckFailed):
+            same("x", x, other)
+
+
+def test_unknown_names_list_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["nothing"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in BENCHMARKS)
+
+
+def test_help_and_both_commands() -> None:
+    for command in (["-m", "shrinkpoint.bench"], ["-m", "shrinkpoint", "bench"]):
+        done = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert all(name in done.stdout for name in BENCHMARKS)
+    done = subprocess.run([sys.executable, "-m", "shrinkpoint", "bench", "nothing"], capture_output=True, check=False)
+    assert done.returncode == 2
+
+
+def pair() -> data.Pair:
+    """A small training state and the next one."""
+    w = data.weights(1 << 16)
+    states = []
+    for x in (w, data.drifted(w)):
+        weight = torch.from_numpy(x.reshape(256, 256).copy())
+        moments = {"step": torch.tensor(3.0), "exp_avg": 0.1 * weight, "exp_avg_sq": weight.square()}
+        states.append({"model": {"weight": weight}, "optimizer": {"state": {0: moments}}})
+    return data.Pair(states[0], states[1], "a test")
+
+
+def test_a_drawn_state_keeps_what_changed_between_the_two() -> None:
+    small = pair()
+    large = data.drawn_state(small, 300_000)
+    assert codec.parameters(large) == pytest.approx(300_000, rel=0.3)
+    before, after = (dict(data.arrays(state)) for state in (large.before, large.after))
+    assert list(before) == list(after)
+    source, moved = (dict(data.arrays(state))["model/weight"].reshape(-1) for state in (small.before, small.after))
+    name = "model/blocks.0.mlp.up.weight"
+    assert before[name].std() == pytest.approx(source.std(), rel=0.2)
+    assert (after[name] - before[name]).std() == pytest.approx((moved - source).std(), rel=0.2)
+    assert np.unique(before[name]).size > 0.99 * before[name].size
+    still = data.drawn_state(data.Pair(small.before, small.before, "the same twice"), 300_000)
+    same("weights", dict(data.arrays(still.after))[name], dict(data.arrays(still.before))[name])
+    assert before["optimizer/state/2/exp_avg"].shape == before["model/blocks.0.attention.query_key_value.weight"].shape
+
+
+@pytest.mark.parametrize("config", list(codec.CONFIGS))
+def test_codec_rows(config: str) -> None:
+    plan = codec.Plan("test", pair(), config, 1)
+    rows = [row for c in plan.rows() for row in measure(c, Options(), wall_clock)]
+    assert [row.row.split(",")[0] for row in rows[::3]] == [
+        "compress base", "decompress base", "compress delta", "decompress delta",
+    ]  # fmt: skip
+    assert {row.peer for row in rows} == {"memcpy", "zstd -3", "torch.save"}
+    assert all(row.value and row.peer_value and not is_red(row) for row in rows)
+    assert sum(row.target is not None for row in rows) == (4 if config == "default" else 0)
+
+
+def test_a_codec_that_breaks_its_bound_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = codec.sp.decompress
+
+    def wrong(*arguments: Any) -> Any:
+        state = right(*arguments)
+        state["model"]["weight"][0, 0] += 1.0
+        return state
+
+    monkeypatch.setattr(codec.sp, "decompress", wrong)
+    for config in codec.CONFIGS:
+        plan = codec.Plan("test", pair(), config, 1, delta=False, peers=False)
+        rows = [row for c in plan.rows() for row in measure(c, Options(), wall_clock)]
+        assert all(is_red(row) and row.value is None for row in rows), config
+
+
+def test_rows_become_plain_json() -> None:
+    row = Row("a", "cpu", 1, 1.0, "GB/s", None, None, None, None, None, "")
+    again = json.loads(json.dumps(result([row])))
+    assert again["rows"] == [dataclasses.asdict(row)]
