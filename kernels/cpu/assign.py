@@ -168,12 +168,10 @@ class _Assigner:
         if self.simple:
             self.table = np.empty(size, dtype=np.uint8 if fmt.width == 16 else np.uint32)
             _fill(starts, levels, self.shift, self.table)
-        else:  # first: the step that rules where an entry begins; the next entry's is the last that may rule inside
+        else:  # the last step before an entry: the earliest that rules there; the next entry's is the latest
             self.starts, self.levels = starts.astype(f"uint{fmt.width}"), levels
             begins = np.searchsorted(entry, np.arange(size + 1), side="left") - 1
-            exact = starts & np.uint64((1 << self.shift) - 1) == 0
-            begins[entry[exact]] += 1
-            self.first = begins.astype(np.int16)
+            self.first = np.maximum(begins, 0).astype(np.int16)
 
     def __call__(self, u: Patterns, out: Levels) -> None:
         if not self.simple:

@@ -10,7 +10,7 @@ WHOLE = 2**32
 
 
 class _Models:
-    """Adaptive probabilities of a zero, in 65536ths: fast at first, slower with each bit, never slower than 1 in 63.5."""
+    """Adaptive probabilities of a zero, in 65536ths: learning fast at first, then ever more slowly."""
 
     def __init__(self) -> None:
         self.zero: dict[object, int] = {}

@@ -141,6 +141,9 @@ def test_blocks_with_and_without_subnormals(monkeypatch: pytest.MonkeyPatch, fre
     monkeypatch.setattr(compiled, "CHUNK", 70_000)
     same(log_histogram(x, 6, signed=True), expected)
     same(kept_histogram(x, Thresholds(), 6), expected)
+    thresholds = Thresholds(prune_magnitude=0.123, protect_magnitude=1.234)
+    kept = (abs(x.astype(np.float64)) >= 0.123) & (abs(x.astype(np.float64)) < 1.234)
+    same(kept_histogram(x, thresholds, 6), oracle.log_histogram(x[kept], 6, signed=True))
     same(log_histogram(x, 6, gradient=np.ones_like(x)), expected.magnitude())
 
 

@@ -1,0 +1,82 @@
+"""Files of every version and feature stay readable. They are made once (tests/golden/make.py); a missing one fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.codec import entropy
+
+from ..golden.make import INDEX, cases, fingerprint
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = [f"{name}-{t}.spt" for name, (_, _, length) in cases().items() for t in range(length)]
+
+
+def load(name: str) -> sp.Checkpoint:
+    """A golden file, resolved by its chain."""
+    entry = json.loads(INDEX.read_text())[name]
+    prev = load(entry["parent"]) if entry["parent"] else None
+    return sp.Checkpoint.from_bytes((INDEX.parent / name).read_bytes(), prev)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_golden_file(name: str) -> None:
+    entry = json.loads(INDEX.read_text())[name]
+    ckpt = load(name)
+    assert ckpt.id == entry["id"]
+    assert sorted({row.codec for row in ckpt.summary()}) == entry["streams"]
+    assert fingerprint(sp.decompress(ckpt)) == entry["state"]
+    stem, t = name.removesuffix(".spt").rsplit("-", 1)
+    make, _, _ = cases()[stem]
+    assert (fingerprint(make(int(t))) == entry["state"]) == entry["exact"]
+    assert entry["exact"] or stem not in ("lossless", "everything")
+
+
+def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every exact storage method: whoever adds one adds a file."""
+    from shrinkpoint.codec import exact, moments, quantize, streams
+
+    used, methods, formats = set(), set(), set()
+    decode, chunk = entropy.decode, exact._decode_chunk
+
+    def spy(data: memoryview, *args: Any) -> Any:
+        used.add(data[0])
+        return decode(data, *args)
+
+    def spy_chunk(piece: memoryview, *args: Any) -> None:
+        methods.add(piece[0])
+        chunk(piece, *args)
+
+    for module in (entropy, exact, moments, quantize):
+        if hasattr(module, "entropy"):
+            monkeypatch.setattr(module.entropy, "decode", spy)
+    monkeypatch.setattr(entropy, "decode", spy)
+    monkeypatch.setattr(exact, "_decode_chunk", spy_chunk)
+    with_sp = sp.threads()
+    sp.set_threads(1)
+    try:
+        for name in FILES:
+            ckpt = load(name)
+            sp.decompress(ckpt)
+            formats |= {row.codec for row in ckpt.summary()}
+    finally:
+        sp.set_threads(with_sp)
+    assert formats == set(streams.STREAMS)
+    assert methods == {exact.PLAIN, exact.PLANES, exact.DIFFERENCE, exact.UNCHANGED}
+    every = {v for n, v in vars(entropy).items() if n.isupper() and type(v) is int and not n.startswith("_")}
+    assert used == every, f"no golden file uses {sorted(every - used)}"
+
+
+def test_golden_files_are_never_overwritten() -> None:
+    before = {p.name: p.read_bytes() for p in INDEX.parent.iterdir()}
+    done = subprocess.run([sys.executable, "-m", "tests.golden.make"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "not overwritten" in done.stderr
+    assert {p.name: p.read_bytes() for p in INDEX.parent.iterdir()} == before

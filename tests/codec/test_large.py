@@ -1,0 +1,36 @@
+"""More elements than 32 bits count."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+
+def _memory() -> int:
+    try:
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
+    except OSError:
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements() -> None:
+    n = 2**31 + 12_345
+    if _memory() < 9 << 30:
+        pytest.skip("needs 9 GB of free memory")
+    places = [0, 1, 2**22, 2**31 - 1, 2**31, 2**31 + 1, n - 1]
+    x = torch.zeros(n, dtype=torch.uint8)
+    x[places] = torch.arange(1, len(places) + 1, dtype=torch.uint8)
+    ckpt = sp.compress({"x": x})
+    blob = ckpt.to_bytes()
+    del ckpt, x
+    assert len(blob) < 1 << 20
+    y = sp.decompress(sp.Checkpoint.from_bytes(blob))["x"]
+    assert y.shape == (n,)
+    assert y[places].tolist() == list(range(1, len(places) + 1))
+    assert int(torch.count_nonzero(y)) == len(places)

@@ -1,0 +1,181 @@
+"""Moments in units of the update: bounds, escapes, siblings, chains, and hostile headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.optimizer import matrix_shape
+
+
+def adam(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
+    """An AdamW entry as training leaves it: v nearly of rank one, m a fraction of its root."""
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.exp(torch.randn(shape[0], *[1] * (len(shape) - 1), generator=g))
+    columns = torch.exp(torch.randn(1, *shape[1:], generator=g))
+    v = 1e-8 * rows * columns * torch.exp(0.4 * torch.randn(shape, generator=g))
+    m = 0.3 * v.sqrt() * torch.randn(shape, generator=g)
+    return {"step": torch.tensor(100.0), "exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}
+
+
+def state(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": {"state": {0: entry}}}
+
+
+def rows_of(ckpt: sp.Checkpoint) -> dict[str, Any]:
+    return {r.path.rsplit("/", 1)[-1]: r for r in ckpt.summary()}
+
+
+@pytest.mark.parametrize("shape", [(64, 100), (3, 5, 7, 40), (2000, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bounds_and_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    entry = adam(shape, dtype)
+    ckpt = sp.compress(state(entry))
+    rows = rows_of(ckpt)
+    assert (rows["exp_avg"].codec, rows["exp_avg_sq"].codec) == ("grid", "rank-one")
+    got = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["optimizer"]["state"][0]
+    m, v = entry["exp_avg"].double(), entry["exp_avg_sq"].double()
+    m2, v2 = got["exp_avg"].double(), got["exp_avg_sq"].double()
+    assert got["exp_avg"].dtype == got["exp_avg_sq"].dtype == dtype
+    # Within a cell of three octaves, and so is its mean.
+    assert (torch.log2(v2 / v).abs() <= 3.3).all()
+    assert (v2 > 0).all()
+    # Half a step of a half, in units of the root of the decoded second moment, and the rounding of the table.
+    assert ((m2 - m).abs() <= 0.5 * v2.sqrt() + 0.01 * m.abs()).all()
+    assert abs(float((m2.sum() - m.sum()) / m.abs().sum())) < 0.02
+    assert torch.equal(got["step"], entry["step"])
+    worst = float(((v2 - v).abs() / v).max())
+    assert rows["exp_avg_sq"].error == pytest.approx(worst, rel=0.01)
+
+
+def test_it_is_small() -> None:
+    ckpt = sp.compress(state(adam((512, 256))))
+    rows = rows_of(ckpt)
+    assert rows["exp_avg"].bits_per_element < 1.6
+    assert rows["exp_avg_sq"].bits_per_element < 0.6
+
+
+def test_zeros_and_what_is_not_finite_are_kept() -> None:
+    entry = adam((64, 64))
+    entry["exp_avg"][3] = 0
+    entry["exp_avg_sq"][3] = 0
+    entry["exp_avg"][0, :3] = torch.tensor([float("nan"), float("inf"), 1e30])
+    entry["exp_avg_sq"][0, 3:6] = torch.tensor([float("nan"), float("inf"), 1e-42])
+    got = sp.decompress(sp.compress(state(entry)))["optimizer"]["state"][0]
+    assert (got["exp_avg"][3] == 0).all()
+    assert (got["exp_avg_sq"][3] == 0).all()
+    for name, part in (("exp_avg", slice(0, 3)), ("exp_avg_sq", slice(3, 6))):
+        kept = got[name][0, part].view(torch.int32)
+        assert torch.equal(kept, entry[name][0, part].view(torch.int32))
+
+
+def test_a_zero_second_moment_under_a_first_one_falls_back() -> None:
+    """v rounded to zero where m is not would make huge updates: such arrays are not put on a grid."""
+    entry = adam((64, 64))
+    entry["exp_avg_sq"][:] = 0
+    ckpt = sp.compress(state(entry))
+    assert rows_of(ckpt)["exp_avg"].codec == "log-buckets"
+    m, m2 = entry["exp_avg"], sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]
+    assert ((m2 - m).abs() <= 0.25 * m.abs()).all()
+
+
+def test_without_a_sibling_or_a_matrix() -> None:
+    entry = adam((64, 64))
+    del entry["exp_avg_sq"]
+    assert rows_of(sp.compress(state(entry)))["exp_avg"].codec == "log-buckets"
+    flat = {k: v.reshape(-1) if v.ndim else v for k, v in adam((64, 64)).items()}
+    rows = rows_of(sp.compress(state(flat)))
+    assert rows["exp_avg_sq"].codec == "log-buckets"
+    assert rows["exp_avg"].codec == "grid"
+    assert matrix_shape(LeafSpec("torch", "float32", (1, 50))) is None
+    assert matrix_shape(LeafSpec("torch", "float64", (5, 50))) is None
+
+
+def test_along_a_chain_and_read_as_an_unresolved_delta() -> None:
+    base = sp.compress(state(adam((64, 64))))
+    delta = sp.compress(state(adam((64, 64), seed=1)), base)
+    expected = sp.decompress(delta)["optimizer"]["state"][0]
+    alone = sp.Checkpoint.from_bytes(delta.to_bytes())
+    got = sp.decompress(alone, prev=sp.Checkpoint.from_bytes(base.to_bytes()))["optimizer"]["state"][0]
+    for name in expected:
+        assert torch.equal(got[name], expected[name])
+
+
+@pytest.mark.parametrize("exact", ["exp_avg", "exp_avg_sq"])
+def test_either_may_be_exact(exact: str) -> None:
+    entry = adam((64, 64))
+    cfg = sp.Config([(f"*/{exact}", sp.Exact())])
+    base = sp.compress(state(entry), cfg=cfg)
+    delta = sp.compress(state(entry), base, cfg)
+    for ckpt in (base, delta):
+        got = sp.decompress(ckpt)["optimizer"]["state"][0]
+        assert torch.equal(got[exact], entry[exact])
+    if exact == "exp_avg_sq":
+        m, v = entry["exp_avg"], entry["exp_avg_sq"]
+        m2 = sp.decompress(delta)["optimizer"]["state"][0]["exp_avg"]
+        assert ((m2 - m).abs() <= 0.5 * v.sqrt() + 0.01 * m.abs()).all()
+
+
+def test_an_error_target_overrides_the_grid() -> None:
+    entry = adam((64, 64))
+    got = sp.decompress(sp.compress(state(entry), cfg=sp.Config(max_rel_error=0.01)))["optimizer"]["state"][0]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert float((got[name] - entry[name]).norm() / entry[name].norm()) <= 0.01
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sp.FirstMoment(step=0.0),
+        lambda: sp.FirstMoment(step=17.0),
+        lambda: sp.FirstMoment(alpha=0.6),
+        lambda: sp.SecondMoment(octaves=0),
+        lambda: sp.SecondMoment(octaves=65),
+        lambda: sp.SecondMoment(alpha=0.0),
+    ],
+)
+def test_out_of_range(make: Any) -> None:
+    with pytest.raises(sp.BadArgumentError, match=r"must be"):
+        make()
+
+
+def test_resuming_hardly_changes_a_run() -> None:
+    """AdamW at beta2 = 0.999 resumed from compressed moments ends where exact ones lead it, to within its own noise."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 64)
+    target = torch.tanh(x @ torch.randn(64, 64)) + 0.1 * torch.randn(512, 64)
+
+    def run(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> float:
+        order = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            at = torch.randint(0, 512, (64,), generator=order)
+            optimizer.zero_grad()
+            (model(x[at]) - target[at]).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            return float((model(x) - target).square().mean())
+
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
+        return model, torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.999))
+
+    model, optimizer = fresh()
+    run(model, optimizer, 300, 0)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = optimizer.state_dict()
+    restored = sp.decompress(sp.compress({"optimizer": moments}))["optimizer"]
+    codecs = {r.codec for r in sp.compress({"optimizer": moments}).summary()}
+    assert {"grid", "rank-one"} <= codecs
+    ends = []
+    for resumed in (moments, restored):
+        model, optimizer = fresh()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(resumed)
+        ends.append(np.mean([run(model, optimizer, 100, seed) for seed in (1, 2)]))
+    assert ends[1] == pytest.approx(ends[0], rel=0.05)

@@ -1,0 +1,167 @@
+"""Write the golden files: `python -m tests.golden.make` from the root of the repository.
+
+It refuses to touch what is there. Until 0.1.0 is released the format may change: then `--again` removes the files of the
+version under development first, and the change is one to review.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+import shrinkpoint as sp
+
+FOLDER = Path(__file__).parent / "v1"
+INDEX = FOLDER / "index.json"
+
+
+def fingerprint(tree: Any) -> str:
+    """A hash of everything a user sees of a state: types, keys and their order, dtypes, shapes, bits."""
+    h = blake3()
+    stack = [tree]
+    while stack:
+        x = stack.pop()
+        name = "Tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+        h.update(f"<{name}>".encode())
+        if isinstance(x, torch.Tensor):
+            flat = x.contiguous().reshape(-1)
+            h.update(f"{x.dtype} {tuple(x.shape)}".encode())
+            h.update(flat.view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+        elif isinstance(x, (np.ndarray, np.generic)):
+            h.update(f"{x.dtype.str} {x.dtype.name} {x.shape}".encode() + x.tobytes())
+        elif isinstance(x, dict):
+            h.update(repr(list(x)).encode())
+            stack.extend(reversed(list(x.values())))
+        elif isinstance(x, (list, tuple)):
+            h.update(str(len(x)).encode())
+            stack.extend(reversed(x))
+        else:
+            h.update((x.hex() if isinstance(x, float) else repr(x)).encode())
+    return str(h.hexdigest())
+
+
+def uniform(n: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """n numbers in [0, 1) that no library's version changes (a multiplicative congruence)."""
+    out = np.empty(n)
+    x = seed * 2654435761 % (2**31 - 1) + 1
+    for i in range(n):
+        x = x * 48271 % (2**31 - 1)
+        out[i] = x / (2**31 - 1)
+    return out
+
+
+def bell(n: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Roughly normal numbers: sums of twelve uniform ones."""
+    return np.asarray(uniform(12 * n, seed).reshape(n, 12).sum(axis=1) - 6.0)
+
+
+def training(t: int) -> dict[str, Any]:
+    """A training state at moment t."""
+    w = bell(2000, 1) + 0.01 * t * bell(2000, 2 + t)
+    odd = w.copy()
+    odd[:5] = [np.nan, np.inf, -np.inf, 1e300, -0.0]
+    m = bell(1500, 9 + t) * 1e-3
+    zero = np.zeros(1200, np.float32)
+    return {
+        "model": {
+            "fc.weight": torch.from_numpy(w.astype(np.float32).reshape(40, 50)),
+            "wte.weight": torch.from_numpy(w.reshape(50, 40)).bfloat16(),
+            "half": torch.from_numpy(w).half(),
+            "odd": odd,
+            "zero": zero,
+            "norm.weight": torch.ones(8) + t,
+        },
+        "optimizer": {
+            "state": {
+                0: {
+                    "step": torch.tensor(float(t)),
+                    "exp_avg": torch.from_numpy(m.astype(np.float32)),
+                    "exp_avg_sq": torch.from_numpy(m * m).bfloat16(),
+                }
+            },
+            "param_groups": [{"lr": 0.1 / (1 + t), "betas": (0.9, 0.95), "params": [0, 1]}],
+        },
+    }
+
+
+def everything(t: int) -> dict[Any, Any]:
+    """Every kind of node and leaf."""
+    tied = torch.arange(6, dtype=torch.int16).reshape(2, 3) + t
+    raw = (uniform(4800, 5) * 256).astype(np.uint8)
+    return {
+        "scalars": [None, True, 0, -1, 2**53 + 1, -(2**200), 0.1, -0.0, float("inf"), float("nan"), 1e300, 5e-324],
+        "text": ["", "π\x00\x1f", "\ud800", b"", bytes(range(256))],
+        1: "int key",
+        "1": "text key",
+        None: {1.5: 1, b"k": 2, (1, ("a", None)): 3, True: 4, 2**70: 5},
+        "containers": [{}, [], (), OrderedDict(b=1, a=2), Counter("abca"), ((),)],
+        "tied": [tied, {"again": tied}],
+        "shapes": [torch.tensor(7), torch.empty(0, 3), np.zeros((2, 0)), np.float32(1.5), np.datetime64("2026-11-21")],
+        "dtypes": {
+            **{str(d): torch.from_numpy(raw[:1600].copy()).view(d) + 0 * t for d in (torch.int8, torch.int64)},
+            **{str(d): torch.from_numpy(raw[:1600].copy()).view(d) for d in (torch.float8_e4m3fn, torch.uint16)},
+            "bool": raw > 100 + t,
+            "complex": (bell(300, 3) + 1j * bell(300, 4 + t)).astype(np.complex64),
+            "big endian": (bell(300, 3) + t).astype(">f4"),
+            "words": np.array(["ab", "cde"]),
+            "random": raw,
+            "few": (raw // 100).astype(np.uint8),
+            "one": np.full(3000, t, np.int32),
+            "ramp": np.arange(3000, dtype=np.int64) * 7 + t,
+        },
+    }
+
+
+def cases() -> dict[str, tuple[Any, sp.Config, int]]:
+    """Name -> (state at moment t, configuration, length of the chain)."""
+    quantize = sp.Quantize(bins=12, prune=0.2, protect=0.02, policy="refit", coder="published")
+    return {
+        "default": (training, sp.Config(), 3),
+        "target": (training, sp.Config(max_rel_error=0.02), 2),
+        "inshrinkerator": (training, sp.presets.inshrinkerator(), 3),
+        "pruned": (training, sp.Config([("weight", quantize)]), 2),
+        "moments": (training, sp.Config([("*", sp.LogBuckets(2.0**-12))]), 2),
+        "lossless": (training, sp.presets.lossless(), 3),
+        "everything": (everything, sp.presets.lossless(), 3),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    if "--again" in arguments:
+        for path in FOLDER.glob("*"):
+            path.unlink()
+    if any(FOLDER.glob("*")):
+        raise SystemExit(f"{FOLDER} is not empty; golden files are not overwritten (--again removes them first)")
+    index: dict[str, Any] = {}
+    blobs: dict[str, bytes] = {}
+    for name, (make, cfg, length) in cases().items():
+        prev = None
+        for t in range(length):
+            ckpt = sp.compress(make(t), prev, cfg)
+            file = f"{name}-{t}.spt"
+            blobs[file] = ckpt.to_bytes()
+            state = sp.decompress(ckpt)
+            index[file] = {
+                "parent": None if prev is None else f"{name}-{t - 1}.spt",
+                "id": ckpt.id,
+                "state": fingerprint(state),
+                "exact": fingerprint(make(t)) == fingerprint(state),
+                "streams": sorted({row.codec for row in ckpt.summary()}),
+            }
+            prev = ckpt
+    FOLDER.mkdir(exist_ok=True)
+    for file, blob in blobs.items():
+        (FOLDER / file).write_bytes(blob)
+    INDEX.write_text(json.dumps(index, indent=1) + "\n")
+    print(f"{len(index)} files, {sum(p.stat().st_size for p in FOLDER.glob('*'))} bytes in {FOLDER}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
