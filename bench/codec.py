@@ -231,7 +231,7 @@ def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
     if quick:
         return [
             Plan("drawn", drawn, "default", 1),
-            Plan("drawn", drawn, "default", 2, delta=False),
+            Plan("drawn", drawn, "default", 2, delta=False, peers=False),
             Plan("drawn", drawn, "inshrinkerator", 1, delta=False, peers=False),
             Plan("drawn", drawn, "lossless", 1, delta=False, peers=False),
         ]

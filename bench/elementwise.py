@@ -84,6 +84,7 @@ def cases(device: Device, sample: Sample, n: int) -> list[Case]:
     search = ("torch.bucketize",) if gpu else ("np.searchsorted", "torch.bucketize")
     sort = ("torch.sort",) if gpu else ("np.argsort", "torch.sort")
     return [
+        at.case("copy to new memory", fresh_copy),
         at.case("log_histogram", histogram, at.target(0.70, 0.85), quantiles),
         at.case("log_histogram bfloat16", histogram_bfloat16),
         at.case("log_histogram |g w|", histogram_sensitivity),
@@ -119,6 +120,18 @@ def cases(device: Device, sample: Sample, n: int) -> list[Case]:
 
 def _on(at: Place, *arrays: Any) -> list[Array]:
     return [at.device.array(x) for x in arrays]
+
+
+def fresh_copy(at: Place) -> Job:
+    """What the floor would be with an output that is allocated anew, as a kernel's is: large ones fault pages in."""
+    (x,) = _on(at, at.sample.before(at.n))
+    copied: Callable[[], Any] = x.clone if at.device.gpu else x.copy
+
+    def check() -> str:
+        same("copy", copied(), x)
+        return "all"
+
+    return at.job(copied, check, 8)
 
 
 def histogram(at: Place) -> Job:

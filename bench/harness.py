@@ -212,28 +212,30 @@ class Timing:
         return (high - low) / self.median if self.median > 0 else math.inf
 
 
+def repetitions(call: Call, clock: Clock) -> int:
+    """How often to call in one round, so that it takes `SHORTEST` seconds; calls it once or twice, unmeasured."""
+    once = clock(call, 1)
+    if once < _WARMING:
+        once = clock(call, 1)  # the first call of a function pays for its loading
+    return max(1, min(1000, math.ceil(SHORTEST / max(once, 1e-7))))
+
+
 def interleave(
-    calls: Mapping[str, Call], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5
+    calls: Mapping[str, tuple[Call, int]], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5
 ) -> dict[str, Timing]:
     """Time every call once a round, all in turn, for at least `rounds` rounds.
 
     Args:
-        calls: name -> call. Each is called once before, unmeasured.
+        calls: name -> (call, how often in one round).
         rounds: fewest rounds.
         clock: how to time.
         budget: seconds; more rounds, up to `MOST_ROUNDS`, are taken while less than this has been spent.
 
     Example:
-        >>> timings = interleave({"nothing": lambda: None}, clock=wall_clock)
+        >>> timings = interleave({"nothing": (lambda: None, 1)}, clock=wall_clock)
         >>> len(timings["nothing"].seconds) >= 5
         True
     """
-    times: dict[str, int] = {}
-    for name, call in calls.items():
-        once = clock(call, 1)
-        if once < _WARMING:
-            once = clock(call, 1)  # the first call of a function pays for its loading
-        times[name] = max(1, min(1000, math.ceil(SHORTEST / max(once, 1e-7))))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
     collecting = gc.isenabled()
@@ -241,8 +243,8 @@ def interleave(
     try:
         done = 0
         while done < rounds or (done < MOST_ROUNDS and time.perf_counter() - begin < budget):
-            for name, call in calls.items():
-                seconds[name].append(clock(call, times[name]))
+            for name, (call, times) in calls.items():
+                seconds[name].append(clock(call, times))
             done += 1
     finally:
         if collecting:
@@ -278,19 +280,17 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
         checked = job.check()
     except Exception as error:
         return _empty(case, f"CHECK FAILED: {type(error).__name__}: {error}", red=True)
-    calls: dict[str, Call] = {"": job.call}
+    calls = {"": (job.call, repetitions(job.call, clock))}
     notes: dict[str, str] = {}
     asked = list(job.peers[:1] if case.floor_only else job.peers)
     for peer in asked:
         try:
-            calls[peer.name] = peer.make()
-            calls[peer.name]()
+            call = peer.make()
+            calls[peer.name] = call, repetitions(call, clock)
         except ImportError as error:
             notes[peer.name] = f"not measured: {error.name or error} is not installed"
         except Exception as error:
             notes[peer.name] = f"not measured: {type(error).__name__}: {error}"
-        if peer.name in notes:
-            calls.pop(peer.name, None)
     timings = interleave(calls, rounds=options.rounds, clock=clock)
     own = timings[""]
     value = value_of(case.unit, job.amount, own.median)

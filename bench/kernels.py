@@ -18,6 +18,7 @@ from .plot import Bars, Lines, draw
 
 TITLE = "each kernel against memcpy and its peers, on one CPU thread and on the GPU"
 SWEPT = (
+    "copy to new memory",
     "log_histogram",
     "assign",
     "split_by_level",
@@ -81,7 +82,7 @@ def _on_gpu(card: Device, options: Options, pair: data.Pair | None) -> list[Row]
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Share of the copy a row, and rate over size."""
+    """Share of the copy a row at the first size that was measured, and rate over the sizes."""
     floors = [row for row in rows if row.peer in ("memcpy", "device copy") and row.value is not None]
     largest: dict[tuple[str, str], Row] = {}
     counts: dict[tuple[str, str], set[int]] = {}
@@ -96,7 +97,7 @@ def plot(rows: list[Row], path: Path) -> None:
     ]
     lines = {
         f"{name} ({device})" if several else name: sorted(
-            (row.size, row.ratio or 0.0) for row in floors if (row.row, row.device) == (name, device)
+            (row.size, _elements(row)) for row in floors if (row.row, row.device) == (name, device)
         )
         for (name, device), sizes in counts.items()
         if len(sizes) > 2
@@ -105,8 +106,14 @@ def plot(rows: list[Row], path: Path) -> None:
     where = "" if device is None or several else f", {device.device}"
     panels: list[Bars | Lines] = [Bars(f"Share of the copy's bandwidth{where}", "x copy", bars)]
     if lines:
-        panels.append(Lines("Share of the copy over size", "elements", "x copy", lines))
+        panels.append(Lines(f"Rate over size{where}", "elements", "10⁹ elements a second", lines))
     draw(path, panels)
+
+
+def _elements(row: Row) -> float:
+    """Billions of float32 weights, or of the symbols that stand for them, a second."""
+    value = row.value or 0.0
+    return value / 4 if row.unit == "GB/s" else value
 
 
 def _share_target(row: Row) -> float | None:

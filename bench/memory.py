@@ -1,13 +1,16 @@
 """Peak of extra memory while a state is compressed or restored, each in a fresh process.
 
-The child makes the state, runs the codec once on a small one (so that code is loaded), resets the peak of its resident
-set (`/proc/self/clear_refs`, Linux), does the one thing, and reports peak minus what was resident before. The result is
+The child makes the state, runs the codec once on a small one (so that code is loaded), gives freed memory back to the
+system (`malloc_trim`), resets the peak of its resident set (`/proc/self/clear_refs`, Linux), does the one thing, and
+reports peak minus what was resident before. The result is
 part of that: for `compress` the file and what the next delta needs; for `decompress` what is returned, which is taken
 off again. Where the peak cannot be reset, the growth of `ru_maxrss` is reported, which may be too small.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import json
 import subprocess
@@ -106,6 +109,8 @@ def _from_pools(arrays: dict[str, Any]) -> Pair:
 def peak(call: Any) -> tuple[int, str]:
     """Bytes by which the resident set grew at most during the call, and how that was found out."""
     gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc: what is freed but kept would hide what is needed anew
     reset = Path("/proc/self/clear_refs")
     try:
         reset.write_text("5", encoding="ascii")

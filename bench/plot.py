@@ -23,7 +23,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of label -> [(x, y), ...], x on a logarithmic axis."""
+    """Lines of label -> [(x, y), ...], both axes logarithmic: what costs in proportion is level."""
 
     title: str
     x_axis: str
@@ -84,7 +84,7 @@ def _lines(axis: Any, panel: Any) -> None:
         x, y = zip(*points, strict=True)
         axis.plot(x, y, marker="o", markersize=4, label=label, linestyle=styles[number // 10 % 3])
     axis.set_xscale("log")
-    axis.set_ylim(bottom=0)
+    axis.set_yscale("log")
     axis.set_xlabel(panel.x_axis)
     axis.set_ylabel(panel.y_axis)
     axis.set_title(panel.title, fontsize=10)

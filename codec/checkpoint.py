@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +16,8 @@ from .leaves import Array, LeafSpec, build_leaf, spec_from_header
 from .optimizer import square_of
 from .parallel import map_chunks
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
+
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +109,12 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
         stream, meta, lengths = row.get("f", ""), row.get("m", {}), row.get("b", 0)
         error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
         ok = (
-            stream in STREAMS
+            isinstance(stream, str)
+            and stream in STREAMS
             and isinstance(meta, dict)
             and isinstance(lengths, list)
             and all(type(n) is int and n >= 0 for n in lengths)
-            and type(error) in (int, float)
+            and type(error) is float
             and isinstance(measure, str)
             and isinstance(note, str)
             and _sibling_fits(row.get("v"), stream, rows)
@@ -176,18 +180,17 @@ class Checkpoint:
         raw, parent = where.header.get("raw"), where.header.get("parent")
         if not isinstance(nodes, list) or type(raw) is not int or raw < 0:
             raise CorruptDataError("header: no tree")
-        if parent is not None and not (isinstance(parent, str) and len(parent) == 64):
+        if parent is not None and not (isinstance(parent, str) and _HASH.fullmatch(parent)):
             raise CorruptDataError("header: the parent's hash is malformed")
         keys: dict[int, tuple[str, str]] = {}
 
-        def note(number: int, path: str, key: str) -> None:
-            if number < 0:
-                raise CorruptDataError(f"header: {path}: array {number}")
+        def note(number: int, place: Callable[[], tuple[str, str]]) -> None:
             # A tied array is named by its first place.
-            keys.setdefault(number, (path, key))
+            if number not in keys:
+                keys[number] = place()
 
         tree.unflatten(nodes, note)
-        if sorted(keys) != list(range(len(keys))):
+        if set(keys) != set(range(len(keys))):
             raise CorruptDataError("header: arrays are missing from the tree")
         self._nodes = nodes
         self._records = _records(where.header, [keys[i] for i in range(len(keys))])
@@ -316,6 +319,8 @@ class Checkpoint:
             return STREAMS[record.stream](record.spec, record.meta, pieces, parent, sibling)
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
+        except MemoryError:
+            raise CorruptDataError(f"{record.path}: {record.spec.nbytes} bytes are more than can be had here") from None
 
     def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
         """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""
@@ -389,4 +394,4 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
         return build_leaf(ckpt.memory_of(record, prev).values(record.spec), record.spec)
 
     arrays = map_chunks(one, ckpt.records)
-    return tree.unflatten(ckpt._nodes, lambda number, _path, _key: arrays[number])
+    return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number])

@@ -82,10 +82,10 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
     if parent.size != best.size:
         return best, f"refit: {parent.size} entries became {best.size}"
     floor = spread_within(histogram, weights)
-    ratio = (quantization_loss(values, weights, parent) + floor) / (quantization_loss(values, weights, best) + floor)
-    if ratio <= how.trigger:
+    loss, least = (quantization_loss(values, weights, c) + floor for c in (parent, best))
+    if loss <= how.trigger * least:
         return parent, "frozen"
-    return best, f"refit: loss {ratio:.3g} times the best"
+    return best, f"refit: loss {loss / least:.3g} times the best" if least else "refit: the best is exact"
 
 
 def predicted_error(histogram: Histogram, codebook: Floats) -> float:

@@ -64,7 +64,7 @@ def compress(
     check_kinds(kinds)
     nodes, found = tree.flatten(state, is_array)
     nodes, unique = _tie(nodes, found)
-    leaves, codecs = _leaves(unique, cfg, kinds, _gradients(grads))
+    leaves, codecs = _leaves(unique, cfg, kinds, _gradients(grads, found))
     parents: list[Memory | None] = [None] * len(leaves)
     if prev is not None:
         parents = [prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
@@ -102,11 +102,18 @@ def _tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list
     return renumbered, unique
 
 
-def _gradients(grads: Any) -> dict[str, Any]:
+def _gradients(grads: Any, found: list[tree.ArrayNode]) -> dict[str, Any]:
+    """Gradients by path; each must belong to an array of the state, if only to the second name of a tied one."""
     if grads is None:
         return {}
     _, arrays = tree.flatten(grads, is_array)
-    return {a.path: a.value for a in arrays}
+    table = {a.path: a.value for a in arrays}
+    matches = (by_path(table, node.path) for node in found)
+    used = {match[0] for match in matches if match is not None}
+    for name in table:
+        if name not in used:
+            raise BadArgumentError(f"grads/{name}: the state has no such weight")
+    return table
 
 
 def _leaves(
@@ -114,7 +121,6 @@ def _leaves(
 ) -> tuple[list[Leaf], list[Codec]]:
     leaves: list[Leaf] = []
     codecs: list[Codec] = []
-    used: set[str] = set()
     for node in found:
         spec, flat = read_leaf(node.value, node.path)
         kind = kind_of(node.path, spec, kinds)
@@ -122,7 +128,6 @@ def _leaves(
         gradient = None
         match = by_path(grads, node.path) if grads and kind.role == "weight" else None
         if match is not None:
-            used.add(match[0])
             grad_spec, gradient = read_leaf(match[1], f"grads/{match[0]}")
             if grad_spec.shape != spec.shape:
                 raise BadArgumentError(f"{node.path}: its gradient has shape {grad_spec.shape}, not {spec.shape}")
@@ -132,9 +137,6 @@ def _leaves(
         codec = _with_targets(codec, cfg)
         leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient if isinstance(codec, Quantize) else None))
         codecs.append(codec)
-    for name in grads:
-        if name not in used:
-            raise BadArgumentError(f"grads/{name}: the state has no such weight")
     return leaves, codecs
 
 

@@ -144,6 +144,8 @@ class Config:
     def from_json(data: Any) -> Config:
         """The Config that `to_json` wrote; raises BadArgumentError for anything else."""
         try:
+            if set(data) != {"rules", "max_rel_error", "rate", "chain"}:
+                raise BadArgumentError(f"no configuration: its fields are {sorted(map(str, data))}")
             return Config(
                 [Rule(match, from_json(CODECS, codec)) for match, codec in data["rules"]],
                 max_rel_error=data["max_rel_error"],

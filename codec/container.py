@@ -117,9 +117,11 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
         frame = zstandard.get_frame_parameters(stored)
         if frame.content_size != plain_len:
             raise CorruptDataError("header: its length is not what the prefix says")
-        plain = zstandard.ZstdDecompressor(max_window_size=1 << 28).decompress(stored, max_output_size=plain_len)
+        plain = zstandard.ZstdDecompressor(max_window_size=1 << 28).decompress(
+            stored, max_output_size=plain_len, allow_extra_data=False
+        )
         header = json.loads(plain)
-    except (zstandard.ZstdError, ValueError, RecursionError) as e:
+    except (zstandard.ZstdError, ValueError, RecursionError, MemoryError) as e:
         if isinstance(e, CorruptDataError):
             raise
         raise CorruptDataError(f"header: {e}") from None

@@ -296,7 +296,9 @@ def _decode_zstandard(data: Reader, n: int) -> U8:
     try:
         if zstandard.get_frame_parameters(frame).content_size != n:
             raise CorruptDataError(f"zstandard: the frame does not hold {n} bytes")
-        plain = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(frame, max_output_size=n)
+        plain = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
+            frame, max_output_size=n, allow_extra_data=False
+        )
     except zstandard.ZstdError as e:
         raise CorruptDataError(f"zstandard: {e}") from None
     return np.frombuffer(plain, np.uint8)

@@ -24,6 +24,9 @@ _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe|tok\w*)([._/]|$)", re.IGNO
 _ATTENTION = re.compile(r"(^|[._/])(\w*attn\w*|\w*attention\w*|[qkvo]_proj|qkv\w*|in_proj\w*)([._/]|$)", re.IGNORECASE)
 
 
+_ENTRY = re.compile(r"(^|/)state/\d+/|optim[^/]*/(.*/)?state/[^/]+/", re.IGNORECASE)
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What an array is.
@@ -68,7 +71,7 @@ def _role(path: str) -> str:
         if last in _FIRST and (len(last) > 2 or parts[-2].isdigit()):
             return "first moment"
     # An optimizer's entry that is no known moment: never lossy by guess.
-    return "state" if len(parts) >= 3 and parts[-3] == "state" else "weight"
+    return "state" if _ENTRY.search(path) else "weight"
 
 
 def guess(path: str, spec: LeafSpec) -> Kind:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ LIBRARIES = {
     "array_api_strict": "array_api_strict",
 }
 _MAX_ELEMENTS = 1 << 48
+_MAX_ITEM = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +72,22 @@ def _torch() -> Any:
     return importlib.import_module("torch")
 
 
+_NATIVE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64|96|128)|complex(64|128|192|256)")
+_EXTENSION = re.compile(r"bfloat16|float8_\w{1,20}|float[46]_\w{1,20}|u?int[1-7]")
+_TYPESTRING = re.compile(r"[<>|=][biufcmMSU][1-9]\d{0,8}(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?|[<>][mM]8")
+
+
 def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype a file names; nothing but plain numbers, fixed strings and dates is let through to NumPy's parser."""
     try:
-        return np.dtype(name)
-    except TypeError:
-        try:
+        if _NATIVE.fullmatch(name) or _TYPESTRING.fullmatch(name):
+            return np.dtype(name)
+        if _EXTENSION.fullmatch(name):
             extension: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
             return extension
-        except (ImportError, AttributeError, TypeError):
-            raise CorruptDataError(f"header: no dtype {name!r} here (is ml_dtypes installed?)") from None
+    except (ImportError, AttributeError, TypeError, ValueError):
+        pass
+    raise CorruptDataError(f"header: no dtype {name[:40]!r} here")
 
 
 def _torch_dtype(name: str) -> Any:
@@ -127,6 +136,8 @@ def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
             f"{path}: the ndarray subclass {type(x).__qualname__} cannot be rebuilt from its values"
         )
     dtype = x.dtype
+    if not 0 < dtype.itemsize <= _MAX_ITEM:
+        raise UnsupportedLeafError(f"{path}: items of {dtype.itemsize} bytes; 1 to {_MAX_ITEM} can be stored")
     if (
         dtype.hasobject
         or dtype.names is not None
@@ -155,12 +166,18 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         )
     if type(t) is plain[3]:
         raise UnsupportedLeafError(f"{path}: an uninitialized parameter has no values")
-    if t.layout is not torch.strided or t.is_quantized or t.device.type == "meta":
-        what = "quantized" if t.is_quantized else "meta" if t.device.type == "meta" else str(t.layout)
+    if t.is_nested or t.layout is not torch.strided or t.is_quantized or t.device.type == "meta":
+        odd = (("nested", t.is_nested), ("quantized", t.is_quantized), ("meta", t.device.type == "meta"))
+        what = next((name for name, is_so in odd if is_so), str(t.layout))
         raise UnsupportedLeafError(f"{path}: a {what} tensor has no plain values; convert it first")
     name = str(t.dtype).removeprefix("torch.")
     shape = tuple(t.shape)
-    flat = t.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    try:
+        flat = t.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    except (RuntimeError, NotImplementedError) as e:
+        raise UnsupportedLeafError(f"{path}: a tensor of {name} whose values cannot be read: {e}") from None
+    if t.numel() * t.element_size() and t.untyped_storage().nbytes() == 0:
+        raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
     if flat.device.type not in ("cpu", "cuda"):
         flat = flat.cpu()
     return LeafSpec("torch", name, shape), flat
@@ -170,6 +187,8 @@ def as_bytes(flat: Array) -> NpArray:
     """The bytes of a flat array on the host, as uint8, without a copy where it is there already."""
     if is_torch(flat):
         torch = _torch()
+        if flat.numel() == 0:
+            return np.empty(0, np.uint8)
         flat = flat.cpu()
         data: NpArray = flat.view(torch.uint8).numpy() if flat.dtype != torch.uint8 else flat.numpy()
         return data
@@ -203,15 +222,19 @@ def build_leaf(flat: Array, spec: LeafSpec) -> Array:
 
 def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
     """A spec read from a file, with everything checked that a hostile file could lie about."""
-    if library not in LIBRARIES or not isinstance(dtype, str) or len(dtype) > 40 or not isinstance(shape, list):
+    known = isinstance(library, str) and library in LIBRARIES
+    if not known or not isinstance(dtype, str) or len(dtype) > 40 or not isinstance(shape, list):
         raise CorruptDataError(f"header: no array of {str(library)[:40]!r}, {str(dtype)[:40]!r}")
     if len(shape) > 64 or not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape):
         raise CorruptDataError(f"header: {str(shape)[:60]} is no shape")
     spec = LeafSpec(library, dtype, tuple(shape))
-    if library != "torch" and (_numpy_dtype(dtype).hasobject or _numpy_dtype(dtype).names is not None):
-        raise CorruptDataError(f"header: dtype {dtype!r} needs pickle")
-    if spec.size >= _MAX_ELEMENTS:
-        raise CorruptDataError(f"header: {spec.size} elements are more than any array has")
+    if library not in ("torch", "numpy", "numpy scalar") and not (
+        _NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)
+    ):
+        raise CorruptDataError(f"header: {library} has no dtype {dtype[:40]!r}")
+    # Libraries multiply the other axes even where one is zero.
+    if math.prod(max(n, 1) for n in shape) >= _MAX_ELEMENTS or spec.itemsize > _MAX_ITEM:
+        raise CorruptDataError(f"header: {str(shape)[:60]} of {dtype} is more than any array has")
     return spec
 
 
@@ -232,7 +255,7 @@ def same_storage_key(value: Array) -> tuple[Any, ...] | None:
         if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             # A wrapper (DTensor and the like) has no storage of its own to compare.
             return ("object", id(value))
-        if value.layout is not torch.strided or value.numel() == 0 or value.device.type == "meta":
+        if value.is_nested or value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
             return None
         pointer = value.data_ptr()
         return (
@@ -247,4 +270,4 @@ def same_storage_key(value: Array) -> tuple[Any, ...] | None:
         )
     if isinstance(value, np.ndarray) and value.size:
         return ("numpy", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
-    return None
+    return None if isinstance(value, np.ndarray | np.generic) else ("object", id(value))

@@ -6,6 +6,7 @@ The tree is written in preorder, one JSON value a node, so nesting has no depth 
     {"l": n}       list     {"t": n}       tuple           {"a": i}       array number i
     {"i": "-ff"}   integer beyond 53 bits, hexadecimal     {"f": "7ff8000000000000"}  float that JSON lacks (bits)
     {"b": "..."}   bytes, base64                           {"k": [..]}    a tuple used as a key
+    {"s": "..."}   text with surrogates, base64 of UTF-8 that lets them pass
     anything else  itself: a finite float (always with '.' or 'e'), an int, a bool, a str, null
 """
 
@@ -15,9 +16,11 @@ import base64
 import binascii
 import json
 import math
+import re
 import struct
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
@@ -29,6 +32,9 @@ Json = Any
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}
 _EXACT_INT = 1 << 53
+_SURROGATE = re.compile("[\ud800-\udfff]")
+MAX_PATHS = 1 << 27
+"""Characters of all arrays' paths and keys together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +46,85 @@ class ArrayNode:
     value: Any
 
 
-def encode_scalar(value: Any, path: str) -> Json:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value stands; its path and key are only spelled out when asked for, for a tree may be deep."""
+
+    above: Place | None
+    name: Any
+    node: Json
+
+    def path(self) -> str:
+        """Keys joined by "/", for people and rules."""
+        return "/".join(_name(p.name) for p in self._line())
+
+    def key(self) -> str:
+        """Unique even where paths are not: the typed keys."""
+        return "\x1f".join(json.dumps(p.node) for p in self._line())
+
+    def _line(self) -> list[Place]:
+        line = []
+        place: Place | None = self
+        while place is not None and place.above is not None:
+            line.append(place)
+            place = place.above
+        return line[::-1]
+
+
+def _name(key: Any) -> str:
+    # Python refuses to spell huge integers in decimal.
+    return format(key, "x") if type(key) is int and not -_EXACT_INT <= key <= _EXACT_INT else str(key)
+
+
+class _Spelled:
+    """Paths and keys of a tree, refused once they would take more memory than any honest tree's."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._left = MAX_PATHS
+        self._error = error
+
+    def __call__(self, place: Place) -> tuple[str, str]:
+        path, key = place.path(), place.key()
+        self._left -= len(path) + len(key)
+        if self._left < 0:
+            raise self._error(f"the paths of this tree are longer than {MAX_PATHS} characters together")
+        return path, key
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def encode_scalar(value: Any, place: Place) -> Json:
     """A plain scalar as its JSON node; raises UnsupportedLeafError for everything else."""
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if value is None or kind is bool:
         return value
+    if kind is str:
+        # JSON would join two surrogates to one character.
+        return {"s": _base64(value.encode("utf-8", "surrogatepass"))} if _SURROGATE.search(value) else value
     if kind is int:
         return value if -_EXACT_INT <= value <= _EXACT_INT else {"i": format(value, "x")}
     if kind is float:
         return value if math.isfinite(value) else {"f": struct.pack(">d", value).hex()}
     if kind is bytes:
-        return {"b": base64.b64encode(value).decode("ascii")}
+        return {"b": _base64(value)}
     raise UnsupportedLeafError(
-        f"{path or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be stored without pickle; "
+        f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be stored without pickle; "
         "allowed are dict, list, tuple, arrays, int, float, bool, str, bytes and None"
     )
 
 
-def _encode_key(key: Any, path: str) -> Json:
+def _encode_key(key: Any, place: Place) -> Json:
     if type(key) is tuple:
-        return {"k": [_encode_key(k, path) for k in key]}
+        return {"k": [_encode_key(k, place) for k in key]}
     try:
-        return encode_scalar(key, path)
+        return encode_scalar(key, place)
     except UnsupportedLeafError:
         kind = type(key)
         raise UnsupportedLeafError(
-            f"{path or '<root>'}: a key of type {kind.__module__}.{kind.__qualname__} cannot be stored without pickle"
+            f"{place.path() or '<root>'}: a key of type {kind.__module__}.{kind.__qualname__} "
+            "cannot be stored without pickle"
         ) from None
 
 
@@ -90,42 +149,39 @@ def flatten(state: Any, is_array: Callable[[Any], bool]) -> tuple[list[Json], li
     nodes: list[Json] = []
     arrays: list[ArrayNode] = []
     ancestors: set[int] = set()
-    # A stack of (value, path, key); a container's own entry is followed by a marker that ends its ancestry.
-    stack: list[tuple[Any, str, str]] = [(state, "", "")]
-    end = object()
+    spelled = _Spelled(BadArgumentError)
+    # A container is followed on the stack by a mark that ends its ancestry.
+    stack: list[tuple[Any, Place | None]] = [(state, Place(None, "", ""))]
     while stack:
-        value, path, key = stack.pop()
-        if isinstance(value, tuple) and len(value) == 2 and value[0] is end:
-            ancestors.discard(value[1])
+        value, place = stack.pop()
+        if place is None:
+            ancestors.discard(value)
             continue
         if is_array(value):
             nodes.append({"a": len(arrays)})
-            arrays.append(ArrayNode(path, key, value))
+            arrays.append(ArrayNode(*spelled(place), value))
             continue
         kind = type(value)
-        children: list[tuple[Any, str, str]]
+        children: list[tuple[Any, Place | None]]
         if kind in _DICTS:
-            keys = [_encode_key(k, path) for k in value]
+            keys = [_encode_key(k, place) for k in value]
             nodes.append({_DICTS[kind]: keys})
-            children = [
-                (v, f"{path}/{k}" if path else str(k), f"{key}\x1f{json.dumps(e)}")
-                for (k, v), e in zip(value.items(), keys, strict=True)
-            ]
+            children = [(v, Place(place, k, e)) for (k, v), e in zip(value.items(), keys, strict=True)]
         elif kind in _SEQUENCES:
             nodes.append({_SEQUENCES[kind]: len(value)})
-            children = [(v, f"{path}/{i}" if path else str(i), f"{key}\x1f{i}") for i, v in enumerate(value)]
+            children = [(v, Place(place, i, i)) for i, v in enumerate(value)]
+        elif isinstance(value, dict | list | tuple):
+            raise UnsupportedLeafError(
+                f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be rebuilt without pickle; "
+                "convert it to a plain dict, list or tuple"
+            )
         else:
-            if isinstance(value, (dict, list, tuple)):
-                raise UnsupportedLeafError(
-                    f"{path or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be rebuilt without pickle; "
-                    "convert it to a plain dict, list or tuple"
-                )
-            nodes.append(encode_scalar(value, path))
+            nodes.append(encode_scalar(value, place))
             continue
         if id(value) in ancestors:
-            raise BadArgumentError(f"{path}: the tree contains itself")
+            raise BadArgumentError(f"{place.path()}: the tree contains itself")
         ancestors.add(id(value))
-        stack.append(((end, id(value)), "", ""))
+        stack.append((id(value), None))
         stack.extend(reversed(children))
     return nodes, arrays
 
@@ -144,6 +200,8 @@ def _decode_scalar(node: Json) -> Any:
                     return value
                 if tag == "b":
                     return base64.b64decode(text, validate=True)
+                if tag == "s":
+                    return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
             except (ValueError, struct.error, binascii.Error):
                 pass
     raise CorruptDataError(f"header: {str(node)[:60]} is no tree node")
@@ -157,65 +215,65 @@ def _decode_key(node: Json) -> Any:
 
 @dataclass(slots=True)
 class _Open:
-    """A container whose children are still to come."""
+    """A container whose children are still to come; `keys` are the decoded ones and `nodes` as they were written."""
 
     tag: str
     keys: list[Any] | None
-    path: str
-    key: str
+    nodes: list[Any] | None
+    place: Place
     items: list[Any]
     size: int
+
+    def next_place(self) -> Place:
+        at = len(self.items)
+        if self.keys is None or self.nodes is None:
+            return Place(self.place, at, at)
+        return Place(self.place, self.keys[at], self.nodes[at])
 
     def close(self) -> Any:
         if self.keys is None:
             return self.items if self.tag == "l" else tuple(self.items)
-        pairs = zip(self.keys, self.items, strict=True)
         if self.tag == "o":
-            return OrderedDict(pairs)
-        if self.tag == "c":
-            counter: Counter[Any] = Counter()
-            for k, v in pairs:
-                counter[k] = v
-            return counter
-        return dict(pairs)
+            return OrderedDict(zip(self.keys, self.items, strict=True))
+        made: dict[Any, Any] = Counter() if self.tag == "c" else {}
+        for key, value in zip(self.keys, self.items, strict=True):
+            made[key] = value
+        if len(made) != len(self.keys):
+            raise CorruptDataError("header: a key stands twice")
+        return made
 
 
-def unflatten(nodes: Sequence[Json], array: Callable[[int, str, str], Any]) -> Any:
+def unflatten(nodes: Sequence[Json], array: Callable[[int, Callable[[], tuple[str, str]]], Any]) -> Any:
     """Build the tree again; the inverse of `flatten`.
 
     Args:
         nodes: nodes in preorder.
-        array: called with (number, path, key) for each array node, in preorder; its result becomes the leaf.
+        array: called for each array node, in preorder, with its number and a function that spells (path, key) of its
+            place; its result becomes the leaf.
 
     Raises:
         CorruptDataError: the nodes are no tree.
     """
+    spelled = _Spelled(CorruptDataError)
     root: list[Any] = []
-    stack = [_Open("l", None, "", "", root, 1)]
+    # The root's own place has no name: it stands above all paths.
+    stack = [_Open("l", None, None, Place(None, "", ""), root, 1)]
     for node in nodes:
         while len(stack) > 1 and len(stack[-1].items) == stack[-1].size:
             done = stack.pop()
             stack[-1].items.append(done.close())
         top = stack[-1]
-        at = len(top.items)
-        if at == top.size:
+        if len(top.items) == top.size:
             raise CorruptDataError("header: the tree has nodes beyond its end")
-        if len(stack) == 1:
-            path = key = ""
-        elif top.keys is None:
-            path, key = f"{top.path}/{at}" if top.path else str(at), f"{top.key}\x1f{at}"
-        else:
-            name = top.keys[at]
-            path = f"{top.path}/{name}" if top.path else str(name)
-            key = f"{top.key}\x1f{json.dumps(_encode_key(name, path))}"
+        place = top.next_place() if len(stack) > 1 else top.place
         tag, body = next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
         if tag == "a" and type(body) is int:
-            top.items.append(array(body, path, key))
+            top.items.append(array(body, partial(spelled, place)))
         elif tag in ("l", "t") and type(body) is int and 0 <= body <= len(nodes):
-            stack.append(_Open(tag, None, path, key, [], body))
+            stack.append(_Open(tag, None, None, place, [], body))
         elif tag in ("d", "o", "c") and isinstance(body, list):
             keys = [_decode_key(k) for k in body]
-            stack.append(_Open(tag, keys, path, key, [], len(keys)))
+            stack.append(_Open(tag, keys, body, place, [], len(keys)))
         else:
             top.items.append(_decode_scalar(node))
     while len(stack) > 1:

@@ -54,12 +54,17 @@ class Files:
         if self.local:
             _sync_folder(posixpath.dirname(self.path(name)))
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file: when this returns, its bytes and name are durable; when it raises, the old state remains."""
+    def write(self, name: str, data: bytes) -> bool:
+        """Write a file: when this returns, its bytes and name are durable; when it raises, no new name is there.
+
+        Returns:
+            Whether the name is new, rather than replaced.
+        """
         target = self.path(name)
+        new = not self.fs.exists(target)
         if not self.local:
             self.fs.pipe_file(target, data)
-            return
+            return new
         folder, base = posixpath.split(target)
         _make_folder(folder)
         temporary = posixpath.join(folder, f"{TEMPORARY}{os.getpid()}-{base}")
@@ -69,11 +74,13 @@ class Files:
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(temporary, target)
+            _sync_folder(folder)
         except BaseException:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+            for leftover in (temporary, target) if new else (temporary,):
+                if os.path.lexists(leftover):
+                    os.unlink(leftover)
             raise
-        _sync_folder(folder)
+        return new
 
 
 def _make_folder(folder: str) -> None:

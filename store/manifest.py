@@ -53,6 +53,8 @@ class Manifest:
             version = fields.pop("version")
             if type(version) is int and version > VERSION:
                 raise NewerFormatError(f"step {step}: manifest version {version}; this reader knows up to {VERSION}")
+            if type(version) is not int or version != VERSION:
+                raise ValueError(f"version {str(version)[:20]!r}")
             manifest = Manifest(**{**fields, "parents": tuple(fields["parents"])})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             raise CorruptDataError(f"step {step}: its manifest is malformed: {e}") from None

@@ -130,8 +130,13 @@ class Store:
             parents=head.chain if head else (),
             since_base=head.since_base + 1 if head else 0,
         )
-        self._files.write(f"{_DATA}/{file}", ckpt.to_bytes())
-        self._files.write(f"{_STEPS}/{manifest.name}", manifest.to_bytes())
+        new = self._files.write(f"{_DATA}/{file}", ckpt.to_bytes())
+        try:
+            self._files.write(f"{_STEPS}/{manifest.name}", manifest.to_bytes())
+        except BaseException:
+            if new:
+                self._files.remove(f"{_DATA}/{file}")
+            raise
         self._advance(manifest, ckpt, head.parent if head else ckpt)
         return Saved(step, self._files.path(f"{_DATA}/{file}"), ckpt)
 
@@ -166,7 +171,7 @@ class Store:
             try:
                 state = self._load(candidate)
             except (CorruptDataError, MissingParentError, NewerFormatError) as e:
-                skipped.append(f"step {candidate} ({e})")
+                skipped.append(str(e))
                 continue
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
@@ -186,7 +191,7 @@ class Store:
         first = found = self._read(step, manifest.parents[-1] if manifest.parents else manifest.file, None)
         for name in [*reversed(manifest.parents[:-1]), manifest.file] if manifest.parents else []:
             found = self._read(step, name, found)
-        if found.id != manifest.id:
+        if found.id != manifest.id or found.nbytes != manifest.nbytes:
             raise CorruptDataError(f"step {step}: {manifest.file} is not the checkpoint its manifest names")
         return manifest, found, first
 
@@ -196,12 +201,17 @@ class Store:
             return Checkpoint.from_bytes(self._files.read(f"{_DATA}/{name}"), parent)
         except FileNotFoundError:
             raise MissingParentError(f"step {step}: its file {path} is gone") from None
+        except OSError as e:
+            raise CorruptDataError(f"step {step}: {path} cannot be read: {e}") from None
         except ShrinkpointError as e:
-            raise type(e)(f"{path}: {e}") from None
+            raise type(e)(f"step {step}: {path}: {e}") from None
 
     def _manifest(self, step: int) -> Manifest:
         name = f"{_STEPS}/{step:012d}.json"
-        return Manifest.from_bytes(self._files.read(name), step)
+        try:
+            return Manifest.from_bytes(self._files.read(name), step)
+        except OSError as e:
+            raise CorruptDataError(f"step {step}: its manifest cannot be read: {e}") from None
 
     def verify(self) -> dict[int, str]:
         """Read and check every step with its whole chain; what is not intact, and why. Empty: all is well."""

@@ -24,11 +24,15 @@ LEAST = 32
 PATIENCE = 62
 """Bits after which a model keeps adapting at the same rate."""
 
-# Models of `_frequencies`: where each family begins.
-EMPTY, DIAGONAL, SAME, SINGLE, PRESENT = 0, 2, 5, 8, 9
-EQUAL, UP, STEP, FIRST, MANTISSA, MODELS = 21, 22, 23, 31, 44, 60
-# Models of `_lengths`.
-L_PRESENT, L_EQUAL, L_UP, L_STEP, L_FIRST, L_MODELS = 0, 4, 5, 6, 14, 39
+I64 = np.int64
+# Numbers that are passed on are given a type here: for a bare literal Numba compiles the callee anew.
+THREE, FOUR, TWELVE = I64(3), I64(4), I64(12)
+
+# Where each family of models begins. Those of `_frequencies`:
+EMPTY, DIAGONAL, SAME, SINGLE, PRESENT = I64(0), I64(2), I64(5), I64(8), I64(9)
+EQUAL, UP, STEP, FIRST, MANTISSA, MODELS = I64(21), I64(22), I64(23), I64(31), I64(44), 60
+# Those of `_lengths`:
+L_PRESENT, L_EQUAL, L_UP, L_STEP, L_FIRST = I64(0), I64(4), I64(5), I64(6), I64(14)
 
 LOW, RANGE, AT, DECODING, FAILED = 0, 1, 2, 3, 4
 """Places of the coder's state: low (encoding) or code (decoding), range, next byte, and two flags."""
@@ -132,10 +136,10 @@ def _near(
     if _bit(state, data, models, up, np.int64(value > near)) == 1:
         if near >= highest:
             return 0
-        return near + 1 + _count(state, data, models, step + 4, 3, highest - near - 1, value - near - 1)
+        return near + 1 + _count(state, data, models, step + FOUR, THREE, highest - near - 1, value - near - 1)
     if near <= 1:
         return 0
-    return near - 1 - _count(state, data, models, step, 3, near - 2, near - value - 1)
+    return near - 1 - _count(state, data, models, step, THREE, near - 2, near - value - 1)
 
 
 @njit
@@ -200,7 +204,7 @@ def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precisi
                     while value & 1 == 0:
                         value >>= 1
                     digits = max(digits, _width(value))
-    digits = _plain(state, data, 4, digits)
+    digits = _plain(state, data, FOUR, digits)
     empty = np.int64(0)
     kind = np.int64(0)
     last, last_peak = np.int64(-1), np.int64(-1)  # the row before that is not empty
@@ -260,7 +264,7 @@ def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precisi
                 if bits == 0:
                     return False
             else:
-                bits = 1 + _count(state, data, models, FIRST, 12, precision - 1, _width(value) - 1)
+                bits = 1 + _count(state, data, models, FIRST, TWELVE, precision - 1, _width(value) - 1)
             out = np.int64(1)
             for k in range(1, bits):
                 digit = np.int64(0)

@@ -26,6 +26,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..cluster import SHIFT, SUM_BLOCK
+from ..grid import FARTHEST as FARTHEST_POINT
+from ..residual import FARTHEST as FARTHEST_CELL
+from ..residual import FIRST
+from ..rows import ERROR_STEPS, KMEANS_STEPS
 from . import (
     assign,
     cluster,
@@ -178,6 +183,8 @@ def _kmeans() -> Iterator[Build]:
     constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.LLOYD.block}
     types = "*fp64 *fp64 *fp64 *fp64 *i64 *fp64 *i32 *fp64"
     yield Build(kmeans.exact_kernel, types, kmeans.EXACT, constants)
+    types = "*fp64 *fp64 *i64 *fp64 *fp64 *fp64 *fp64 *i32"
+    yield Build(kmeans.prepare_kernel, types, kmeans.EXACT, {"FIELDS": kmeans.FIELDS})
     types = "*fp64 *fp64 *i64 i32 *fp64 *fp64"
     yield Build(kmeans.lloyd_kernel, types, kmeans.LLOYD, {"FIELDS": kmeans.FIELDS})
 
@@ -194,12 +201,12 @@ def _exponent() -> Iterator[Build]:
 
 
 def _cluster() -> Iterator[Build]:
-    tall = {"ROWS": cluster.SUMS.block // cluster.SUM_BLOCK}
+    tall = {"ROWS": cluster.SUMS.block // SUM_BLOCK}
     for x in FLOATS:
         yield Build(cluster.moments_kernel, f"*{x} i64 i64 *fp64", cluster.SUMS, tall)
         yield Build(cluster.label_kernel, f"*{x} *fp32 i64 i32 *u8 *i32 *i32", cluster.ELEMENTS)
         types = f"*{x} *u8 *fp32 *fp32 *u8 *fp32 i64 *u8"
-        yield Build(cluster.encode_kernel, types, cluster.ELEMENTS, {"SHIFT": cluster.SHIFT})
+        yield Build(cluster.encode_kernel, types, cluster.ELEMENTS, {"SHIFT": SHIFT})
     yield Build(cluster.fold_kernel, "*fp64 i64 i64 *fp64", cluster.SUMS, tall)
     yield Build(cluster.decode_kernel, "*u8 *u8 *fp32 *fp32 *fp32 i64 i32 *fp32 *i32", cluster.ELEMENTS)
 
@@ -210,23 +217,24 @@ def _rows() -> Iterator[Build]:
         for x in FLOATS if columns == rows.COLUMNS[-1] else ("fp32", "bf16"):
             types = f"*{x} i64 i64 fp32 i32 i32 *fp32 *u8 *fp32 *fp32"
             for method in rows.METHODS.values():
-                constants = {"METHOD": method, "ERROR_STEPS": rows.ERROR_STEPS, **tile}
+                constants = {"METHOD": method, "ERROR_STEPS": ERROR_STEPS, **tile}
                 yield Build(rows.quantize_kernel, types, rows.TILE, constants)
         for entries in rows.ENTRIES:
-            constants = {"STEPS": rows.KMEANS_STEPS, "ENTRIES": entries, **tile}
+            constants = {"STEPS": KMEANS_STEPS, "ENTRIES": entries, "COLUMNS": columns}
+            constants["ROWS"] = max(rows.KMEANS.block // columns, 1)
             types = "*fp32 i64 i64 i32 i32 *i32 *i32 *u8 *fp32"
-            yield Build(rows.kmeans_kernel, types, rows.TILE, constants)
+            yield Build(rows.kmeans_kernel, types, rows.KMEANS, constants)
         yield Build(rows.dequantize_kernel, "*u8 *fp32 *fp32 i64 i64 i64 *fp32", rows.TILE, tile)
         yield Build(rows.lookup_kernel, "*u8 *fp32 i64 i64 i64 i32 *fp32 *i32", rows.TILE, tile)
 
 
 def _optimizer() -> Iterator[Build]:
     types = "*fp32 *fp32 i64 fp32 *u8 *i32 *fp64"
-    yield Build(grid.symbols_kernel, types, grid.SYMBOLS, {"FARTHEST": grid.FARTHEST})
+    yield Build(grid.symbols_kernel, types, grid.SYMBOLS, {"FARTHEST": FARTHEST_POINT})
     yield Build(grid.values_kernel, "*u8 *fp32 *fp32 i64 *fp32", grid.VALUES)
     for wide in (False, True):
         types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *u8 *i32 *fp64 *fp64"
-        constants = {"FIRST": residual.FIRST, "FARTHEST": residual.FARTHEST, "WIDE": wide}
+        constants = {"FIRST": FIRST, "FARTHEST": FARTHEST_CELL, "WIDE": wide}
         yield Build(residual.symbols_kernel, types, residual.SYMBOLS, constants)
         types = "*u8 *fp32 *fp32 *fp32 i64 i64 i64 *fp32"
         yield Build(residual.values_kernel, types, residual.VALUES, {"WIDE": wide})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 COUNT = Launch(block=4096, warps=8)
-LOOK_UP = Launch(block=4096, warps=8)
+LOOK_UP = Launch(block=2048, warps=8)
 COPIES = 16
 """Tables that programs take turns in."""
 SLICE = 1 << 30

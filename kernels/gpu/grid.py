@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 SYMBOLS = Launch(block=4096, warps=8)
-VALUES = Launch(block=2048, warps=4)
+VALUES = Launch(block=1024, warps=8)
 
 
 @triton.jit

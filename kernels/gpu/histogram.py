@@ -153,5 +153,5 @@ def threshold_patterns(x: Array, thresholds: Thresholds, gradient: Array | None)
     if gradient is None:
         return protect, prune, 0, 0
     product = FORMATS[product_format(x, gradient)]
-    of_product = (thresholds.protect_sensitivity, thresholds.prune_sensitivity)
-    return protect, prune, *(threshold_bits(v, product) for v in of_product)
+    protect_product = threshold_bits(thresholds.protect_sensitivity, product)
+    return protect, prune, protect_product, threshold_bits(thresholds.prune_sensitivity, product)

@@ -1,7 +1,7 @@
 """Weighted k-means on the GPU: the codebooks of a whole model in one launch, one program a codebook.
 
-Prefix sums and seeding run on the host: they are sums in one fixed order, the histograms they start from are there
-already, and they are a thousandth of the work. The order of operations is the one written in `docs/kernels.md`.
+Exact problems stay on the device from beginning to end. k-means++ is seeded on the host, where each draw waits for a sum
+in one fixed order anyway. The order of operations is the one written in `docs/kernels.md`.
 """
 
 from __future__ import annotations
@@ -118,12 +118,89 @@ def segment_means(x_ptr, w_ptr, start, end, nonempty, shift):
 
 @triton.jit
 def scaled(x, exponent):
-    """x * 2**exponent, in two steps that are each a power of two of float64, the first of them exact."""
-    half = exponent >> 1
-    rest = exponent - half
-    first = (half.to(tl.int64) + 1023) << 52
-    second = (rest.to(tl.int64) + 1023) << 52
-    return x * first.to(tl.float64, bitcast=True) * second.to(tl.float64, bitcast=True)
+    """x * 2**exponent, rounded once: powers of two that a float64 cannot hold are split, the small part first."""
+    most = tl.minimum(tl.maximum(exponent, -1022), 1022)
+    rest = (exponent - most).to(tl.int64)
+    factor = (most.to(tl.int64) + 1023) << 52
+    return x * ((rest + 1023) << 52).to(tl.float64, bitcast=True) * factor.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def exponent_of(pattern):
+    """Exponent e with |x| in [2**(e - 1), 2**e) of a finite float64 by its pattern without sign; 0 for zero."""
+    normal = (pattern >> 52) - 1022
+    subnormal = (pattern.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1022 - 1074
+    e = tl.where(normal > -1022, normal, subnormal)
+    return tl.where(pattern == 0, 0, e).to(tl.int32)
+
+
+@triton.jit
+def prepare_kernel(
+    raw_x_ptr,
+    raw_w_ptr,
+    table_ptr,
+    x_ptr,
+    w_ptr,
+    weight_ptr,
+    moment_ptr,
+    odd_ptr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scale one problem, write its exponent to the table and its prefix sums, added one after another.
+
+    `odd` becomes 1 where that is not all of the preparation: something is not finite, a weight underflows to 0, or
+    two centers are equal.
+    """
+    field_ptr = table_ptr + tl.program_id(0) * FIELDS
+    m = tl.load(field_ptr).to(tl.int32)
+    x_at = tl.load(field_ptr + 4)
+    prefix_at = tl.load(field_ptr + 5)
+    raw_x_ptr += x_at
+    raw_w_ptr += x_at
+    x_ptr += x_at
+    w_ptr += x_at
+    weight_ptr += prefix_at
+    moment_ptr += prefix_at
+    lanes = tl.arange(0, BLOCK)
+    largest_x = tl.zeros((BLOCK,), tl.int64)
+    largest_w = tl.zeros((BLOCK,), tl.int64)
+    for begin in range(0, m, BLOCK):
+        mine = begin + lanes < m
+        x = tl.load(raw_x_ptr + begin + lanes, mask=mine, other=0.0)
+        w = tl.load(raw_w_ptr + begin + lanes, mask=mine, other=0.0)
+        largest_x = tl.maximum(largest_x, x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF)
+        largest_w = tl.maximum(largest_w, w.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF)
+    top_x = tl.max(largest_x, axis=0)
+    top_w = tl.max(largest_w, axis=0)
+    exponent = exponent_of(top_x)
+    exponent_w = exponent_of(top_w)
+    odd = (tl.maximum(top_x, top_w) >= 0x7FF0000000000000).to(tl.int32)
+    for begin in range(0, m, BLOCK):
+        i = begin + lanes
+        mine = i < m
+        x = scaled(tl.load(raw_x_ptr + i, mask=mine, other=0.0), -exponent)
+        before = scaled(tl.load(raw_x_ptr + (i - 1), mask=mine & (i > 0), other=0.0), -exponent)
+        w = scaled(tl.load(raw_w_ptr + i, mask=mine, other=0.0), -exponent_w)
+        tl.store(x_ptr + i, x, mask=mine)
+        tl.store(w_ptr + i, w, mask=mine)
+        bad = mine & ((w == 0.0) | ((x == before) & (i > 0)))
+        odd = tl.maximum(odd, tl.max(bad.to(tl.int32), axis=0))
+    tl.store(field_ptr + 2, exponent.to(tl.int64))
+    tl.store(odd_ptr, 1, mask=odd > 0)  # every program writes the same value
+    tl.debug_barrier()
+    shift = tl.load(x_ptr + (m >> 1), mask=m > 0, other=0.0)
+    mass = shift * 0.0
+    lever = mass
+    tl.store(weight_ptr, mass)
+    tl.store(moment_ptr, lever)
+    for at in range(m):
+        w = tl.load(w_ptr + at)
+        step = w * (tl.load(x_ptr + at) - shift)
+        mass = mass + w
+        lever = lever + step
+        tl.store(weight_ptr + (at + 1), mass)
+        tl.store(moment_ptr + (at + 1), lever)
 
 
 @triton.jit
@@ -375,14 +452,17 @@ def weighted_kmeans_many(
     iterations: int = 50,
 ) -> list[Array]:
     """See `shrinkpoint.kernels.kmeans.weighted_kmeans_many`."""
-    device = tensor(problems[0][0]).device
-    hosted = iter(_hosted([a for p in problems for a in p] + [a for a in initial if a is not None]))
-    pairs = [(next(hosted), next(hosted)) for _ in problems]
-    starts = [None if a is None else next(hosted) for a in initial]
-    prepared = [
-        _prepared(*pair, one_k, method, start, seed) for pair, one_k, start in zip(pairs, k, starts, strict=True)
-    ]
-    codes = _solve(prepared, device, iterations)
+    codes = None
+    if method == "exact" and all(start is None for start in initial):
+        codes = _exact(problems, k)
+    if codes is None:
+        hosted = iter(_hosted([a for p in problems for a in p] + [a for a in initial if a is not None]))
+        pairs = [(next(hosted), next(hosted)) for _ in problems]
+        starts = [None if a is None else next(hosted) for a in initial]
+        prepared = [
+            _prepared(*pair, one_k, method, start, seed) for pair, one_k, start in zip(pairs, k, starts, strict=True)
+        ]
+        codes = _solve(prepared, tensor(problems[0][0]).device, iterations)
     return [like(c, centers) for c, (centers, _) in zip(codes, problems, strict=True)]
 
 
@@ -402,16 +482,96 @@ def weighted_kmeans(
     )[0]
 
 
-def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> list[torch.Tensor]:
-    """The codebooks on the device: one launch for all exact problems and one for all that iterate."""
-    table = np.zeros((len(problems), FIELDS), dtype=np.int64)
+def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
+    """The table of problems of (m, k, exponent), and how much scratch and how many cuts they need."""
+    table = np.zeros((len(sizes), FIELDS), dtype=np.int64)
     codes_at = x_at = prefix_at = cuts_at = 0
-    for row, p in zip(table, problems, strict=True):
-        m, k = p.x.size, p.codes.size
-        scratch_at = 2 * (prefix_at + codes_at)
-        row[:] = m, k, p.exponent, codes_at, x_at, prefix_at, scratch_at, cuts_at, m.bit_length()
-        codes_at, x_at, prefix_at = codes_at + k, x_at + m, prefix_at + m + 1
-        cuts_at += (k + 1) * (m + 1) if p.solver == "exact" else 0
+    for row, (m, k, exponent) in zip(table, sizes, strict=True):
+        row[:] = m, k, exponent, codes_at, x_at, prefix_at, 2 * (prefix_at + codes_at), cuts_at, m.bit_length()
+        codes_at, x_at, prefix_at, cuts_at = codes_at + k, x_at + m, prefix_at + m + 1, cuts_at + (k + 1) * (m + 1)
+    return table, 2 * (prefix_at + codes_at), cuts_at
+
+
+def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[torch.Tensor] | None:
+    """Optimal codebooks, all on the device; None where a problem is not plain (see `prepare_kernel`)."""
+    centers, weights = ([tensor(p[side]).to(torch.float64) for p in problems] for side in (0, 1))
+    w_all = torch.cat(weights)
+    if w_all.numel() == 0:
+        return None
+    used = w_all > 0.0
+    ends = torch.tensor([c.numel() for c in centers]).cumsum(0).to(w_all.device)
+    counted = torch.nn.functional.pad(used.cumsum(0), (1, 0))[ends].tolist()
+    sizes = [b - a for a, b in zip([0, *counted[:-1]], counted, strict=True)]
+    raw_x, raw_w = torch.cat(centers)[used], w_all[used]
+    table, scratch, cuts = _table([(m, min(m, one), 0) for m, one in zip(sizes, k, strict=True)])
+    rows = torch.from_numpy(table).to(w_all.device)
+    x, w = torch.empty_like(raw_x), torch.empty_like(raw_w)
+    weight, moment = raw_x.new_empty(raw_x.numel() + len(problems)), raw_x.new_empty(raw_x.numel() + len(problems))
+    odd = torch.zeros(1, dtype=torch.int32, device=w_all.device)
+    with on(w_all):
+        prepare_kernel[(len(problems),)](
+            # inputs
+            raw_x,
+            raw_w,
+            # inputs and outputs
+            rows,
+            # outputs
+            x,
+            w,
+            weight,
+            moment,
+            odd,
+            # constants
+            FIELDS=FIELDS,
+            **EXACT.constants(32 * max(sizes)),
+        )
+    if odd.item():
+        return None
+    codes = raw_x.new_empty(sum(int(row[1]) for row in table))
+    mine = [number for number, row in enumerate(table) if row[1] < row[0]]
+    if mine:
+        _launch_exact(x, w, weight, moment, rows[mine], scratch, cuts, codes, max(sizes))
+    split = list(codes.split([int(row[1]) for row in table]))
+    for number, row in enumerate(table):
+        if row[1] == row[0]:  # a code for every center
+            split[number] = raw_x[int(row[4]) : int(row[4] + row[0])]
+    return split
+
+
+def _launch_exact(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    weight: torch.Tensor,
+    moment: torch.Tensor,
+    rows: torch.Tensor,
+    scratch: int,
+    cuts: int,
+    codes: torch.Tensor,
+    longest: int,
+) -> None:
+    with on(x):
+        exact_kernel[(rows.shape[0],)](
+            # inputs
+            x,
+            w,
+            weight,
+            moment,
+            rows,
+            # scratch
+            x.new_empty(scratch),
+            torch.empty(cuts, dtype=torch.int32, device=x.device),
+            # outputs
+            codes,
+            # constants
+            FIELDS=FIELDS,
+            CODES=LLOYD.block,
+            **EXACT.constants(32 * longest),
+        )
+
+
+def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> list[torch.Tensor]:
+    """The codebooks of problems prepared on the host: one launch for the exact ones, one for those that iterate."""
+    table, scratch, cuts = _table([(p.x.size, p.codes.size, p.exponent) for p in problems])
     columns = [
         np.concatenate([p.x for p in problems]),
         np.concatenate([p.w for p in problems]),
@@ -419,50 +579,30 @@ def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> l
         np.concatenate([_prefix(p.w * (p.x - p.x[p.x.size // 2])) if p.x.size else np.zeros(1) for p in problems]),
         np.concatenate([p.codes for p in problems]),
     ]
-    whole = torch.from_numpy(np.concatenate(columns)).to(device)
-    x, w, weight, moment, codes = whole.split([c.size for c in columns])
-    scratch = torch.empty(2 * (prefix_at + codes_at), dtype=torch.float64, device=device)
-    for solver in ("exact", "lloyd"):
-        mine = [row for row, p in zip(table, problems, strict=True) if p.solver == solver]
-        if not mine:
-            continue
-        rows = torch.from_numpy(np.stack(mine)).to(device)
-        with on(whole):
-            if solver == "exact":
-                exact_kernel[(len(mine),)](
-                    # inputs
-                    x,
-                    w,
-                    weight,
-                    moment,
-                    rows,
-                    # scratch
-                    scratch,
-                    torch.empty(cuts_at, dtype=torch.int32, device=device),
-                    # outputs
-                    codes,
-                    # constants
-                    FIELDS=FIELDS,
-                    CODES=LLOYD.block,
-                    **EXACT.constants(32 * max(p.x.size for p in problems)),
-                )
-            else:
-                lloyd_kernel[(len(mine),)](
-                    # inputs
-                    x,
-                    w,
-                    rows,
-                    iterations,
-                    # scratch
-                    scratch,
-                    # inputs and outputs
-                    codes,
-                    # constants
-                    FIELDS=FIELDS,
-                    BLOCK=LLOYD.block,
-                    **LLOYD.options,
-                )
-    return [c.clone() for c in codes.split([p.codes.size for p in problems])]
+    x, w, weight, moment, codes = (torch.from_numpy(c).to(device) for c in columns)
+    exact, iterated = (
+        torch.from_numpy(table[[p.solver == solver for p in problems]]).to(device) for solver in ("exact", "lloyd")
+    )
+    if exact.shape[0]:
+        _launch_exact(x, w, weight, moment, exact, scratch, cuts, codes, max(p.x.size for p in problems))
+    if iterated.shape[0]:
+        with on(x):
+            lloyd_kernel[(iterated.shape[0],)](
+                # inputs
+                x,
+                w,
+                iterated,
+                iterations,
+                # scratch
+                x.new_empty(scratch),
+                # inputs and outputs
+                codes,
+                # constants
+                FIELDS=FIELDS,
+                BLOCK=LLOYD.block,
+                **LLOYD.options,
+            )
+    return list(codes.split([p.codes.size for p in problems]))
 
 
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 import triton
 
 from ..arrays import is_torch
@@ -32,11 +33,14 @@ class Launch:
     Args:
         block: elements one program handles, a power of two.
         warps: warps per program.
+        registers: most registers a thread may use; with a limit of its own the assembler no longer spills a few for the
+            sake of occupancy. Default: none.
         interpreted: most elements a program handles in the interpreter, where each program costs about a millisecond.
     """
 
     block: int
     warps: int
+    registers: int | None = None
     interpreted: int = 1 << 17
 
     def size(self, n: int) -> int:
@@ -60,12 +64,13 @@ class Launch:
     @property
     def options(self) -> dict[str, Any]:
         """The compiler options alone."""
-        return {"num_warps": self.warps, "enable_fp_fusion": False}
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "enable_fp_fusion": False, **limit}
 
 
 def tensor(x: Array) -> torch.Tensor:
     """x as a contiguous torch tensor on its own device, without a copy where it already is one (DLPack)."""
-    t: torch.Tensor = x.detach().resolve_conj().resolve_neg() if is_torch(x) else torch.from_dlpack(x)
+    t: torch.Tensor = x.detach().resolve_conj().resolve_neg() if is_torch(x) else torch.utils.dlpack.from_dlpack(x)
     return t.contiguous()
 
 

@@ -16,7 +16,7 @@ from .launch import Launch, like, on, tensor
 if TYPE_CHECKING:
     from ..arrays import Array
 
-CHOOSE = Launch(block=1024, warps=4)
+CHOOSE = Launch(block=1024, warps=4, registers=128)
 
 
 @triton.jit

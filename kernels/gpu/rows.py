@@ -20,8 +20,10 @@ from .launch import INTERPRETED, Launch, like, on, tensor
 if TYPE_CHECKING:
     from ..arrays import Array
 
-TILE = Launch(block=1024, warps=4)
+TILE = Launch(block=1024, warps=4, registers=255)
 """`block` is rows times columns of a tile."""
+KMEANS = Launch(block=512, warps=8, registers=255)
+"""The same for k-means, whose counters need registers too."""
 COLUMNS = (32, 128, 512)
 """Widths of a tile that are compiled; longer rows are walked through."""
 ENTRIES = (4, 16, 256)
@@ -39,10 +41,10 @@ class _Tiles:
     across: int
 
 
-def _tiles(shape: torch.Size) -> _Tiles:
+def _tiles(shape: torch.Size, launch: Launch = TILE) -> _Tiles:
     height, width = shape
     columns = next((c for c in COLUMNS if width <= c), COLUMNS[-1])
-    tile = min(max(1 << (height * width // 4).bit_length(), TILE.block), 1 << 16) if INTERPRETED else TILE.block
+    tile = min(max(1 << (height * width // 4).bit_length(), launch.block), 1 << 16) if INTERPRETED else launch.block
     rows = max(tile // columns, 1)
     return _Tiles(rows, columns, -(-height // rows), -(-width // columns))
 
@@ -292,6 +294,21 @@ def nearest_centre(y, centre_ptr, bits):
 
 
 @triton.jit
+def short_quotient(dividend, divisor):
+    """dividend // divisor of int64, both positive and the quotient below 2**24, by long division.
+
+    The compiler's own 64-bit division is a subroutine, and the registers saved around its call spill.
+    """
+    quotient = tl.zeros_like(dividend).to(tl.int32)
+    for step in tl.static_range(24):
+        part = divisor << (23 - step)
+        fits = dividend >= part
+        dividend = tl.where(fits, dividend - part, dividend)
+        quotient = tl.where(fits, quotient + (1 << (23 - step)), quotient)
+    return quotient
+
+
+@triton.jit
 def kmeans_kernel(
     x_ptr,
     height: tl.int64,
@@ -329,7 +346,7 @@ def kmeans_kernel(
     entry = tl.arange(0, ENTRIES)
     used = exists[:, None] & (entry < entries)[None, :]
     centre_at = row[:, None] * entries + entry[None, :]
-    grid = (tl.minimum(entry, entries - 1).to(tl.int64) * STEPS // (entries - 1)).to(tl.int32)
+    grid = tl.minimum(entry, entries - 1) * STEPS // (entries - 1)  # at most 255 * 2**22
     centre = tl.zeros((ROWS, ENTRIES), tl.int32) + grid[None, :]
     tl.store(centres_ptr + centre_at, centre, mask=used)
     tl.debug_barrier()
@@ -352,8 +369,8 @@ def kmeans_kernel(
                 sums += tl.where(here, total[:, None], 0)
                 counts += tl.where(here, number[:, None], 0)
         some = counts > 0
-        mean = (2 * sums + counts) // (2 * tl.where(some, counts, 1))
-        new = tl.where(some & used, mean.to(tl.int32), centre)
+        mean = short_quotient(2 * sums + counts, 2 * tl.where(some, counts, 1))
+        new = tl.where(some & used, mean, centre)
         moved = tl.max(tl.max((new != centre).to(tl.int32), axis=1), axis=0)
         centre = new
         tl.debug_barrier()  # all have read the old centres
@@ -378,7 +395,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
     codes = torch.zeros(t.shape, dtype=torch.uint8, device=t.device)
     codebook = torch.zeros((t.shape[0], 2**bits), dtype=torch.float32, device=t.device)
     if t.numel():
-        tiles = _tiles(t.shape)
+        tiles = _tiles(t.shape, KMEANS)
         with on(t):
             kmeans_kernel[(tiles.down,)](
                 # inputs
@@ -397,7 +414,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
                 ENTRIES=next(e for e in ENTRIES if 2**bits <= e),
                 ROWS=tiles.rows,
                 COLUMNS=tiles.columns,
-                **TILE.options,
+                **KMEANS.options,
             )
     return like(codes, x), like(codebook, x)
 

@@ -206,7 +206,7 @@ def test_pruned_protected_quantized(
     assert (magnitude[finite] < low).sum() <= codec.prune * finite.sum()
     assert (protected == ((magnitude >= top) | ~finite | ((codebook.size == 0) & ~pruned))).all()
     assert (pruned == (finite & (magnitude < low) & ~protected)).all()
-    if 0 < low and how in ("normal", "largest"):
+    if low > 0 and how in ("normal", "largest"):
         assert (magnitude < low * (1 + 2.1 * codec.alpha)).sum() > codec.prune * n
 
     with np.errstate(all="ignore"):

@@ -92,7 +92,9 @@ def memories(ckpt: sp.Checkpoint) -> dict[str, tuple[Any, ...]]:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.lists(steps, min_size=2, max_size=5), st.booleans(), st.sampled_from([400, 1 << 22]))
+@given(
+    st.integers(0, 2**32 - 1), st.lists(steps, min_size=2, max_size=5), st.booleans(), st.sampled_from([400, 1 << 22])
+)
 def test_decoded_levels_are_encoded_levels(seed: int, plan: list[Any], linear: bool, chunk: int) -> None:
     """Linear and base-parented; from bytes with the parent, from bytes without it, and from memory."""
     world = World(seed)

@@ -114,7 +114,9 @@ def test_compress_changes_nothing_and_keeps_nothing_of_the_state() -> None:
         last = sp.compress(third, delta, cfg)
         read = sp.Checkpoint.from_bytes(base.to_bytes())
         read = sp.Checkpoint.from_bytes(delta.to_bytes(), read)
-        assert difference(sp.decompress(sp.Checkpoint.from_bytes(last.to_bytes(), read)), sp.decompress(last)) == "", name
+        assert difference(sp.decompress(sp.Checkpoint.from_bytes(last.to_bytes(), read)), sp.decompress(last)) == "", (
+            name
+        )
 
 
 def test_from_bytes_keeps_nothing_of_a_buffer_that_changes() -> None:

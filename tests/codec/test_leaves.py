@@ -21,7 +21,11 @@ from .common import bits, difference, round_trip, through_bytes
 SIZES = (0, 1, 7, 64, 65, 1023, 1024, 5001)
 # Of the quantized ones, torch makes only quantized tensors, which are refused below.
 TORCH = sorted(
-    {d for d in vars(torch).values() if isinstance(d, torch.dtype) and not str(d).startswith(("torch.q", "torch.quint"))},
+    {
+        d
+        for d in vars(torch).values()
+        if isinstance(d, torch.dtype) and not str(d).startswith(("torch.q", "torch.quint"))
+    },
     key=str,
 )
 NUMPY = [
@@ -77,7 +81,11 @@ def _legal(dtype: np.dtype[Any], n: int) -> bytes:
     if dtype.kind == "b":
         data &= 1
     if dtype.kind == "U":
-        return (data.view(np.uint8).view(dtype.byteorder.replace("=", "<") + "u4") % 0xD800).astype(dtype.str[0] + "u4").tobytes()
+        return (
+            (data.view(np.uint8).view(dtype.byteorder.replace("=", "<") + "u4") % 0xD800)
+            .astype(dtype.str[0] + "u4")
+            .tobytes()
+        )
     return data.tobytes()
 
 

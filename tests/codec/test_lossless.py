@@ -15,7 +15,20 @@ from shrinkpoint.codec import entropy
 
 from .common import bits, difference, small_chunks, threads
 
-DTYPES = ["bool", "int8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128", "S3", "S5"]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "S3",
+    "S5",
+]
 SIZES = [0, 1, 2, 15, 16, 17, 63, 65, 257, 1023, 1024, 1025, 4097]
 
 
@@ -86,7 +99,9 @@ def test_all_patterns_of_sixteen_bits(dtype: str) -> None:
 
 
 def test_special_values_keep_their_bits() -> None:
-    nan = np.array([0x7FC00001, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000, 0x80000000, 0, 1, 0x80000001], np.uint32)
+    nan = np.array(
+        [0x7FC00001, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000, 0x80000000, 0, 1, 0x80000001], np.uint32
+    )
     x = np.resize(nan, 3000).view(np.float32)
     for cfg in (sp.presets.lossless(), sp.Config([("*", sp.Exact())])):
         base = sp.compress([x, torch.from_numpy(x[:7])], cfg=cfg)
@@ -107,7 +122,9 @@ def test_lossless_makes_deltas_small_and_bases_no_larger_than_needed() -> None:
     assert other.nbytes < noise.nbytes + 500
 
 
-symbols = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2, 15, 16, 17, 100, 1000, 5000]), st.integers(1, 256))
+symbols = st.tuples(
+    st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2, 15, 16, 17, 100, 1000, 5000]), st.integers(1, 256)
+)
 
 
 def draw(case: tuple[int, int, int], skew: float) -> np.ndarray[Any, np.dtype[np.uint8]]:

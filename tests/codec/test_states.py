@@ -162,7 +162,7 @@ def test_unknown_optimizer_entries_are_never_lossy_by_guess() -> None:
 
 def test_generator_states() -> None:
     random.seed(5)
-    legacy = np.random.RandomState(3)  # noqa: NPY002 - its state is what people save
+    legacy = np.random.RandomState(3)
     legacy.randn()
     state = {
         "python": random.getstate(),

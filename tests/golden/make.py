@@ -84,7 +84,11 @@ def training(t: int) -> dict[str, Any]:
                     "step": torch.tensor(float(t)),
                     "exp_avg": torch.from_numpy(m.astype(np.float32)),
                     "exp_avg_sq": torch.from_numpy(m * m).bfloat16(),
-                }
+                },
+                1: {
+                    "exp_avg": torch.from_numpy(m.astype(np.float32).reshape(30, 50)),
+                    "exp_avg_sq": torch.from_numpy((m * m).astype(np.float32).reshape(30, 50)),
+                },
             },
             "param_groups": [{"lr": 0.1 / (1 + t), "betas": (0.9, 0.95), "params": [0, 1]}],
         },

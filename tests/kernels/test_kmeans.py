@@ -71,6 +71,26 @@ def test_codebooks_match_the_oracle(back_end: BackEnd, fresh: np.random.Generato
             assert loss == oracle.quantization_loss(x, w, expected)
 
 
+@pytest.mark.parametrize(
+    ("centers", "weights", "k"),
+    [
+        ([0.0, 0.1, 1.0, 5.0, 9.0], [1.0, 1e-20, 1.0, 1.0, 1.0], 3),  # a weight lost in the prefix sums
+        ([0.0, 1.0, 2.0], [1e300, 1e-300, 1.0], 3),  # one that underflows next to the largest
+        ([0.0, 1e-200, 2e-200, 3e-200, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0], 4),  # distances whose squares underflow
+        ([0.0, 5e-324, 1.7e308], [1.0, 1.0, 1.0], 2),  # centers that meet when scaled
+    ],
+)
+def test_extreme_problems(back_end: BackEnd, centers: list[float], weights: list[float], k: int) -> None:
+    x, w = np.array(centers), np.array(weights)
+    for method in ("exact", "kmeans++"):
+        codes = back_end.module("kmeans").weighted_kmeans(back_end.array(x), back_end.array(w), k, method=method)
+        expected = oracle.weighted_kmeans(x, w, k, method=method)
+        np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
+        assert (np.diff(expected) > 0).all()
+        assert x[0] <= expected[0]
+        assert expected[-1] <= x[-1]
+
+
 def test_warm_start_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator) -> None:
     module = back_end.module("kmeans")
     x, w = problem(fresh, 120)

@@ -307,7 +307,13 @@ def test_newer_manifests_are_refused_by_name(root: Path) -> None:
 
 def test_strangers_files_are_let_be(root: Path) -> None:
     store = filled(root, 2)
-    for name in ("steps/notes.txt", "data/notes.txt", "steps/00000000001.json", "steps/000000000010.json.bak", "README"):
+    for name in (
+        "steps/notes.txt",
+        "data/notes.txt",
+        "steps/00000000001.json",
+        "steps/000000000010.json.bak",
+        "README",
+    ):
         (root / name).write_text("mine")
     assert store.steps() == [0, 10]
     assert store.gc() == []

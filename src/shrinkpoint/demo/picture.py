@@ -106,8 +106,11 @@ def _ratios(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> None:
-    for number, restore in enumerate(restores):
+    row, before = 0, float("-inf")
+    for restore in restores:
         at, back = restore["at"], restore["resumed"] or 0
+        # A label that would run into the one before is set above it.
+        row, before = (row + 1 if at - before < 0.2 * axes.get_xlim()[1] else 0), at
         axes.axvspan(back, at, color=_RED, alpha=0.10, linewidth=0)
         axes.axvline(at, color=_RED, linewidth=1.2, linestyle="--")
         if label:
@@ -115,7 +118,7 @@ def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> 
             left = at < 0.75 * axes.get_xlim()[1]
             axes.annotate(
                 f"{where} at {at},\nresumed from {back}",
-                xy=(at, 0.02 + 0.15 * (number % 2)),
+                xy=(at, 0.02 + 0.15 * (row % 3)),
                 xycoords=("data", "axes fraction"),
                 xytext=(5 if left else -5, 0),
                 ha="left" if left else "right",

@@ -103,13 +103,13 @@ def train(job: Job, send: Send) -> None:
     """Run the job from where its store stands to the end."""
     size = SIZES[job.size]
     torch.set_num_threads(job.threads)
+    store = _open_store(job)
     corpus = Corpus()
     training = Training(size, steps=job.steps, seed=job.seed, text=corpus.train)
     quick, probe, final = (
         corpus.held_out_windows(count, size.context)
         for count in (size.quick_windows, size.probe_windows, size.final_windows)
     )
-    store = _open_store(job)
     begin = time.perf_counter()
     resumed, heard = _resume(training, store)
     send(

@@ -1,0 +1,216 @@
+"""The GPU kernels as machine code, without a GPU: all are listed, compile, do not spill, and round like the CPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from shrinkpoint.kernels import gpu
+from shrinkpoint.kernels.assign import Thresholds
+from shrinkpoint.kernels.exponent import promote
+from shrinkpoint.kernels.gpu import aot
+from shrinkpoint.kernels.gpu.launch import INTERPRETED
+
+MODULES = [importlib.import_module(f"{gpu.__name__}.{m.name}") for m in pkgutil.iter_modules(gpu.__path__)]
+BY_SIZE = {"BLOCK", "ROWS", "COLUMNS", "FIELD", "BYTES"}
+"""Constants that the interpreter chooses by the size of the data."""
+
+
+def _compiling() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
+def _is_jitted(x: object) -> bool:
+    return type(x).__name__ in ("JITFunction", "InterpretedFunction")
+
+
+def test_every_kernel_is_listed() -> None:
+    listed = {build.kernel for build in aot.builds()}
+    for module in MODULES:
+        for name, x in vars(module).items():
+            if _is_jitted(x) and x.fn.__module__ == module.__name__ and name.endswith("_kernel"):
+                assert x in listed, f"{module.__name__}.{name} is missing in aot.builds()"
+
+
+def test_only_functions_named_kernels_are_launched() -> None:
+    """So that the test above knows them: what is launched as NAME[grid](...) is called a kernel."""
+    launched = 0
+    for module in MODULES:
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                assert isinstance(node.func.value, ast.Name)
+                assert node.func.value.id.split("_")[-1] == "kernel", ast.unparse(node.func)
+                launched += 1
+    assert launched >= len({build.kernel for build in aot.builds()}) - 3  # some are launched through a variable
+
+
+@pytest.mark.slow
+def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: Path) -> None:
+    """All builds for all architectures; about a minute when Triton's cache is empty."""
+    path = tmp_path / "aot.json"
+    command = [sys.executable, "-m", aot.__name__, "--json", str(path)]
+    result = subprocess.run(command, env=_compiling(), capture_output=True, text=True, timeout=900)
+    assert path.exists(), result.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [f"{row['name']} sm_{row['arch']}: {row['problems']}" for row in rows if row["problems"]] == []
+    assert result.returncode == 0
+    assert len(rows) == len(list(aot.builds())) * len(aot.ARCHITECTURES)
+    assert all(row["registers"] > 0 and row["stack"] == 0 for row in rows)
+
+
+def test_what_must_not_be_is_found(tmp_path: Path) -> None:
+    """A fused multiply-add, an approximate division and a spill are each reported."""
+    script = tmp_path / "bad.py"
+    script.write_text(
+        textwrap.dedent("""
+        import triton
+        import triton.language as tl
+        from shrinkpoint.kernels.gpu import aot, kmeans
+        from shrinkpoint.kernels.gpu.launch import Launch
+
+        @triton.jit
+        def bad_kernel(x_ptr, out_ptr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+            lane = tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + lane)
+            tl.store(out_ptr + lane, 1.0 / x if DIVIDE else x * x + 3.0)
+
+        class Fused(Launch):
+            @property
+            def options(self):
+                return {"num_warps": self.warps, "enable_fp_fusion": True}
+
+        if __name__ == "__main__":
+            for launch in (Launch(128, 4), Fused(128, 4)):
+                for divide in (False, True):
+                    build = aot.Build(bad_kernel, "*fp32 *fp32", launch, {"DIVIDE": divide})
+                    print(aot.compile_build(build, 90).problems)
+            exact = next(b for b in aot.builds() if b.kernel is kmeans.exact_kernel)
+            narrow = aot.Build(exact.kernel, exact.types, Launch(2048, 8, registers=32), exact.constants)
+            print(aot.compile_build(narrow, 90).problems)
+        """)
+    )
+    run = subprocess.run([sys.executable, script], env=_compiling(), capture_output=True, text=True, timeout=300)
+    plain, divided, fused, _, narrow = run.stdout.splitlines() or pytest.fail(run.stderr)
+    assert plain == "[]"
+    assert "div.full" in divided
+    assert "fma.rn" in fused
+    assert "spills" in narrow
+
+
+def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
+    """One call of every function: each kernel runs, with argument types and constants that `aot.builds()` lists."""
+    if not INTERPRETED:
+        pytest.skip("launches are observed in the interpreter")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    seen: set[tuple[str, str, tuple[tuple[str, Any], ...]]] = set()
+    run = interpreter.GridExecutor.__call__
+
+    def observe(self: Any, *arguments: Any, **constants: Any) -> Any:
+        module = self.fn.__module__.rsplit(".", 1)[-1]
+        types = " ".join(_type(self.fn, i, a) for i, a in enumerate(arguments))
+        kept = {k: int(v) for k, v in constants.items() if k.isupper() and k not in BY_SIZE}
+        seen.add((f"{module}.{self.fn.__name__}", types, tuple(sorted(kept.items()))))
+        return run(self, *arguments, **constants)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", observe)
+    _call_everything(fresh)
+    listed = {
+        (
+            b.name.split("(")[0],
+            b.types,
+            tuple(sorted((k, int(v)) for k, v in b.constants.items() if k not in BY_SIZE)),
+        )
+        for b in aot.builds()
+    }
+    assert {name for name, _, _ in listed} - {name for name, _, _ in seen} == set()
+    assert seen - listed == set()
+
+
+def _type(function: Any, number: int, argument: Any) -> str:
+    """Type of an argument in the notation of `aot.Build`: by annotation for numbers, by dtype for tensors."""
+    if isinstance(argument, torch.Tensor):
+        name = str(argument.dtype).removeprefix("torch.")
+        for long, short in (("bfloat", "bf"), ("float", "fp"), ("uint", "u"), ("int", "i")):
+            name = name.replace(long, short)
+        return f"*{name}"
+    annotation = function.__annotations__[list(function.__code__.co_varnames)[number]]
+    return str(annotation).rsplit(".", 1)[-1].replace("float", "fp").replace("uint", "u").replace("int", "i")
+
+
+def _call_everything(rng: np.random.Generator) -> None:
+    def back_end(subject: str) -> Any:
+        return importlib.import_module(f"{gpu.__name__}.{subject}")
+
+    wide = torch.from_numpy(rng.normal(size=600))
+    codebook = np.array([-1.0, 0.0, 1.0])
+    thresholds = Thresholds(protect_magnitude=2.0, prune_magnitude=0.1, protect_sensitivity=3.0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        x = wide.to(dtype)
+        back_end("histogram").log_histogram(x, 4, signed=True)
+        back_end("histogram").log_histogram(x, 4)
+        back_end("histogram").log_histogram(x, 4, gradient=x)
+        back_end("histogram").kept_histogram(x, thresholds, 4)
+        back_end("histogram").kept_histogram(x, thresholds, 4, gradient=x)
+        for codes in (codebook[:0], codebook, np.linspace(-1, 1, 20), np.linspace(-1, 1, 100)):
+            if codes.size == 100 or dtype in (torch.float32, torch.bfloat16):
+                levels = back_end("assign").assign(x, thresholds, codes)
+                back_end("assign").assign(x, thresholds, codes, gradient=x)
+        code = torch.from_numpy(codes).to(dtype)
+        back_end("assign").dequantize(levels, code)
+        back_end("assign").dequantize(levels, code, protected=x[levels == 1])
+        index = back_end("logbucket").bucket_index(x, 3)
+        back_end("logbucket").bucket_value(index, 3, str(dtype).rsplit(".", 1)[-1])
+        back_end("planes").merge_planes(back_end("planes").split_planes(x), str(dtype).rsplit(".", 1)[-1])
+        for method in ("arithmetic", "xor"):
+            back_end("planes").undifference(back_end("planes").difference(x, x, method), x, method)
+        mask = back_end("mask").changed_mask(x, x * 2)
+        back_end("mask").scatter(x, mask, back_end("mask").gather(x, mask))
+        buckets = back_end("exponent").exponent_buckets(x)
+        promotion = promote(buckets, 2)
+        back_end("exponent").exponent_dequantize(
+            back_end("exponent").exponent_quantize(x, promotion), promotion.codebook
+        )
+        back_end("cluster").cluster_dequantize(*back_end("cluster").cluster_quantize(x, 4))
+        back_end("distortion").distortion(x, x)
+        matrix = x.reshape(3, 200)
+        for method in ("symmetric", "asymmetric", "adaptive"):
+            codes_, scale, minimum = back_end("rows").row_quantize(matrix, 2, method, num_bins=3)
+        back_end("rows").row_dequantize(codes_, scale, minimum)
+        prices = np.zeros((5, 5), np.float32)
+        fine = torch.from_numpy(rng.integers(0, 5, 600).astype(np.uint8))
+        back_end("ratedistortion").rate_distortion_levels(x, fine, fine, codebook.astype(np.float32), prices)
+    back_end("cluster").cluster_quantize(wide.repeat(2), 4)
+    flags = back_end("mask").unpack_mask(mask, 600)
+    back_end("mask").pack_mask(flags)
+    for bits in (2, 4, 8):
+        codes_, book = back_end("rows").row_kmeans(wide.float().reshape(3, 200), bits, iterations=1)
+    back_end("rows").row_lookup(codes_, book)
+    for size in (5, 40):
+        keys = torch.from_numpy(rng.integers(0, size, 600).astype(np.uint8))
+        back_end("levels").undelta(keys, back_end("levels").delta(keys, keys.flip(0), size), size)
+        grouped, _ = back_end("levels").split_by_level(keys.flip(0), keys, size)
+        back_end("levels").merge_by_level(grouped, keys, size)
+        back_end("levels").joint_counts(keys, keys, size, size)
+    points, weights = torch.sort(wide[:20]).values, torch.ones(20, dtype=torch.float64)
+    back_end("kmeans").weighted_kmeans(points, weights, 3)
+    back_end("kmeans").weighted_kmeans(points, weights, 3, method="kmeans++")
+    square = (wide * wide).float()
+    symbols, _, _ = back_end("grid").grid_symbols(wide.float(), square, 0.5)
+    back_end("grid").grid_values(symbols, square, np.ones(256, np.float32))
+    r, c = np.ones(3, np.float32), np.ones(200, np.float32)
+    symbols, _, _, _ = back_end("residual").residual_symbols(square, r, c, 0, 3)
+    back_end("residual").residual_values(symbols, r, c, 0, np.ones(256, np.float32))
