@@ -319,8 +319,6 @@ class Checkpoint:
             return STREAMS[record.stream](record.spec, record.meta, pieces, parent, sibling)
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
-        except MemoryError:
-            raise CorruptDataError(f"{record.path}: {record.spec.nbytes} bytes are more than can be had here") from None
 
     def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
         """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""
@@ -338,8 +336,19 @@ class Checkpoint:
 
     def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
         wanted = [r for r in self._records if r.stream in DELTA_STREAMS]
-        decoded = map_chunks(lambda r: self.memory_of(r, parent), wanted)
+
+        def one(record: ArrayRecord) -> Memory:
+            try:
+                return self.memory_of(record, parent)
+            except MemoryError:
+                raise _too_large(record) from None
+
+        decoded = map_chunks(one, wanted)
         return {r.key: m for r, m in zip(wanted, decoded, strict=True)}
+
+
+def _too_large(record: ArrayRecord) -> CorruptDataError:
+    return CorruptDataError(f"{record.path}: {record.spec.nbytes} bytes are more than can be had here")
 
 
 def check_parent(ckpt: Checkpoint, prev: Checkpoint) -> Checkpoint:
@@ -391,7 +400,10 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
         raise MissingParentError(f"a delta needs its parent {str(ckpt.parent_id)[:12]}... as prev")
 
     def one(record: ArrayRecord) -> Array:
-        return build_leaf(ckpt.memory_of(record, prev).values(record.spec), record.spec)
+        try:
+            return build_leaf(ckpt.memory_of(record, prev).values(record.spec), record.spec)
+        except MemoryError:
+            raise _too_large(record) from None
 
     arrays = map_chunks(one, ckpt.records)
     return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number])

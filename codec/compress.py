@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from ..kernels.arrays import is_torch
 from . import container, tree
@@ -158,7 +161,7 @@ def _beside(gradient: Any, flat: Any) -> Any:
     if is_torch(flat):
         import torch
 
-        tensor = gradient if is_torch(gradient) else torch.from_numpy(gradient)
+        tensor = gradient if is_torch(gradient) else torch.from_numpy(np.require(gradient, requirements="W"))
         return tensor.to(flat.device)
     if is_torch(gradient):
         return gradient.float().cpu().numpy() if str(gradient.dtype) == "torch.bfloat16" else gradient.cpu().numpy()
@@ -233,7 +236,7 @@ def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
         record["m"] = stored.meta
     if stored.measure != "exact":
         record["q"] = stored.measure
-        record["e"] = float(f"{stored.error:.3g}")
+        record["e"] = float(f"{min(stored.error, sys.float_info.max):.3g}")
     if stored.note:
         record["n"] = stored.note
     if has_parent and stored.stream in DELTA_STREAMS:

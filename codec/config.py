@@ -129,7 +129,9 @@ class Config:
             return asked if isinstance(asked, Exact) else _EXACT
         if asked is not None:
             return asked
-        return {"weight": _WEIGHTS, "first moment": _FIRST}.get(kind.role, _SECOND)
+        if kind.role == "weight":
+            return _WEIGHTS
+        return _FIRST if kind.role == "first moment" else _SECOND
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal Config."""

@@ -73,7 +73,7 @@ def _torch() -> Any:
 
 
 _NATIVE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64|96|128)|complex(64|128|192|256)")
-_EXTENSION = re.compile(r"bfloat16|float8_\w{1,20}|float[46]_\w{1,20}|u?int[1-7]")
+_EXTENSION = re.compile(r"bfloat16|b?complex32|float8_\w{1,20}|float[46]_\w{1,20}|u?int[1-7]")
 _TYPESTRING = re.compile(r"[<>|=][biufcmMSU][1-9]\d{0,8}(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?|[<>][mM]8")
 
 
@@ -117,7 +117,10 @@ def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
         return LeafSpec("numpy scalar", spec.dtype, ()), flat
     if isinstance(value, np.ndarray):
         return _read_numpy(value, path)
-    library = value.__array_namespace__().__name__.split(".")[0]
+    try:
+        library = value.__array_namespace__().__name__.split(".")[0]
+    except (NotImplementedError, TypeError, AttributeError):
+        raise UnsupportedLeafError(f"{path}: {type(value).__qualname__} is no array with values") from None
     if library not in LIBRARIES:
         raise UnsupportedLeafError(f"{path}: arrays of {library} are not known; convert it to NumPy or torch")
     if library == "array_api_strict":
@@ -172,12 +175,14 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         raise UnsupportedLeafError(f"{path}: a {what} tensor has no plain values; convert it first")
     name = str(t.dtype).removeprefix("torch.")
     shape = tuple(t.shape)
-    try:
-        flat = t.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    except (RuntimeError, NotImplementedError) as e:
-        raise UnsupportedLeafError(f"{path}: a tensor of {name} whose values cannot be read: {e}") from None
-    if t.numel() * t.element_size() and t.untyped_storage().nbytes() == 0:
+    if t.numel() and t.untyped_storage().nbytes() == 0:
         raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
+    t = t.detach().resolve_conj().resolve_neg()
+    try:
+        flat = t.reshape(-1).contiguous()
+    except NotImplementedError:
+        # Torch cannot copy some small dtypes itself; their bytes it can.
+        flat = t.view(torch.uint8).reshape(-1).contiguous().view(t.dtype)
     if flat.device.type not in ("cpu", "cuda"):
         flat = flat.cpu()
     return LeafSpec("torch", name, shape), flat

@@ -11,6 +11,7 @@ finite x; zero stays zero and nothing else becomes zero. A chunk is
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -94,7 +95,7 @@ class LogBuckets:
 def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
     stored = Exact().encode(leaf, parent)
     note = f"exact: magnitudes span more than {MAX_OCTAVES} octaves"
-    return Stored(stored.stream, stored.meta, stored.pieces, stored.memory, note=note)
+    return dataclasses.replace(stored, note=note)
 
 
 def _encode_chunk(index: NpArray, buckets: int, bits: int, x: Array) -> bytes | None:

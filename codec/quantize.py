@@ -7,6 +7,7 @@ the parent's, and those values that bfloat16 cannot hold, to the bit. The other 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ from .ratedistortion import cheapest_levels
 _EXPLICIT, _PARENTS = 0, 1
 MAX_BINS = 254
 FINEST_SKETCH = 2.0**-13
+_SMALLEST = 1e-140
+"""An array whose largest magnitude is below this, or above its inverse, has no measurable squared error."""
 _LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
 
 
@@ -218,6 +221,9 @@ class Quantize:
         histogram = kept(plan.sketch.signed, plan.thresholds)
         if leaf.gradient is not None:
             histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
+        largest = float(np.abs(histogram.values()[histogram.counts[:-1] > 0]).max(initial=0.0))
+        if largest > 0 and not _SMALLEST <= largest <= 1 / _SMALLEST:
+            return dataclasses.replace(Exact().encode(leaf, parent), note="exact: its squares are beyond float64")
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
@@ -233,15 +239,15 @@ class Quantize:
         else:
             stored = Exact().encode(leaf, parent)
             note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
-            return Stored(stored.stream, stored.meta, stored.pieces, stored.memory, note=note)
+            return dataclasses.replace(stored, note=note)
         pieces = [_references(memory, leaf, before), *_level_chunks(memory, before, self.coder)]
         limits = plan.thresholds
         meta = {
             "t": [
                 _finite(limits.protect_magnitude),
                 _finite(limits.protect_sensitivity),
-                limits.prune_magnitude,
-                limits.prune_sensitivity,
+                float(limits.prune_magnitude),
+                float(limits.prune_sensitivity),
             ]
         }
         return Stored("levels", meta, pieces, memory, met.relative_l2, "relative L2", f"codebook {reason}")
@@ -354,11 +360,7 @@ def decode_levels(
 
 def _read_thresholds(meta: dict[str, Any]) -> Thresholds:
     values = meta.get("t")
-    if (
-        not isinstance(values, list)
-        or len(values) != 4
-        or not all(v is None or type(v) in (int, float) for v in values)
-    ):
+    if not isinstance(values, list) or len(values) != 4 or not all(v is None or type(v) is float for v in values):
         raise CorruptDataError("levels: no thresholds")
     try:
         return Thresholds(*(np.inf if v is None else float(v) for v in values))

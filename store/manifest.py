@@ -59,11 +59,14 @@ class Manifest:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             raise CorruptDataError(f"step {step}: its manifest is malformed: {e}") from None
         names = [manifest.file, *manifest.parents]
-        if (
-            manifest.step != step
-            or type(manifest.since_base) is not int
-            or not all(isinstance(n, str) and _DATA.fullmatch(n) for n in names)
-        ):
+        numbers = [manifest.step, manifest.nbytes, manifest.raw_nbytes, manifest.since_base]
+        plain = (
+            all(type(n) is int and n >= 0 for n in numbers)
+            and all(isinstance(n, str) and _DATA.fullmatch(n) for n in names)
+            and isinstance(manifest.id, str)
+            and manifest.file == data_name(step, manifest.id)
+        )
+        if not plain or manifest.step != step:
             raise CorruptDataError(f"step {step}: its manifest is malformed")
         return manifest
 

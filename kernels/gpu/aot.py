@@ -74,10 +74,10 @@ class Build:
 
     @property
     def name(self) -> str:
-        """Module, kernel, types of the first argument, constants: what tells one build from another."""
+        """Module, kernel, types of its arguments, constants."""
         module = self.kernel.fn.__module__.rsplit(".", 1)[-1]
         constants = ",".join(f"{k}={v}" for k, v in self.constants.items() if k != "BLOCK")
-        return f"{module}.{self.kernel.fn.__name__}({self.types.split()[0]}; {constants})"
+        return f"{module}.{self.kernel.fn.__name__}({self.types}; {constants})"
 
 
 @dataclass(frozen=True)
@@ -311,9 +311,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"sm_{r.arch} {r.registers:4d} registers {r.shared:6d} B shared  {r.name}  {'; '.join(r.problems)}")
     if options.json:
         versions = {name: metadata.version(name) for name in ("triton", "torch")}
-        content = {"versions": versions, "rows": [asdict(r) for r in reports]}
+        lines = ",\n".join(json.dumps(asdict(r)) for r in reports)
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        options.json.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n{lines}\n]}}\n')
     return int(any(r.problems for r in reports))
 
 

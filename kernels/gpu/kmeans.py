@@ -1,7 +1,7 @@
 """Weighted k-means on the GPU: the codebooks of a whole model in one launch, one program a codebook.
 
-Exact problems stay on the device from beginning to end. k-means++ is seeded on the host, where each draw waits for a sum
-in one fixed order anyway. The order of operations is the one written in `docs/kernels.md`.
+Exact problems stay on the device from beginning to end. k-means++ is seeded on the host: each draw waits for a sum in
+one fixed order anyway. The order of operations is the one written in `docs/kernels.md`.
 """
 
 from __future__ import annotations
@@ -488,7 +488,8 @@ def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray[Any, np.dt
     codes_at = x_at = prefix_at = cuts_at = 0
     for row, (m, k, exponent) in zip(table, sizes, strict=True):
         row[:] = m, k, exponent, codes_at, x_at, prefix_at, 2 * (prefix_at + codes_at), cuts_at, m.bit_length()
-        codes_at, x_at, prefix_at, cuts_at = codes_at + k, x_at + m, prefix_at + m + 1, cuts_at + (k + 1) * (m + 1)
+        codes_at, x_at, prefix_at = codes_at + k, x_at + m, prefix_at + m + 1
+        cuts_at += (k + 1) * (m + 1) if k < m else 0
     return table, 2 * (prefix_at + codes_at), cuts_at
 
 

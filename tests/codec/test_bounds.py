@@ -195,7 +195,7 @@ def test_pruned_protected_quantized(
     else:
         assert not rest.any()
 
-    # Thresholds are quantiles to the sketch's relative error: at most as many as asked, and one bucket further too many.
+    # Thresholds are quantiles to the sketch's relative error: as many as asked at most, one bucket further too many.
     budget = codec.protect * finite.sum()
     limits = memory.thresholds
     top, low = limits.protect_magnitude, limits.prune_magnitude

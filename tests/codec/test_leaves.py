@@ -1,4 +1,4 @@
-"""Every kind of array: dtypes of torch, NumPy, ml_dtypes and JAX, memory layouts, ties; and the kinds that are refused."""
+"""Every kind of array: dtypes of torch, NumPy, ml_dtypes, JAX; memory layouts, ties; and the kinds that are refused."""
 
 from __future__ import annotations
 
@@ -300,9 +300,9 @@ def test_arrays_without_plain_values_are_refused_by_path(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, on making one
         leaf = _refused()[name]()
-    with pytest.raises(sp.UnsupportedLeafError, match="^model/layers/0: "):
+    with pytest.raises(sp.UnsupportedLeafError, match=r"^model/layers/0: "):
         sp.compress({"model": {"layers": [leaf]}})
-    with pytest.raises(sp.UnsupportedLeafError, match="^model/1: "):
+    with pytest.raises(sp.UnsupportedLeafError, match=r"^model/1: "):
         sp.compress({"model": [torch.zeros(3), leaf, leaf]})
 
 

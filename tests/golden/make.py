@@ -1,7 +1,7 @@
 """Write the golden files: `python -m tests.golden.make` from the root of the repository.
 
-It refuses to touch what is there. Until 0.1.0 is released the format may change: then `--again` removes the files of the
-version under development first, and the change is one to review.
+It refuses to touch what is there. Until 0.1.0 is released the format may change: then `--again` removes the files of
+the version under development first, and the change is one to review.
 """
 
 from __future__ import annotations
