@@ -12,7 +12,7 @@ from blake3 import blake3
 from . import container, tree
 from .base import Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
-from .leaves import Array, LeafSpec, build_leaf, spec_from_header
+from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
 from .optimizer import square_of
 from .parallel import map_chunks
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
@@ -336,6 +336,8 @@ class Checkpoint:
 
     def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
         wanted = [r for r in self._records if r.stream in DELTA_STREAMS]
+        # A byte an element or more, whatever the dtype.
+        check_memory(sum(r.spec.nbytes if r.stream == "bytes" else r.spec.size for r in wanted), "what a delta needs")
 
         def one(record: ArrayRecord) -> Memory:
             try:
@@ -398,6 +400,8 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
         raise MissingParentError("the checkpoint is a base: it has no parent, and one was given as prev")
     elif not ckpt.is_resolved:
         raise MissingParentError(f"a delta needs its parent {str(ckpt.parent_id)[:12]}... as prev")
+
+    check_memory(ckpt.raw_nbytes, "the state")
 
     def one(record: ArrayRecord) -> Array:
         try:

@@ -6,6 +6,7 @@ default keeps the parent's until its error passes `trigger` times the best possi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,21 +39,33 @@ class Fit:
     seed: int
 
 
-def spread_within(histogram: Histogram, weights: Floats) -> float:
+def unit(largest: float) -> float:
+    """A power of two that brings `largest` near 1, so that squares neither overflow nor vanish; 1 where they do not."""
+    if largest == 0.0 or 1e-100 < largest < 1e100:
+        return 1.0
+    return math.ldexp(1.0, max(-1000, min(1000, -math.frexp(largest)[1])))
+
+
+def largest_of(histogram: Histogram) -> float:
+    """Magnitude of the largest counted bucket of a signed histogram; 0 where nothing is counted."""
+    return float(np.abs(histogram.values()[np.flatnonzero(histogram.counts[:-1])]).max(initial=0.0))
+
+
+def _spread_within(values: Floats, weights: Floats, bits: int) -> float:
     """Weighted variance inside the buckets, taken as uniform: no codebook on buckets can do better than this."""
-    values = histogram.values()
     _, exponent = np.frexp(values)
-    width = np.where(values == 0, 0.0, np.ldexp(1.0, exponent - 1 - histogram.bits))
+    width = np.where(values == 0, 0.0, np.ldexp(1.0, exponent - 1 - bits))
     return float((weights * width * width).sum() / 12)
 
 
 def variance(histogram: Histogram) -> float:
-    """Variance of the counted elements of a signed histogram."""
-    values, n = histogram.values(), histogram.total
+    """Variance of the counted elements of a signed histogram whose squares float64 holds."""
+    present = np.flatnonzero(histogram.counts[:-1])
+    values, counts, n = histogram.values()[present], histogram.counts[present], histogram.total
     if n == 0:
         return 0.0
-    mean = float((histogram.counts[:-1] * values).sum()) / n
-    return float((histogram.counts[:-1] * (values - mean) ** 2).sum()) / n
+    mean = float((counts * values).sum()) / n
+    return float((counts * (values - mean) ** 2).sum()) / n
 
 
 def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, str]:
@@ -81,8 +94,11 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
         return best, "refit"
     if parent.size != best.size:
         return best, f"refit: {parent.size} entries became {best.size}"
-    floor = spread_within(histogram, weights)
-    loss, least = (quantization_loss(values, weights, c) + floor for c in (parent, best))
+    used = np.flatnonzero(weights)
+    scale = unit(float(np.abs(values[used]).max()))
+    values, weights = values[used] * scale, weights[used]
+    floor = _spread_within(values, weights, histogram.bits)
+    loss, least = (quantization_loss(values, weights, c * scale) + floor for c in (parent, best))
     if loss <= how.trigger * least:
         return parent, "frozen"
     return best, f"refit: loss {loss / least:.3g} times the best" if least else "refit: the best is exact"
@@ -90,9 +106,11 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
 
 def predicted_error(histogram: Histogram, codebook: Floats) -> float:
     """Relative L2 error that quantizing the counted elements with this codebook will have, from the histogram alone."""
-    values = histogram.values()
-    weights = histogram.counts[:-1].astype(np.float64)
-    norm = float((weights * values * values).sum())
-    if codebook.size == 0 or norm == 0.0:
+    used = np.flatnonzero(histogram.counts[:-1])
+    if codebook.size == 0 or used.size == 0:
         return 0.0
-    return float(np.sqrt((quantization_loss(values, weights, codebook) + spread_within(histogram, weights)) / norm))
+    scale = unit(largest_of(histogram))
+    values, weights = histogram.values()[used] * scale, histogram.counts[used].astype(np.float64)
+    norm = float((weights * values * values).sum())
+    loss = quantization_loss(values, weights, codebook * scale) + _spread_within(values, weights, histogram.bits)
+    return math.sqrt(loss / norm) if norm else 0.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import decimal
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..kernels.arrays import is_torch
+from ..kernels.floats import FORMATS
 from . import container, tree
 from .base import CHUNK, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
@@ -134,8 +135,10 @@ def _leaves(
             grad_spec, gradient = read_leaf(match[1], f"grads/{match[0]}")
             if grad_spec.shape != spec.shape:
                 raise BadArgumentError(f"{node.path}: its gradient has shape {grad_spec.shape}, not {spec.shape}")
-            if "float" not in grad_spec.dtype:
-                raise BadArgumentError(f"{node.path}: its gradient has dtype {grad_spec.dtype}; a float is needed")
+            if grad_spec.dtype not in FORMATS:
+                raise BadArgumentError(
+                    f"{node.path}: its gradient has dtype {grad_spec.dtype}; one of {', '.join(FORMATS)} is needed"
+                )
             gradient = _beside(gradient, flat)
         codec = _with_targets(codec, cfg)
         leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient if isinstance(codec, Quantize) else None))
@@ -222,6 +225,11 @@ def _decoded_square(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
     return square_of(memory.values(leaf.spec), leaf.spec)
 
 
+def _rounded_up(error: float) -> float:
+    """Three digits, never below the error met."""
+    return float(decimal.Context(prec=3, rounding=decimal.ROUND_CEILING).create_decimal_from_float(min(error, 1e300)))
+
+
 def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
     """A leaf's header record; what has its default value is left out."""
     record: dict[str, Any] = {
@@ -236,7 +244,7 @@ def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
         record["m"] = stored.meta
     if stored.measure != "exact":
         record["q"] = stored.measure
-        record["e"] = float(f"{min(stored.error, sys.float_info.max):.3g}")
+        record["e"] = _rounded_up(stored.error)
     if stored.note:
         record["n"] = stored.note
     if has_parent and stored.stream in DELTA_STREAMS:

@@ -10,7 +10,7 @@ from typing import Any
 from .base import Codec, check_range, from_json, to_json
 from .errors import BadArgumentError
 from .exact import Exact
-from .kinds import LAYERS, ROLES, TINY, Kind
+from .kinds import LAYERS, ROLES, TINY, TINY_MOMENT, Kind
 from .leaves import LeafSpec
 from .moments import LogBuckets
 from .optimizer import FirstMoment, SecondMoment
@@ -76,7 +76,7 @@ class Config:
     Args:
         rules: ordered, first match wins; `Rule`s or `(pattern or kind, codec)` pairs. An array that no rule matches is
             treated as by `Config()`: large float weights are quantized, optimizer moments kept to a relative error,
-            everything else exact. Integer, bool, tiny, norm and bias arrays are exact whatever the rules say.
+            everything else exact. Integer, bool, tiny, norm and bias weights are exact whatever the rules say.
         max_rel_error: relative L2 error no array may exceed, in (0, 1); picks the number of codebook bins per array,
             and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules say.
         rate: lambda of the rate-distortion encoder, in units of the array's variance per bit, >= 0; 0 means every
@@ -120,7 +120,7 @@ class Config:
         lossless_only = (
             spec.library == "numpy scalar"
             or spec.dtype not in ("float16", "bfloat16", "float32", "float64")
-            or spec.size < TINY
+            or spec.size < (TINY if kind.role == "weight" else TINY_MOMENT)
             or (kind.role == "weight" and kind.layer in ("norm", "bias"))
             or (kind.role == "state")
         )

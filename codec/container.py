@@ -22,12 +22,13 @@ from typing import Any
 import xxhash
 import zstandard
 
-from .errors import CorruptDataError, NewerFormatError
+from .errors import BadArgumentError, CorruptDataError, NewerFormatError
 
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 1
 CHUNK_TARGET = 1 << 18
 MAX_HEADER = 1 << 28
+_SMALL_HEADER = 1 << 19
 _PREFIX = struct.Struct("<8sIIQQII")
 _CHECKSUM = 16
 _ENTRY = struct.Struct("<Q16s")
@@ -44,8 +45,12 @@ def write(header: dict[str, Any], pieces: list[bytes]) -> bytes:
     """The bytes of a file with this header and these pieces."""
     plain = json.dumps(header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
     if len(plain) > MAX_HEADER:
-        raise CorruptDataError(f"the header would have {len(plain)} bytes; the limit is {MAX_HEADER}")
-    stored = zstandard.ZstdCompressor(level=19, write_checksum=False, write_content_size=True).compress(plain)
+        raise BadArgumentError(
+            f"tree and scalars take {len(plain)} bytes, the limit is {MAX_HEADER}: store large ones as arrays"
+        )
+    # The best level is worth its time where a header is a good part of a small file.
+    level = 19 if len(plain) <= _SMALL_HEADER else 3
+    stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
     chunks: list[bytes] = []
     group: list[bytes] = []
     size = 0

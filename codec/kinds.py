@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 LAYERS = ("linear", "convolution", "attention", "embedding", "norm", "bias", "other")
 ROLES = ("weight", "first moment", "second moment", "state")
 TINY = 1024
-"""Arrays with fewer elements are always exact."""
+"""Weights with fewer elements are always exact."""
+TINY_MOMENT = 64
+"""So are moments with fewer: those of norms and biases follow the moment codec."""
 
 _FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "mu", "m"}
 _SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "nu", "v"}
@@ -65,6 +67,10 @@ def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
 def _role(path: str) -> str:
     parts = path.split("/")
     last = parts[-1]
+    # Optax keeps a tree of parameters below each moment.
+    for part in parts[:-1]:
+        if part in ("mu", "nu") and any(p.isdigit() for p in parts[: parts.index(part)]):
+            return "first moment" if part == "mu" else "second moment"
     if len(parts) >= 2:
         if last in _SECOND and (len(last) > 2 or parts[-2].isdigit()):
             return "second moment"
@@ -118,7 +124,8 @@ def check_kinds(kinds: Any) -> None:
         if not isinstance(path, str):
             raise BadArgumentError(f"kinds: the path {path!r} is no string")
         if isinstance(kind, str):
-            Kind(kind)
+            if kind not in LAYERS:
+                raise BadArgumentError(f"kinds: {path}: kind {kind!r} is unknown; one of {', '.join(LAYERS)}")
         elif not isinstance(kind, Kind):
             raise BadArgumentError(f"kinds: {path}: {kind!r} is neither a layer type nor a Kind")
 
@@ -170,7 +177,7 @@ def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
                 if layer == "linear" and _ATTENTION.search(name):
                     layer = "attention"
                 table[name] = Kind(layer, "weight", name)
-                names[id(parameter)] = name
+                names.setdefault(id(parameter), name)  # of tied names the first, as in a checkpoint
             for short, _ in sub.named_buffers(recurse=False):
                 name = f"{prefix}.{short}" if prefix else short
                 table[name] = Kind("norm" if _NORM.search(name) else "other", "state", name)

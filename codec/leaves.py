@@ -175,14 +175,18 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         raise UnsupportedLeafError(f"{path}: a {what} tensor has no plain values; convert it first")
     name = str(t.dtype).removeprefix("torch.")
     shape = tuple(t.shape)
-    if t.numel() and t.untyped_storage().nbytes() == 0:
+    span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+    if (t.storage_offset() + span) * t.element_size() > t.untyped_storage().nbytes() and span:
         raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
     t = t.detach().resolve_conj().resolve_neg()
-    try:
-        flat = t.reshape(-1).contiguous()
-    except NotImplementedError:
-        # Torch cannot copy some small dtypes itself; their bytes it can.
-        flat = t.view(torch.uint8).reshape(-1).contiguous().view(t.dtype)
+    if t.is_contiguous():
+        flat = t.reshape(-1)
+    else:
+        # Copied as integers: torch cannot copy every dtype it has.
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(t.element_size())
+        flat = (
+            t.reshape(-1).contiguous() if integers is None else t.view(integers).reshape(-1).contiguous().view(t.dtype)
+        )
     if flat.device.type not in ("cpu", "cuda"):
         flat = flat.cpu()
     return LeafSpec("torch", name, shape), flat
@@ -222,7 +226,12 @@ def build_leaf(flat: Array, spec: LeafSpec) -> Array:
         raise UnsupportedLeafError(
             f"an array of {spec.library} was stored, and {spec.library} is not installed here"
         ) from None
-    return namespace.asarray(shaped)
+    array = namespace.asarray(shaped)
+    if str(array.dtype).rsplit(".", 1)[-1] != spec.dtype:
+        raise UnsupportedLeafError(
+            f"{spec.library} makes {array.dtype} of a stored {spec.dtype} (JAX: enable jax_enable_x64 to read it)"
+        )
+    return array
 
 
 def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:

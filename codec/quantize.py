@@ -22,7 +22,7 @@ from ..kernels.histogram import kept_histogram, log_histogram
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
-from .codebook import Fit, fit, predicted_error, variance
+from .codebook import Fit, fit, largest_of, predicted_error, unit, variance
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
@@ -34,8 +34,6 @@ from .ratedistortion import cheapest_levels
 _EXPLICIT, _PARENTS = 0, 1
 MAX_BINS = 254
 FINEST_SKETCH = 2.0**-13
-_SMALLEST = 1e-140
-"""An array whose largest magnitude is below this, or above its inverse, has no measurable squared error."""
 _LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
 
 
@@ -221,9 +219,8 @@ class Quantize:
         histogram = kept(plan.sketch.signed, plan.thresholds)
         if leaf.gradient is not None:
             histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
-        largest = float(np.abs(histogram.values()[histogram.counts[:-1] > 0]).max(initial=0.0))
-        if largest > 0 and not _SMALLEST <= largest <= 1 / _SMALLEST:
-            return dataclasses.replace(Exact().encode(leaf, parent), note="exact: its squares are beyond float64")
+        scale = unit(largest_of(plan.sketch.signed))
+        largest = largest_of(histogram)
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
@@ -232,8 +229,9 @@ class Quantize:
                 continue
             if reason != "frozen":
                 codebook = rounded_codebook(codebook, leaf.spec)
-            trade = self.rate * variance(histogram) if self.rate else 0.0
-            memory, met = _quantize(leaf, plan.thresholds, codebook, before, trade)
+            # The rate-distortion kernel works in float32.
+            trade = self.rate * variance(histogram) if self.rate and 1e-15 < largest < 1e15 else 0.0
+            memory, met = _quantize(leaf, plan.thresholds, codebook, before, trade, scale)
             if self.max_error is None or met.relative_l2 <= self.max_error:
                 break
         else:
@@ -258,7 +256,7 @@ def _finite(threshold: float) -> float | None:
 
 
 def _quantize(
-    leaf: Leaf, thresholds: Thresholds, codebook: NpArray, before: LevelsMemory | None, trade: float
+    leaf: Leaf, thresholds: Thresholds, codebook: NpArray, before: LevelsMemory | None, trade: float, scale: float
 ) -> tuple[LevelsMemory, Distortion]:
     """Levels of all elements, the values of the protected ones as they will be restored, and the distortion."""
     levels = np.empty(leaf.spec.size, np.uint8)
@@ -276,7 +274,10 @@ def _quantize(
         protected = from_bytes(held, leaf.spec)
         restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
         levels[start : start + CHUNK] = own.cpu().numpy() if is_torch(own) else own
-        return held, distortion(x, restored)
+        if scale == 1.0:
+            return held, distortion(x, restored)
+        with np.errstate(invalid="ignore", under="ignore"):
+            return held, distortion(x * scale, restored * scale)
 
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([h for h, _ in parts]) if parts else np.empty(0, np.uint8)
@@ -381,8 +382,9 @@ def _read_references(
         codebook = before.codebook
     else:
         raw = from_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
-        codebook = raw.double().numpy() if is_torch(raw) else raw.astype(np.float64)
-        if not np.isfinite(codebook).all() or (np.diff(codebook) <= 0).any():
+        with np.errstate(invalid="ignore"):
+            codebook = raw.double().numpy() if is_torch(raw) else raw.astype(np.float64)
+        if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
             raise CorruptDataError("levels: the codebook is not finite and ascending")
     count = data.varint()
     if count != int(np.count_nonzero(levels == 1)):

@@ -35,33 +35,42 @@ def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
 
 @njit
 def _symbols(
-    x: Any, keys: Any, estimates: Any, estimate_keys: Any, half: int, cell: int, out: Any, sums: Any, bases: Any,
-    counts: Any,
+    x: Any, keys: Any, rows: Any, columns: Any, start: int, cell: int, estimates: Any, estimate_keys: Any, out: Any,
+    sums: Any, bases: Any, counts: Any,
 ) -> None:  # fmt: skip
-    for t in range(x.size):
-        key = np.int64(keys[t])
-        base = np.int64(estimate_keys[t])
-        if key == 0 or key == 0x80000000:
-            symbol = ZERO
-        elif key < _NORMAL or key >= _INFINITE or base < _NORMAL or base >= _INFINITE:
-            symbol = ESCAPE
-        else:
-            k = (key - base + half) // cell
-            symbol = FIRST + FARTHEST + k if abs(k) <= FARTHEST else ESCAPE
-        out[t] = symbol
-        if symbol >= FIRST:
-            sums[symbol] += np.float64(x[t])
-            bases[symbol] += np.float64(estimates[t])
-        counts[symbol] += 1.0
+    half = cell // 2
+    i, j = start // columns.size, start % columns.size
+    for at in range(0, x.size, estimates.size):
+        n = min(estimates.size, x.size - at)
+        i, j = _estimates(rows, columns, i, j, estimates[:n])
+        for t in range(n):
+            key: Any = np.int64(keys[at + t])
+            base: Any = np.int64(estimate_keys[t])
+            if key == 0 or key == 0x80000000:
+                symbol = ZERO
+            elif key < _NORMAL or key >= _INFINITE or base < _NORMAL or base >= _INFINITE:
+                symbol = ESCAPE
+            else:
+                k = (key - base + half) // cell
+                symbol = FIRST + FARTHEST + k if abs(k) <= FARTHEST else ESCAPE
+            out[at + t] = symbol
+            if symbol >= FIRST:
+                sums[symbol] += np.float64(x[at + t])
+                bases[symbol] += np.float64(estimates[t])
+            counts[symbol] += 1.0
 
 
 @njit
-def _values(symbols: Any, estimates: Any, table: Any, out: Any) -> None:
-    for t in range(symbols.size):
-        out[t] = estimates[t] * table[symbols[t]]
+def _values(symbols: Any, rows: Any, columns: Any, start: int, table: Any, estimates: Any, out: Any) -> None:
+    i, j = start // columns.size, start % columns.size
+    for at in range(0, symbols.size, estimates.size):
+        n = min(estimates.size, symbols.size - at)
+        i, j = _estimates(rows, columns, i, j, estimates[:n])
+        for t in range(n):
+            out[at + t] = estimates[t] * table[symbols[at + t]]
 
 
-_STEP = 1 << 14
+_STEP = 1 << 12
 """Estimates made at once: they stay in the first-level cache."""
 
 
@@ -70,17 +79,15 @@ def residual_symbols(
 ) -> tuple[Array, Any, Any, Any]:
     """See `kernels.residual`."""
     values = to_numpy(x)
-    keys = values.view(np.uint32)
     out = np.empty(values.size, np.uint8)
     sums, bases, counts = np.zeros(256), np.zeros(256), np.zeros(256)
+    estimates = np.empty(_STEP, np.float32)
     cell = octaves * _NORMAL
-    estimates = np.empty(min(_STEP, values.size), np.float32)
-    i, j = divmod(start, max(columns.size, 1))
-    for at in range(0, values.size, _STEP):
-        part = slice(at, min(at + _STEP, values.size))
-        base = estimates[: part.stop - at]
-        i, j = _estimates(rows, columns, i, j, base)
-        _symbols(values[part], keys[part], base, base.view(np.uint32), cell // 2, cell, out[part], sums, bases, counts)
+    if values.size:
+        _symbols(
+            values, values.view(np.uint32), rows, columns, start, cell, estimates, estimates.view(np.uint32), out, sums,
+            bases, counts,
+        )  # fmt: skip
     return like(out, x), sums, bases, counts
 
 
@@ -88,11 +95,6 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     """See `kernels.residual`."""
     own = to_numpy(symbols)
     out = np.empty(own.size, np.float32)
-    estimates = np.empty(min(_STEP, own.size), np.float32)
-    i, j = divmod(start, max(columns.size, 1))
-    for at in range(0, own.size, _STEP):
-        part = slice(at, min(at + _STEP, own.size))
-        base = estimates[: part.stop - at]
-        i, j = _estimates(rows, columns, i, j, base)
-        _values(own[part], base, table, out[part])
+    if own.size:
+        _values(own, rows, columns, start, table, np.empty(_STEP, np.float32), out)
     return like(out, symbols)

@@ -19,8 +19,6 @@ U64 = np.uint64
 
 EVEN = 32768
 """Probability of a zero, in 65536ths, that every model starts with."""
-LEAST = 32
-"""The smallest probability a model may reach."""
 PATIENCE = 62
 """Bits after which a model keeps adapting at the same rate."""
 
@@ -101,7 +99,7 @@ def _bit(state: NumPy, data: NumPy, models: NumPy, model: Int, bit: Int) -> Int:
         zero -= 2 * zero // (2 * seen + 3)
     else:
         zero += 2 * (65536 - zero) // (2 * seen + 3)
-    models[model, 0] = min(max(zero, LEAST), 65536 - LEAST)
+    models[model, 0] = zero  # rounding keeps it from 0 and 65536
     models[model, 1] = min(seen + 1, PATIENCE)
     return bit
 

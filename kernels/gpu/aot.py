@@ -221,7 +221,7 @@ def _rows() -> Iterator[Build]:
                 yield Build(rows.quantize_kernel, types, rows.TILE, constants)
         for entries in rows.ENTRIES:
             constants = {"STEPS": KMEANS_STEPS, "ENTRIES": entries, "COLUMNS": columns}
-            constants["ROWS"] = max(rows.KMEANS.block // columns, 1)
+            constants["ROWS"] = rows.kmeans_rows(columns, entries)
             types = "*fp32 i64 i64 i32 i32 *i32 *i32 *u8 *fp32"
             yield Build(rows.kmeans_kernel, types, rows.KMEANS, constants)
         yield Build(rows.dequantize_kernel, "*u8 *fp32 *fp32 i64 i64 i64 *fp32", rows.TILE, tile)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..assign import Thresholds
     from ..floats import FloatFormat
 
-COUNT = Launch(block=2048, warps=4)
+COUNT = Launch(block=2048, warps=4, registers=168)
 COPIES = 16
 """Histograms that programs take turns in: fewer of them wait for each other's update of a popular bucket."""
 COPIED_COUNTERS = 1 << 20

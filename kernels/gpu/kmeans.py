@@ -149,8 +149,8 @@ def prepare_kernel(
 ):
     """Scale one problem, write its exponent to the table and its prefix sums, added one after another.
 
-    `odd` becomes 1 where that is not all of the preparation: something is not finite, a weight underflows to 0, or
-    two centers are equal.
+    `odd` becomes 1 where that is not all of the preparation: something is not finite, a center or weight underflows,
+    or two centers are equal.
     """
     field_ptr = table_ptr + tl.program_id(0) * FIELDS
     m = tl.load(field_ptr).to(tl.int32)
@@ -179,12 +179,13 @@ def prepare_kernel(
     for begin in range(0, m, BLOCK):
         i = begin + lanes
         mine = i < m
-        x = scaled(tl.load(raw_x_ptr + i, mask=mine, other=0.0), -exponent)
+        raw_x = tl.load(raw_x_ptr + i, mask=mine, other=0.0)
+        x = scaled(raw_x, -exponent)
         before = scaled(tl.load(raw_x_ptr + (i - 1), mask=mine & (i > 0), other=0.0), -exponent)
         w = scaled(tl.load(raw_w_ptr + i, mask=mine, other=0.0), -exponent_w)
         tl.store(x_ptr + i, x, mask=mine)
         tl.store(w_ptr + i, w, mask=mine)
-        bad = mine & ((w == 0.0) | ((x == before) & (i > 0)))
+        bad = mine & ((w == 0.0) | ((x == before) & (i > 0)) | (scaled(x, exponent) != raw_x))
         odd = tl.maximum(odd, tl.max(bad.to(tl.int32), axis=0))
     tl.store(field_ptr + 2, exponent.to(tl.int64))
     tl.store(odd_ptr, 1, mask=odd > 0)  # every program writes the same value

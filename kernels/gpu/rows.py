@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 TILE = Launch(block=1024, warps=4, registers=255)
 """`block` is rows times columns of a tile."""
 KMEANS = Launch(block=512, warps=8, registers=255)
-"""The same for k-means, whose counters need registers too."""
+"""The same for k-means, whose counters need registers too: at most `COUNTERS` of them a program."""
+COUNTERS = 1024
 COLUMNS = (32, 128, 512)
 """Widths of a tile that are compiled; longer rows are walked through."""
 ENTRIES = (4, 16, 256)
@@ -389,6 +390,11 @@ def kmeans_kernel(
     tl.store(codebook_ptr + centre_at, value, mask=used)
 
 
+def kmeans_rows(columns: int, entries: int) -> int:
+    """Rows of a k-means tile: as many as the tile has room for, and their counters."""
+    return max(min(KMEANS.block // columns, COUNTERS // entries), 1)
+
+
 def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.rows.row_kmeans`."""
     t = tensor(x)
@@ -396,8 +402,10 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
     codebook = torch.zeros((t.shape[0], 2**bits), dtype=torch.float32, device=t.device)
     if t.numel():
         tiles = _tiles(t.shape, KMEANS)
+        entries = next(e for e in ENTRIES if 2**bits <= e)
+        rows = tiles.rows if INTERPRETED else kmeans_rows(tiles.columns, entries)
         with on(t):
-            kmeans_kernel[(tiles.down,)](
+            kmeans_kernel[(-(-t.shape[0] // rows),)](
                 # inputs
                 t,
                 *t.shape,
@@ -411,8 +419,8 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
                 codebook,
                 # constants
                 STEPS=KMEANS_STEPS,
-                ENTRIES=next(e for e in ENTRIES if 2**bits <= e),
-                ROWS=tiles.rows,
+                ENTRIES=entries,
+                ROWS=rows,
                 COLUMNS=tiles.columns,
                 **KMEANS.options,
             )

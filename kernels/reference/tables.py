@@ -22,7 +22,7 @@ class _Models:
     def learn(self, model: object, bit: int) -> None:
         p, seen = self.probability(model), self.seen.get(model, 0)
         p += -(2 * p // (2 * seen + 3)) if bit else 2 * (65536 - p) // (2 * seen + 3)
-        self.zero[model] = min(max(p, 32), 65536 - 32)
+        self.zero[model] = p
         self.seen[model] = min(seen + 1, 62)
 
 

@@ -43,6 +43,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (torch.Tensor, np.ndarray, np.generic)) or hasattr(x, "__array_namespace__")
 
 
+def short(key: Any) -> str:
+    """A key in a few characters; Python refuses to spell huge integers in decimal."""
+    return format(key, "x")[:40] if type(key) is int else f"{key!r:.40}"
+
+
 def difference(a: Any, b: Any) -> str:
     """Where two states differ in types, keys and their order, dtypes, shapes or bits; "" where they do not."""
     stack = [("", a, b)]
@@ -60,7 +65,7 @@ def difference(a: Any, b: Any) -> str:
         elif isinstance(x, dict):
             if [(type(k), _atom(k)) for k in x] != [(type(k), _atom(k)) for k in y]:
                 return f"{path}: keys {list(x)!r} became {list(y)!r}"
-            stack.extend((f"{path}/{k!r:.40}", v, w) for (k, v), w in zip(x.items(), y.values(), strict=True))
+            stack.extend((f"{path}/{short(k)}", v, w) for (k, v), w in zip(x.items(), y.values(), strict=True))
         elif isinstance(x, (list, tuple)):
             if len(x) != len(y):
                 return f"{path}: {len(x)} items became {len(y)}"

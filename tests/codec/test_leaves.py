@@ -45,7 +45,7 @@ def torch_values(dtype: torch.dtype, n: int) -> torch.Tensor:
     data = raw(n * dtype.itemsize)
     if dtype == torch.bool:
         data &= 1
-    return torch.from_numpy(data).view(dtype) if n else torch.empty(0, dtype=dtype)
+    return torch.from_numpy(data).view(dtype) if n else torch.empty(0, dtype=torch.uint8).view(dtype)
 
 
 @pytest.mark.parametrize("dtype", TORCH, ids=str)
