@@ -7,7 +7,7 @@ little metadata and its pieces, enough to decode without ever seeing the configu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -66,6 +66,7 @@ class Stored:
         measure: "exact", "relative L2" or "relative" (largest |x~ - x| / |x|).
         note: why the codec did something else than asked, or "".
         sibling: number of the array that decoding needs beside this one, or None.
+        decoded: makes the values a reader will see, where that is cheaper than decoding the pieces.
     """
 
     stream: str
@@ -76,6 +77,7 @@ class Stored:
     measure: str = "exact"
     note: str = ""
     sibling: int | None = None
+    decoded: Callable[[], Array] | None = None
 
 
 class Codec(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import decimal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -182,24 +182,28 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
     def one(i: int) -> Stored:
         return codecs[i].encode(leaves[i], parents[i], plans[i])
 
+    siblings = {j: i for i, j in _siblings(leaves).items() if isinstance(codecs[i], FirstMoment)}
+    second = set(siblings.values())
+
+    def work(i: int) -> list[tuple[int, Stored]]:
+        """Encode an array, and the first moment that stands beside it while its decoded values are at hand."""
+        stored = one(i)
+        done = [(i, dataclasses.replace(stored, decoded=None))]
+        if i in siblings:
+            beside = siblings[i]
+            leaf = dataclasses.replace(leaves[beside], sibling=_decoded_square(leaves[i], stored, parents[i]))
+            first = codecs[beside].encode(leaf, parents[beside], plans[beside])
+            done.append((beside, dataclasses.replace(first, sibling=i) if first.stream in SIBLING_STREAMS else first))
+        return done
+
+    # Large arrays one after another, each on all cores by its chunks; small ones beside each other.
+    order = [i for i in range(len(leaves)) if i not in second]
     results: dict[int, Stored] = {}
-
-    def run(numbers: list[int], work: Callable[[int], Stored]) -> None:
-        # Large arrays one after another, each on all cores by its chunks; small ones beside each other.
-        small = [i for i in numbers if leaves[i].spec.size <= CHUNK]
-        results.update(zip(small, map_chunks(work, small), strict=True))
-        results.update((i, work(i)) for i in numbers if leaves[i].spec.size > CHUNK)
-
-    siblings = {i: j for i, j in _siblings(leaves).items() if isinstance(codecs[i], FirstMoment)}
-
-    def beside_sibling(i: int) -> Stored:
-        j = siblings[i]
-        leaf = dataclasses.replace(leaves[i], sibling=_decoded_square(leaves[j], results[j], parents[j]))
-        stored = codecs[i].encode(leaf, parents[i], plans[i])
-        return dataclasses.replace(stored, sibling=j) if stored.stream in SIBLING_STREAMS else stored
-
-    run([i for i in range(len(leaves)) if i not in siblings], one)
-    run(list(siblings), beside_sibling)
+    for done in map_chunks(work, [i for i in order if leaves[i].spec.size <= CHUNK]):
+        results.update(done)
+    for i in order:
+        if leaves[i].spec.size > CHUNK:
+            results.update(work(i))
     return [results[i] for i in range(len(leaves))]
 
 
@@ -220,6 +224,8 @@ def _moments(leaves: list[Leaf], role: str) -> list[tuple[int, Leaf]]:
 
 def _decoded_square(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
     """A second moment as a reader of the file will see it."""
+    if stored.decoded is not None:
+        return square_of(stored.decoded(), leaf.spec)
     pieces = [memoryview(p) for p in stored.pieces]
     memory = STREAMS[stored.stream](leaf.spec, stored.meta, pieces, parent, None)
     return square_of(memory.values(leaf.spec), leaf.spec)

@@ -184,9 +184,8 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
     else:
         # Copied as integers: torch cannot copy every dtype it has.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(t.element_size())
-        flat = (
-            t.reshape(-1).contiguous() if integers is None else t.view(integers).reshape(-1).contiguous().view(t.dtype)
-        )
+        plain = t if integers is None else t.view(integers)
+        flat = plain.reshape(-1).contiguous().view(t.dtype)
     if flat.device.type not in ("cpu", "cuda"):
         flat = flat.cpu()
     return LeafSpec("torch", name, shape), flat

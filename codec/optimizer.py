@@ -99,7 +99,17 @@ class SecondMoment:
             return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
-        return Stored("rank-one", {}, pieces, None, error.largest_relative, "relative")
+
+        def decoded() -> Array:
+            data = np.empty(leaf.spec.nbytes, np.uint8)
+            for number, (symbols, _, _, _, escaped) in enumerate(parts):
+                restored = residual_values(symbols, rows, columns, number * CHUNK, table)
+                restored[symbols == NO_RESIDUAL] = escaped
+                start = number * CHUNK * leaf.spec.itemsize
+                data[start : start + restored.size * leaf.spec.itemsize] = narrowed(restored, leaf.spec)
+            return from_bytes(data, leaf.spec)
+
+        return Stored("rank-one", {}, pieces, None, error.largest_relative, "relative", decoded=decoded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Run the Python blocks of a Markdown file, in order, in one namespace and a scratch folder; used by CI on a clean install."""
+"""Run the Python blocks of a Markdown file, in order, in one namespace and a scratch folder."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 _STEP = 1 << 20
+_TINY = 1e-290
+_LIFT = 2.0**300
 
 
 @njit
@@ -37,10 +39,10 @@ def _finite(x: Any, y: Any) -> Any:
         norm2 += a2 * a2
         norm3 += a3 * a3
         # Compared without a division; after a short while hardly ever taken.
-        over0 = abs(d0) > largest * abs(a0)
-        over1 = abs(d1) > largest * abs(a1)
-        over2 = abs(d2) > largest * abs(a2)
-        over3 = abs(d3) > largest * abs(a3)
+        over0 = (abs(d0) > largest * abs(a0)) | ((abs(a0) < _TINY) & (d0 != 0.0))
+        over1 = (abs(d1) > largest * abs(a1)) | ((abs(a1) < _TINY) & (d1 != 0.0))
+        over2 = (abs(d2) > largest * abs(a2)) | ((abs(a2) < _TINY) & (d2 != 0.0))
+        over3 = (abs(d3) > largest * abs(a3)) | ((abs(a3) < _TINY) & (d3 != 0.0))
         if over0 | over1 | over2 | over3:
             for k in range(i, i + 4):
                 largest = _larger(largest, np.float64(x[k]), np.float64(y[k]))
@@ -68,6 +70,9 @@ def _careful(x: Any, y: Any) -> Any:
 
 @njit
 def _larger(largest: float, a: float, b: float) -> float:
+    if abs(a) < _TINY:
+        # A product of subnormals would round away what is compared.
+        a, b = a * _LIFT, b * _LIFT
     d = abs(b - a)
     if d > largest * abs(a):
         return d / abs(a) if a != 0.0 else np.inf

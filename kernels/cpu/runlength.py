@@ -32,10 +32,8 @@ def _write_run(tokens: NumPy, at: Int, value: Int, run: Int, longest: Int) -> In
         at += 2
         run -= longest
     tokens[at] = -value
-    if run > 1:
-        tokens[at + 1] = run
-        at += 1
-    return at + 1
+    tokens[at + 1] = run  # counts if it exceeds one; a branch here could not be predicted
+    return at + 1 + np.int64(run > 1)
 
 
 @njit
@@ -102,7 +100,7 @@ def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
 def rle_encode(values: Array) -> Array:
     """See `kernels.runlength.rle_encode`."""
     v = compiled(values)
-    tokens = np.empty(v.size + 1, np.int32)  # a run of r takes min(r, 2) tokens, so never more than v.size
+    tokens = np.empty(v.size + 1, np.int32)  # a run of r takes min(r, 2) tokens, and one more is written in vain
     written = _encode(v, tokens, np.empty(BLOCK, np.int64), LONGEST)
     return like(tokens[:written].copy(), values)
 

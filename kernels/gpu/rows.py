@@ -20,12 +20,12 @@ from .launch import INTERPRETED, Launch, like, on, tensor
 if TYPE_CHECKING:
     from ..arrays import Array
 
-TILE = Launch(block=1024, warps=4, registers=255)
+TILE = Launch(block=512, warps=4, registers=255)
 """`block` is rows times columns of a tile."""
 KMEANS = Launch(block=512, warps=8, registers=255)
 """The same for k-means, whose counters need registers too: at most `COUNTERS` of them a program."""
 COUNTERS = 1024
-COLUMNS = (32, 128, 512)
+COLUMNS = (32, 64, 128, 256)
 """Widths of a tile that are compiled; longer rows are walked through."""
 ENTRIES = (4, 16, 256)
 """Codebook sizes that are compiled: 2, 4 and 8 bits, those between take the next."""
@@ -45,7 +45,7 @@ class _Tiles:
 def _tiles(shape: torch.Size, launch: Launch = TILE) -> _Tiles:
     height, width = shape
     columns = next((c for c in COLUMNS if width <= c), COLUMNS[-1])
-    tile = min(max(1 << (height * width // 4).bit_length(), launch.block), 1 << 16) if INTERPRETED else launch.block
+    tile = min(max(1 << (height * width // 4).bit_length(), launch.block), 1 << 17) if INTERPRETED else launch.block
     rows = max(tile // columns, 1)
     return _Tiles(rows, columns, -(-height // rows), -(-width // columns))
 

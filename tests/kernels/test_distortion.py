@@ -12,6 +12,8 @@ from shrinkpoint.kernels.errors import BadArgumentError
 
 from .conftest import BackEnd
 
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf, on purpose
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 1000])
