@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,6 +95,7 @@ class Histogram:
         return Histogram(folded, self.bits, self.format, signed=False)
 
 
+@lru_cache(64)
 def _bucket_edges(fmt: FloatFormat, bits: int, *, midpoint: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Midpoint or smallest member of magnitude buckets 0 ... J, as float64 (exact: every format fits)."""
     j = np.arange(fmt.buckets(bits), dtype=np.int64)
@@ -107,7 +109,9 @@ def _bucket_edges(fmt: FloatFormat, bits: int, *, midpoint: bool) -> np.ndarray[
         units += np.where(scale > 0, 0.5, 0.0) * np.where(narrow, 0.0, 1.0)
     if bits == fmt.mantissa:  # one value a bucket above the subnormals as well
         units = np.floor(units)
-    return np.concatenate([np.zeros(1), np.ldexp(units, scale + fmt.lowest_exponent)])
+    edges = np.concatenate([np.zeros(1), np.ldexp(units, scale + fmt.lowest_exponent)])
+    edges.flags.writeable = False  # shared by all histograms of this layout
+    return edges
 
 
 def target(x: Array, gradient: Array | None, bits: int) -> tuple[FloatFormat, int]:
