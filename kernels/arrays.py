@@ -51,13 +51,13 @@ def _module(where: str, subject: str) -> ModuleType:
 
 def dtype_name(x: Array) -> str:
     """Name of x's dtype without its library's prefix: `torch.bfloat16` is `bfloat16`, `<f4` is `float32`."""
-    return _name_of(type(x.dtype), x.dtype)
+    return _name_of(x.dtype.__class__.__module__, x.dtype)
 
 
 @lru_cache(1024)
-def _name_of(kind: type, dtype: Any) -> str:
-    # NumPy takes microseconds to spell a dtype, and every kernel asks. The type is part of the key: dtypes of two
-    # libraries may hash alike and warn when compared.
+def _name_of(library: str, dtype: Any) -> str:
+    # NumPy takes microseconds to spell a dtype, and every kernel asks. The library is part of the key: dtypes
+    # of two libraries may hash alike and warn when compared.
     return str(dtype).rsplit(".", 1)[-1]
 
 

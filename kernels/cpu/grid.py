@@ -26,7 +26,7 @@ def _symbols(x: Any, square: Any, step: Any, farthest: Any, out: Any, sums: Any,
             symbol = 1 + 2 * abs(k) - (k < 0)
             sums[symbol] += np.float64(u)
         else:
-            symbol = 0
+            symbol = np.int32(0)
         out[i] = symbol
         counts[symbol] += 1.0
 

@@ -18,21 +18,23 @@ _STEP = 1 << 20
 
 @njit
 def _choose(x: Any, levels: Any, previous: Any, codebook: Any, prices: Any, out: Any) -> bool:
-    top = codebook.size + 1
+    two, top = np.int64(2), np.int64(codebook.size + 1)
     contexts = prices.shape[0]
     for i in range(x.size):
-        nearest = np.int64(levels[i])
-        p = np.int64(previous[i])
+        nearest: Any = np.int64(levels[i])
+        p: Any = np.int64(previous[i])
         if p >= contexts or nearest > top:
             return False
         if nearest < 2:
             out[i] = nearest
             continue
         v = x[i]
+        below, above = max(nearest - 1, two), min(nearest + 1, top)
+        old = min(p, top) if p >= two else nearest
         d = v - codebook[nearest - 2]
         best = nearest
         least = d * d + prices[p, nearest]
-        for candidate in (max(nearest - 1, 2), min(nearest + 1, top), min(p, top) if p >= 2 else nearest):
+        for candidate in (below, above, old):
             d = v - codebook[candidate - 2]
             cost = d * d + prices[p, candidate]
             best = candidate if cost < least else best
