@@ -184,7 +184,9 @@ class _Assigner:
 
 def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array | None = None) -> Array:
     """See `shrinkpoint.kernels.assign.assign`; the codebook is float64 NumPy."""
-    apply = _Assigner(format_named(dtype_name(x)), thresholds, codebook)
+    # Without codes what is kept becomes protected, but only after the product had its say: until then it has a code.
+    stand_in = gradient is not None and codebook.size == 0
+    apply = _Assigner(format_named(dtype_name(x)), thresholds, np.zeros(1) if stand_in else codebook)
     values = to_numpy(x)
     levels = np.empty(values.shape, dtype=np.uint8)
     u, out = bit_view(values), levels.reshape(-1)
@@ -197,6 +199,8 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
         for begin, end, product in product_blocks(x, gradient):
             apply(u[begin:end], out[begin:end])
             _by_product(out[begin:end], product, *limits)
+    if stand_in:
+        out[out == FIRST_CODE] = PROTECTED
     return like(levels, x)
 
 

@@ -272,3 +272,14 @@ def test_bad_arguments() -> None:
     for message, call in cases:
         with pytest.raises(BadArgumentError, match=message):
             call()
+
+
+@pytest.mark.parametrize("prune", [0.0, 0.15])
+def test_without_codes_the_gradient_still_prunes(back_end: BackEnd, prune: float) -> None:
+    """Kept elements become protected where there is no codebook; pruned ones stay pruned."""
+    x = back_end.array(np.array([1.0, 2.0, 3.0, -4.0, np.nan]), "float32")
+    gradient = back_end.array(np.array([0.1, 0.01, 5.0, 0.0, 0.0]), "float32")
+    thresholds = Thresholds(prune_sensitivity=prune)
+    got = back_end.module("assign").assign(x, thresholds, np.empty(0), gradient=gradient)
+    expected = [0, 0, 1, 0, 1] if prune else [1, 1, 1, 1, 1]
+    assert back_end.numpy(got).tolist() == expected
