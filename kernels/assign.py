@@ -119,7 +119,10 @@ def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float
     wide = np.dtype(np.float32 if fmt.name == "bfloat16" else fmt.name)
     with np.errstate(over="ignore", under="ignore"):
         above = middle.astype(wide)
-        above = np.where(above.astype(np.float64) <= middle, np.nextafter(above, wide.type(np.inf)), above)
+        # Against twice the midpoint: half an odd number of smallest units is no float64.
+        twice, total = 2.0 * above.astype(np.float64), codes[:-1] + codes[1:]
+        short = np.where(np.isfinite(total), twice <= total, above.astype(np.float64) <= middle)
+        above = np.where(short, np.nextafter(above, wide.type(np.inf)), above)
     if fmt.name == "bfloat16":  # up to the next multiple of 2**16 on the number line
         bits = above.astype(np.float32).view(np.uint32)
         up = np.where(bits >> 31 == 1, bits, bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)

@@ -283,3 +283,15 @@ def test_without_codes_the_gradient_still_prunes(back_end: BackEnd, prune: float
     got = back_end.module("assign").assign(x, thresholds, np.empty(0), gradient=gradient)
     expected = [0, 0, 1, 0, 1] if prune else [1, 1, 1, 1, 1]
     assert back_end.numpy(got).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_nearest_among_the_smallest_subnormals(back_end: BackEnd, dtype: str) -> None:
+    """Half-way between two codes an odd number of smallest units apart lies no value of the dtype."""
+    units = np.arange(-9, 10)
+    smallest = np.finfo(dtype).smallest_subnormal
+    codes = np.array([-5, 2, 3, 8])
+    x = back_end.array((units * smallest).astype(dtype), dtype)
+    got = back_end.numpy(back_end.module("assign").assign(x, Thresholds(), codes * np.float64(smallest)))
+    distance = np.abs(units[:, None] - codes[None, :])
+    np.testing.assert_array_equal(got, 2 + distance.argmin(axis=1))
