@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,10 @@ def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, 
     protected, pruned = _decide(x, thresholds, gradient)
     level = xp.full(tuple(x.shape), 2 if len(codebook) else 1, dtype=xp.uint8)
     for a, b in pairwise(codebook):
-        level = level + xp.astype(value > 0.5 * float(a) + 0.5 * float(b), xp.uint8)
+        total = float(a) + float(b)
+        # Twice the value against the sum, for half a sum of subnormals may be no float64; halves where the sum overflows.
+        past = 2.0 * value > total if math.isfinite(total) else value > 0.5 * float(a) + 0.5 * float(b)
+        level = level + xp.astype(past, xp.uint8)
     level = xp.where(pruned, xp.zeros_like(level), level)
     return xp.where(protected, xp.ones_like(level), level)
 
