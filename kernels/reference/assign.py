@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..assign import Thresholds
+
+
+_TINY = 2.0**-1000
 
 
 def product(x: Array, gradient: Array, name: str) -> Array:
@@ -52,8 +54,8 @@ def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, 
     level = xp.full(tuple(x.shape), 2 if len(codebook) else 1, dtype=xp.uint8)
     for a, b in pairwise(codebook):
         total = float(a) + float(b)
-        # Twice the value against the sum, for half a sum of subnormals may be no float64; halves where the sum overflows.
-        past = 2.0 * value > total if math.isfinite(total) else value > 0.5 * float(a) + 0.5 * float(b)
+        # Half a sum of subnormals may be no float64, so there the distances are compared.
+        past = value > total - value if abs(total) < _TINY else value > 0.5 * float(a) + 0.5 * float(b)
         level = level + xp.astype(past, xp.uint8)
     level = xp.where(pruned, xp.zeros_like(level), level)
     return xp.where(protected, xp.ones_like(level), level)
