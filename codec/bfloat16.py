@@ -12,7 +12,14 @@ from ..kernels.arrays import is_torch
 from .leaves import Array, LeafSpec, NpArray, as_bytes
 
 
-def _wide(data: NpArray, spec: LeafSpec) -> NpArray:
+def nearest(values: NpArray) -> NpArray:
+    """bfloat16 patterns of float32 values that are not NaN: to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return rounded.astype(np.uint16)
+
+
+def wide(data: NpArray, spec: LeafSpec) -> NpArray:
     """Bytes of 16, 32 or 64-bit floats as float32 or float64."""
     if spec.dtype == "bfloat16":
         return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -32,13 +39,12 @@ def _narrow(patterns: NpArray, spec: LeafSpec) -> NpArray:
 
 def _round(data: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
     """bfloat16 patterns of values (0 where not held), and which are held."""
-    wide = _wide(data, spec)
+    values = wide(data, spec)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        bits = wide.astype(np.float32).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    patterns = np.where(np.isfinite(wide), rounded, 0).astype(np.uint16)
-    back = _wide(_narrow(patterns, spec), spec)
-    held = np.isfinite(wide) & np.isfinite(back) & ((back != 0) | (wide == 0))
+        rounded = nearest(values.astype(np.float32))
+    patterns = np.where(np.isfinite(values), rounded, 0).astype(np.uint16)
+    back = wide(_narrow(patterns, spec), spec)
+    held = np.isfinite(values) & np.isfinite(back) & ((back != 0) | (values == 0))
     return np.where(held, patterns, np.uint16(0)).astype(np.uint16), held
 
 

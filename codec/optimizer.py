@@ -26,7 +26,7 @@ from ..kernels.grid import grid_symbols, grid_values
 from ..kernels.logbucket import bucket_index, bucket_value
 from ..kernels.residual import ESCAPE as NO_RESIDUAL
 from ..kernels.residual import FIRST, residual_symbols, residual_values
-from . import entropy
+from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
@@ -182,23 +182,12 @@ def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:
 
 def as_float32(flat: Array, spec: LeafSpec) -> NpArray:
     """Values on the host as float32 NumPy; exact for the dtypes `matrix_shape` admits."""
-    data = as_bytes(flat)
-    if spec.dtype == "bfloat16":
-        return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    values: NpArray = data.view(np.float32)
-    return values
+    return bfloat16.wide(as_bytes(flat), spec)
 
 
 def narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
     """Bytes of float32 values in the array's dtype; bfloat16 to nearest, ties to even."""
-    if spec.dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        return (
-            ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-            .astype(np.uint16)
-            .view(np.uint8)
-        )
-    return values.view(np.uint8)
+    return (bfloat16.nearest(values) if spec.dtype == "bfloat16" else values).view(np.uint8)
 
 
 def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArray, NpArray]:
@@ -244,8 +233,7 @@ def _read_factors(data: memoryview, n: int) -> NpArray:
 
 def _rounded(values: NpArray) -> NpArray:
     """float32 values rounded to bfloat16: what is stored is what is used."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return (bfloat16.nearest(values.astype(np.float32)).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _pack_table(table: NpArray) -> bytes:
