@@ -80,8 +80,9 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
         Ascending float64 codebook of at most `how.bins` entries (fewer when there are fewer distinct buckets), and the
         reason: "new", "refit", "warm", "frozen", or "refit: ..." with what triggered it.
     """
-    values = histogram.values()
-    weights = bucket_weights(histogram.counts[:-1], values, how.sigma)
+    present = np.flatnonzero(histogram.counts[:-1])
+    values = histogram.values()[present]
+    weights = bucket_weights(histogram.counts[present], values, how.sigma)
     if not weights.any():
         return np.empty(0), "empty"
     usable = parent is not None and parent.size > 0

@@ -43,7 +43,8 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
 PRECISIONS = (12, 15)
 _STATES = 16
-_SHORT, _MODEST = 512, 4096
+_SHORT, _MODEST = 2048, 4096
+_BINCOUNT = 1 << 16
 _HIGH_ENTROPY = 2.5
 """Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
 _LEAST_TABLE = 8
@@ -51,7 +52,7 @@ _LEAST_TABLE = 8
 
 def counts_of(symbols: U8) -> I64:
     """How often each of the 256 symbols occurs."""
-    if symbols.size < _MODEST:
+    if symbols.size < _BINCOUNT:
         return np.bincount(symbols, minlength=256)
     counts: I64 = joint_counts(np.zeros(symbols.size, np.uint8), symbols, 2, 256)[0]
     return counts

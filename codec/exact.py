@@ -28,6 +28,8 @@ from .parallel import map_chunks
 PLAIN, PLANES, DIFFERENCE, UNCHANGED = range(4)
 _SMALL = 64
 _REDUNDANT = 0.6
+_WORTHWHILE = 0.5
+"""A difference below this share of the bytes is taken without trying the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,15 @@ def _encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> byte
     if current is None or data.size <= _SMALL:
         return bytes([PLAIN]) + _encode_plain(data)
     candidates = []
+    if before is not None:
+        candidates.append(bytes([DIFFERENCE]) + _coded(split_planes(difference(current, _patterns(before, spec)))))
+        if len(candidates[0]) < _WORTHWHILE * data.size:
+            return candidates[0]
     if current.dtype.itemsize > 1:
         candidates.append(bytes([PLANES]) + _coded(split_planes(current)))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
-    if current.dtype.kind == "u" or len(candidates[0]) < _REDUNDANT * data.size:
+    if current.dtype.kind == "u" or len(candidates[-1]) < _REDUNDANT * data.size:
         candidates.append(bytes([PLAIN]) + _encode_plain(data))
-    if before is not None:
-        candidates.append(bytes([DIFFERENCE]) + _coded(split_planes(difference(current, _patterns(before, spec)))))
     return min(candidates, key=len)
 
 
