@@ -24,7 +24,8 @@ def wide(data: NpArray, spec: LeafSpec) -> NpArray:
     if spec.dtype == "bfloat16":
         return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if spec.dtype == "float16":
-        return data.view(np.float16).astype(np.float32)
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            return data.view(np.float16).astype(np.float32)
     return data.view(spec.dtype)
 
 
@@ -33,7 +34,7 @@ def _narrow(patterns: NpArray, spec: LeafSpec) -> NpArray:
     if spec.dtype == "bfloat16":
         return patterns.view(np.uint8)
     values = (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values.astype(spec.dtype).view(np.uint8)
 
 

@@ -484,6 +484,8 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
         return like(np.empty(0, dtype), data)
     if n > 8 * d.size:
         raise CorruptDataError(f"{d.size} bytes are too few for {n} Huffman codes")
+    if not found.any():
+        raise CorruptDataError(f"no symbol has a Huffman code; {n} were to be read")
     ends = _stream_ends(d, streams)
     padded = np.zeros(d.size + SPARE, np.uint8)
     padded[: d.size] = d

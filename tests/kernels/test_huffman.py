@@ -408,3 +408,12 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(BadArgumentError):
             call()
+
+
+@pytest.mark.parametrize("n", [1, 8, 5000])
+def test_a_table_without_codes_reads_nothing(sequential_back_end: BackEnd, n: int) -> None:
+    """No code at all: an error, not a look-up by 64 shifted bits."""
+    data = sequential_back_end.array(np.full(n, 0xFF, np.uint8))
+    lengths = sequential_back_end.array(np.zeros(256, np.uint8))
+    with pytest.raises(CorruptDataError):
+        sequential_back_end.module("huffman").huffman_decode(data, lengths, n)
