@@ -180,9 +180,9 @@ def _decode_published(data: Reader, n: int) -> U8:
     value = -data.varint()
     for i in range(size):
         value += data.varint() if i else 0
+        if not -255 <= value <= n:
+            raise CorruptDataError("run lengths: a token is out of range")
         alphabet[i] = value
-    if alphabet[0] < -255 or alphabet[-1] > n:
-        raise CorruptDataError("run lengths: a token is out of range")
     lengths = unpack_lengths(_array(data.block()), size)
     dense = huffman_decode(_array(data.rest()), lengths, count, dtype="uint16")
     decoded: U8 = rle_decode(alphabet[dense].astype(np.int32), n)

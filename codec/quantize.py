@@ -8,6 +8,7 @@ the parent's, and those values that bfloat16 cannot hold, to the bit. The other 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -398,7 +399,7 @@ def _read_references(
     odd = data.varint()
     if odd > count:
         raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
-    at = np.cumsum(np.array([data.varint() for _ in range(odd)], np.int64))
+    at = np.fromiter(itertools.accumulate(min(data.varint(), count) for _ in range(odd)), np.int64, odd)
     if odd and int(at[-1]) >= count:
         raise CorruptDataError("levels: a position is out of range")
     exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
