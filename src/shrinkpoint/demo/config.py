@@ -149,6 +149,7 @@ def presets() -> dict[str, Callable[[], Any]]:
 
 
 def preset_names() -> list[str]:
+    """What `--preset` takes."""
     return list(presets())
 
 

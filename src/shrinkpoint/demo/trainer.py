@@ -193,6 +193,7 @@ def _probe(training: Training, job: Job, windows: torch.Tensor, send: Send) -> N
 
 
 def main() -> None:
+    """Train as the first argument (JSON) says, reporting events on standard output."""
     # Events alone may use the pipe: whatever else prints goes to standard error.
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as pipe:
         os.dup2(2, 1)
