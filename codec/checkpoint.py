@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -180,8 +181,9 @@ class Checkpoint:
         raw, parent = where.header.get("raw"), where.header.get("parent")
         if not isinstance(nodes, list) or type(raw) is not int or raw < 0:
             raise CorruptDataError("header: no tree")
-        if parent is not None and not (isinstance(parent, str) and _HASH.fullmatch(parent)):
-            raise CorruptDataError("header: the parent's hash is malformed")
+        for what, value in (("the parent's hash", parent), ("the hash it stands for", where.header.get("as"))):
+            if value is not None and not (isinstance(value, str) and _HASH.fullmatch(value)):
+                raise CorruptDataError(f"header: {what} is malformed")
         keys: dict[int, tuple[str, str]] = {}
 
         def note(number: int, place: Callable[[], tuple[str, str]]) -> None:
@@ -238,8 +240,14 @@ class Checkpoint:
         return self._id
 
     @property
+    def identity(self) -> str:
+        """What deltas call their parent: `id`, or of a checkpoint stated anew the `id` of the one it stands for."""
+        identity: str = self._header.get("as") or self._id
+        return identity
+
+    @property
     def parent_id(self) -> str | None:
-        """The parent's `id`; None for a base."""
+        """The parent's `identity`; None for a base."""
         parent: str | None = self._header.get("parent")
         return parent
 
@@ -267,6 +275,11 @@ class Checkpoint:
     def ratio(self) -> float:
         """`raw_nbytes / nbytes`."""
         return self.raw_nbytes / self.nbytes
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """The header as it was read; not to be changed."""
+        return self._header
 
     @property
     def records(self) -> tuple[ArrayRecord, ...]:
@@ -301,11 +314,7 @@ class Checkpoint:
         """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` at hand."""
         if self._memory is not None and record.key in self._memory:
             return self._memory[record.key]
-        pieces = []
-        offset = record.offset
-        for length in record.lengths:
-            pieces.append(self._body.piece(offset, length))
-            offset += length
+        pieces = self.pieces_of(record)
         parent = prev.parent_memory(record.key, record.spec) if record.delta and prev is not None else None
         if record.delta and parent is None:
             raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
@@ -319,6 +328,11 @@ class Checkpoint:
             return STREAMS[record.stream](record.spec, record.meta, pieces, parent, sibling)
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
+
+    def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
+        """The bytes of one array, their checksums verified."""
+        starts = itertools.accumulate(record.lengths, initial=record.offset)
+        return [self._body.piece(start, length) for start, length in zip(starts, record.lengths, strict=False)]
 
     def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
         """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""
@@ -356,8 +370,8 @@ def _too_large(record: ArrayRecord) -> CorruptDataError:
 def check_parent(ckpt: Checkpoint, prev: Checkpoint) -> Checkpoint:
     """`prev` if it is the resolved parent of `ckpt`; else MissingParentError says what is wrong."""
     check_resolved(prev)
-    if prev.id != ckpt.parent_id:
-        raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}...; prev is {prev.id[:12]}...")
+    if prev.identity != ckpt.parent_id:
+        raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}...; prev is {prev.identity[:12]}...")
     return prev
 
 

@@ -74,7 +74,7 @@ def compress(
         parents = [prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
     stored = _encode(leaves, codecs, parents)
     header = {
-        "parent": None if prev is None else prev.id,
+        "parent": None if prev is None else prev.identity,
         "raw": sum(leaf.spec.nbytes for leaf in leaves),
         "tree": nodes,
         "arrays": [_record(a, s, p is not None) for a, s, p in zip(leaves, stored, parents, strict=True)],

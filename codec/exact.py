@@ -61,15 +61,26 @@ class Exact:
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
         data = as_bytes(leaf.flat)
-        before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == data.size else None
-        step = CHUNK * 4
+        return Stored("bytes", {}, _pieces(data, leaf.spec, parent), BytesMemory(data.copy()))
 
-        def one(start: int) -> bytes:
-            stop = start + step
-            return _encode_chunk(data[start:stop], leaf.spec, None if before is None else before[start:stop])
 
-        pieces = map_chunks(one, range(0, data.size, step))
-        return Stored("bytes", {}, pieces, BytesMemory(data.copy()))
+def _pieces(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[bytes]:
+    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == data.size else None
+    step = CHUNK * 4
+
+    def one(start: int) -> bytes:
+        stop = start + step
+        return _encode_chunk(data[start:stop], spec, None if before is None else before[start:stop])
+
+    return map_chunks(one, range(0, data.size, step))
+
+
+def restate_bytes(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same bytes against another parent, see `codec.restate`."""
+    data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
+    return meta, _pieces(data, spec, parent)
 
 
 def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:

@@ -239,7 +239,7 @@ class Quantize:
             stored = Exact().encode(leaf, parent)
             note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
             return dataclasses.replace(stored, note=note)
-        pieces = [_references(memory, leaf, before), *_level_chunks(memory, before, self.coder)]
+        pieces = [_references(memory, leaf.spec, before), *_level_chunks(memory, before, self.coder)]
         limits = plan.thresholds
         meta = {
             "t": [
@@ -296,23 +296,33 @@ def _level_chunks(memory: LevelsMemory, before: LevelsMemory | None, coder: str)
     return map_chunks(one, range(0, memory.levels.size, CHUNK))
 
 
-def _references(memory: LevelsMemory, leaf: Leaf, before: LevelsMemory | None) -> bytes:
+def restate_levels(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same levels, codebook and protected values against another parent, see `codec.restate`."""
+    if not isinstance(memory, LevelsMemory):
+        raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
+    before = parent if isinstance(parent, LevelsMemory) and parent.levels.size == spec.size else None
+    return meta, [_references(memory, spec, before), *_level_chunks(memory, before, "smallest")]
+
+
+def _references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None) -> bytes:
     out = Writer()
     out.varint(memory.codebook.size)
     if before is not None and np.array_equal(before.codebook, memory.codebook):
         out.byte(_PARENTS)
     else:
         out.byte(_EXPLICIT)
-        out.raw(as_bytes(codebook_array(memory.codebook, leaf.spec)))
-    patterns, odd = bfloat16.patterns(memory.protected, leaf.spec)
-    predicted = _predicted(memory.levels, before, leaf.spec)
+        out.raw(as_bytes(codebook_array(memory.codebook, spec)))
+    patterns, odd = bfloat16.patterns(memory.protected, spec)
+    predicted = _predicted(memory.levels, before, spec)
     out.varint(patterns.size)
     for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
         out.block(entropy.encode(np.ascontiguousarray(plane)))
     out.varint(odd.size)
     for step in np.diff(odd, prepend=0):
         out.varint(int(step))
-    out.raw(memory.protected.reshape(-1, leaf.spec.itemsize)[odd])
+    out.raw(memory.protected.reshape(-1, spec.itemsize)[odd])
     return out.done()
 
 

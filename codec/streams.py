@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .base import Memory
-from .exact import decode_bytes
+from .exact import decode_bytes, restate_bytes
 from .leaves import Array, LeafSpec
 from .moments import decode_log_buckets
 from .optimizer import decode_grid, decode_rank_one
-from .quantize import decode_levels
+from .quantize import decode_levels, restate_levels
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
 """From spec, metadata, pieces, the parent's memory, and the decoded array that the record names as its sibling."""
@@ -22,7 +22,14 @@ STREAMS: dict[str, Decoder] = {
     "rank-one": decode_rank_one,
     "grid": decode_grid,
 }
-DELTA_STREAMS = frozenset({"bytes", "levels"})
+Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dict[str, Any], list[bytes]]]
+"""From spec, metadata, the memory to state anew and the new parent's memory: new metadata and pieces."""
+
+RESTATE: dict[str, Restater] = {
+    "bytes": restate_bytes,
+    "levels": restate_levels,
+}
+DELTA_STREAMS = frozenset(RESTATE)
 """Formats whose memory a later delta is coded against: a resolved checkpoint keeps it."""
 SIBLING_STREAMS = frozenset({"grid"})
 """Formats that are decoded with another array of the same checkpoint at hand."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
+from shrinkpoint.codec.restate import restate
 
 from .common import bits, difference, small_chunks
 
@@ -99,7 +100,7 @@ def test_decoded_levels_are_encoded_levels(seed: int, plan: list[Any], linear: b
     """Linear and base-parented; from bytes with the parent, from bytes without it, and from memory."""
     world = World(seed)
     with small_chunks(chunk):
-        prev = read = None
+        prev = read = first = None
         for number, (cfg, move, changes) in enumerate(plan):
             state = world.step(move, changes)
             ckpt = sp.compress(state, prev, cfg)
@@ -121,6 +122,19 @@ def test_decoded_levels_are_encoded_levels(seed: int, plan: list[Any], linear: b
             assert [(r.path, r.codec, r.error) for r in found.summary()] == [
                 (r.path, r.codec, r.error) for r in ckpt.summary()
             ]
+            for parent in (None, first):
+                anew = restate(found, parent)
+                stands = sp.Checkpoint.from_bytes(anew.to_bytes(), parent)
+                assert (stands.identity, stands.is_delta) == (found.id, parent is not None)
+                assert difference(sp.decompress(stands), y) == ""
+                assert parent is None or memories(stands) == memories(ckpt)
+                again = sp.Checkpoint.from_bytes(restate(stands, read).to_bytes(), read)  # and back
+                assert difference(sp.decompress(again), y) == ""
+                assert again.identity == found.id
+            if read is not None and linear:
+                # A delta decodes over its parent however that is stated.
+                assert memories(sp.Checkpoint.from_bytes(blob, restate(read))) == memories(ckpt)
+            first = found if first is None else first
             if linear or number == 0:
                 # Half of the time the next delta is made by a process that read its parent from bytes.
                 prev, read = (found if seed % 2 else ckpt), found
