@@ -149,11 +149,11 @@ def read(path: Path) -> Pair:
     steps = store.steps()
     if not steps:
         raise BadArgumentError(f"state: {path} is neither a file nor a folder that holds checkpoints")
-    before = store.load(steps[-2] if len(steps) > 1 else steps[-1])
+    before = store.load(steps[-2] if len(steps) > 1 else steps[-1], count=False)
     if len(steps) == 1:
         return Pair(before, _moved(before), f"{path.name} step {steps[0]}, the next drawn {DRIFT:.0%} away")
     return Pair(
-        before, store.load(steps[-1]), f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them"
+        before, store.load(steps[-1], count=False), f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them"
     )
 
 

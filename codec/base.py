@@ -34,6 +34,8 @@ class Leaf:
         flat: values.
         gradient: gradient average of the same size, where one was given.
         sibling: of a first moment, the *decoded* second moment of the same parameter (float32 on the host), if any.
+        importance: of a weight, the second moment of the same parameter, flat, where the state holds one.
+        touched: packed bits, 1 for each row that may have changed since the parent; None: not known.
     """
 
     path: str
@@ -43,6 +45,8 @@ class Leaf:
     flat: Array
     gradient: Array | None = None
     sibling: Array | None = None
+    importance: Array | None = None
+    touched: Array | None = None
 
 
 class Memory(Protocol):

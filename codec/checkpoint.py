@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
 from .optimizer import square_of
 from .parallel import map_chunks
+from .ranged import Ranged
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
 _HASH = re.compile("[0-9a-f]{64}")
@@ -156,7 +157,7 @@ class Checkpoint:
     """A compressed state; made by `compress` or `Checkpoint.from_bytes`, never changed afterwards.
 
     A *resolved* checkpoint (from `compress`, a base, or read with its resolved parent) carries what the next delta
-    needs: about a byte a quantized weight, the bytes themselves of exact arrays, nothing of optimizer moments.
+    needs: about a byte a quantized weight and a byte a second moment, the bytes themselves of exact arrays.
 
     Example:
         >>> import numpy as np
@@ -168,14 +169,17 @@ class Checkpoint:
 
     __slots__ = ("_body", "_by_key", "_data", "_header", "_id", "_memory", "_nodes", "_records")
 
-    def __init__(self, data: bytes, memory: dict[str, Memory] | None) -> None:
-        """Use `compress` or `from_bytes`; this only takes bytes apart."""
-        view = memoryview(data)
+    def __init__(self, data: bytes | Ranged, memory: dict[str, Memory] | None, claimed: str = "") -> None:
+        """Use `compress` or `from_bytes`; this only takes bytes apart.
+
+        Of a file that is not all at hand nobody can compute the content hash: it has the one that is claimed.
+        """
+        view = data if isinstance(data, Ranged) else memoryview(data)
         where = container.layout(view)
         self._data = data
         self._header = where.header
         self._body = container.Body(view, where)
-        self._id = blake3(data).hexdigest()
+        self._id = claimed if isinstance(data, Ranged) else blake3(data).hexdigest()
         self._memory = memory
         nodes = where.header.get("tree")
         raw, parent = where.header.get("raw"), where.header.get("parent")
@@ -232,7 +236,7 @@ class Checkpoint:
 
     def to_bytes(self) -> bytes:
         """The file: what `from_bytes` reads."""
-        return self._data
+        return self._data if isinstance(self._data, bytes) else bytes(self._data[:])
 
     @property
     def id(self) -> str:
@@ -333,6 +337,19 @@ class Checkpoint:
         """The bytes of one array, their checksums verified."""
         starts = itertools.accumulate(record.lengths, initial=record.offset)
         return [self._body.piece(start, length) for start, length in zip(starts, record.lengths, strict=False)]
+
+    def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
+        """Decode these arrays and keep their memory, for `memory_of`; nothing else of the file is fetched."""
+        check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
+        self._body.fetch((r.offset, r.nbytes) for r in wanted)
+        for with_sibling in (False, True):
+            now = [r for r in wanted if (r.sibling is not None) == with_sibling]
+            memories = map_chunks(lambda r: self.memory_of(r, prev), now)
+            self._memory = (self._memory or {}) | {r.key: m for r, m in zip(now, memories, strict=True)}
+
+    def record_at(self, key: str) -> ArrayRecord | None:
+        """The array at a place of the tree."""
+        return self._by_key.get(key)
 
     def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
         """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""

@@ -15,6 +15,10 @@ import numpy as np
 from ..kernels.histogram import Histogram
 from ..kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans
 
+MOST = 254
+"""Most entries of a codebook: a level is a byte, and two levels are taken."""
+_FINER = 0.8
+"""A uniform parent this much finer than need be is replaced: its error is small, but bits are wasted."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -25,7 +29,7 @@ class Fit:
     Args:
         bins: entries, 2 to 254.
         sigma: weight of a bucket = sigma * frequency + (1 - sigma) * magnitude, each summing to one; in [0, 1].
-        solver: "exact" or "kmeans++".
+        solver: "exact", "kmeans++", or "uniform": equidistant entries with the error of the exact codebook of `bins`.
         policy: "refit", "warm" (Lloyd from the parent's) or "frozen" (the parent's until `trigger`).
         trigger: frozen codebooks are refit when their loss passes this multiple of the best; at least 1.
         seed: of kmeans++.
@@ -68,6 +72,39 @@ def variance(histogram: Histogram) -> float:
     return float((counts * (values - mean) ** 2).sum()) / n
 
 
+def uniform(values: Floats, counts: Floats, bins: int, bits: int) -> Floats:
+    """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
+
+        step = sqrt(12 D),  D = mean squared error of the exact codebook of `bins` entries
+
+    An optimal codebook of so many entries is not optimal for an entropy coder: of all codebooks with the same error the
+    equidistant one has very nearly the least entropy, and the fewest values that cross a boundary between checkpoints.
+    The step is rounded to 8 bits, so that multiples are exact; there are at most 254 entries.
+
+    Args:
+        values: ascending, with `counts` > 0, shape (n,).
+        counts: how often each occurs.
+        bins: entries of the codebook whose error is aimed at.
+        bits: of the histogram.
+
+    Source: Gish and Pierce 1968 (asymptotically efficient quantizing).
+    """
+    exact: Floats = weighted_kmeans(values, counts, bins)
+    if exact.size >= values.size:
+        return exact
+    scale = unit(float(np.abs(values).max()))
+    scaled = values * scale
+    loss = quantization_loss(scaled, counts, exact * scale) + _spread_within(scaled, counts, bits)
+    low, high = float(values[0]), float(values[-1])
+    step = max(math.sqrt(12 * loss / float(counts.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
+    mantissa, exponent = math.frexp(step)
+    step = math.ldexp(math.ceil(mantissa * 256), exponent - 8)
+    if not 0 < step < math.inf:
+        return exact
+    first, last = math.floor(low / step + 0.5), math.ceil(high / step - 0.5)
+    return np.arange(first, last + 1, dtype=np.float64) * step
+
+
 def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, str]:
     """A codebook for the elements counted in a signed histogram.
 
@@ -88,12 +125,18 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
     usable = parent is not None and parent.size > 0
     if usable and how.policy == "warm" and parent is not None and parent.size == how.bins:
         return weighted_kmeans(values, weights, how.bins, initial=parent), "warm"
-    best = weighted_kmeans(values, weights, how.bins, method=how.solver, seed=how.seed)
+    if how.solver == "uniform":
+        best = uniform(values, weights, how.bins, histogram.bits)
+    else:
+        best = weighted_kmeans(values, weights, how.bins, method=how.solver, seed=how.seed)
     if not usable or parent is None:
         return best, "new"
     if how.policy != "frozen":
         return best, "refit"
-    if parent.size != best.size:
+    if how.solver == "uniform":
+        if parent.size > 1 and best.size > 1 and spacing(parent) < _FINER * spacing(best):
+            return best, f"refit: a step of {spacing(parent) / spacing(best):.3g} times the best"
+    elif parent.size != best.size:
         return best, f"refit: {parent.size} entries became {best.size}"
     used = np.flatnonzero(weights)
     scale = unit(float(np.abs(values[used]).max()))
@@ -103,6 +146,12 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
     if loss <= how.trigger * least:
         return parent, "frozen"
     return best, f"refit: loss {loss / least:.3g} times the best" if least else "refit: the best is exact"
+
+
+def spacing(codebook: Floats) -> float:
+    """Mean distance of the entries of a codebook of at least two; infinite where a float64 does not hold it."""
+    half = float(codebook[-1]) / 2 - float(codebook[0]) / 2
+    return half / (codebook.size - 1) * 2
 
 
 def predicted_error(histogram: Histogram, codebook: Floats) -> float:

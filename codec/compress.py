@@ -14,15 +14,19 @@ from ..kernels.floats import FORMATS
 from . import container, tree
 from .base import CHUNK, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
+from .clusters import Clusters
 from .config import Config, check_config
 from .errors import BadArgumentError
 from .exact import Exact
-from .kinds import by_path, check_kinds, kind_of
+from .exponent import ExponentDelta
+from .importance import second_moments
+from .kinds import by_path, check_kinds, kind_of, touched_rows
 from .leaves import is_array, read_leaf, same_storage_key
 from .moments import FINEST, LogBuckets
-from .optimizer import FirstMoment, SecondMoment, square_of
+from .optimizer import FirstMoment, SecondMoment, grid_step, square_of
 from .parallel import map_chunks
 from .quantize import Quantize
+from .rows import Rows
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
 
@@ -68,7 +72,8 @@ def compress(
     check_kinds(kinds)
     nodes, found = tree.flatten(state, is_array)
     nodes, unique = _tie(nodes, found)
-    leaves, codecs = _leaves(unique, cfg, kinds, _gradients(grads, found))
+    leaves, codecs = _leaves(unique, cfg, kinds, _gradients(grads, found), prev is None or not prev.is_delta)
+    leaves = _with_importance(leaves, codecs)
     parents: list[Memory | None] = [None] * len(leaves)
     if prev is not None:
         parents = [prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
@@ -121,10 +126,11 @@ def _gradients(grads: Any, found: list[tree.ArrayNode]) -> dict[str, Any]:
 
 
 def _leaves(
-    found: list[tree.ArrayNode], cfg: Config, kinds: Mapping[str, Any] | None, grads: dict[str, Any]
+    found: list[tree.ArrayNode], cfg: Config, kinds: Mapping[str, Any] | None, grads: dict[str, Any], over_base: bool
 ) -> tuple[list[Leaf], list[Codec]]:
     leaves: list[Leaf] = []
     codecs: list[Codec] = []
+    touched = touched_rows((node.path for node in found), kinds, over_base)
     for node in found:
         spec, flat = read_leaf(node.value, node.path)
         kind = kind_of(node.path, spec, kinds)
@@ -141,9 +147,22 @@ def _leaves(
                 )
             gradient = _beside(gradient, flat)
         codec = _with_targets(codec, cfg)
-        leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient if isinstance(codec, Quantize) else None))
+        gradient = gradient if isinstance(codec, Quantize) else None
+        leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient, touched=touched.get(node.path)))
         codecs.append(codec)
     return leaves, codecs
+
+
+def _with_importance(leaves: list[Leaf], codecs: list[Codec]) -> list[Leaf]:
+    """Beside each weight that the rate-distortion encoder will code, the second moment of its parameter."""
+    wanted = [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs]
+    if not any(wanted):
+        return leaves
+    pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
+    return [
+        dataclasses.replace(leaf, importance=_beside(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 def _with_targets(codec: Codec, cfg: Config) -> Codec:
@@ -151,7 +170,11 @@ def _with_targets(codec: Codec, cfg: Config) -> Codec:
     if isinstance(codec, Quantize):
         max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
         return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)
+    if isinstance(codec, FirstMoment) and codec.step is None:
+        codec = dataclasses.replace(codec, step=grid_step(cfg.rate))
     target = cfg.max_rel_error
+    if isinstance(codec, ExponentDelta | Clusters | Rows) and codec.max_error is None:
+        return dataclasses.replace(codec, max_error=target)
     if target is not None and isinstance(codec, LogBuckets | FirstMoment | SecondMoment):
         if isinstance(codec, LogBuckets) and target >= codec.alpha:
             return codec
@@ -160,7 +183,7 @@ def _with_targets(codec: Codec, cfg: Config) -> Codec:
 
 
 def _beside(gradient: Any, flat: Any) -> Any:
-    """The gradient in the library and on the device of its weight."""
+    """A gradient, or another companion, in the library and on the device of its weight."""
     if is_torch(flat):
         import torch
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .base import Codec, check_range, from_json, to_json
+from .changed import Changed
+from .clusters import Clusters
 from .errors import BadArgumentError
 from .exact import Exact
+from .exponent import ExponentDelta
 from .kinds import LAYERS, ROLES, TINY, TINY_MOMENT, Kind
 from .leaves import LeafSpec
 from .moments import LogBuckets
 from .optimizer import FirstMoment, SecondMoment
 from .quantize import Quantize
+from .rows import Rows
 
-CODECS: dict[str, type[Codec]] = {c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment)}
+CODECS: dict[str, type[Codec]] = {
+    c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +55,29 @@ class ChainPolicy:
     """When `Store` takes a base, and what a delta is against.
 
     Args:
-        base_every: a base every so many checkpoints, 1 (only bases) or more; default 20.
+        base_every: a base every so many checkpoints, 1 (only bases) or more; default 20. None: no such rule.
         against: "previous" (linear chain) or "base".
+        predictor: "size": a base when the checkpoints to come are expected to take no more with it than without
+            (Check-N-Run, section 5.1). None: no such rule.
+        max_restore_cost: a base when restoring would otherwise decode more than so many times the bytes of a base, in
+            [1, 1e6]; every delta below costs at most 1 (its quantized and exact arrays are decoded, its moments are
+            not). None: no such rule.
     """
 
-    base_every: int = 20
+    base_every: int | None = 20
     against: str = "previous"
+    predictor: str | None = None
+    max_restore_cost: float | None = None
 
     def __post_init__(self) -> None:
-        if type(self.base_every) is not int or self.base_every < 1:
-            raise BadArgumentError(f"base_every is {self.base_every!r}; it must be an integer of at least 1")
+        if self.base_every is not None and (type(self.base_every) is not int or self.base_every < 1):
+            raise BadArgumentError(f"base_every is {self.base_every!r}; it must be an integer of at least 1, or None")
         if self.against not in ("previous", "base"):
             raise BadArgumentError(f"against is {self.against!r}; it must be 'previous' or 'base'")
+        if self.predictor not in (None, "size"):
+            raise BadArgumentError(f"predictor is {self.predictor!r}; it must be 'size' or None")
+        if self.max_restore_cost is not None:
+            check_range("max_restore_cost", self.max_restore_cost, 1, 1e6)
 
 
 _EXACT = Exact()
@@ -79,8 +96,9 @@ class Config:
             everything else exact. Integer, bool, tiny, norm and bias weights are exact whatever the rules say.
         max_rel_error: relative L2 error no array may exceed, in (0, 1); picks the number of codebook bins per array,
             and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules say.
-        rate: lambda of the rate-distortion encoder, in units of the array's variance per bit, >= 0; 0 means every
-            weight gets its nearest level.
+        rate: lambda of the rate-distortion encoder, in units of the weights' variance per bit, >= 0; 0 means every
+            weight gets its nearest level. Where the state holds second moments v, errors and variance are weighted by
+            sqrt(v) and one slope holds for all arrays. The grid of first moments follows (`FirstMoment.step`).
         chain: when `Store` takes a base.
 
     Example:
@@ -126,12 +144,37 @@ class Config:
         )
         asked = next((r.codec for r in self.rules if r.matches(path, kind)), None)
         if lossless_only:
-            return asked if isinstance(asked, Exact) else _EXACT
+            lossless = isinstance(asked, Exact) or (isinstance(asked, Rows) and asked.lossless)
+            return asked if asked is not None and lossless else _EXACT
         if asked is not None:
             return asked
         if kind.role == "weight":
             return _WEIGHTS
         return _FIRST if kind.role == "first moment" else _SECOND
+
+    def for_restores(self, restores: int) -> Config:
+        """The configuration of a run that has resumed from a checkpoint so often: codecs that have an estimate of that
+        (`Rows`) go to a finer width once it is exceeded.
+
+        Args:
+            restores: how often so far, 0 or more.
+
+        Raises:
+            BadArgumentError: `restores` is out of range.
+
+        Example:
+            >>> cfg = Config([("embedding", Rows("auto", expected_restores=1))])
+            >>> [cfg.for_restores(n).rules[0].codec.width for n in (0, 1, 2)]
+            [2, 2, 8]
+
+        Source: Check-N-Run, section 6.2.1.
+        """
+        if type(restores) is not int or restores < 0:
+            raise BadArgumentError(f"restores is {restores!r}; it must be an integer of at least 0")
+        rules = [
+            Rule(r.match, r.codec.for_restores(restores)) if hasattr(r.codec, "for_restores") else r for r in self.rules
+        ]
+        return Config(rules, max_rel_error=self.max_rel_error, rate=self.rate, chain=self.chain)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal Config."""
@@ -139,7 +182,7 @@ class Config:
             "rules": [[r.match, to_json(r.codec)] for r in self.rules],
             "max_rel_error": self.max_rel_error,
             "rate": self.rate,
-            "chain": {"base_every": self.chain.base_every, "against": self.chain.against},
+            "chain": asdict(self.chain),
         }
 
     @staticmethod

@@ -16,6 +16,7 @@ import bisect
 import itertools
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,10 @@ import xxhash
 import zstandard
 
 from .errors import BadArgumentError, CorruptDataError, NewerFormatError
+from .ranged import Ranged
 
+Source = memoryview | Ranged
+"""The bytes of a file, all at hand or fetched when asked for."""
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 1
 CHUNK_TARGET = 1 << 18
@@ -78,12 +82,12 @@ class Layout:
     total: int
 
 
-def _need(data: memoryview, n: int, what: str) -> None:
+def _need(data: Source, n: int, what: str) -> None:
     if len(data) < n:
         raise CorruptDataError(f"the file ends in its {what}: {len(data)} bytes, at least {n} needed")
 
 
-def layout(data: memoryview) -> Layout:
+def layout(data: Source) -> Layout:
     """Read and check the front of a file: magic, version, lengths, checksum, header.
 
     Raises:
@@ -95,7 +99,7 @@ def layout(data: memoryview) -> Layout:
         raise CorruptDataError("no shrinkpoint file: the magic bytes are missing")
     start = _PREFIX.size + _CHECKSUM
     _need(data, start, "prefix")
-    _, version, flags, stored_len, plain_len, count, zero = _PREFIX.unpack_from(data)
+    _, version, flags, stored_len, plain_len, count, zero = _PREFIX.unpack(data[: _PREFIX.size])
     if version > VERSION:
         raise NewerFormatError(f"the file has format version {version}; this reader knows versions up to {VERSION}")
     if version != VERSION or flags or zero:
@@ -138,7 +142,7 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
 class Body:
     """The chunks of a file; a chunk is checked when one of its pieces is first asked for."""
 
-    def __init__(self, data: memoryview, where: Layout) -> None:
+    def __init__(self, data: Source, where: Layout) -> None:
         self._data = data
         self._where = where
         self._checked: set[int] = set()
@@ -158,6 +162,18 @@ class Body:
         """Check every chunk."""
         for chunk in range(len(self._where.starts)):
             self.check(chunk)
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Get the chunks that hold these parts of the body (offset, length) now, if the file is elsewhere."""
+        if not isinstance(self._data, Ranged):
+            return
+        chunks: set[int] = set()
+        for offset, length in spans:
+            if length > 0 and 0 <= offset <= self.nbytes - length:
+                first = bisect.bisect_right(self._where.starts, self._base + offset) - 1
+                last = bisect.bisect_left(self._where.starts, self._base + offset + length)
+                chunks.update(range(first, last))
+        self._data.load((self._where.starts[i], self._where.starts[i] + self._where.lengths[i]) for i in chunks)
 
     def piece(self, offset: int, length: int) -> memoryview:
         """The piece at `offset` in the body."""

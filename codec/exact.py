@@ -70,7 +70,7 @@ def _pieces(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[bytes]
 
     def one(start: int) -> bytes:
         stop = start + step
-        return _encode_chunk(data[start:stop], spec, None if before is None else before[start:stop])
+        return encode_chunk(data[start:stop], spec, None if before is None else before[start:stop])
 
     return map_chunks(one, range(0, data.size, step))
 
@@ -111,7 +111,8 @@ def _encode_plain(data: NpArray) -> bytes:
     return min(coded, bytes([entropy.ZSTANDARD]) + frame, key=len)
 
 
-def _encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> bytes:
+def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> bytes:
+    """Bytes of items of a dtype (any number of them, at least one), against as many of the parent or alone."""
     if before is not None and np.array_equal(data, before):
         return bytes([UNCHANGED])
     current = _patterns(data, spec)
@@ -150,13 +151,14 @@ def decode_bytes(
     def one(number: int) -> None:
         start = starts[number]
         part = data[start : start + step]
-        _decode_chunk(pieces[number], part, spec, None if before is None else before[start : start + step])
+        decode_chunk(pieces[number], part, spec, None if before is None else before[start : start + step])
 
     map_chunks(one, range(len(starts)))
     return BytesMemory(data)
 
 
-def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+    """Fill `out` with the bytes that `encode_chunk` was given; raises CorruptDataError."""
     data = Reader(piece, "exact")
     method = data.byte()
     if method == PLAIN:

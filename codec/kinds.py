@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from .errors import BadArgumentError
 
@@ -38,18 +41,27 @@ class Kind:
         role: "weight", "first moment" or "second moment" of an optimizer, or "state" (everything else).
         parameter: name of the parameter that an optimizer entry belongs to, where known.
         optimizer: class name of the optimizer, where known.
+        rows: packed bits (uint8 NumPy, row i is bit i mod 8 of byte i div 8), 1 for each row that may have changed
+            since the parent; None: not known. It is no part of what the array is: kinds compare equal whatever it is.
+        rows_since_base: the same since the parent, where that is a base; None: `rows` is for any parent.
     """
 
     layer: str = "other"
     role: str = "weight"
     parameter: str | None = None
     optimizer: str | None = None
+    rows: Any = field(default=None, compare=False, repr=False)
+    rows_since_base: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.layer not in LAYERS:
             raise BadArgumentError(f"kind {self.layer!r} is unknown; one of {', '.join(LAYERS)}")
         if self.role not in ROLES:
             raise BadArgumentError(f"role {self.role!r} is unknown; one of {', '.join(ROLES)}")
+        for name in ("rows", "rows_since_base"):
+            bits = getattr(self, name)
+            if bits is not None and not (isinstance(bits, np.ndarray) and bits.dtype == np.uint8 and bits.ndim == 1):
+                raise BadArgumentError(f"{name} is {str(bits)[:60]}; it must be packed bits, uint8 NumPy of one axis")
 
 
 def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
@@ -112,6 +124,30 @@ def kind_of(path: str, spec: LeafSpec, kinds: Mapping[str, Any] | None) -> Kind:
     if isinstance(kind, Kind):
         return kind
     return Kind(kind, _role(path))
+
+
+def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_base: bool) -> dict[str, Any]:
+    """Packed bits of the rows that may have changed since the parent, by path, where that is known.
+
+    Rows are known of one array only: where several paths end in the same name (the weights, and an average of them kept
+    beside, which changes in rows of its own), they are known of none.
+
+    Args:
+        paths: of all arrays.
+        kinds: as given to `compress`.
+        over_base: whether the parent is a base.
+    """
+    found = [(path, by_path(kinds, path)) for path in paths] if kinds else []
+    matches = Counter(match[0] for _, match in found if match is not None)
+    table: dict[str, Any] = {}
+    for path, match in found:
+        if match is None or matches[match[0]] > 1 or not isinstance(match[1], Kind):
+            continue
+        kind = match[1]
+        bits = kind.rows_since_base if over_base and kind.rows_since_base is not None else kind.rows
+        if bits is not None:
+            table[path] = bits
+    return table
 
 
 def check_kinds(kinds: Any) -> None:

@@ -7,6 +7,7 @@ through their own namespace.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -68,6 +69,7 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or hasattr(value, "__array_namespace__")
 
 
+@functools.cache
 def _torch() -> Any:
     return importlib.import_module("torch")
 
@@ -98,6 +100,7 @@ def _torch_dtype(name: str) -> Any:
     return dtype
 
 
+@functools.cache
 def _item_size(library: str, dtype: str) -> int:
     return int(_torch_dtype(dtype).itemsize if library == "torch" else _numpy_dtype(dtype).itemsize)
 
@@ -157,12 +160,23 @@ def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
     return LeafSpec("numpy", name, tuple(x.shape)), flat
 
 
+@functools.cache
+def _plain_tensors() -> tuple[type, ...]:
+    nn = _torch().nn
+    return (_torch().Tensor, nn.Parameter, nn.Buffer, nn.parameter.UninitializedParameter)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
     torch = _torch()
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(t, distributed.DTensor):
         t = t.full_tensor()
-    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.nn.parameter.UninitializedParameter)
+    plain = _plain_tensors()
     if type(t) not in plain and not (isinstance(t, torch.nn.Parameter) and type(t.data) is torch.Tensor):
         raise UnsupportedLeafError(
             f"{path}: the tensor subclass {type(t).__qualname__} cannot be rebuilt from its values"
@@ -173,9 +187,11 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         odd = (("nested", t.is_nested), ("quantized", t.is_quantized), ("meta", t.device.type == "meta"))
         what = next((name for name, is_so in odd if is_so), str(t.layout))
         raise UnsupportedLeafError(f"{path}: a {what} tensor has no plain values; convert it first")
-    name = str(t.dtype).removeprefix("torch.")
+    name = _dtype_name(t.dtype)
     shape = tuple(t.shape)
-    span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+    span = t.numel()
+    if span and not t.is_contiguous():
+        span = sum((n - 1) * s for n, s in zip(shape, t.stride(), strict=True)) + 1
     if (t.storage_offset() + span) * t.element_size() > t.untyped_storage().nbytes() and span:
         raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
     t = t.detach().resolve_conj().resolve_neg()

@@ -6,15 +6,18 @@ elements need no correction, so it costs a few hundredths of a bit; the correcti
 `FirstMoment`: m on a uniform grid in units of sqrt(v~), v~ being the decoded second moment: an error of half a step is
 half a step of the update. The value of a grid point is the mean of what fell on it, so that the sum of m stays.
 
-Pieces, second moment: (0) block: row factors, block: column factors, both as log buckets of 3 bits; varint number of
-symbols S, S bfloat16 factors. (1 + i) chunk i: block: symbol stream; varint number of escapes, their float32 patterns.
-First moment: (0) varint S, S bfloat16 values of grid points. (1 + i) as above.
+Pieces, second moment: (0) block: row factors, block: column factors, both as log buckets of 3 bits or differences to
+the parent's; the table of each symbol's factor. (1 + i) chunk i: block: symbol stream in the context of
+the parent's symbols; varint number of escapes, their float32 patterns.
+First moment: (0) the table of each grid point's value. (1 + i) as above.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +28,7 @@ from ..kernels.grid import ESCAPE as OFF_GRID
 from ..kernels.grid import grid_symbols, grid_values
 from ..kernels.logbucket import bucket_index, bucket_value
 from ..kernels.residual import ESCAPE as NO_RESIDUAL
-from ..kernels.residual import FIRST, residual_symbols, residual_values
+from ..kernels.residual import FARTHEST, FIRST, residual_symbols, residual_values
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
@@ -35,6 +38,8 @@ from .moments import LogBuckets, ValuesMemory
 from .parallel import map_chunks
 
 _FACTOR_BITS = 3
+_MARGIN = 0.25
+"""How far beyond its parent's cell, in cells, a second moment may be and keep the parent's symbol."""
 _F32 = FORMATS["float32"]
 
 
@@ -70,13 +75,16 @@ class SecondMoment:
         shape = matrix_shape(leaf.spec)
         if shape is None:
             return LogBuckets(self.alpha).encode(leaf, parent)
-        rows, columns = factors(leaf.flat, leaf.spec, shape)
-        packed_rows, rows = _pack_factors(rows)
-        packed_columns, columns = _pack_factors(columns)
+        before = _rank_one(parent, leaf.spec)
+        indices = tuple(bucket_index(f, _FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
+        rows, columns = map(_factor_values, indices)
 
         def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray, NpArray]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
             symbols, sums, estimates, counts = residual_symbols(x, rows, columns, start, self.octaves)
+            if before is not None:
+                old = before.symbols[start : start + CHUNK]
+                _settle(x, symbols, old, rows, columns, start, self.octaves, sums, estimates, counts)
             return symbols, sums, estimates, counts, x[symbols == NO_RESIDUAL]
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
@@ -85,31 +93,109 @@ class SecondMoment:
             ratio = sum((p[1] for p in parts), np.zeros(256)) / sum((p[2] for p in parts), np.zeros(256))
         table = _rounded(np.where(counts > 0, ratio, 0.0))
         table[:FIRST] = 0.0
-        head = Writer()
-        head.block(packed_rows)
-        head.block(packed_columns)
-        head.raw(_pack_table(table))
-        pieces = [head.done(), *map_chunks(lambda p: _pack_chunk(p[0], p[4]), parts)]
+        symbols = np.concatenate([p[0] for p in parts])
+        memory = RankOneMemory(symbols, indices[0], indices[1], table, np.concatenate([p[4] for p in parts]))
 
-        def met(number: int) -> Distortion:
-            start = number * CHUNK
-            symbols, escaped = parts[number][0], parts[number][4]
-            restored = residual_values(symbols, rows, columns, start, table)
-            restored[symbols == NO_RESIDUAL] = escaped
+        def met(start: int) -> Distortion:
+            restored = memory.chunk(start)
             return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
 
-        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
+        error = sum(map_chunks(met, range(0, leaf.spec.size, CHUNK)), Distortion(0.0, 0.0, 0.0))
+        pieces = _rank_one_pieces(memory, before)
+        decoded = partial(memory.values, leaf.spec)
+        return Stored("rank-one", {}, pieces, memory, error.largest_relative, "relative", decoded=decoded)
 
-        def decoded() -> Array:
-            data = np.empty(leaf.spec.nbytes, np.uint8)
-            for number, (symbols, _, _, _, escaped) in enumerate(parts):
-                restored = residual_values(symbols, rows, columns, number * CHUNK, table)
-                restored[symbols == NO_RESIDUAL] = escaped
-                start = number * CHUNK * leaf.spec.itemsize
-                data[start : start + restored.size * leaf.spec.itemsize] = narrowed(restored, leaf.spec)
-            return from_bytes(data, leaf.spec)
 
-        return Stored("rank-one", {}, pieces, None, error.largest_relative, "relative", decoded=decoded)
+@dataclass(frozen=True, slots=True)
+class RankOneMemory:
+    """A second moment as it is stored, a byte an element: what the next delta's symbols are coded against.
+
+    Args:
+        symbols: uint8 [n], see `kernels.residual`.
+        rows: int32 [R], log buckets of the row factors.
+        columns: int32 [C], of the column factors.
+        table: float32 [256], factor of each symbol.
+        escaped: float32, the values of the elements without a residual, in order.
+    """
+
+    symbols: NpArray
+    rows: NpArray
+    columns: NpArray
+    table: NpArray
+    escaped: NpArray
+
+    def chunk(self, start: int) -> NpArray:
+        """The decoded elements of the chunk at `start` as float32."""
+        symbols = self.symbols[start : start + CHUNK]
+        values: NpArray = residual_values(
+            symbols, _factor_values(self.rows), _factor_values(self.columns), start, self.table
+        )
+        if self.escaped.size:
+            first = int(np.count_nonzero(self.symbols[:start] == NO_RESIDUAL))
+            at = np.flatnonzero(symbols == NO_RESIDUAL)
+            values[at] = self.escaped[first : first + at.size]
+        return values
+
+    def values(self, spec: LeafSpec) -> Array:
+        """The decoded array."""
+        data = np.empty(spec.nbytes, np.uint8)
+
+        def one(start: int) -> None:
+            values = narrowed(self.chunk(start), spec)
+            data[start * spec.itemsize : start * spec.itemsize + values.size] = values
+
+        map_chunks(one, range(0, spec.size, CHUNK))
+        return from_bytes(data, spec)
+
+
+def _rank_one(parent: Memory | None, spec: LeafSpec) -> RankOneMemory | None:
+    """The parent's memory where it is one of this stream (shapes are equal wherever there is a parent)."""
+    return parent if isinstance(parent, RankOneMemory) and parent.symbols.size == spec.size else None
+
+
+def _settle(
+    x: NpArray, symbols: NpArray, old: NpArray, rows: NpArray, columns: NpArray, start: int, octaves: int,
+    sums: NpArray, estimates: NpArray, counts: NpArray,
+) -> None:  # fmt: skip
+    """Keep the parent's symbol, in place, where an element is but `_MARGIN` of a cell beyond that symbol's cell."""
+    moved = np.flatnonzero((symbols != old) & (np.minimum(symbols, old) >= FIRST))
+    at = start + moved
+    estimate = rows[at // columns.size] * columns[at % columns.size]
+    cell = octaves << 23
+    off = x[moved].view(np.int32).astype(np.int64) - estimate.view(np.int32)
+    beyond = np.abs(off - (old[moved].astype(np.int64) - (FIRST + FARTHEST)) * cell) - cell // 2
+    near = beyond <= _MARGIN * cell
+    kept, estimate = moved[near], estimate[near]
+    for sign, which in ((-1, symbols[kept]), (1, old[kept])):
+        sums += sign * np.bincount(which, x[kept], 256)
+        estimates += sign * np.bincount(which, estimate, 256)
+        counts += sign * np.bincount(which, minlength=256)
+    symbols[kept] = old[kept]
+
+
+def _rank_one_pieces(memory: RankOneMemory, before: RankOneMemory | None) -> list[bytes]:
+    head = Writer()
+    head.block(_pack_factors(memory.rows, None if before is None else before.rows))
+    head.block(_pack_factors(memory.columns, None if before is None else before.columns))
+    head.raw(_pack_table(memory.table))
+
+    def one(start: int) -> bytes:
+        symbols = memory.symbols[start : start + CHUNK]
+        old = None if before is None else before.symbols[start : start + CHUNK]
+        first = int(np.count_nonzero(memory.symbols[:start] == NO_RESIDUAL)) if memory.escaped.size else 0
+        count = int(np.count_nonzero(symbols == NO_RESIDUAL)) if memory.escaped.size else 0
+        return _pack_chunk(symbols, memory.escaped[first : first + count], old)
+
+    return [head.done(), *map_chunks(one, range(0, memory.symbols.size, CHUNK))]
+
+
+def restate_rank_one(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same symbols and factors against another parent, see `codec.restate`."""
+    if not isinstance(memory, RankOneMemory):
+        raise BadArgumentError("rank one: the memory of another stream cannot be restated")
+    return meta, _rank_one_pieces(memory, _rank_one(parent, spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +206,21 @@ class FirstMoment:
     buckets.
 
     Args:
-        step: distance of grid points in units of m / sqrt(v), in (0, 16]; default 0.5.
+        step: distance of grid points in units of m / sqrt(v), in (0, 16]; None: `grid_step` of `Config.rate`.
         alpha: relative error where there is no second moment, see `LogBuckets`; default 0.25.
 
     Raises:
         BadArgumentError: a value out of range.
     """
 
-    step: float = 0.5
+    step: float | None = None
     alpha: float = 0.25
     id: ClassVar[str] = "first moment"
     uses_sibling: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_range("step", self.step, 0, 16, open_low=True)
+        if self.step is not None:
+            check_range("step", self.step, 0, 16, open_low=True)
         LogBuckets(self.alpha)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
@@ -145,10 +232,11 @@ class FirstMoment:
         if leaf.sibling is None:
             return LogBuckets(self.alpha).encode(leaf, parent)
         square = leaf.sibling
+        step = grid_step(0.0) if self.step is None else float(self.step)
 
         def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
-            symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], float(self.step))
+            symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], step)
             return symbols, sums, counts, x[symbols == OFF_GRID]
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
@@ -169,6 +257,19 @@ class FirstMoment:
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
         return Stored("grid", {}, pieces, None, error.relative_l2, "relative L2")
+
+
+def grid_step(rate: float) -> float:
+    """The step of first moments at a rate: `min(16, max(0.5, sqrt(1000 rate)))`.
+
+    A uniform quantizer's distortion, step**2 / 12, falls by a fixed share with every bit: the step that spends a bit
+    where it is worth `rate` grows with the root of it.
+
+    Example:
+        >>> grid_step(0.0), grid_step(0.004)
+        (0.5, 2.0)
+    """
+    return min(16.0, max(0.5, math.sqrt(1000 * rate)))
 
 
 def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:
@@ -206,29 +307,35 @@ def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArra
     return np.maximum(rows, 0).astype(np.float32), np.maximum(columns, 0).astype(np.float32)
 
 
-def _pack_factors(values: NpArray) -> tuple[bytes, NpArray]:
-    """Factors as log buckets, and as they will be read."""
-    low = bucket_index(values, _FACTOR_BITS)
-    restored: NpArray = bucket_value(low, _FACTOR_BITS, "float32")
-    symbols = low - np.int32(_F32.buckets(_FACTOR_BITS))
-    # Factors span few octaves: their indices fit 16 bits, as two planes of bytes.
+def _factor_values(index: NpArray) -> NpArray:
+    """Factors, float32, of their log buckets, int32, as `bucket_index` counts them."""
+    values: NpArray = bucket_value(index, _FACTOR_BITS, "float32")
+    return values
+
+
+def _pack_factors(index: NpArray, before: NpArray | None) -> bytes:
+    """Log buckets of factors, or their zig-zag differences to the parent's, as two planes of bytes."""
+    numbers = index - np.int32(_F32.buckets(_FACTOR_BITS))
+    if before is not None:
+        step = index - before
+        numbers = (step << 1) ^ (step >> 31)
     out = Writer()
     for shift in (0, 8):
-        out.block(entropy.encode(((symbols >> shift) & 255).astype(np.uint8)))
-    return out.done(), restored
+        out.block(entropy.encode(((numbers >> shift) & 255).astype(np.uint8)))
+    return out.done()
 
 
-def _read_factors(data: memoryview, n: int) -> NpArray:
+def _read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
     reader = Reader(data, "factors")
-    index = np.zeros(n, np.int32)
+    numbers = np.zeros(n, np.int32)
     for shift in (0, 8):
-        index += entropy.decode(reader.block(), n).astype(np.int32) << shift
+        numbers += entropy.decode(reader.block(), n).astype(np.int32) << shift
     reader.end()
-    buckets = _F32.buckets(_FACTOR_BITS)
-    if n and int(index.max()) > buckets:
+    buckets = np.int32(_F32.buckets(_FACTOR_BITS))
+    index = numbers + buckets if before is None else before + ((numbers >> 1) ^ -(numbers & 1))
+    if n and not buckets <= int(index.min()) <= int(index.max()) <= 2 * buckets:
         raise CorruptDataError("factors: a bucket is out of range")
-    values: NpArray = bucket_value(index + np.int32(buckets), _FACTOR_BITS, "float32")
-    return values
+    return index
 
 
 def _rounded(values: NpArray) -> NpArray:
@@ -237,36 +344,46 @@ def _rounded(values: NpArray) -> NpArray:
 
 
 def _pack_table(table: NpArray) -> bytes:
-    used = int(np.flatnonzero(table)[-1]) + 1 if table.any() else 0
+    """The entries that are not zero: how many; of each the steps from the one before, less one; their bfloat16s."""
+    used = np.flatnonzero(table)
     out = Writer()
-    out.varint(used)
-    out.raw((table[:used].view(np.uint32) >> np.uint32(16)).astype("<u2"))
+    out.varint(used.size)
+    for gap in np.diff(used, prepend=-1):
+        out.varint(int(gap) - 1)
+    out.raw((table[used].view(np.uint32) >> np.uint32(16)).astype("<u2"))
     return out.done()
 
 
 def _read_table(data: Reader) -> NpArray:
-    used = data.varint()
-    if used > 256:
-        raise CorruptDataError(f"moment: a table of {used} values")
+    count = data.varint()
+    if count > 256:
+        raise CorruptDataError(f"moment: a table of {count} values")
+    at = -1
+    used = []
+    for _ in range(count):
+        at += 1 + data.varint()
+        used.append(at)
+    if at > 255:
+        raise CorruptDataError("moment: an entry is beyond the table")
     table = np.zeros(256, np.uint32)
-    table[:used] = data.array("<u2", used).astype(np.uint32) << np.uint32(16)
+    table[used] = data.array("<u2", count).astype(np.uint32) << np.uint32(16)
     values = table.view(np.float32)
     if not np.isfinite(values).all():
         raise CorruptDataError("moment: a value of the table is not finite")
     return values
 
 
-def _pack_chunk(symbols: NpArray, escaped: NpArray) -> bytes:
+def _pack_chunk(symbols: NpArray, escaped: NpArray, before: NpArray | None = None) -> bytes:
     out = Writer()
-    out.block(entropy.encode(symbols))
+    out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest"))
     out.varint(escaped.size)
     out.raw(escaped.astype("<f4", copy=False))
     return out.done()
 
 
-def _read_chunk(piece: memoryview, n: int, escape: int) -> tuple[NpArray, NpArray]:
+def _read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
     data = Reader(piece, "moment")
-    symbols = entropy.decode(data.block(), n)
+    symbols = entropy.decode(data.block(), n, before, 256)
     count = data.varint()
     if count != int(np.count_nonzero(symbols == escape)):
         raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
@@ -294,24 +411,32 @@ def _decode(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMem
 
 def decode_rank_one(
     spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
-) -> ValuesMemory:
+) -> RankOneMemory:
     """The stream format "rank-one"."""
     shape = matrix_shape(spec)
     if shape is None or not pieces:
         raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is no matrix of it")
     head = Reader(pieces[0], "rank one")
-    check_memory(8 * (shape[0] + shape[1]), "rank one")
-    rows, columns = _read_factors(head.block(), shape[0]), _read_factors(head.block(), shape[1])
+    starts = range(0, spec.size, CHUNK)
+    if len(pieces) != len(starts) + 1:
+        raise CorruptDataError(f"rank one: {len(pieces)} pieces for {len(starts)} chunks")
+    check_memory(8 * (shape[0] + shape[1]) + spec.size, "rank one")
+    before = _rank_one(parent, spec)
+    rows = _read_factors(head.block(), shape[0], None if before is None else before.rows)
+    columns = _read_factors(head.block(), shape[1], None if before is None else before.columns)
     table = _read_table(head)
     head.end()
 
-    def one(piece: memoryview, start: int, n: int) -> NpArray:
-        symbols, escaped = _read_chunk(piece, n, NO_RESIDUAL)
-        values: NpArray = residual_values(symbols, rows, columns, start, table)
-        values[symbols == NO_RESIDUAL] = escaped
-        return values
+    symbols = np.empty(spec.size, np.uint8)
 
-    return _decode(spec, pieces, one)
+    def one(number: int) -> NpArray:
+        own = symbols[starts[number] : starts[number] + CHUNK]
+        old = None if before is None else before.symbols[starts[number] : starts[number] + CHUNK]
+        own[:], escaped = _read_chunk(pieces[number + 1], own.size, NO_RESIDUAL, old)
+        return escaped
+
+    escaped = np.concatenate(map_chunks(one, range(len(starts))))
+    return RankOneMemory(symbols, rows, columns, table, escaped)
 
 
 def decode_grid(

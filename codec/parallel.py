@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ B = TypeVar("B")
 
 _limit = int(os.environ.get("SHRINKPOINT_THREADS", "0"))
 _inside: ContextVar[bool] = ContextVar("inside a worker thread", default=False)
+_stop: ContextVar[Callable[[], bool] | None] = ContextVar("asks whether to give up", default=None)
 _lock = threading.Lock()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
@@ -41,6 +43,26 @@ def set_threads(n: int | None) -> None:
     _limit = n or 0
 
 
+class Stopped(Exception):
+    """Work was given up because it was asked to."""
+
+
+@contextmanager
+def stoppable(stop: Callable[[], bool], *, alone: bool = False) -> Iterator[None]:
+    """Within, `map_chunks` raises Stopped instead of starting the next piece of work once `stop()` is true.
+
+    Args:
+        stop: cheap; asked before every piece, from any thread.
+        alone: also do all work in the calling thread.
+    """
+    asks, inside = _stop.set(stop), _inside.set(_inside.get() or alone)
+    try:
+        yield
+    finally:
+        _inside.reset(inside)
+        _stop.reset(asks)
+
+
 def _executor(n: int) -> ThreadPoolExecutor:
     """The shared pool; made anew after a fork or a change of the bound."""
     global _pool
@@ -54,16 +76,26 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     """`[work(i) for i in items]` on all threads; the first error is raised after all have stopped.
 
     Called from inside a worker it runs in place, so that nested use cannot wait for itself.
+
+    Raises:
+        Stopped: `stoppable` asks for it.
     """
     items = list(items)
+    stop = _stop.get()
+
+    def checked(item: A) -> B:
+        if stop is not None and stop():
+            raise Stopped
+        return work(item)
+
     n = threads()
     if n == 1 or len(items) <= 1 or _inside.get():
-        return [work(i) for i in items]
+        return [checked(i) for i in items]
 
     def marked(item: A) -> B:
         token = _inside.set(True)
         try:
-            return work(item)
+            return checked(item)
         finally:
             _inside.reset(token)
 

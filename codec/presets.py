@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from .changed import Changed
+from .clusters import Clusters
 from .config import ChainPolicy, Config, Rule
+from .errors import BadArgumentError
 from .exact import Exact
+from .exponent import ExponentDelta
 from .moments import LogBuckets
+from .optimizer import SecondMoment
 from .quantize import Quantize
+from .rows import Rows
+from .rows import expected_failures as expected_failures
 
 
 def inshrinkerator(
@@ -59,6 +68,141 @@ def inshrinkerator(
     moments = LogBuckets(alpha=min(alpha, 0.5))
     rules = [Rule("weight", weights), Rule("first moment", moments), Rule("second moment", moments)]
     return Config(rules, chain=chain)
+
+
+def lc_checkpoint(
+    bits: int | None = 2,
+    *,
+    huffman: bool = True,
+    second_moments: str = "relative",
+    chain: ChainPolicy | None = None,
+) -> Config:
+    """LC-Checkpoint as published: quantized differences to the restored parent, priority promotion, Huffman.
+
+    Weights and first moments (SGD's whole state) follow the paper. Adaptive optimizers, which it leaves to future work,
+    also have second moments, where a difference that is not promoted leaves a value wrong by orders of magnitude under
+    a root and a division: they are kept to a relative error instead (docs/decisions/lc-checkpoint.md).
+
+    Args:
+        bits: x of x-bit priority promotion, 1 to 8; default 2. None: exponent buckets only (the paper's "E").
+        huffman: Huffman codes; False: fixed-width codes ("E+P").
+        second_moments: "relative" (`SecondMoment()`, default) or "exponent" (like everything else).
+        chain: when to take a base; default `ChainPolicy()`. Errors do not add up along a chain.
+
+    Raises:
+        BadArgumentError: a value out of range.
+
+    Example:
+        >>> lc_checkpoint(3).rules[0].codec
+        ExponentDelta(bits=3, coder='huffman', max_error=None)
+
+    Source: LC-Checkpoint, section 3.
+    """
+    if second_moments not in ("relative", "exponent"):
+        raise BadArgumentError(f"second_moments is {second_moments!r}; it must be one of relative, exponent")
+    differences = ExponentDelta(bits, "huffman" if huffman else "packed")
+    second = SecondMoment() if second_moments == "relative" else differences
+    rules = [Rule("weight", differences), Rule("first moment", differences), Rule("second moment", second)]
+    return Config(rules, chain=chain)
+
+
+def bitsnap(
+    clusters: int = 16,
+    *,
+    max_cached_iteration: int = 10,
+    master: Iterable[str] = ("optim*", "*/optim*", "*master*", "*fp32_from*", "*fp32_groups*"),
+) -> Config:
+    """BitSnap as published: mask and changed values of model weights, exactly; optimizer states in clusters.
+
+    Plain float32 weights in the model are exact, too; nearly all of them change, so that they are mostly stored in
+    full. Optimizer entries that are no known moment, and tiny ones, are exact whatever their path.
+
+    Args:
+        clusters: for optimizer states, 1 to 16; default 16.
+        max_cached_iteration: a base every so many checkpoints, 1 or more; default 10. Deltas are against the base.
+        master: patterns of paths where weights are the optimizer's own (float32 master weights), which the paper
+            counts as optimizer states; () if they are to be exact.
+
+    Raises:
+        BadArgumentError: a value out of range.
+
+    Example:
+        >>> bitsnap(max_cached_iteration=5).chain
+        ChainPolicy(base_every=5, against='base')
+
+    Source: BitSnap, sections 3.3, 3.4 and 4.4.
+    """
+    states = Clusters(clusters, "published")
+    if isinstance(master, str):
+        raise BadArgumentError(f"master is {master!r}; it must be a sequence of patterns")
+    rules = [Rule(match, states) for match in ("first moment", "second moment", *master)]
+    if type(max_cached_iteration) is not int or max_cached_iteration < 1:
+        raise BadArgumentError(f"max_cached_iteration is {max_cached_iteration!r}; it must be an integer of at least 1")
+    chain = ChainPolicy(base_every=max_cached_iteration, against="base")
+    return Config([*rules, Rule("*", Changed("published"))], chain=chain)
+
+
+_POLICIES = {
+    "intermittent": ChainPolicy(base_every=None, against="base", predictor="size"),
+    "one_shot": ChainPolicy(base_every=None, against="base"),
+    "consecutive": ChainPolicy(base_every=None, against="previous"),
+}
+
+
+def check_n_run(
+    bits: int | str = 4,
+    expected_restores: float | None = None,
+    policy: str = "intermittent",
+    *,
+    method: str = "adaptive",
+    num_bins: int | None = None,
+    ratio: float | None = None,
+    moment_bits: int | None = None,
+    coder: str = "published",
+) -> Config:
+    """Check-N-Run as published: embedding rows that changed, each quantized over its own range; the rest exact.
+
+    Optimizer state of an embedding follows its rows: a delta holds the rows that changed. It is exact by default, for a
+    row of second moments spans many powers of two, and an even grid rounds its small ones to the row's minimum, which
+    a later update divides by. Which rows changed is found by comparing, or known from a `RowTracker`.
+
+    Args:
+        bits: width of a code, 2, 3, 4 or 8; default 4. "auto": by `expected_restores` (1: 2 bits, up to 3: 3, up to 20:
+            4, else 8).
+        expected_restores: how often the run is expected to resume; beyond it `Store` falls back to 8 bits.
+            `expected_failures(probability, nodes, duration)` estimates it.
+        policy: "intermittent" (default: deltas against the base, a new base when the predictor says so), "one_shot"
+            (against the base, always the same), "consecutive" (against the checkpoint before).
+        method: "adaptive" (greedy search; plain at 8 bits), "asymmetric", "symmetric" or "kmeans".
+        num_bins: of the greedy search, 1 to 4096; None: picked on a sample.
+        ratio: of the greedy search, in (0, 1]; None: picked on a sample.
+        moment_bits: width for moments of the tables' shape, 2, 3, 4 or 8; None (default): exact.
+        coder: "published" (codes bit-packed, numbers and masks as they are) or "smallest".
+
+    Raises:
+        BadArgumentError: a value out of range; "auto" without `expected_restores`.
+
+    Example:
+        >>> check_n_run("auto", expected_failures(0.001, nodes=16, duration=72)).rules[0].codec.width
+        3
+
+    Source: Check-N-Run, sections 5 and 6.
+    """
+    if policy not in _POLICIES:
+        raise BadArgumentError(f"policy is {policy!r}; it must be one of {', '.join(_POLICIES)}")
+    if bits is None:
+        raise BadArgumentError("bits is None; it must be 2, 3, 4, 8 or 'auto'")
+    table = Rows(bits, method, num_bins, ratio, expected_restores, coder)
+    exact = Rows(None)
+    moments = exact if moment_bits is None else Rows(moment_bits, method, num_bins, ratio, expected_restores, coder)
+    rules = [
+        Rule("embedding", table),
+        Rule("first moment", moments),
+        Rule("second moment", moments),
+        Rule("state", exact),
+        Rule("*", Exact()),
+    ]
+    return Config(rules, chain=_POLICIES[policy])
 
 
 def lossless(*, chain: ChainPolicy | None = None) -> Config:

@@ -19,22 +19,25 @@ from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign, dequantize
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS, bits_for
-from ..kernels.histogram import kept_histogram, log_histogram
+from ..kernels.histogram import Histogram, kept_histogram, log_histogram
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
-from .codebook import Fit, fit, largest_of, predicted_error, unit, variance
+from .codebook import MOST, Fit, fit, largest_of, predicted_error, spacing, unit, variance
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
+from .importance import mean_root, weights_of
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 from .partition import Sketch, kept, protection, pruning, share_at_or_above
 from .ratedistortion import cheapest_levels
 
-_EXPLICIT, _PARENTS = 0, 1
-MAX_BINS = 254
+_EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
+MAX_BINS = MOST
 FINEST_SKETCH = 2.0**-13
+_FARTHEST = 1 << 31
+"""Multiples beyond this have no codebook of their own kind: their steps would be lost in rounding."""
 _LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
 
 
@@ -86,9 +89,23 @@ def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:
 
 def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
     """A codebook rounded to the array's dtype, entries that became equal merged; float64."""
-    array = codebook_array(codebook, spec)
-    wide = array.double().numpy() if is_torch(array) else array.astype(np.float64)
+    wide = _widened(codebook_array(codebook, spec))
     return np.unique(wide[np.isfinite(wide)] + 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """What the rate-distortion encoder weighs: `importance * error**2 + price * bits`.
+
+    Args:
+        price: of a bit; 0: every weight gets its nearest level.
+        mean: mean root of the second moment that is the importance; 0 where none is known.
+        scale: makes the importances of all arrays 1 on average.
+    """
+
+    price: float
+    mean: float = 0.0
+    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,7 @@ class Plan:
 
     sketch: Sketch
     thresholds: Thresholds
+    trade: Trade
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +122,21 @@ class Quantize:
     """Prune, protect and quantize float weights to levels of a codebook, coded as a delta where there is a parent.
 
     Args:
-        bins: codebook entries, 2 to 254; default 32.
+        bins: codebook entries, 2 to 254; default 24.
         embedding_bins: the same for embeddings; None: as `bins`.
         prune: fraction set to zero, per layer type, in [0, 1); default 0. Embeddings are never pruned.
         prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
         protect: fraction kept as bfloat16, over all arrays, in [0, 1); default 0.0005.
         alpha: relative error of the sketch, in [2**-13, 1); default 0.01.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
-        solver: "exact" or "kmeans++".
+        solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
+            (the best `bins` entries) or "kmeans++"; see `codec.codebook`.
         policy: "frozen" (default), "warm" or "refit"; see `codec.codebook`.
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
         coder: "smallest" (default) or "published" (run lengths and Huffman per group).
         seed: of kmeans++.
         max_error: relative L2 error an array may have, in (0, 1); picks its bins. None: `Config.max_rel_error`.
-        rate: lambda of the rate-distortion encoder, in variances a bit, >= 0. None: `Config.rate`.
+        rate: lambda of the rate-distortion encoder, see `Config`, >= 0. None: `Config.rate`.
 
     Raises:
         BadArgumentError: a value out of range; the message names it and its limits.
@@ -125,14 +144,14 @@ class Quantize:
     Source: Inshrinkerator, sections 4 and 6.
     """
 
-    bins: int = 32
+    bins: int = 24
     embedding_bins: int | None = None
     prune: float = 0.0
     prune_metric: str = "magnitude"
     protect: float = 0.0005
     alpha: float = 0.01
     sigma: float = 1.0
-    solver: str = "exact"
+    solver: str = "uniform"
     policy: str = "frozen"
     trigger: float = 1.05
     coder: str = "smallest"
@@ -163,7 +182,7 @@ class Quantize:
             raise BadArgumentError(f"seed is {self.seed!r}; it must be an integer in [0, 2**63)")
         for name, allowed in (
             ("prune_metric", ("magnitude", "sensitivity")),
-            ("solver", ("exact", "kmeans++")),
+            ("solver", ("uniform", "exact", "kmeans++")),
             ("policy", ("frozen", "warm", "refit")),
             ("coder", ("smallest", "published")),
         ):
@@ -177,11 +196,26 @@ class Quantize:
         sketches = map_chunks(self._sketch, leaves)
         protect = self._protection(sketches, parents)
         by_layer = pruning(sketches, self.prune, self._metric(leaves)) if self.prune else {}
-        plans = []
-        for sketch in sketches:
-            prune = by_layer.get(sketch.layer, (0.0, 0.0))
-            plans.append(Plan(sketch, Thresholds(*protect, *prune)))
-        return plans
+        thresholds = [Thresholds(*protect, *by_layer.get(sketch.layer, (0.0, 0.0))) for sketch in sketches]
+        trades = self._trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
+        return [Plan(*decided) for decided in zip(sketches, thresholds, trades, strict=True)]
+
+    def _trades(self, leaves: Sequence[Leaf], histograms: Sequence[Histogram]) -> list[Trade]:
+        """One slope for all arrays whose importance is known, in their mean weighted variance; else one for each."""
+        # The kernel works in float32.
+        usable = [bool(self.rate) and 1e-15 < largest_of(h) < 1e15 for h in histograms]
+        variances = [variance(h) if u else 0.0 for h, u in zip(histograms, usable, strict=True)]
+        known = [i for i, leaf in enumerate(leaves) if usable[i] and leaf.importance is not None]
+        roots = dict(zip(known, map_chunks(lambda i: mean_root(leaves[i].importance), known), strict=True))
+        roots = {i: mean for i, mean in roots.items() if 1e-100 < mean < 1e100}
+        rate = self.rate or 0.0
+        elements = sum(leaves[i].spec.size for i in roots)
+        total = sum(leaves[i].spec.size * mean for i, mean in roots.items())
+        weighted = sum(leaves[i].spec.size * mean * variances[i] for i, mean in roots.items())
+        return [
+            Trade(rate * weighted / total, roots[i], elements / total) if i in roots else Trade(rate * variances[i])
+            for i in range(len(leaves))
+        ]
 
     def _metric(self, leaves: Sequence[Leaf]) -> str:
         if self.prune_metric == "sensitivity":
@@ -221,7 +255,6 @@ class Quantize:
         if leaf.gradient is not None:
             histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
         scale = unit(largest_of(plan.sketch.signed))
-        largest = largest_of(histogram)
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
@@ -230,9 +263,7 @@ class Quantize:
                 continue
             if reason != "frozen":
                 codebook = rounded_codebook(codebook, leaf.spec)
-            # The rate-distortion kernel works in float32.
-            trade = self.rate * variance(histogram) if self.rate and 1e-15 < largest < 1e15 else 0.0
-            memory, met = _quantize(leaf, plan.thresholds, codebook, before, trade, scale)
+            memory, met = _quantize(leaf, plan, codebook, before, scale)
             if self.max_error is None or met.relative_l2 <= self.max_error:
                 break
         else:
@@ -257,7 +288,7 @@ def _finite(threshold: float) -> float | None:
 
 
 def _quantize(
-    leaf: Leaf, thresholds: Thresholds, codebook: NpArray, before: LevelsMemory | None, trade: float, scale: float
+    leaf: Leaf, plan: Plan, codebook: NpArray, before: LevelsMemory | None, scale: float
 ) -> tuple[LevelsMemory, Distortion]:
     """Levels of all elements, the values of the protected ones as they will be restored, and the distortion."""
     levels = np.empty(leaf.spec.size, np.uint8)
@@ -266,10 +297,14 @@ def _quantize(
     def one(start: int) -> tuple[NpArray, Distortion]:
         x = leaf.flat[start : start + CHUNK]
         gradient = None if leaf.gradient is None else leaf.gradient[start : start + CHUNK]
-        own = assign(x, thresholds, codebook, gradient=gradient)
-        if trade and codebook.size:
+        own = assign(x, plan.thresholds, codebook, gradient=gradient)
+        if plan.trade.price and codebook.size:
             parent = None if before is None else before.levels[start : start + CHUNK]
-            own = cheapest_levels(x, own, parent, 1 if before is None else before.size, codebook, trade)
+            matters = None
+            if plan.trade.mean and leaf.importance is not None:
+                matters = weights_of(leaf.importance[start : start + CHUNK], plan.trade.mean, plan.trade.scale)
+            parent_size = 1 if before is None else before.size
+            own = cheapest_levels(x, own, parent, parent_size, codebook, plan.trade.price, matters)
         held = bfloat16.held(x[own == 1], leaf.spec)
         values = native.to(x.device) if is_torch(x) else native
         protected = from_bytes(held, leaf.spec)
@@ -283,7 +318,7 @@ def _quantize(
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([h for h, _ in parts]) if parts else np.empty(0, np.uint8)
     met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
-    return LevelsMemory(levels, codebook, protected, thresholds), met
+    return LevelsMemory(levels, codebook, protected, plan.thresholds), met
 
 
 def _level_chunks(memory: LevelsMemory, before: LevelsMemory | None, coder: str) -> list[bytes]:
@@ -312,8 +347,7 @@ def _references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | Non
     if before is not None and np.array_equal(before.codebook, memory.codebook):
         out.byte(_PARENTS)
     else:
-        out.byte(_EXPLICIT)
-        out.raw(as_bytes(codebook_array(memory.codebook, spec)))
+        _write_codebook(out, memory.codebook, spec)
     patterns, odd = bfloat16.patterns(memory.protected, spec)
     predicted = _predicted(memory.levels, before, spec)
     out.varint(patterns.size)
@@ -324,6 +358,31 @@ def _references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | Non
         out.varint(int(step))
     out.raw(memory.protected.reshape(-1, spec.itemsize)[odd])
     return out.done()
+
+
+def _write_codebook(out: Writer, codebook: NpArray, spec: LeafSpec) -> None:
+    if codebook.size > 1:
+        step = spacing(codebook)
+        first = round(float(codebook[0]) / step) if 0 < step < np.inf else _FARTHEST
+        if abs(first) < _FARTHEST and np.array_equal(_multiples(first, codebook.size, step, spec), codebook):
+            out.byte(_MULTIPLES)
+            out.varint(2 * first if first >= 0 else -2 * first - 1)
+            out.raw(np.array([step], "<f8"))
+            return
+    out.byte(_EXPLICIT)
+    out.raw(as_bytes(codebook_array(codebook, spec)))
+
+
+def _multiples(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
+    """`size` multiples of a step from the `first`-th, rounded to the array's dtype, as float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _widened(codebook_array(np.arange(first, first + size) * step, spec))
+
+
+def _widened(codebook: Array) -> NpArray:
+    with np.errstate(invalid="ignore"):
+        wide: NpArray = codebook.double().numpy() if is_torch(codebook) else codebook.astype(np.float64)
+    return wide
 
 
 def _predicted(levels: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> NpArray:
@@ -385,16 +444,21 @@ def _read_references(
 ) -> tuple[NpArray, NpArray]:
     data = Reader(piece, "levels")
     size, mode = data.varint(), data.byte()
-    if size > MAX_BINS or mode not in (_EXPLICIT, _PARENTS):
+    if size > MAX_BINS or mode not in (_EXPLICIT, _PARENTS, _MULTIPLES):
         raise CorruptDataError(f"levels: a codebook of {size} entries, mode {mode}")
     if mode == _PARENTS:
         if before is None or before.codebook.size != size:
             raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
         codebook = before.codebook
     else:
-        raw = from_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
-        with np.errstate(invalid="ignore"):
-            codebook = raw.double().numpy() if is_torch(raw) else raw.astype(np.float64)
+        if mode == _MULTIPLES:
+            number, step = data.varint(), float(data.array("<f8", 1)[0])
+            first = (number >> 1) ^ -(number & 1)
+            if abs(first) >= _FARTHEST:
+                raise CorruptDataError(f"levels: a codebook from multiple {str(first)[:30]}")
+            codebook = _multiples(first, size, step, spec)
+        else:
+            codebook = _widened(from_bytes(data.array("u1", size * spec.itemsize).copy(), spec))
         if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
             raise CorruptDataError("levels: the codebook is not finite and ascending")
     count = data.varint()

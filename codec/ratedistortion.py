@@ -19,9 +19,15 @@ ROUNDS = 3
 
 
 def cheapest_levels(
-    x: Array, nearest: Array, parent: NpArray | None, parent_size: int, codebook: NpArray, trade: float
+    x: Array,
+    nearest: Array,
+    parent: NpArray | None,
+    parent_size: int,
+    codebook: NpArray,
+    price: float,
+    importance: Array | None = None,
 ) -> Array:
-    """Levels that cost least in squared error + `trade` * bits, the bits being what a conditional coder will need.
+    """Levels that cost least in `importance * error**2 + price * bits`, the bits being what a conditional coder needs.
 
     Args:
         x: values, shape (n,).
@@ -29,7 +35,8 @@ def cheapest_levels(
         parent: uint8 on the host, the parent's levels, or None: all in one context.
         parent_size: number of levels of the parent, 1 without one.
         codebook: float64, ascending.
-        trade: squared error worth one bit, >= 0.
+        price: squared error (times importance) worth one bit, >= 0.
+        importance: float32, shape (n,), in the library and on the device of x; None: 1 for all.
     """
     size = codebook.size + 2
     contexts = max(parent_size, 2)
@@ -41,8 +48,8 @@ def cheapest_levels(
     codes = codebook.astype(np.float32)
     levels = nearest
     for _ in range(ROUNDS):
-        prices = (trade * _bits(_host(joint_counts(before, levels, contexts, size)))).astype(np.float32)
-        chosen = rate_distortion_levels(x, nearest, before, codes, prices)
+        prices = (price * _bits(_host(joint_counts(before, levels, contexts, size)))).astype(np.float32)
+        chosen = rate_distortion_levels(x, nearest, before, codes, prices, importance)
         if bool((chosen == levels).all()):
             break
         levels = chosen

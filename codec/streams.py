@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .base import Memory
+from .changed import decode_changed, restate_changed
+from .clusters import decode_clusters
 from .exact import decode_bytes, restate_bytes
+from .exponent import decode_exponent, restate_exponent
 from .leaves import Array, LeafSpec
 from .moments import decode_log_buckets
-from .optimizer import decode_grid, decode_rank_one
+from .optimizer import decode_grid, decode_rank_one, restate_rank_one
 from .quantize import decode_levels, restate_levels
+from .rows import decode_rows, restate_rows
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
 """From spec, metadata, pieces, the parent's memory, and the decoded array that the record names as its sibling."""
@@ -21,6 +25,10 @@ STREAMS: dict[str, Decoder] = {
     "log-buckets": decode_log_buckets,
     "rank-one": decode_rank_one,
     "grid": decode_grid,
+    "exponent": decode_exponent,
+    "changed": decode_changed,
+    "clusters": decode_clusters,
+    "rows": decode_rows,
 }
 Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dict[str, Any], list[bytes]]]
 """From spec, metadata, the memory to state anew and the new parent's memory: new metadata and pieces."""
@@ -28,6 +36,10 @@ Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dic
 RESTATE: dict[str, Restater] = {
     "bytes": restate_bytes,
     "levels": restate_levels,
+    "rank-one": restate_rank_one,
+    "exponent": restate_exponent,
+    "changed": restate_changed,
+    "rows": restate_rows,
 }
 DELTA_STREAMS = frozenset(RESTATE)
 """Formats whose memory a later delta is coded against: a resolved checkpoint keeps it."""

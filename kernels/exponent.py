@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 
+MAX_BITS = 12
+"""Bits of a level that tell all (sign, exponent) pairs of float64 apart, and zero."""
+
+
 @dataclass(frozen=True, eq=False)
 class Buckets:
     """What the buckets of an array hold, on the host; E = 2**(exponent bits) exponent fields.
@@ -47,13 +51,13 @@ class Promotion:
 
     Args:
         codebook: unsigned patterns [k + 1] of the width of `format`: 0 first, then one value a kept bucket, by rank.
-        table: uint8 [2 E], level of each bucket by `sign * E + field` (the pattern shifted right past the mantissa); 0
-            for what is not kept.
+        table: uint8 or, for more than 8 bits, uint16 [2 E]: level of each bucket by `sign * E + field` (the pattern
+            shifted right past the mantissa); 0 for what is not kept.
         format: name of the float format.
     """
 
     codebook: np.ndarray[Any, Any]
-    table: np.ndarray[Any, np.dtype[np.uint8]]
+    table: np.ndarray[Any, Any]
     format: str
 
 
@@ -114,7 +118,7 @@ def promote(buckets: Buckets, bits: int) -> Promotion:
 
     Args:
         buckets: from `exponent_buckets`.
-        bits: 1 to 8, so that a level is one byte; the paper uses 2 and 3.
+        bits: 1 to 12; the paper uses 2 and 3, and 12 keep every bucket of every format. Up to 8 a level is one byte.
 
     Returns:
         Promotion with k = min(2**bits - 1, nonempty buckets) kept buckets.
@@ -130,14 +134,14 @@ def promote(buckets: Buckets, bits: int) -> Promotion:
 
     Source: LC-Checkpoint, section 3.1.1, priority promotion.
     """
-    if not 1 <= bits <= 8:
-        raise BadArgumentError(f"bits is {bits}; it must be from 1 to 8")
+    if not 1 <= bits <= MAX_BITS:
+        raise BadArgumentError(f"bits is {bits}; it must be from 1 to {MAX_BITS}")
     fmt = format_named(buckets.format)
     fields = buckets.counts.shape[1]
     broken = int(buckets.counts[:, -1].sum())
     if broken:
         raise BadArgumentError(f"x holds {broken} NaNs or infinities; only finite differences have buckets")
-    table = np.zeros(2 * fields, np.uint8)
+    table = np.zeros(2 * fields, np.uint8 if bits <= 8 else np.uint16)
     patterns = [0]
     for field in range(fields - 2, -1, -1):
         for sign in (0, 1):
@@ -157,7 +161,7 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
         promotion: from `promote`, of this array's buckets or of those of several.
 
     Returns:
-        uint8, shape of x.
+        uint8 or uint16, as the promotion's table is; shape of x.
 
     Raises:
         BadArgumentError: x has another dtype than the promotion.
@@ -180,14 +184,14 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
     Patterns, as from `planes.merge_planes`, so that bfloat16 needs no NumPy dtype: the caller views them as floats.
 
     Args:
-        levels: uint8 array of any shape, each below the number of entries.
-        codebook: uint16, uint32 or uint64 patterns [1 ... 256], a NumPy array wherever the levels live.
+        levels: uint8 or uint16 array of any shape, each below the number of entries.
+        codebook: uint16, uint32 or uint64 patterns [1 ... 65536], a NumPy array wherever the levels live.
 
     Returns:
         Array of the codebook's dtype, in the shape, library and device of `levels`.
 
     Raises:
-        BadArgumentError: `levels` is not uint8, or `codebook` is not as above.
+        BadArgumentError: `levels` is neither uint8 nor uint16, or `codebook` is not as above.
         CorruptDataError: a level has no entry.
 
     Example:
@@ -197,11 +201,12 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
         >>> exponent_dequantize(exponent_quantize(x, p), p.codebook).view("float32").tolist()
         [1.25, 1.25, -1.25, 0.25, 0.0]
     """
-    if dtype_name(levels) != "uint8":
-        raise BadArgumentError(f"levels has dtype {dtype_name(levels)}; uint8 is needed")
-    if codebook.dtype.name not in ("uint16", "uint32", "uint64") or codebook.ndim != 1 or not 1 <= codebook.size <= 256:
+    if dtype_name(levels) not in ("uint8", "uint16"):
+        raise BadArgumentError(f"levels has dtype {dtype_name(levels)}; uint8 or uint16 is needed")
+    patterns = codebook.dtype.name in ("uint16", "uint32", "uint64")
+    if not patterns or codebook.ndim != 1 or not 1 <= codebook.size <= 1 << 16:
         raise BadArgumentError(
-            f"codebook is {codebook.dtype.name} {codebook.shape}; 1 to 256 uint16, uint32 or uint64 patterns are needed"
+            f"codebook is {codebook.dtype.name} {codebook.shape}; 1 to 65536 patterns (uint16, uint32, uint64) are needed"
         )
     out: Array = back_end(levels, "exponent").exponent_dequantize(levels, codebook)
     return out

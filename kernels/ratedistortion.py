@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 
 def rate_distortion_levels(
-    x: Array, levels: Array, previous: Array, codebook: Array, prices: np.ndarray[Any, np.dtype[np.float32]]
+    x: Array,
+    levels: Array,
+    previous: Array,
+    codebook: Array,
+    prices: np.ndarray[Any, np.dtype[np.float32]],
+    importance: Array | None = None,
 ) -> Array:
     """For each quantized element the cheapest of its nearest level, that level's neighbours, and its previous level.
 
-        cost(l) = (x - c[l - 2])**2 + prices[p, l],   p = previous level
+        cost(l) = s * (x - c[l - 2])**2 + prices[p, l],   p = previous level, s = importance (1 without)
 
     in float32, each operation rounded once (no fused multiply-add). Candidates are tried in the order nearest,
     nearest - 1, nearest + 1, previous, and a later one is taken only if strictly cheaper. Levels 0 and 1 (pruned,
@@ -31,6 +36,8 @@ def rate_distortion_levels(
         previous: uint8, shape (n,): levels of the same elements in the parent; any context below `prices.shape[0]`.
         codebook: float32 [K] on the host, ascending.
         prices: float32 [contexts, K + 2] on the host: lambda times the bits of level l in context p; finite, >= 0.
+        importance: float32, shape (n,), >= 0, in the library and on the device of x: what a squared error of each
+            element costs; None: 1 for all.
 
     Returns:
         uint8, shape (n,), the library and device of x.
@@ -54,9 +61,13 @@ def rate_distortion_levels(
             raise BadArgumentError(
                 f"{name} is {dtype_name(array)} {tuple(array.shape)}; uint8 {tuple(x.shape)} is needed"
             )
+    if importance is not None and (dtype_name(importance) != "float32" or tuple(importance.shape) != tuple(x.shape)):
+        raise BadArgumentError(
+            f"importance is {dtype_name(importance)} {tuple(importance.shape)}; float32 {tuple(x.shape)} is needed"
+        )
     for name, table in (("codebook", codebook), ("prices", prices)):
         if not isinstance(table, np.ndarray) or table.dtype != np.float32:
             raise BadArgumentError(f"{name} must be a float32 NumPy array")
     if prices.ndim != 2 or prices.shape[1] != codebook.size + 2 or not np.isfinite(prices).all():
         raise BadArgumentError(f"prices has shape {prices.shape}; finite [contexts, {codebook.size + 2}] is needed")
-    return back_end(x, "ratedistortion").rate_distortion_levels(x, levels, previous, codebook, prices)
+    return back_end(x, "ratedistortion").rate_distortion_levels(x, levels, previous, codebook, prices, importance)

@@ -1,15 +1,23 @@
-"""The configuration cube: what a search may choose, as data, with an order by expected size."""
+"""The configuration cube: what a search may choose, as data; its order of quality, and an order by expected size."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ..codec.config import Config
+from ..codec.base import check_range
+from ..codec.config import ChainPolicy, Config, Rule
 from ..codec.errors import BadArgumentError
 from ..codec.presets import inshrinkerator
+from ..codec.quantize import Quantize
+
+SYSTEMS = ("default", "inshrinkerator")
+METRICS = ("magnitude", "sensitivity")
+_STEPPED = ("bins", "prune", "protect", "rate", "embedding_bins")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +25,73 @@ class Point:
     """One configuration of the cube.
 
     Args:
-        bins: codebook entries.
-        prune: fraction pruned.
-        metric: pruning metric, "magnitude" or "sensitivity".
-        protect: fraction protected.
+        bins: codebook entries, 2 to 254.
+        prune: fraction pruned, in [0, 1).
+        metric: pruning metric, "magnitude" or "sensitivity"; of no meaning where nothing is pruned.
+        protect: fraction protected, in [0, 1).
+        rate: lambda of the rate-distortion encoder, in variances a bit, >= 0; default 0.
+        embedding_bins: codebook entries of embeddings; default None, as `bins`.
+        system: what the point is a configuration of: "default", this project's own coder as in `Config()`, or
+            "inshrinkerator", the published one as in `presets.inshrinkerator`.
+
+    Raises:
+        BadArgumentError: a value out of range.
+
+    Example:
+        >>> Point(16, 0.0, "magnitude", 0.0005).config().rules[0].codec.bins
+        16
+
+    Source: Inshrinkerator, section 5 and table 2.
     """
 
     bins: int
     prune: float
     metric: str
     protect: float
+    rate: float = 0.0
+    embedding_bins: int | None = None
+    system: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.system not in SYSTEMS:
+            raise BadArgumentError(f"system is {self.system!r}; it must be one of {', '.join(SYSTEMS)}")
+        check_range("rate", self.rate, 0, 1e6)
+        if self.system == "inshrinkerator" and self.rate:
+            raise BadArgumentError(f"rate is {self.rate:g}; the published system has no rate-distortion encoder, use 0")
+        self.codec()
+
+    def codec(self) -> Quantize:
+        """What the point does with weights; raises BadArgumentError where it cannot be done."""
+        if self.system == "inshrinkerator":
+            rule = inshrinkerator(
+                self.bins,
+                embedding_bins=self.embedding_bins,
+                prune=self.prune,
+                prune_metric=self.metric,
+                protect=self.protect,
+            ).rules[0]
+            if isinstance(rule.codec, Quantize):
+                return rule.codec
+        return Quantize(
+            bins=self.bins,
+            embedding_bins=self.embedding_bins,
+            prune=self.prune,
+            prune_metric=self.metric,
+            protect=self.protect,
+            rate=self.rate,
+        )
+
+    def config(self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None) -> Config:
+        """The whole configuration: the point's codec for weights, the rest as its system has it.
+
+        Args:
+            embedding_bins: entries for embeddings instead of the point's own.
+            chain: when a store takes a base; default `ChainPolicy()`.
+        """
+        point = self if embedding_bins is None else dataclasses.replace(self, embedding_bins=embedding_bins)
+        rules = inshrinkerator().rules if self.system == "inshrinkerator" else ()
+        weights = Rule("weight", point.codec())
+        return Config([weights, *(r for r in rules if r.match != "weight")], chain=chain)
 
     def expected_bits(self) -> float:
         """Bits a weight that a base would take if all levels were equally likely: the order of the cube."""
@@ -35,51 +100,167 @@ class Point:
         level = sum(-s * math.log2(s) for s in shares if s > 0)
         return level + quantized * math.log2(self.bins) + 16 * self.protect
 
-    def config(self, *, embedding_bins: int | None = None) -> Config:
-        """The published system at this point."""
-        return inshrinkerator(
-            self.bins,
-            embedding_bins=embedding_bins,
-            prune=self.prune,
-            prune_metric=self.metric,
-            protect=self.protect,
+    def at_least(self, other: Point) -> bool:
+        """Whether quality is expected to be no worse than the other's: no axis is more aggressive.
+
+        A partial order: of two points each may lose something the other keeps. Points of different pruning metrics can
+        only be compared where one of them prunes nothing.
+        """
+        return (
+            self.system == other.system
+            and self.bins >= other.bins
+            and (self.prune == 0.0 or (self.metric == other.metric and self.prune <= other.prune))
+            and self.protect >= other.protect
+            and self.rate <= other.rate
+            and (self.embedding_bins or self.bins) >= (other.embedding_bins or other.bins)
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json` gives an equal point."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: Any) -> Point:
+        """The point that `to_json` wrote; raises BadArgumentError for anything else."""
+        names = {f.name for f in dataclasses.fields(Point)}
+        if not isinstance(data, Mapping) or set(data) != names:
+            raise BadArgumentError(f"{str(data)[:80]} is no point of a cube; its fields are {', '.join(sorted(names))}")
+        return Point(**data)
+
+    def __str__(self) -> str:
+        parts = [f"bins {self.bins}"]
+        if self.prune:
+            parts.append(f"prune {self.prune:g} by {self.metric}")
+        parts.append(f"protect {self.protect:g}")
+        if self.rate:
+            parts.append(f"rate {self.rate:g}")
+        if self.embedding_bins is not None:
+            parts.append(f"embedding bins {self.embedding_bins}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Cube:
-    """The axes; quality is expected to rise along each of bins and protect, and to fall along prune.
+    """The axes; quality is expected to rise along bins, protect and embedding_bins, and to fall along prune and rate.
 
     Args:
         bins: codebook entries, ascending.
         prune: pruned fractions, ascending.
         metric: pruning metrics.
         protect: protected fractions, ascending.
-        embedding_bins: entries for embeddings, chosen apart.
+        embedding_bins: entries for embeddings, ascending; chosen apart, after the rest, from the last one down.
+        rate: lambdas of the rate-distortion encoder, ascending; default (0,). An axis like the others.
+        system: what is configured: "default" (this project's own coder) or "inshrinkerator" (the published one).
+
+    Raises:
+        BadArgumentError: an axis is empty, does not ascend, or holds a value out of range.
+
+    Example:
+        >>> len(Cube()), len(Cube(rate=(0.0, 0.003)))
+        (216, 432)
 
     Source: Inshrinkerator, table 2 and table 9.
     """
 
     bins: tuple[int, ...] = (4, 6, 8, 12, 16, 32)
     prune: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-    metric: tuple[str, ...] = ("magnitude", "sensitivity")
+    metric: tuple[str, ...] = METRICS
     protect: tuple[float, ...] = (0.0005, 0.005, 0.01)
     embedding_bins: tuple[int, ...] = (16, 32)
+    rate: tuple[float, ...] = (0.0,)
+    system: str = "default"
 
     def __post_init__(self) -> None:
-        for name in ("bins", "prune", "metric", "protect", "embedding_bins"):
+        for name in ("metric", *_STEPPED):
             axis = getattr(self, name)
-            if not axis:
+            if not isinstance(axis, tuple | list) or not axis:
                 raise BadArgumentError(f"the cube's axis {name} is empty")
+            object.__setattr__(self, name, tuple(axis))
             if name != "metric" and list(axis) != sorted(set(axis)):
                 raise BadArgumentError(f"the cube's axis {name} is {axis}; it must ascend")
+        if len(set(self.metric)) < len(self.metric):
+            raise BadArgumentError(f"the cube's axis metric is {self.metric}; a metric stands in it twice")
+        # Every value stands in one of these points, which refuse what is out of range.
+        longest = max(len(getattr(self, name)) for name in _STEPPED)
+        padded = (itertools.islice(itertools.cycle(getattr(self, name)), longest) for name in _STEPPED)
+        for bins, prune, protect, rate, embedding_bins in zip(*padded, strict=True):
+            for metric in self.metric:
+                Point(bins, prune, metric, protect, rate, embedding_bins, self.system)
+        Point(self.bins[0], self.prune[-1], self.metric[0], self.protect[-1])
 
     def __len__(self) -> int:
-        return len(self.bins) * len(self.prune) * len(self.metric) * len(self.protect)
+        return len(self.bins) * len(self.prune) * len(self.metric) * len(self.protect) * len(self.rate)
 
     def __iter__(self) -> Iterator[Point]:
-        """Every point, the smallest expected checkpoint first; ties in the order of the axes."""
-        points = (
-            Point(b, p, m, f) for b, p, m, f in itertools.product(self.bins, self.prune, self.metric, self.protect)
-        )
+        """Every point, the smallest expected checkpoint first; ties in the order of the axes.
+
+        Embeddings have the most entries in all of them.
+        """
+        axes = (self.bins, self.prune, self.metric, self.protect, self.rate)
+        points = (Point(*values, self.embedding_bins[-1], self.system) for values in itertools.product(*axes))
         return iter(sorted(points, key=Point.expected_bits))
+
+    def steps(self, a: Point, b: Point) -> int:
+        """Number of steps along the axes from one point to another; the pruning metric takes none.
+
+        A value that is on no axis (of an older cube) is counted from its nearest neighbour on it.
+
+        Example:
+            >>> Cube().steps(Point(16, 0.1, "magnitude", 0.005), Point(12, 0.0, "sensitivity", 0.005))
+            2
+        """
+        total = 0
+        for name in _STEPPED:
+            axis = getattr(self, name)
+            x, y = getattr(a, name), getattr(b, name)
+            if name == "embedding_bins":
+                x, y = x or a.bins, y or b.bins
+            total += abs(_place(axis, x) - _place(axis, y))
+        return total
+
+    def neighbours(self, point: Point, steps: int, *, relax: bool = False) -> list[Point]:
+        """The points at most so many steps away, itself first, none of them more aggressive than it.
+
+        Args:
+            point: where to start.
+            steps: 0 or more.
+            relax: also those that are more aggressive (section 10 of the paper); default False.
+
+        Source: Inshrinkerator, section 5, delta-neighbourhood search.
+        """
+        axes = (self.bins, self.prune, self.metric, self.protect, self.rate, self.embedding_bins)
+        found = [point]
+        for values in itertools.product(*axes):
+            other = Point(*values, self.system)
+            near = self.steps(point, other) <= steps
+            milder = dataclasses.replace(other, metric=point.metric).at_least(point)
+            if near and (relax or milder) and not same(other, point):
+                found.append(other)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json` gives an equal cube."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    @staticmethod
+    def from_json(data: Any) -> Cube:
+        """The cube that `to_json` wrote; raises BadArgumentError for anything else."""
+        names = {f.name for f in dataclasses.fields(Cube)}
+        if not isinstance(data, Mapping) or set(data) != names:
+            raise BadArgumentError(f"{str(data)[:80]} is no cube; its fields are {', '.join(sorted(names))}")
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return Cube(**fields)
+
+
+def _place(axis: tuple[float, ...], value: float) -> int:
+    return min(range(len(axis)), key=lambda i: abs(axis[i] - value))
+
+
+def same(a: Point, b: Point) -> bool:
+    """Whether two points are one configuration: the metric counts only where something is pruned."""
+    return normal(a) == normal(b)
+
+
+def normal(point: Point) -> Point:
+    """The one spelling of a configuration that is in the cube more than once."""
+    return dataclasses.replace(point, metric="magnitude") if point.prune == 0.0 else point

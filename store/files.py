@@ -1,105 +1,79 @@
-"""Durable files: bytes that are on the disk before they count, and names that appear in one atomic step.
+"""The files of a store, on any file system: durable before they count, whole or not there at all.
 
-On a local disk a file is written under a temporary name, synced, renamed, and its folder synced: after a crash or a
-power loss the name either does not exist or holds the whole file. Object stores make a whole object visible at once by
-themselves.
+Names are relative and have one folder (`steps/000000000010.json`). Two implementations: a local folder
+(`local.LocalFiles`), where durability is made of temporary names, fsync of file and folder, rename and link; and any
+other fsspec file system (`objects.ObjectFiles`), where an object appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import os
-import posixpath
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 TEMPORARY = ".tmp-"
+"""How a file begins that is being written; what a crash leaves of it is garbage."""
 
 
-class Files:
-    """The files of one folder on any fsspec file system; names are relative, with `/`."""
+class Files(Protocol):
+    """What a store needs of a file system."""
 
-    def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.fs: Any
-        self.root: str
-        self.fs, self.root = fsspec.core.url_to_fs(os.fspath(url))
-        self.root = self.root.rstrip("/") or "/"
-        self.local = isinstance(self.fs, LocalFileSystem)
+    root: str
+    local: bool
 
     def path(self, name: str) -> str:
-        """Full path of a name."""
-        return posixpath.join(self.root, name)
+        """Full path of a name, for messages."""
+        ...
 
     def read(self, name: str) -> bytes:
         """All bytes of a file; FileNotFoundError where there is none."""
-        data: bytes = self.fs.cat_file(self.path(name))
-        return data
+        ...
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes start..stop of a file; fewer where it ends before."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; FileNotFoundError where there is none."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        ...
 
     def list(self, folder: str) -> Sequence[str]:
         """Names of the files in a folder, sorted, temporary ones too; empty where there is no such folder."""
-        self.fs.invalidate_cache()
-        try:
-            found = self.fs.ls(self.path(folder), detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(posixpath.basename(p.rstrip("/")) for p in found)
+        ...
 
-    def remove(self, name: str) -> None:
-        """Remove a file, which must be there."""
-        self.fs.rm_file(self.path(name))
-        if self.local:
-            _sync_folder(posixpath.dirname(self.path(name)))
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, over another if need be: durable when this returns, as before or whole when it raises."""
+        ...
 
-    def write(self, name: str, data: bytes) -> bool:
-        """Write a file: when this returns, its bytes and name are durable; when it raises, no new name is there.
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file that must not be there; False if it is, with other bytes. Of two that race, one succeeds."""
+        ...
 
-        Returns:
-            Whether the name is new, rather than replaced.
-        """
-        target = self.path(name)
-        new = not self.fs.exists(target)
-        if not self.local:
-            self.fs.pipe_file(target, data)
-            return new
-        folder, base = posixpath.split(target)
-        _make_folder(folder)
-        temporary = posixpath.join(folder, f"{TEMPORARY}{os.getpid()}-{base}")
-        try:
-            with open(temporary, "wb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, target)
-            _sync_folder(folder)
-        except BaseException:
-            for leftover in (temporary, target) if new else (temporary,):
-                if os.path.lexists(leftover):
-                    os.unlink(leftover)
-            raise
-        return new
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files of one folder, durably; those that are not there are passed over."""
+        ...
+
+    def modified(self, name: str) -> float:
+        """When a file was written, in seconds by the clock of the storage."""
+        ...
 
 
-def _make_folder(folder: str) -> None:
-    """Create a folder and its parents, each made durable in the one above it."""
-    missing = []
-    while folder and not os.path.isdir(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    for path in reversed(missing):
-        os.makedirs(path, exist_ok=True)
-        _sync_folder(os.path.dirname(path))
+def open_files(url: str | os.PathLike[str]) -> Files:
+    """The files below a path or an fsspec URL.
 
+    Raises:
+        ValueError, ImportError: no such kind of URL, or its file system is not installed.
+    """
+    from .local import LocalFiles
+    from .objects import ObjectFiles
 
-def _sync_folder(folder: str) -> None:
-    """Make the names in a folder durable. Windows has no such call and does it by itself."""
-    if os.name == "nt":
-        return
-    fd = os.open(folder or ".", os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fs, root = fsspec.core.url_to_fs(os.fspath(url))
+    root = root.rstrip("/") or "/"
+    return LocalFiles(root) if isinstance(fs, LocalFileSystem) else ObjectFiles(fs, root)

@@ -1,16 +1,25 @@
-"""The manifest of a step: the small file whose appearance makes a checkpoint exist."""
+"""The manifest of a step: the small file whose appearance makes a checkpoint exist.
+
+`steps/000000000010.json` is the first one of step 10. When the step is saved anew or its chain is compacted, the next
+generation `steps/000000000010.r1.json` is created and the former removed: the highest one counts, so a step is
+never without a manifest, and of two writers that race for a generation one is told that it lost.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass
 
 from ..codec.errors import CorruptDataError, NewerFormatError
+from .sealed import seal, unseal
 
 VERSION = 1
-_DATA = re.compile(r"\d{12}-[0-9a-f]{16}\.spt")
-_STEP = re.compile(r"(\d{12})\.json")
+MAX_STEP = 10**12 - 1
+_DATA = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.spt")
+_NAME = re.compile(r"([0-9]{12})(?:\.r([1-9][0-9]{0,8}))?\.json")
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,55 +29,87 @@ class Manifest:
     Args:
         step: training step.
         file: name of the data file.
-        id: content hash of the checkpoint.
+        id: content hash of that file.
+        identity: what deltas over it name as their parent: `id`, or the identity of the checkpoint the file restates.
         nbytes: stored bytes.
         raw_nbytes: bytes of the state.
         parents: data files of the chain below it, the nearest first, the base last; empty for a base. They are named
             here so that a chain stays readable when one of its steps is saved anew.
+        carried: bytes of the arrays that have to be decoded below it before it can be.
         since_base: checkpoints saved since the base, 0 for the base itself.
+        base_nbytes: stored bytes of that base.
+        spent: stored bytes of all checkpoints saved since it, this one included.
+        metric: how good the model is, for retention, or None.
     """
 
     step: int
     file: str
     id: str
+    identity: str
     nbytes: int
     raw_nbytes: int
     parents: tuple[str, ...]
+    carried: int
     since_base: int
+    base_nbytes: int
+    spent: int
+    metric: float | None = None
 
     @property
-    def name(self) -> str:
-        """Name of the manifest's own file."""
-        return f"{self.step:012d}.json"
+    def chain(self) -> tuple[str, ...]:
+        """Data files it is decoded from, its own first."""
+        return (self.file, *self.parents)
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether it needs a parent."""
+        return bool(self.parents)
+
+    @property
+    def ratio(self) -> float:
+        """`raw_nbytes / nbytes`."""
+        return self.raw_nbytes / self.nbytes
+
+    @property
+    def restore_cost(self) -> float:
+        """Bytes of arrays decoded to restore it, in multiples of its own; 1 for a base, at most one more a delta."""
+        return 1.0 + (self.carried / self.raw_nbytes if self.raw_nbytes else 0.0)
 
     def to_bytes(self) -> bytes:
-        """JSON."""
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1).encode()
+        """JSON with a checksum."""
+        return seal({"version": VERSION, **asdict(self)})
 
     @staticmethod
     def from_bytes(data: bytes, step: int) -> Manifest:
         """Read and check one; a name that could leave the folder is refused."""
         try:
-            fields = json.loads(data)
-            version = fields.pop("version")
+            version = json.loads(data)["version"]
             if type(version) is int and version > VERSION:
-                raise NewerFormatError(f"step {step}: manifest version {version}; this reader knows up to {VERSION}")
-            if type(version) is not int or version != VERSION:
+                raise NewerFormatError(
+                    f"step {step}: manifest version {str(version)[:20]}; this reader knows up to {VERSION}"
+                )
+            fields = unseal(data)
+            if type(fields.pop("version")) is not int or version != VERSION:
                 raise ValueError(f"version {str(version)[:20]!r}")
             manifest = Manifest(**{**fields, "parents": tuple(fields["parents"])})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-            raise CorruptDataError(f"step {step}: its manifest is malformed: {e}") from None
-        names = [manifest.file, *manifest.parents]
-        numbers = [manifest.step, manifest.nbytes, manifest.raw_nbytes, manifest.since_base]
-        plain = (
-            all(type(n) is int and n >= 0 for n in numbers)
-            and all(isinstance(n, str) and _DATA.fullmatch(n) for n in names)
-            and isinstance(manifest.id, str)
-            and manifest.file == data_name(step, manifest.id)
-        )
-        if not plain or manifest.step != step:
+            raise CorruptDataError(f"step {step}: its manifest is malformed: {str(e)[:200]}") from None
+        if not manifest._is_sound() or manifest.step != step:
             raise CorruptDataError(f"step {step}: its manifest is malformed")
         return manifest
+
+    def _is_sound(self) -> bool:
+        numbers = (self.step, self.nbytes, self.raw_nbytes, self.carried, self.since_base, self.base_nbytes, self.spent)
+        hashes = (self.id, self.identity)
+        return (
+            all(type(n) is int and n >= 0 for n in numbers)
+            and self.nbytes > 0
+            and all(isinstance(n, str) and _DATA.fullmatch(n) for n in self.chain)
+            and len(set(self.chain)) == len(self.chain)
+            and all(isinstance(h, str) and _HASH.fullmatch(h) for h in hashes)
+            and self.file == data_name(self.step, self.id)
+            and (self.metric is None or (type(self.metric) is float and math.isfinite(self.metric)))
+        )
 
 
 def data_name(step: int, identity: str) -> str:
@@ -76,7 +117,17 @@ def data_name(step: int, identity: str) -> str:
     return f"{step:012d}-{identity[:16]}.spt"
 
 
-def step_of(name: str) -> int | None:
-    """The step a manifest's file name stands for; None for other files."""
-    match = _STEP.fullmatch(name)
-    return int(match.group(1)) if match else None
+def manifest_name(step: int, generation: int) -> str:
+    """Name of a manifest."""
+    return f"{step:012d}.r{generation}.json" if generation else f"{step:012d}.json"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Step and generation that a manifest's file name stands for; None for other files."""
+    match = _NAME.fullmatch(name)
+    return (int(match.group(1)), int(match.group(2) or 0)) if match else None
+
+
+def is_data(name: str) -> bool:
+    """Whether a name is that of a data file."""
+    return _DATA.fullmatch(name) is not None

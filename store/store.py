@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from blake3 import blake3
 
 from ..codec.checkpoint import Checkpoint, Row, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
-from .files import TEMPORARY, Files
-from .manifest import Manifest, data_name, step_of
+from ..codec.partial import check_patterns, decompress_only
+from . import labels, restores
+from .agent import InMemory, check_keep
+from .catalog import FOLDER as STEPS
+from .catalog import Catalog, Entry
+from .chain import FOLDER as DATA
+from .chain import carried_by, forest, opener, resolve, walk
+from .compaction import Compaction
+from .files import TEMPORARY, open_files
+from .inmemory import NearFiles
+from .lock import open_lock
+from .manifest import MAX_STEP, Manifest, data_name, is_data
+from .policy import wants_base
+from .retention import Retention
 
-_DATA, _STEPS = "data", "steps"
-_MAX_STEP = 10**12 - 1
+Progress = Callable[[int, int, int], None]
+"""Called with (step, done, total) after each step."""
+T = TypeVar("T")
+DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +72,37 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What the next delta builds on: the resolved parent, its chain of files (the nearest first), its distance."""
+    """What the next delta builds on.
 
-    parent: Checkpoint
-    chain: tuple[str, ...]
-    since_base: int
+    Args:
+        checkpoint: the parent to be, resolved.
+        manifest: of the parent.
+        last: of the checkpoint saved or loaded last: the parent itself, or one over it.
+    """
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    last: Manifest
 
 
 class SkippedCheckpointWarning(UserWarning):
     """`Store.load()` passed over a newer checkpoint that is not intact."""
 
 
+class RestoreNotCountedWarning(UserWarning):
+    """A restore could not be counted: the store cannot be written."""
+
+
 class Store:
     """Checkpoints by step, as chains of bases and deltas.
+
+    Any number of processes may use a store at once. Those that add to it wait for nobody but `gc`; readers for nobody.
 
     Args:
         url: a folder, or any fsspec URL ("s3://bucket/run", "memory://run"). It need not exist yet.
         cfg: how to compress, and when to take a base (`cfg.chain`).
+        in_memory: how many of the newest checkpoints are also kept in memory that outlives this process, for `load`
+            after a crash; default 0. See `store.agent`.
 
     Example:
         >>> import numpy as np
@@ -82,95 +114,191 @@ class Store:
         ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [10])
     """
 
-    def __init__(self, url: str | os.PathLike[str], cfg: Config | None = None) -> None:
+    def __init__(self, url: str | os.PathLike[str], cfg: Config | None = None, *, in_memory: int = 0) -> None:
         self.cfg = Config() if cfg is None else check_config(cfg)
         if not isinstance(url, (str, os.PathLike)):
             raise BadArgumentError(f"url must be a path or an fsspec URL, not {type(url).__qualname__}")
         try:
-            self._files = Files(url)
+            self._files = open_files(url)
         except (ValueError, ImportError) as e:
             raise BadArgumentError(f"url {os.fspath(url)!r}: {e}") from None
+        self._catalog = Catalog(self._files)
+        self._lock = open_lock(self._files)
         self._head: _Head | None = None
+        self._restores: int | None = None
+        self.url = self._files.root if self._files.local else os.fspath(url)
+        """Where it is: `Store(store.url)` is the same store from any working folder."""
+        self.in_memory = check_keep(in_memory)
+        self._memory = InMemory(self.url, self.in_memory) if self.in_memory else None
+        self._near = NearFiles(self._files, self._memory) if self._memory is not None else None
 
     def __repr__(self) -> str:
         return f"<Store {self._files.root}>"
 
+    # ---------------------------------------------------------------------------------------------- what is there
+
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return sorted(s for s in map(step_of, self._files.list(_STEPS)) if s is not None)
+        return self._catalog.steps()
 
-    def save(self, step: int, state: Any, *, grads: Any = None, kinds: Mapping[str, Any] | None = None) -> Saved:
+    def describe(self, step: int | str) -> Manifest:
+        """What the store knows of a step (or tag) without reading it: sizes, chain, restore cost, metric.
+
+        Raises:
+            BadArgumentError: no such step.
+            CorruptDataError, NewerFormatError: its manifest is not readable.
+        """
+        return self._entry(self._step(step)).manifest
+
+    def read(self, step: int | str) -> Checkpoint:
+        """A step's (or tag's) checkpoint, resolved: for `summary()`, or as a parent.
+
+        Raises: as `load`.
+        """
+        return self._resolve(self._step(step))[1]
+
+    def restores(self) -> int:
+        """How often `load` has restored from this store, in all processes."""
+        self._restores = restores.count(self._files)
+        return self._restores
+
+    def _step(self, step: Any) -> int:
+        """The step that is meant by a number or tag, which must be there."""
+        steps = self.steps()
+        found = step
+        if isinstance(step, str):
+            with contextlib.suppress(BadArgumentError):
+                found = labels.read_tag(self._files, labels.check_tag(step))
+        if type(found) is not int or found not in steps:
+            what = f"tag {step!r}" if isinstance(step, str) and type(found) is int else f"step {step!r}"
+            raise BadArgumentError(f"{what} is not in {self._files.root}; {_listed(steps)}")
+        return found
+
+    def _entry(self, step: int) -> Entry:
+        entry = self._catalog.get(step)
+        if entry is None:
+            raise MissingParentError(f"step {step}: it was removed while it was read")
+        return entry
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        grads: Any = None,
+        kinds: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> Saved:
         """Compress a state and commit it; when this returns it is durable, when it raises nothing has changed.
 
         A delta against the checkpoint this object saved or loaded last (or its base, as `cfg.chain` says), else a base.
 
         Args:
-            step: training step, 0 or more. A step that exists is replaced in one atomic step.
+            step: training step, 0 to 10**12 - 1. A step that exists is replaced in one atomic step.
             state: see `compress`.
             grads: see `compress`.
             kinds: see `compress`.
+            metric: how good the model is, finite, for `Retention(best=...)`; may be given later by `rate`.
 
         Raises:
             BadArgumentError, UnsupportedLeafError: see `compress`.
             OSError: the bytes could not be written.
         """
-        if type(step) is not int or not 0 <= step <= _MAX_STEP:
-            raise BadArgumentError(f"step is {step!r}; it must be an integer in [0, {_MAX_STEP}]")
-        head = self._head
-        if head is not None and head.since_base + 1 >= self.cfg.chain.base_every:
-            head = None
-        ckpt = compress(state, head.parent if head else None, self.cfg, grads=grads, kinds=kinds)
-        file = data_name(step, ckpt.id)
-        manifest = Manifest(
-            step,
-            file,
-            ckpt.id,
-            ckpt.nbytes,
-            ckpt.raw_nbytes,
-            parents=head.chain if head else (),
-            since_base=head.since_base + 1 if head else 0,
-        )
-        new = self._files.write(f"{_DATA}/{file}", ckpt.to_bytes())
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise BadArgumentError(f"step is {step!r}; it must be an integer in [0, {MAX_STEP}]")
+        metric = _check_metric(metric)
+        file = None
         try:
-            self._files.write(f"{_STEPS}/{manifest.name}", manifest.to_bytes())
+            # Held from before the parent is looked at until the manifest is there: no collector removes it meanwhile.
+            with self._lock.shared() as lease:
+                head = self._current_head()
+                if head is not None and wants_base(self.cfg.chain, head.last, _next_cost(head)):
+                    head = None
+                parent = None if head is None else head.checkpoint
+                ckpt = compress(state, parent, self._config(), grads=grads, kinds=kinds)
+                manifest = _manifest(step, ckpt, head, metric)
+                file = f"{DATA}/{manifest.file}"
+                self._files.write(file, ckpt.to_bytes())
+                lease.renew()
+                self._catalog.commit(manifest)
         except BaseException:
-            if new:
-                self._files.remove(f"{_DATA}/{file}")
+            if file is not None:
+                self._take_back(file)
             raise
-        self._advance(manifest, ckpt, head.parent if head else ckpt)
-        return Saved(step, self._files.path(f"{_DATA}/{file}"), ckpt)
+        self._advance(manifest, ckpt, head)
+        if self._memory is not None:
+            self._memory.put(step, manifest.file, manifest.parents, ckpt.to_bytes())
+        return Saved(step, self._files.path(file), ckpt)
 
-    def _advance(self, manifest: Manifest, ckpt: Checkpoint, base: Checkpoint) -> None:
-        """Let the next delta build on this checkpoint, or on its base."""
-        chain = (manifest.file, *manifest.parents)
-        if self.cfg.chain.against == "previous":
-            self._head = _Head(ckpt, chain, manifest.since_base)
+    def _config(self) -> Config:
+        """The configuration, told how often this run was restored."""
+        adapted = getattr(self.cfg, "for_restores", None)
+        if adapted is None:
+            return self.cfg
+        found: Config = adapted(self.restores() if self._restores is None else self._restores)
+        return found
+
+    def _take_back(self, file: str) -> None:
+        """Remove the data file of a save that failed, unless a step names it: the same bytes may have been saved."""
+        with contextlib.suppress(OSError, ShrinkpointError), self._lock.alone(0.0):
+            if not any(file.endswith(name) for e in self._catalog.all().values() for name in e.manifest.chain):
+                self._files.remove([file])
+
+    def _current_head(self) -> _Head | None:
+        """The head as the store has it now: compaction moves steps to other files, `gc` removes them."""
+        head = self._head
+        if head is None:
+            return None
+        try:
+            entry = self._catalog.get(head.manifest.step)
+        except (CorruptDataError, NewerFormatError):
+            entry = None
+        if entry is not None and entry.manifest.identity == head.manifest.identity:
+            return replace(head, manifest=entry.manifest)
+        # Replaced or removed; its files may still be there for others.
+        there = set(self._files.list(DATA))
+        return head if there.issuperset(head.manifest.chain) else None
+
+    def _advance(self, manifest: Manifest, ckpt: Checkpoint, head: _Head | None) -> None:
+        """Let the next delta build on what was just saved over `head` (or as a base), or on its base."""
+        if self.cfg.chain.against == "base" and head is not None:
+            self._head = replace(head, last=manifest)
         else:
-            self._head = _Head(base, chain[-1:], manifest.since_base)
+            self._head = _Head(ckpt, manifest, manifest)
 
-    def load(self, step: int | None = None) -> Any:
+    # ----------------------------------------------------------------------------------------------------- loading
+
+    def load(
+        self, step: int | str | None = None, paths: str | Sequence[str] | None = None, *, count: bool = True
+    ) -> Any:
         """The state at a step, or the newest intact one.
 
         Args:
-            step: that step or an error; None: the newest that is intact, with a SkippedCheckpointWarning naming each
-                newer one that was passed over and why.
+            step: that step (or tag) or an error; None: the newest that is intact, with a SkippedCheckpointWarning
+                naming each newer one that was passed over and why.
+            paths: shell glob over paths, or several: only the part of the state that matches, and no more is read than
+                that needs. `*` also matches `/`. Containers without a match are left out; lists keep their positions,
+                with None in place of the rest.
+            count: whether this is a restore of the run, to be counted; never one with `paths`.
 
         Raises:
-            BadArgumentError: no such step, or an empty store.
+            BadArgumentError: no such step, an empty store, or a pattern that matches nothing.
             CorruptDataError, MissingParentError, NewerFormatError: the step (with None: every step) is not readable.
+            OSError: the storage cannot be reached.
         """
-        steps = self.steps()
+        patterns = None if paths is None else check_patterns(paths)
         if step is not None:
-            if step not in steps:
-                raise BadArgumentError(f"step {step} is not in {self._files.root}; {_listed(steps)}")
-            return self._load(step)
+            return self._load(self._step(step), patterns, count)
+        steps = self.steps()
         if not steps:
             raise BadArgumentError(f"{self._files.root} holds no checkpoint")
         skipped: list[str] = []
         for candidate in reversed(steps):
             try:
-                state = self._load(candidate)
-            except (CorruptDataError, MissingParentError, NewerFormatError) as e:
+                state = self._load(candidate, patterns, count)
+            except DAMAGE as e:
                 skipped.append(str(e))
                 continue
             if skipped:
@@ -179,70 +307,343 @@ class Store:
             return state
         raise CorruptDataError(f"{self._files.root}: no checkpoint is intact: {'; '.join(skipped)}")
 
-    def _load(self, step: int) -> Any:
-        manifest, ckpt, base = self._resolve(step)
+    def _load(self, step: int, patterns: Sequence[str] | None, count: bool) -> Any:
+        if patterns is not None:
+            return self._settled(step, lambda e: decompress_only(opener(self._files, e.manifest), patterns))
+        hits = self._near.hits if self._near is not None else 0
+        entry, ckpt, base = self._resolve(step)
         state = decompress(ckpt)
-        self._advance(manifest, ckpt, base)
+        if self._near is not None and self._near.hits > hits:
+            # What was not read from storage may be damaged there: nothing is built on it.
+            self._head = None
+        elif self.cfg.chain.against == "previous" or base is ckpt:
+            self._head = _Head(ckpt, entry.manifest, entry.manifest)
+        else:
+            self._head = _Head(base, _manifest_of_base(entry.manifest, base), entry.manifest)
+        if count:
+            self._count_restore(step)
         return state
 
-    def _resolve(self, step: int) -> tuple[Manifest, Checkpoint, Checkpoint]:
+    def _count_restore(self, step: int) -> None:
+        try:
+            self._restores = restores.add(self._files, step, self._restores or 0)
+        except OSError as e:
+            message = f"{self._files.root}: this restore could not be counted ({e}); say load(..., count=False)"
+            warnings.warn(message, RestoreNotCountedWarning, stacklevel=4)
+
+    def _resolve(self, step: int) -> tuple[Entry, Checkpoint, Checkpoint]:
         """A step's manifest, its checkpoint resolved by reading its chain from the base upwards, and that base."""
-        manifest = self._manifest(step)
-        first = found = self._read(step, manifest.parents[-1] if manifest.parents else manifest.file, None)
-        for name in [*reversed(manifest.parents[:-1]), manifest.file] if manifest.parents else []:
-            found = self._read(step, name, found)
-        if found.id != manifest.id or found.nbytes != manifest.nbytes:
-            raise CorruptDataError(f"step {step}: {manifest.file} is not the checkpoint its manifest names")
-        return manifest, found, first
+        return self._settled(step, lambda e: (e, *resolve(self._near or self._files, e.manifest)))
 
-    def _read(self, step: int, name: str, parent: Checkpoint | None) -> Checkpoint:
-        path = self._files.path(f"{_DATA}/{name}")
-        try:
-            return Checkpoint.from_bytes(self._files.read(f"{_DATA}/{name}"), parent)
-        except FileNotFoundError:
-            raise MissingParentError(f"step {step}: its file {path} is gone") from None
-        except OSError as e:
-            raise CorruptDataError(f"step {step}: {path} cannot be read: {e}") from None
-        except ShrinkpointError as e:
-            raise type(e)(f"step {step}: {path}: {e}") from None
-
-    def _manifest(self, step: int) -> Manifest:
-        name = f"{_STEPS}/{step:012d}.json"
-        try:
-            return Manifest.from_bytes(self._files.read(name), step)
-        except OSError as e:
-            raise CorruptDataError(f"step {step}: its manifest cannot be read: {e}") from None
-
-    def verify(self) -> dict[int, str]:
-        """Read and check every step with its whole chain; what is not intact, and why. Empty: all is well."""
-        problems: dict[int, str] = {}
-        for step in self.steps():
+    def _settled(self, step: int, work: Callable[[Entry], T]) -> T:
+        """Read a step; once more where its files went because compaction had moved it to others meanwhile."""
+        entry = self._entry(step)
+        while True:
             try:
+                return work(entry)
+            except MissingParentError:
+                now = self._entry(step)
+                if now.generation == entry.generation:
+                    raise
+                entry = now
+
+    # ---------------------------------------------------------------------------------------------------- checking
+
+    def verify(self, progress: Progress | None = None) -> dict[int, str]:
+        """Read and check every step with its whole chain; what is not intact, and why. Empty: all is well.
+
+        Args:
+            progress: called with (step, done, total) after each step.
+        """
+        entries, problems = self._catalog.readable()
+        total = len(entries) + len(problems)
+        done = len(problems)
+        for root in forest(entries.values()):
+            for found in walk(self._files, root):
+                entry = found.node.entry
+                if entry is None:
+                    continue
+                step = entry.manifest.step
+                if found.problem is not None:
+                    why = self._still_wrong(entry, found.problem)
+                    if why:
+                        problems[step] = why
+                done += 1
+                if progress is not None:
+                    progress(step, done, total)
+        return dict(sorted(problems.items()))
+
+    def _still_wrong(self, entry: Entry, problem: ShrinkpointError) -> str:
+        """What is wrong with a step; "" where it was only moved or removed since its manifest was read."""
+        step = entry.manifest.step
+        try:
+            now = self._catalog.get(step)
+            if now is not None and now.generation != entry.generation:
                 self._resolve(step)
-            except ShrinkpointError as e:
-                problems[step] = str(e)
-        return problems
+        except ShrinkpointError as e:
+            return str(e)
+        if now is None or now.generation != entry.generation:
+            return ""
+        text = str(problem)
+        return text if text.startswith(f"step {step}:") else f"step {step}: below it, {text}"
 
-    def gc(self) -> list[str]:
-        """Remove data files that no step needs and what crashed writers left behind; returns their names.
+    # ----------------------------------------------------------------------------------------------- housekeeping
 
-        Not to be run while another process saves into the same store. With an unreadable manifest it removes nothing.
+    def compact(self, max_cost: float = 3.0, progress: Progress | None = None) -> list[int]:
+        """Shorten long chains: afterwards restoring a step decodes at most `max_cost` times the bytes of a base.
+
+        Every step stays loadable at every instant and keeps its bits; deltas saved later decode as before. It may run
+        beside a saver. The files of before are garbage afterwards: `gc` frees them.
+
+        Args:
+            max_cost: of restoring any step, in multiples of a base, in [1, 1e6]; 1 makes every step a base.
+            progress: called with (step, done, total) after each step.
+
+        Returns:
+            The steps that are stored otherwise than before, ascending.
+        """
+        if type(max_cost) not in (int, float) or not 1 <= max_cost <= 1e6:
+            raise BadArgumentError(f"max_cost is {max_cost!r}; it must be a number in [1, 1e6]")
+        with self._lock.shared() as lease:
+            return Compaction(self._files, self._catalog, lease, float(max_cost), progress).run()
+
+    def gc(self, retention: Retention | None = None, *, timeout: float = 60.0) -> list[str]:
+        """Remove steps that need not be kept, then the files that no step needs and what crashed writers left behind.
+
+        A file that a step needs is never removed, whatever becomes of the step it was saved for. With an unreadable
+        manifest or tag nothing is removed. Steps that are not intact do not count as kept and are left alone.
+
+        Args:
+            retention: what to keep; None: every step. Pinned and tagged ones are always kept.
+            timeout: seconds to wait for savers to finish.
+
+        Returns:
+            Names of the removed files.
 
         Raises:
-            CorruptDataError, NewerFormatError: a manifest is not readable, so nobody can say what it needs.
+            CorruptDataError, NewerFormatError: a manifest or tag is not readable, so nobody can say what it needs.
+            TimeoutError: others did not stop writing.
         """
-        needed: set[str] = set()
-        for step in self.steps():
-            manifest = self._manifest(step)
-            needed.update((manifest.file, *manifest.parents))
-        removed = []
-        for folder in (_DATA, _STEPS):
-            for name in self._files.list(folder):
-                orphan = folder == _DATA and name.endswith(".spt") and name not in needed
-                if name.startswith(TEMPORARY) or orphan:
-                    self._files.remove(f"{folder}/{name}")
-                    removed.append(f"{folder}/{name}")
+        if retention is not None and not isinstance(retention, Retention):
+            raise BadArgumentError(f"retention is {retention!r:.80}; it must be a Retention")
+        with self._lock.alone(timeout) as lease:
+            generations = self._catalog.generations()
+            entries = self._catalog.all()
+            protected = labels.pins(self._files) | set(labels.tags(self._files).values())
+            if retention is not None:
+                entries = {s: entries[s] for s in self._kept(retention, entries, protected)}
+            needed = {name for entry in entries.values() for name in entry.manifest.chain}
+            gone = {s: g for s, g in generations.items() if s not in entries}
+            old = {s: g[:-1] for s, g in generations.items() if s in entries and len(g) > 1}
+            lease.renew()
+            before = {f"{STEPS}/{name}" for name in self._files.list(STEPS)}
+            self._catalog.drop(old | gone)
+            removed = sorted(before - {f"{STEPS}/{name}" for name in self._files.list(STEPS)})
+            for folder in (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER):
+                names = self._files.list(folder)
+                garbage = [n for n in names if n.startswith(TEMPORARY)]
+                if folder == DATA:
+                    garbage += [n for n in names if is_data(n) and n not in needed]
+                if garbage:
+                    lease.renew()
+                    self._files.remove([f"{folder}/{n}" for n in garbage])
+                removed += [f"{folder}/{n}" for n in garbage]
         return removed
+
+    def _kept(self, retention: Retention, entries: Mapping[int, Entry], protected: set[int]) -> list[int]:
+        """The steps to keep. One that is damaged must not take the place of one that is not."""
+        intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
+        damaged: set[int] = set()
+        while True:
+            keep = retention.kept(intact) if intact else set()
+            if len(keep) == len(intact):
+                break
+            bad = {step for step in keep if not self._is_intact(entries[step].manifest)}
+            if not bad:
+                break
+            damaged |= bad
+            intact = {step: metric for step, metric in intact.items() if step not in bad}
+        return sorted(keep | damaged | (protected & set(entries)))
+
+    def _is_intact(self, manifest: Manifest) -> bool:
+        """Whether a step's files are all there, as they were written."""
+        try:
+            for name in manifest.chain:
+                found = Checkpoint.from_bytes(self._files.read(f"{DATA}/{name}"))
+                if not name.endswith(f"-{found.id[:16]}.spt"):
+                    return False
+        except (FileNotFoundError, ShrinkpointError):
+            return False
+        except OSError as e:
+            if isinstance(e, (PermissionError, ConnectionError, TimeoutError)):
+                raise
+            return False
+        return True
+
+    def drop(self, *steps: int) -> None:
+        """Remove steps, intact or not; others that are coded against them stay readable. `gc` frees the files.
+
+        Raises:
+            BadArgumentError: one is not there, or is pinned or tagged.
+            TimeoutError: others did not stop writing.
+        """
+        with self._lock.alone(60.0):
+            generations = self._catalog.generations()
+            protected = labels.pins(self._files) | set(labels.tags(self._files).values())
+            for step in steps:
+                if step not in generations:
+                    raise BadArgumentError(f"step {step!r} is not in {self._files.root}; {_listed(self.steps())}")
+                if step in protected:
+                    raise BadArgumentError(f"step {step} is pinned or tagged")
+            self._catalog.drop({step: generations[step] for step in steps})
+
+    # ------------------------------------------------------------------------------------------------------- labels
+
+    def rate(self, step: int | str, metric: float | None) -> None:
+        """Say how good the model of a step is, for `Retention(best=...)`; None takes it back.
+
+        Raises:
+            BadArgumentError: no such step, or the metric is not finite.
+        """
+        metric = _check_metric(metric)
+        with self._lock.shared():
+            number = self._step(step)
+            while True:
+                entry = self._entry(number)
+                if entry.manifest.metric == metric:
+                    return
+                if self._catalog.replace(entry, replace(entry.manifest, metric=metric)) is not None:
+                    return
+
+    def pin(self, step: int | str) -> None:
+        """Keep a step whatever the retention."""
+        with self._lock.shared():
+            self._files.write(labels.pin_name(self._step(step)), b"")
+
+    def unpin(self, step: int) -> None:
+        """Take a pin back; nothing happens where there is none."""
+        if type(step) is int and 0 <= step <= MAX_STEP:
+            self._files.remove([labels.pin_name(step)])
+
+    def pins(self) -> list[int]:
+        """The pinned steps, ascending."""
+        return sorted(labels.pins(self._files))
+
+    def tag(self, name: str, step: int | str) -> None:
+        """Give a step a name, by which it can be loaded and which keeps it; a name that exists moves.
+
+        Args:
+            name: letters, digits, "_", "." and "-", at most 100; the first is a letter or "_".
+            step: which.
+        """
+        labels.check_tag(name)
+        with self._lock.shared():
+            self._files.write(labels.tag_name(name), labels.tag_data(self._step(step)))
+
+    def untag(self, name: str) -> None:
+        """Forget a name; nothing happens where there is none."""
+        self._files.remove([labels.tag_name(labels.check_tag(name))])
+
+    def tags(self) -> dict[str, int]:
+        """Name -> step, sorted by name."""
+        return labels.tags(self._files)
+
+    # ------------------------------------------------------------------------------------------------------ copying
+
+    def copy(self, url: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Store:
+        """Copy steps with all they need to another store, their pins and tags too; every file is checked on its way.
+
+        Args:
+            url: where to. Steps that are there already must be the same ones.
+            steps: which; None: all.
+
+        Returns:
+            The other store.
+
+        Raises:
+            BadArgumentError: no such step, or the target has another one of that number or tag; nothing is copied.
+            CorruptDataError, MissingParentError, NewerFormatError: a step is not intact; those before it are copied.
+        """
+        target = Store(url, self.cfg)
+        asked = self.steps() if steps is None else [self._step(step) for step in steps]
+        chosen = {step: self._entry(step).manifest for step in asked}
+        tags = {name: step for name, step in self.tags().items() if step in chosen}
+        with target._lock.shared() as lease:
+            there = {step: e.manifest for step, e in target._catalog.all().items() if step in chosen}
+            for step, manifest in there.items():
+                if manifest.identity != chosen[step].identity:
+                    raise BadArgumentError(f"step {step}: {target.url} has another one of that number")
+            for name, step in target.tags().items():
+                if tags.get(name, step) != step:
+                    raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
+            for step in sorted(chosen):
+                if step not in there:
+                    self._settled(step, lambda entry: _copy_step(self, target, entry.manifest))
+                lease.renew()
+            for step in sorted(labels.pins(self._files) & set(chosen)):
+                target._files.write(labels.pin_name(step), b"")
+            for name, step in tags.items():
+                target._files.write(labels.tag_name(name), labels.tag_data(step))
+        return target
+
+
+def _copy_step(source: Store, target: Store, manifest: Manifest) -> None:
+    """Copy what is missing of a step's chain, the base first, then let the step exist."""
+    for name in reversed(manifest.chain):
+        path = f"{DATA}/{name}"
+        if target._files.exists(path):
+            continue
+        try:
+            data = source._files.read(path)
+        except FileNotFoundError:
+            raise MissingParentError(f"step {manifest.step}: its file {source._files.path(path)} is gone") from None
+        if not name.endswith(f"-{blake3(data).hexdigest()[:16]}.spt"):
+            raise CorruptDataError(f"step {manifest.step}: {source._files.path(path)} is not what its name says")
+        target._files.write(path, data)
+    target._catalog.commit(manifest)
+
+
+def _manifest(step: int, ckpt: Checkpoint, head: _Head | None, metric: float | None) -> Manifest:
+    """The manifest of a checkpoint saved over `head`, or as a base."""
+    fields = (step, data_name(step, ckpt.id), ckpt.id, ckpt.identity, ckpt.nbytes, ckpt.raw_nbytes)
+    if head is None:
+        return Manifest(*fields, (), 0, since_base=0, base_nbytes=ckpt.nbytes, spent=0, metric=metric)
+    return Manifest(
+        *fields,
+        head.manifest.chain,
+        head.manifest.carried + carried_by(head.checkpoint),
+        since_base=head.last.since_base + 1,
+        base_nbytes=head.last.base_nbytes,
+        spent=head.last.spent + ckpt.nbytes,
+        metric=metric,
+    )
+
+
+def _manifest_of_base(manifest: Manifest, base: Checkpoint) -> Manifest:
+    """What the manifest of a chain's base says, read off one over it: the base's own may be gone."""
+    file = manifest.chain[-1]
+    size = base.nbytes
+    return Manifest(
+        int(file[:12]), file, base.id, base.identity, size, base.raw_nbytes, (), 0, 0, base_nbytes=size, spent=0
+    )
+
+
+def _next_cost(head: _Head) -> float:
+    """Cost of restoring a delta over `head`, in multiples of a base."""
+    raw = head.checkpoint.raw_nbytes
+    return 1.0 + ((head.manifest.carried + carried_by(head.checkpoint)) / raw if raw else 0.0)
+
+
+def _check_metric(metric: Any) -> float | None:
+    if metric is None:
+        return None
+    try:
+        value = float(metric)
+    except (TypeError, ValueError):
+        value = math.nan
+    if isinstance(metric, (bool, str)) or not math.isfinite(value):
+        raise BadArgumentError(f"metric is {metric!r:.80}; it must be a finite number or None")
+    return value
 
 
 def _listed(steps: list[int]) -> str:

@@ -37,7 +37,7 @@ def exponent_buckets(x: Array) -> Buckets:
 def exponent_quantize(x: Array, promotion: Promotion) -> Array:
     """See `shrinkpoint.kernels.exponent.exponent_quantize`."""
     u = patterns(x)
-    levels = np.empty(u.size, np.uint8)
+    levels = np.empty(u.size, promotion.table.dtype)
     _quantize(u, u.dtype.type(format_named(promotion.format).mantissa), promotion.table, levels)
     return like(levels.reshape(x.shape), x)
 
@@ -75,7 +75,7 @@ def _quantize(u: Any, mantissa: Any, table: Any, levels: Any) -> None:
     magnitude_mask = kind(kind(1) << kind(8 * u.itemsize - 1)) - kind(1)
     for i in range(u.size):
         level = table[np.int64(u[i] >> mantissa)]
-        levels[i] = level if u[i] & magnitude_mask else np.uint8(0)
+        levels[i] = level if u[i] & magnitude_mask else table.dtype.type(0)
 
 
 @njit

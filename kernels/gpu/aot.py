@@ -239,8 +239,9 @@ def _optimizer() -> Iterator[Build]:
         types = "*u8 *fp32 *fp32 *fp32 i64 i64 i64 *fp32"
         yield Build(residual.values_kernel, types, residual.VALUES, {"WIDE": wide})
     for x in FLOATS:
-        types = f"*{x} *u8 *u8 *fp32 *fp32 i64 i32 i32 *u8 *i32"
-        yield Build(ratedistortion.choose_kernel, types, ratedistortion.CHOOSE)
+        types = f"*{x} *u8 *u8 *fp32 *fp32 *fp32 i64 i32 i32 *u8 *i32"
+        for weighted in (False, True):
+            yield Build(ratedistortion.choose_kernel, types, ratedistortion.CHOOSE, {"WEIGHTED": weighted})
         yield Build(distortion.distortion_kernel, f"*{x} *{x} i64 *fp64", distortion.SUMS)
 
 

@@ -124,7 +124,8 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
     """See `shrinkpoint.kernels.exponent.exponent_quantize`."""
     fmt = format_named(promotion.format)
     t = tensor(x)
-    levels = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
+    wide = promotion.table.dtype.itemsize == 2
+    levels = torch.empty(t.shape, dtype=torch.uint16 if wide else torch.uint8, device=t.device)
     if t.numel():
         with on(t):
             quantize_kernel[LOOK_UP.grid(t.numel())](

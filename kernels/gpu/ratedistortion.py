@@ -20,10 +20,10 @@ CHOOSE = Launch(block=1024, warps=4, registers=128)
 
 
 @triton.jit
-def cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable):
-    """(value - code)**2 + price, each operation rounded."""
+def cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable):
+    """weight * (value - code)**2 + price, each operation rounded."""
     d = value - tl.load(codebook_ptr + (candidate - 2), mask=usable, other=0.0)
-    square = d * d
+    square = weight * (d * d)
     return square + tl.load(prices_ptr + (row + candidate), mask=usable, other=0.0)
 
 
@@ -34,34 +34,39 @@ def choose_kernel(
     previous_ptr,
     codebook_ptr,
     prices_ptr,
+    importance_ptr,
     n: tl.int64,
     top: tl.int32,
     contexts: tl.int32,
     out_ptr,
     outside_ptr,
+    WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Cheapest of the nearest level, its neighbours and the previous level; the first of equals."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHTED:
+        weight = tl.load(importance_ptr + offsets, mask=inside, other=0.0)
     nearest = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
     before = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
     known = (nearest <= top) & (before < contexts)
     usable = inside & known & (nearest >= 2)
     row = before * (top + 1)
     best = nearest
-    least = cost_of(nearest, value, codebook_ptr, prices_ptr, row, usable)
+    least = cost_of(nearest, value, weight, codebook_ptr, prices_ptr, row, usable)
     candidate = tl.maximum(nearest - 1, 2)
-    cost = cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable)
+    cost = cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable)
     best = tl.where(cost < least, candidate, best)
     least = tl.where(cost < least, cost, least)
     candidate = tl.minimum(nearest + 1, top)
-    cost = cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable)
+    cost = cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable)
     best = tl.where(cost < least, candidate, best)
     least = tl.where(cost < least, cost, least)
     candidate = tl.where(before >= 2, tl.minimum(before, top), nearest)
-    cost = cost_of(candidate, value, codebook_ptr, prices_ptr, row, usable)
+    cost = cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable)
     best = tl.where(cost < least, candidate, best)
     tl.store(out_ptr + offsets, tl.where(usable, best, nearest).to(tl.uint8), mask=inside)
     outside = tl.max((inside & ~known).to(tl.int32), axis=0)
@@ -69,7 +74,12 @@ def choose_kernel(
 
 
 def rate_distortion_levels(
-    x: Array, levels: Array, previous: Array, codebook: Array, prices: np.ndarray[Any, np.dtype[np.float32]]
+    x: Array,
+    levels: Array,
+    previous: Array,
+    codebook: Array,
+    prices: np.ndarray[Any, np.dtype[np.float32]],
+    importance: Array | None = None,
 ) -> Array:
     """See `shrinkpoint.kernels.ratedistortion.rate_distortion_levels`."""
     t, own, before = tensor(x), tensor(levels), tensor(previous)
@@ -85,6 +95,7 @@ def rate_distortion_levels(
             before,
             torch.from_numpy(np.ascontiguousarray(codebook)).to(t.device),
             torch.from_numpy(np.ascontiguousarray(prices)).to(t.device),
+            own if importance is None else tensor(importance),
             t.numel(),
             codebook.shape[0] + 1,
             prices.shape[0],
@@ -92,6 +103,7 @@ def rate_distortion_levels(
             out,
             outside,
             # constants
+            importance is not None,
             **CHOOSE.constants(t.numel()),
         )
     if outside.item():

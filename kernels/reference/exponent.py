@@ -39,7 +39,8 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
     bucket = (magnitude >> fmt.mantissa) + (xp.astype(negative, xp.int64) << fmt.exponent)
     levels = xp.take(xp.asarray(promotion.table.astype(np.int64)), bucket)
     levels = xp.where(magnitude == 0, 0, levels)
-    return xp.reshape(xp.astype(levels, xp.uint8), tuple(x.shape))
+    dtype = xp.uint8 if promotion.table.dtype == np.uint8 else xp.uint16
+    return xp.reshape(xp.astype(levels, dtype), tuple(x.shape))
 
 
 def exponent_dequantize(levels: Array, codebook: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]) -> Array:

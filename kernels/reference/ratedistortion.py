@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def rate_distortion_levels(
-    x: Array, levels: Array, previous: Array, codebook: Array, prices: np.ndarray[Any, np.dtype[np.float32]]
+    x: Array,
+    levels: Array,
+    previous: Array,
+    codebook: Array,
+    prices: np.ndarray[Any, np.dtype[np.float32]],
+    importance: Array | None = None,
 ) -> Array:
     """See `kernels.ratedistortion`."""
     xp = array_namespace(x)
@@ -28,7 +33,8 @@ def rate_distortion_levels(
 
     def cost(candidate: Array) -> Array:
         d = values - xp.take(codes, candidate - 2)
-        return d * d + xp.take(table, p * width + candidate)
+        square = d * d if importance is None else importance * (d * d)
+        return square + xp.take(table, p * width + candidate)
 
     least = cost(own)
     old = xp.where(p >= 2, xp.clip(p, 2, top), own)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from .codec import presets
 from .codec.base import Codec
+from .codec.changed import Changed
 from .codec.checkpoint import Checkpoint, decompress
+from .codec.clusters import Clusters
 from .codec.compress import compress
 from .codec.config import ChainPolicy, Config, Rule
 from .codec.errors import (
@@ -19,40 +21,59 @@ from .codec.errors import (
     UnsupportedLeafError,
 )
 from .codec.exact import Exact
+from .codec.exponent import ExponentDelta
 from .codec.kinds import Kind, kinds
 from .codec.moments import LogBuckets
 from .codec.optimizer import FirstMoment, SecondMoment
 from .codec.parallel import set_threads, threads
 from .codec.quantize import Quantize
+from .codec.rows import Rows
 
 if TYPE_CHECKING:
+    from .search.result import SearchResult
+    from .search.run import search
+    from .store.ranks import newest_common_step
+    from .store.saver import Saver, SaveResult
     from .store.store import Store
+    from .trainers.rows import RowTracker
+    from .trainers.sensitivity import SensitivityTracker
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BadArgumentError",
     "ChainPolicy",
+    "Changed",
     "Checkpoint",
+    "Clusters",
     "Codec",
     "Config",
     "CorruptDataError",
     "Exact",
+    "ExponentDelta",
     "FirstMoment",
     "Kind",
     "LogBuckets",
     "MissingParentError",
     "NewerFormatError",
     "Quantize",
+    "RowTracker",
+    "Rows",
     "Rule",
+    "SaveResult",
+    "Saver",
+    "SearchResult",
     "SecondMoment",
+    "SensitivityTracker",
     "ShrinkpointError",
     "Store",
     "UnsupportedLeafError",
     "compress",
     "decompress",
     "kinds",
+    "newest_common_step",
     "presets",
+    "search",
     "set_threads",
     "threads",
 ]
@@ -62,4 +83,16 @@ def __getattr__(name: str) -> Any:
     """`Store` on first use: file systems need not be imported by those who only compress."""
     if name == "Store":
         return import_module(".store.store", __name__).Store
+    if name in ("SaveResult", "Saver"):
+        return getattr(import_module(".store.saver", __name__), name)
+    if name == "newest_common_step":
+        return import_module(".store.ranks", __name__).newest_common_step
+    if name == "search":
+        return import_module(".search", __name__)  # the package itself is what is called
+    if name == "SearchResult":
+        return import_module(".search.result", __name__).SearchResult
+    if name == "SensitivityTracker":
+        return import_module(".trainers.sensitivity", __name__).SensitivityTracker
+    if name == "RowTracker":
+        return import_module(".trainers.rows", __name__).RowTracker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ import zstandard
 import shrinkpoint as sp
 
 _PREFIX = struct.Struct("<8sIIQQII")
-_MODULES = ("exact", "moments", "quantize", "compress", "checkpoint", "rows", "buckets", "mask", "cluster")
+_MODULES = ("exact", "moments", "quantize", "compress", "checkpoint", "rows", "exponent", "changed", "clusters")
 
 
 def bits(x: Any) -> bytes:

@@ -39,6 +39,8 @@ configs = st.one_of(
     st.just(sp.Config([("*", sp.LogBuckets(0.01))])),
     st.just(sp.Config(max_rel_error=0.05)),
     st.just(sp.Config(rate=0.01)),
+    st.builds(sp.presets.lc_checkpoint, st.sampled_from([2, 3, None]), second_moments=st.just("exponent")),
+    st.just(sp.presets.bitsnap()),
     st.just(sp.Config([("a*", sp.Exact()), ("*", sp.Quantize(bins=5))])),
 )
 steps = st.tuples(
@@ -87,8 +89,9 @@ def memories(ckpt: sp.Checkpoint) -> dict[str, tuple[Any, ...]]:
     for key, m in (ckpt._memory or {}).items():
         names = [n for n in ("levels", "codebook", "protected", "data") if hasattr(m, n)]
         out[key] = tuple((n, getattr(m, n).dtype, bits(getattr(m, n))) for n in names)
-        if hasattr(m, "thresholds"):
-            out[key] += (m.thresholds,)
+        for name in ("thresholds", "tables"):
+            if hasattr(m, name):
+                out[key] += (getattr(m, name),)
     return out
 
 

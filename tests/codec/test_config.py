@@ -19,6 +19,14 @@ codecs = st.one_of(
     st.just(sp.Exact()),
     st.builds(sp.LogBuckets, st.floats(2**-17, 0.5)),
     st.builds(
+        sp.Rows,
+        st.sampled_from([None, 2, 3, 4, 8, "auto"]),
+        st.sampled_from(["adaptive", "asymmetric", "symmetric", "kmeans"]),
+        st.none() | st.integers(1, 4096),
+        st.none() | st.floats(0.1, 1),
+        st.integers(0, 100) | st.floats(0, 100),
+    ),
+    st.builds(
         sp.Quantize,
         bins=st.integers(2, 254),
         embedding_bins=st.none() | st.integers(2, 254),
@@ -85,7 +93,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     *[(sp.Config, {"chain": v}, "chain") for v in ("base", 5, {"base_every": 3})],
     *[(sp.Config, {"rules": v}, "rule") for v in (5, "ab", ["ab"], [("a",)], [("", sp.Exact())], [(3, sp.Exact())])],
     *[(sp.Config, {"rules": v}, "rule") for v in ([("a", "exact")], [("a", sp.Exact)], [None], [("a", sp.Exact(), 1)])],
-    *[(sp.ChainPolicy, {"base_every": v}, "base_every") for v in (0, -1, 1.5, "x", None, True)],
+    *[(sp.ChainPolicy, {"base_every": v}, "base_every") for v in (0, -1, 1.5, "x", True)],
     *[(sp.ChainPolicy, {"against": v}, "against") for v in ("x", None, 3, [])],
     *[(sp.Kind, {"layer": v}, "kind|layer") for v in ("x", None, 3, [])],
     *[(sp.Kind, {"role": v}, "role") for v in ("x", None, 3)],

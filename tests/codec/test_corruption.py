@@ -142,6 +142,10 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
         sp.Config([("*", sp.Quantize(bins=2, prune=0.5, protect=0.2, policy="refit"))]),
         sp.presets.lossless(),
         sp.Config([("*", sp.LogBuckets(2.0**-17))]),
+        sp.presets.lc_checkpoint(second_moments="exponent"),
+        sp.presets.lc_checkpoint(None, huffman=False),
+        sp.presets.bitsnap(),
+        sp.Config([("weight", sp.Changed()), ("*", sp.Clusters(3))]),
     ):
         base = sp.compress(state(0.0), cfg=cfg)
         delta = sp.compress(state(0.01), base, cfg)

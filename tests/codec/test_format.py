@@ -19,6 +19,7 @@ import zstandard
 from blake3 import blake3
 
 import shrinkpoint as sp
+from shrinkpoint.codec.restate import restate
 
 from ..golden.make import cases
 from .common import difference
@@ -301,25 +302,31 @@ def planes(source: Bytes, width: int, n: int) -> np.ndarray[Any, Any]:
 def read_bytes(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
     n = int(np.prod(record["s"], dtype=object)) * item_size(record["d"])
     assert len(pieces) == -(-n // 2**24)
-    out = bytearray()
+    out = b""
     for i, piece in enumerate(pieces):
         size = min(2**24, n - i * 2**24)
-        source = Bytes(piece)
-        method = source.take(1)[0]
         before = None if parent is None or "data" not in parent else parent["data"][i * 2**24 :][:size]
-        width = item_size(record["d"]) // (2 if "complex" in record["d"] else 1)
-        if method == 0:
-            out += symbols(source.rest(), size).tobytes()
-        elif method in (1, 2):
-            patterns = planes(source, width, size // width)
-            if method == 2:
-                is_float = width > 1 and ("float" in record["d"] or "complex" in record["d"])
-                patterns = undo(patterns, np.frombuffer(before, patterns.dtype), is_float)
-            out += patterns.tobytes()
-        else:
-            assert method == 3
-            out += before
-    return {"data": bytes(out)}
+        out += bytes_chunk(piece, record["d"], size, before)
+    return {"data": out}
+
+
+def bytes_chunk(piece: bytes, dtype: str, size: int, before: bytes | None) -> bytes:
+    source = Bytes(piece)
+    method = source.take(1)[0]
+    width = item_size(dtype) // (2 if "complex" in dtype else 1)
+    if method == 0:
+        return symbols(source.rest(), size).tobytes()
+    if method in (1, 2):
+        patterns = planes(source, width, size // width)
+        assert source.at == len(piece)
+        if method == 2:
+            assert before is not None
+            is_float = width > 1 and ("float" in dtype or "complex" in dtype)
+            patterns = undo(patterns, np.frombuffer(before, patterns.dtype), is_float)
+        return bytes(patterns.tobytes())
+    assert method == 3
+    assert before is not None
+    return before
 
 
 def to_float(data: bytes, dtype: str) -> np.ndarray[Any, Any]:
@@ -337,6 +344,10 @@ def bfloat16_or_none(data: bytes, dtype: str) -> tuple[np.ndarray[Any, Any], np.
     return np.where(held, narrow.view(np.uint16), 0).astype(np.uint16), held
 
 
+def unfolded(z: int) -> int:
+    return z // 2 if z % 2 == 0 else -(z + 1) // 2
+
+
 def read_levels(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
     n, width = int(np.prod(record["s"])), item_size(record["d"])
     own = numpy_dtype(record["d"])
@@ -350,8 +361,14 @@ def read_levels(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any
     source = Bytes(pieces[0])
     entries = source.varint()
     mode = source.take(1)[0]
-    assert mode in (0, 1)
-    codebook = source.take(entries * width) if mode == 0 else before["codebook"]
+    assert mode in (0, 1, 2)
+    if mode == 2:
+        first = unfolded(source.varint())
+        (step,) = struct.unpack("<d", source.take(8))
+        with np.errstate(all="ignore"):
+            codebook = np.array([k * step for k in range(first, first + entries)]).astype(own).tobytes()
+    else:
+        codebook = source.take(entries * width) if mode == 0 else before["codebook"]
     assert len(codebook) == entries * width
     count = source.varint()
     steps = planes(source, 2, count)
@@ -418,8 +435,8 @@ def read_log_buckets(record: dict[str, Any], pieces: list[bytes], _parent: Any) 
 
 def table(source: Bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
     out = np.zeros(256, np.float32)
-    n = source.varint()
-    out[:n] = np.frombuffer(source.take(2 * n), ml_dtypes.bfloat16).astype(np.float32)
+    at = np.cumsum([source.varint() + 1 for _ in range(source.varint())], dtype=int) - 1
+    out[at] = np.frombuffer(source.take(2 * at.size), ml_dtypes.bfloat16).astype(np.float32)
     return out
 
 
@@ -428,29 +445,37 @@ def narrowed(x: np.ndarray[Any, Any], dtype: str) -> bytes:
         return x.astype(np.float32).astype(numpy_dtype(dtype)).tobytes()
 
 
-def with_escapes(pieces: list[bytes], estimate: Any, escape: int, n: int) -> np.ndarray[Any, Any]:
+def with_escapes(
+    pieces: list[bytes], estimate: Any, escape: int, n: int, before: Any = None
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     out = np.empty(n, np.float32)
+    found = np.empty(n, np.uint8)
     for i, piece in enumerate(pieces):
         part = slice(i * 2**22, min((i + 1) * 2**22, n))
         source = Bytes(piece)
-        symbol = symbols(source.block(), part.stop - part.start)
+        context = None if before is None else before[part]
+        found[part] = symbol = symbols(source.block(), part.stop - part.start, context, 256)
         out[part] = estimate(part, symbol)
         exact = np.frombuffer(source.take(4 * source.varint()), "<f4")
         out[part][symbol == escape] = exact
         assert source.at == len(piece)
-    return out
+    return out, found
 
 
-def read_rank_one(record: dict[str, Any], pieces: list[bytes], _parent: Any) -> Any:
+def read_rank_one(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
     rows, n = record["s"][0], int(np.prod(record["s"]))
     columns = n // rows
     source = Bytes(pieces[0])
-    factors = []
-    for size in (rows, columns):
+    before = parent if parent is not None and "numbers" in parent else None
+    factors, numbers = [], []
+    for which, size in enumerate((rows, columns)):
         inner = Bytes(source.block())
         j = symbols(inner.block(), size).astype(int)
         j += symbols(inner.block(), size).astype(int) << 8
         assert inner.at == len(inner.data)
+        if before is not None:
+            j = before["numbers"][which] + np.array([unfolded(int(z)) for z in j], int)
+        numbers.append(j)
         factors.append(np.array([bucket_value(int(k), 3, "float32") for k in j], np.float32))
     means = table(source)
     assert source.at == len(pieces[0])
@@ -461,7 +486,9 @@ def read_rank_one(record: dict[str, Any], pieces: list[bytes], _parent: Any) -> 
         with np.errstate(all="ignore"):
             return (factors[0][at // columns] * factors[1][at % columns]) * means[symbol]
 
-    return {"values": narrowed(with_escapes(pieces[1:], estimate, 1, n), record["d"])}
+    old = None if before is None else before["symbols"]
+    values, found = with_escapes(pieces[1:], estimate, 1, n, old)
+    return {"values": narrowed(values, record["d"]), "numbers": numbers, "symbols": found}
 
 
 def read_grid(record: dict[str, Any], pieces: list[bytes], second: bytes) -> Any:
@@ -472,10 +499,204 @@ def read_grid(record: dict[str, Any], pieces: list[bytes], second: bytes) -> Any
     with np.errstate(all="ignore"):
         v = np.frombuffer(second, numpy_dtype(record["d"])).astype(np.float32)
         root = np.sqrt(np.where((v >= 0) & np.isfinite(v), v, np.float32(0)))
-    return {"values": narrowed(with_escapes(pieces[1:], lambda part, s: steps[s] * root[part], 0, n), record["d"])}
+    values, _ = with_escapes(pieces[1:], lambda part, s: steps[s] * root[part], 0, n)
+    return {"values": narrowed(values, record["d"])}
 
 
-READERS = {"bytes": read_bytes, "levels": read_levels, "log-buckets": read_log_buckets, "rank-one": read_rank_one}
+def plus(before: bytes, levels: Any, addends: bytes, dtype: str) -> np.ndarray[Any, Any]:
+    """An array and its levels' addends, rounded once (float64 is wide enough to round again)."""
+    own = numpy_dtype(dtype)
+    old = np.frombuffer(before, own)
+    steps = np.concatenate([np.zeros(1, own), np.frombuffer(addends, own)])
+    with np.errstate(all="ignore"):
+        sums = old.astype(np.float64) + steps[levels].astype(np.float64)
+        narrow = sums.astype(np.float64 if dtype == "float64" else np.float32).astype(own)
+    return np.where(levels == 0, old, narrow)
+
+
+def bit_packed(data: bytes, width: int, n: int) -> np.ndarray[Any, Any]:
+    value = int.from_bytes(data, "little")
+    return np.array([value >> (i * width) & ((1 << width) - 1) for i in range(n)], int)
+
+
+def read_exponent(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
+    n, dtype = int(np.prod(record["s"])), record["d"]
+    width = item_size(dtype)
+    before = parent["data"] if parent is not None and "data" in parent else None
+    tables = list(parent.get("tables", [])) if parent is not None else []
+    source = Bytes(pieces[0])
+    form = source.take(1)[0]
+    out = b""
+    if form == 1:
+        tables = []
+        for _ in range(source.varint()):
+            size = source.varint()
+            tables.append(code_lengths(source.block(), size))
+        for i, piece in enumerate(pieces[1:]):
+            size = min(2**22, n - i * 2**22)
+            old = None if before is None else before[i * 2**22 * width :][: size * width]
+            if piece[0] == 0:
+                out += bytes_chunk(piece[1:], dtype, size * width, old)
+                continue
+            assert piece[0] == 1
+            assert old is not None
+            inner = Bytes(piece[1:])
+            count = inner.varint()
+            addends = inner.take(count * width)
+            high = symbols(inner.block(), size).astype(int)
+            low = symbols(inner.block(), size, high, max(2, int(high.max()) + 1)).astype(int)
+            levels = 256 * high + low
+            kept = levels == count + 1
+            values = plus(old, np.where(kept, 0, levels), addends, dtype)
+            values[kept] = np.frombuffer(inner.take(int(kept.sum()) * width), values.dtype)
+            assert inner.at == len(inner.data)
+            out += values.tobytes()
+    else:
+        assert form == 0
+        count = source.varint()
+        addends = source.take(count * width)
+        coding = source.take(1)[0]
+        constant, lengths = 0, [0] * (count + 1)
+        if coding == 0:
+            constant = source.varint()
+        elif coding in (2, 3):
+            ranked = [source.varint() for _ in range(source.varint())]
+            if coding == 2:
+                by_rank = code_lengths(source.block(), len(ranked))
+                tables = ([t for t in tables if len(t) != len(ranked)] + [by_rank])[-8:]
+            else:
+                (by_rank,) = (t for t in tables if len(t) == len(ranked))
+            for level, length in zip(ranked, by_rank, strict=True):
+                lengths[level] = length
+        for i, piece in enumerate(pieces[1:]):
+            size = min(2**22, n - i * 2**22)
+            levels = {
+                0: lambda _, size=size: np.full(size, constant),
+                1: lambda piece, size=size: bit_packed(piece, count.bit_length(), size),
+                2: lambda piece, size=size: np.array(huffman(piece, lengths, size), int),
+                3: lambda piece, size=size: np.array(huffman(piece, lengths, size), int),
+                4: lambda piece, size=size: symbols(piece, size).astype(int),
+            }[coding](piece)
+            out += plus(before[i * 2**22 * width :][: size * width], levels, addends, dtype).tobytes()
+    assert source.at == len(pieces[0])
+    return {"data": out, "tables": tables}
+
+
+def read_changed(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
+    n, width = int(np.prod(record["s"], dtype=object)), item_size(record["d"])
+    out = b""
+    for i, piece in enumerate(pieces):
+        size = min(2**22, n - i * 2**22)
+        source = Bytes(piece)
+        if source.take(1)[0] == 0:
+            out += bytes_chunk(source.rest(), record["d"], size * width, None)
+            continue
+        mask = symbols(source.block(), -(-size // 8))
+        there = np.unpackbits(mask, bitorder="little").astype(bool)
+        assert not there[size:].any()
+        there = there[:size]
+        values = np.frombuffer(parent["data"][i * 2**22 * width :][: size * width], f"u{width}").copy()
+        count = int(there.sum())
+        if count:
+            values[there] = np.frombuffer(bytes_chunk(source.rest(), record["d"], count * width, None), f"u{width}")
+        assert source.at == len(piece)
+        out += values.tobytes()
+    return {"data": out}
+
+
+def read_clusters(record: dict[str, Any], pieces: list[bytes], _parent: Any) -> Any:
+    entries = [Fraction(0), Fraction(1)]
+    for e in range(7):
+        for k in range(2 ** (e + 1)):
+            part = Fraction(1, 10) + Fraction(9 * (2 * k + 1), 20 * 2 ** (e + 1))
+            entries.append(Fraction(10**e, 10**6) * part)
+    values = np.array([float(v) for v in sorted(entries)]).astype(np.float32)
+    n, out = int(np.prod(record["s"])), []
+    for i, piece in enumerate(pieces):
+        size = min(2**22, n - i * 2**22)
+        source = Bytes(piece)
+        m = source.varint()
+        minimum, scale = np.frombuffer(source.take(4 * m), "<f4"), np.frombuffer(source.take(4 * m), "<f4")
+        labels = symbols(source.block(), size)
+        codes = symbols(source.block(), size, labels, max(2, m))
+        assert source.at == len(piece)
+        out.append(values[codes] * scale[labels] + minimum[labels])
+    return {"values": narrowed(np.concatenate(out), record["d"])}
+
+
+def read_rows(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
+    """Rows as (style, numbers, codes), or ("raw", bytes): what a later delta takes over or is coded against."""
+    count, dtype = record["s"][0], record["d"]
+    columns = int(np.prod(record["s"])) // count
+    step = max(1, 2**22 // columns)
+    assert len(pieces) == -(-count // step)
+    before = parent["rows"] if parent is not None and "rows" in parent else [None] * count
+    rows = list(before)
+    for i, piece in enumerate(pieces):
+        first, size = i * step, min(step, count - i * step)
+        source = Bytes(piece)
+        marks = symbols(source.block(), size)
+        for k, style in enumerate(record["m"]["s"]):
+            at = first + np.flatnonzero(marks == k + 1)
+            if not at.size:
+                continue
+            old = [before[r] for r in at]
+            if style[0] == "raw":
+                known = None if None in old else b"".join(values_of(row, columns, dtype) for row in old)
+                width = columns * item_size(dtype)
+                data = row_array(source, dtype, at.size * width, known)
+                for j, r in enumerate(at):
+                    rows[r] = (("raw",), data[j * width : (j + 1) * width])
+                continue
+            method, bits = style[0], style[1]
+            p = {"symmetric": 1, "kmeans": 2**bits}.get(method, 2)
+            same = [row is not None and row[0] == tuple(style) for row in old]
+            known = None
+            if any(same):
+                numbers = [row[1] if s else np.zeros(p, "<f4") for row, s in zip(old, same, strict=True)]
+                known = np.stack(numbers, axis=1).astype("<f4").tobytes()
+            data = row_array(source, "float32", 4 * p * at.size, known)
+            numbers = np.frombuffer(data, "<f4").reshape(p, at.size)
+            context = None
+            if any(same) and bits <= 4:
+                codes = [row[2] if s else np.full(columns, 2**bits) for row, s in zip(old, same, strict=True)]
+                context = np.concatenate(codes)
+            codes = symbols(source.block(), at.size * columns, context, 2**bits + 1).reshape(at.size, columns)
+            for j, r in enumerate(at):
+                rows[r] = (tuple(style), numbers[:, j], codes[j])
+        assert source.at == len(piece)
+    assert None not in [row if row is None else 0 for row in rows]
+    return {"rows": rows, "data": b"".join(values_of(row, columns, dtype) for row in rows)}
+
+
+def row_array(source: Bytes, dtype: str, size: int, before: bytes | None) -> bytes:
+    form = source.take(1)[0]
+    assert form in (0, 1)
+    return source.take(size) if form == 0 else bytes_chunk(source.block(), dtype, size, before)
+
+
+def values_of(row: Any, columns: int, dtype: str) -> bytes:
+    style = row[0]
+    if style[0] == "raw":
+        return bytes(row[1])
+    numbers, codes = row[1], row[2]
+    if style[0] == "kmeans":
+        return narrowed(numbers[codes], dtype)
+    minimum = numbers[-1]
+    scale = (-minimum - minimum) / np.float32(2 ** style[1] - 1) if style[0] == "symmetric" else numbers[0]
+    return narrowed(codes.astype(np.float32) * scale + minimum, dtype)
+
+
+READERS = {
+    "rows": read_rows,
+    "bytes": read_bytes,
+    "levels": read_levels,
+    "log-buckets": read_log_buckets,
+    "rank-one": read_rank_one,
+    "exponent": read_exponent,
+    "changed": read_changed,
+    "clusters": read_clusters,
+}
 
 
 def scalar(node: Any) -> Any:
@@ -580,7 +801,7 @@ def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
     nodes = iter(header["tree"])
     state = walk((), array)
     assert next(nodes, None) is None
-    return {"state": state, "id": blake3(blob).hexdigest(), "memory": memory}
+    return {"state": state, "id": header.get("as") or blake3(blob).hexdigest(), "memory": memory}
 
 
 @pytest.mark.parametrize("name", cases())
@@ -592,3 +813,17 @@ def test_a_strangers_reader_finds_the_same(name: str) -> None:
         theirs = read(ours.to_bytes(), theirs)
         assert difference(sp.decompress(ours), theirs["state"]) == ""
         assert theirs["id"] == ours.id
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, length) in cases().items() if length > 1])
+def test_a_strangers_reader_finds_the_same_stated_anew(name: str) -> None:
+    """As a base and as a super-step over the first of its chain."""
+    make, cfg, length = cases()[name]
+    chain: list[sp.Checkpoint] = []
+    for t in range(length):
+        chain.append(sp.compress(make(t), chain[-1] if chain else None, cfg))
+    first = read(chain[0].to_bytes())
+    for parent, known in ((None, None), (chain[0], first)):
+        theirs = read(restate(chain[-1], parent).to_bytes(), known)
+        assert difference(sp.decompress(chain[-1]), theirs["state"]) == ""
+        assert theirs["id"] == chain[-1].id

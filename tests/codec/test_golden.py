@@ -44,7 +44,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
     from shrinkpoint.codec import exact, moments, quantize, streams
 
     used, methods, formats = set(), set(), set()
-    decode, chunk = entropy.decode, exact._decode_chunk
+    decode, chunk = entropy.decode, exact.decode_chunk
 
     def spy(data: memoryview, *args: Any) -> Any:
         used.add(data[0])
@@ -58,7 +58,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
         if hasattr(module, "entropy"):
             monkeypatch.setattr(module.entropy, "decode", spy)
     monkeypatch.setattr(entropy, "decode", spy)
-    monkeypatch.setattr(exact, "_decode_chunk", spy_chunk)
+    monkeypatch.setattr(exact, "decode_chunk", spy_chunk)
     with_sp = sp.threads()
     sp.set_threads(1)
     try:

@@ -95,6 +95,20 @@ def training(t: int) -> dict[str, Any]:
     }
 
 
+def tables(t: int) -> dict[str, Any]:
+    """Embedding tables of which a few rows change, one of them to what no quantizer holds, and their moments."""
+    w = bell(60 * 24, 21).reshape(60, 24)
+    m = 1e-3 * bell(60 * 24, 22).reshape(60, 24)
+    for step in range(1, t + 1):
+        rows = slice(step * 7, step * 7 + 6)
+        w[rows] += 0.1 * bell(6 * 24, 30 + step).reshape(6, 24)
+        m[rows] *= 1.5
+        w[40 + step, 3] = np.nan
+    model = {"emb.weight": torch.from_numpy(w.astype(np.float32)), "wte.weight": torch.from_numpy(w).bfloat16()}
+    moments = {"exp_avg": m.astype(np.float32), "exp_avg_sq": m * m, "sum": torch.from_numpy(m).float()}
+    return {"model": model, "optimizer": {"state": {"emb.weight": moments}}}
+
+
 def everything(t: int) -> dict[Any, Any]:
     """Every kind of node and leaf."""
     tied = torch.arange(6, dtype=torch.int16).reshape(2, 3) + t
@@ -133,6 +147,19 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "pruned": (training, sp.Config([("weight", quantize)]), 2),
         "moments": (training, sp.Config([("*", sp.LogBuckets(2.0**-12))]), 2),
         "lossless": (training, sp.presets.lossless(), 3),
+        "lc": (training, sp.presets.lc_checkpoint(3), 3),
+        "lc-packed": (training, sp.presets.lc_checkpoint(None, huffman=False, second_moments="exponent"), 2),
+        "lc-smallest": (training, sp.Config([("*", sp.ExponentDelta(8))]), 2),
+        "bitsnap": (training, sp.presets.bitsnap(), 2),
+        "changed": (training, sp.Config([("weight", sp.Changed()), ("*", sp.Clusters(7))]), 2),
+        "check-n-run": (tables, sp.presets.check_n_run(3), 3),
+        "rows": (
+            tables,
+            sp.Config(
+                [("embedding", sp.Rows()), ("first moment", sp.Rows(2, "kmeans")), ("*", sp.Rows(8, "symmetric"))]
+            ),
+            3,
+        ),
         "everything": (everything, sp.presets.lossless(), 3),
     }
 

@@ -28,14 +28,23 @@ def test_agrees_with_the_oracle(back_end: BackEnd, dtype: str, n: int, k: int, f
     own = back_end.array(x, dtype)
     rounded = back_end.numpy(own)
     wide = (rounded.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else rounded.astype(np.float32)
-    got = back_end.module("ratedistortion").rate_distortion_levels(
-        own, back_end.array(levels), back_end.array(previous), codebook, prices
-    )
-    np.testing.assert_array_equal(back_end.numpy(got), _slow(wide, levels, previous, codebook, prices))
+    rate_distortion = back_end.module("ratedistortion").rate_distortion_levels
+    given = own, back_end.array(levels), back_end.array(previous), codebook, prices
+    expected = _slow(wide, levels, previous, codebook, prices, np.ones(n, np.float32))
+    np.testing.assert_array_equal(back_end.numpy(rate_distortion(*given)), expected)
+    importance = fresh.lognormal(0, 3, n).astype(np.float32)
+    importance[::5] = 0
+    weighted = back_end.numpy(rate_distortion(*given, back_end.array(importance)))
+    np.testing.assert_array_equal(weighted, _slow(wide, levels, previous, codebook, prices, importance))
 
 
 def _slow(
-    x: np.ndarray, levels: np.ndarray, previous: np.ndarray, codebook: np.ndarray, prices: np.ndarray
+    x: np.ndarray,
+    levels: np.ndarray,
+    previous: np.ndarray,
+    codebook: np.ndarray,
+    prices: np.ndarray,
+    importance: np.ndarray,
 ) -> np.ndarray:
     out = levels.copy()
     top = codebook.size + 1
@@ -43,7 +52,7 @@ def _slow(
         if level < 2:
             continue
         candidates = [level, max(level - 1, 2), min(level + 1, top), min(p, top) if p >= 2 else level]
-        costs = [np.float32(np.float32(v - codebook[c - 2]) ** 2) + prices[p, c] for c in candidates]
+        costs = [importance[i] * np.float32(np.float32(v - codebook[c - 2]) ** 2) + prices[p, c] for c in candidates]
         out[i] = candidates[int(np.argmin(costs))]
     return out
 
@@ -77,6 +86,8 @@ def test_bad_arguments(fresh: np.random.Generator) -> None:
     x, levels, previous, codebook, prices = _case(fresh, 10, 4, 0.1)
     with pytest.raises(BadArgumentError, match="prices"):
         rate_distortion_levels(x, levels, previous, codebook, prices[:, :3])
+    with pytest.raises(BadArgumentError, match="importance"):
+        rate_distortion_levels(x, levels, previous, codebook, prices, x[:3])
     with pytest.raises(BadArgumentError, match="previous"):
         rate_distortion_levels(x, levels, previous[:3], codebook, prices)
     with pytest.raises(BadArgumentError, match="beyond"):

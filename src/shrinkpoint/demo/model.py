@@ -18,15 +18,15 @@ class Block(nn.Module):
     training learn far more than learned places would.
     """
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width, bias=bias)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.project = nn.Linear(width, width, bias=bias)
+        self.norm2 = nn.LayerNorm(width, bias=bias)
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         batch, time, width = x.shape
@@ -47,6 +47,7 @@ class GPT(nn.Module):
         layers, width, heads: depth, size of the residual stream, attention heads (width divisible by twice as many).
         context: longest window in bytes.
         dropout: of the embedded input, which makes torch's random number generator part of the training state.
+        bias: whether linear layers and norms have one.
 
     Example:
         >>> model = GPT(layers=1, width=8, heads=2, context=4)
@@ -57,12 +58,14 @@ class GPT(nn.Module):
     cosine: Tensor
     sine: Tensor
 
-    def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float = 0.05) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, context: int, dropout: float = 0.05, bias: bool = True
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width, heads, bias) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=bias)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:

@@ -1,0 +1,339 @@
+"""`python -m bench saver`: what an asynchronous save costs a trainer, against memcpy, torch.save and DCP async_save.
+
+The stall: how long the call keeps the trainer, everything it started before being finished. Overhead: the processor
+time of a save against that of 50 steps; on the wall, a training loop on all cores in blocks of 50 steps, every other
+block with a save at its start, in pairs, so that a busy machine is as busy for both. Memory: what the worker's process
+holds beyond the snapshot it shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shrinkpoint as sp
+
+from . import data
+from .data import Pair
+from .harness import CheckFailed, Options, Row, Target, at_least, at_most
+from .plot import Bars, draw
+
+TITLE = "what an asynchronous save costs a trainer, against memcpy, torch.save and DCP async_save"
+FLOOR = "memcpy"
+STALL, OVERHEAD, MEMORY = at_least(1.0), at_most(1.5), at_most(1.0)
+EVERY = 50
+"""Steps from one save to the next in the overhead row."""
+
+
+def run(options: Options) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+    if options.wanted("stall, memory, durable"):
+        options.say("making the states")
+        real = data.trained(quick=True) if options.state is None else data.read(options.state)
+        for parameters in (2_000_000,) if options.quick else (5_000_000, 50_000_000):
+            rows += _stalls(data.drawn_state(real, parameters), parameters, options)
+    return rows + _overheads(options)
+
+
+def _stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
+    """Rows of one state: stall, time until durable, memory."""
+    options.say(f"stall ({pair.nbytes / 1e6:.0f} MB)")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        root = Path(folder)
+        saver = stack.enter_context(sp.Saver(sp.Store(root / "ours")))
+        saver.save(0, pair.before).result()
+        try:
+            checked = _check(saver, pair)
+        except CheckFailed as error:
+            return [_row("stall of save", parameters, None, "ms", STALL, note=f"CHECK FAILED: {error}", met=False)]
+        calls: dict[str, Callable[[], object]] = {FLOOR: _copy(pair), "torch.save": _torch_save(pair, root)}
+        notes: dict[str, str] = {}
+        for kind in ("thread", "process"):
+            name = f"DCP async_save, {kind}"
+            try:
+                calls[name] = stack.enter_context(_dcp(pair, root, kind))
+            except Exception as error:
+                notes[name] = f"not measured: {type(error).__name__}: {error}"
+        seconds: dict[str, list[float]] = {name: [] for name in ("", *calls)}
+        durable = []
+        for number in range(1, options.rounds + 3):
+            done = saver.save(number, pair.after if number % 2 else pair.before).result()
+            seconds[""].append(done.stall - done.waited)
+            durable.append(done.seconds)
+            for name, call in calls.items():
+                begin = time.perf_counter()
+                after = call()
+                seconds[name].append(time.perf_counter() - begin)
+                if callable(after):
+                    after()
+        extra, how = _memory(saver)
+        own = _median(seconds[""])
+        arrays = sum(1 for _ in data.arrays(pair.before))
+        about = f"{arrays} arrays, {pair.nbytes / 1e6:.0f} MB; quartiles {_spread(seconds['']):.0%} apart; {checked}"
+        rows = []
+        for name in (*calls, *notes):
+            peer = _median(seconds[name]) if name in calls else None
+            rows.append(
+                _row(
+                    "stall of save",
+                    parameters,
+                    own * 1e3,
+                    "ms",
+                    STALL if name == FLOOR else None,
+                    peer=name,
+                    peer_value=None if peer is None else peer * 1e3,
+                    note=f"{notes[name]}; {about}" if name in notes else about,
+                )
+            )
+        took = _row("time until durable", parameters, _median(durable), "s", None, note="deltas, 1 thread, nice 10")
+        share = None if extra is None else extra / pair.nbytes
+        held = _row("memory of the worker", parameters, share, "x raw state", MEMORY, note=how)
+        return [*rows, took, held]
+
+
+def _check(saver: sp.Saver, pair: Pair) -> str:
+    """The saver's file is the one that a synchronous compression gives."""
+    expected = sp.compress(pair.before, cfg=saver.store.cfg)
+    if saver.last is None or saver.last.id != expected.id:
+        raise CheckFailed("the saved checkpoint is not what compress gives")
+    return "checked: same bytes as compress"
+
+
+def _copy(pair: Pair) -> Callable[[], object]:
+    arrays = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for _, x in data.arrays(pair.before)]
+    into = [np.ones_like(x) for x in arrays]
+
+    def call() -> None:
+        for source, target in zip(arrays, into, strict=True):
+            np.copyto(target, source)
+
+    return call
+
+
+def _torch_save(pair: Pair, root: Path) -> Callable[[], object]:
+    import torch
+
+    return lambda: torch.save(pair.before, root / "torch.pt")
+
+
+@contextlib.contextmanager
+def _dcp(pair: Pair, root: Path, kind: str) -> Iterator[Callable[[], object]]:
+    """`async_save` of the same state; the call returns what waits for it."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", f"file://{root}/meet", rank=0, world_size=1)
+    folder = root / f"dcp-{kind}"
+    how = AsyncCheckpointerType.THREAD if kind == "thread" else AsyncCheckpointerType.PROCESS
+
+    def call() -> object:
+        future = dcp.async_save(  # type: ignore[attr-defined]
+            pair.before, checkpoint_id=str(folder), async_checkpointer_type=how
+        )
+        return lambda: _finish(future, folder)
+
+    try:
+        _finish(call(), folder)
+        yield call
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def _finish(future: Any, folder: Path) -> None:
+    if callable(future):
+        future()
+        return
+    future.result()
+    shutil.rmtree(folder)
+
+
+def _memory(saver: sp.Saver) -> tuple[int | None, str]:
+    """Peak of the worker's own memory, the shared snapshot not counted, without what it starts with."""
+    path = Path(f"/proc/{saver.pid}/status")
+    if not path.exists():
+        return None, "not measured: no /proc"
+    fields = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines() if ":" in line)
+    peak, shared = (int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "RssShmem"))
+    with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(folder)) as idle:
+        idle.save(0, {"step": 0}).result()
+        lines = Path(f"/proc/{idle.pid}/status").read_text(encoding="ascii").splitlines()
+        start = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    how = (
+        f"peak {peak / 1e6:.0f} MB, of these {shared / 1e6:.0f} MB the shared snapshot and {start / 1e6:.0f} MB "
+        "what an idle worker has; the next delta's parent included"
+    )
+    return max(0, peak - shared - start), how
+
+
+class Trainer:
+    """A GPT that trains on random bytes, `threads` at a time."""
+
+    def __init__(self, threads: int) -> None:
+        import torch
+
+        from shrinkpoint.demo.config import SIZES
+        from shrinkpoint.demo.model import GPT
+
+        size = SIZES["small"]
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        self.model = GPT(size.layers, size.width, size.heads, size.context)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.batch = torch.randint(0, 256, (16, size.context + 1))
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def step(self) -> None:
+        """One step."""
+        from shrinkpoint.demo.model import loss
+
+        self.optimizer.zero_grad()
+        loss(self.model, self.batch).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """What is saved."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def block(self, number: int, saver: sp.Saver | None) -> float:
+        """Seconds on the wall of `EVERY` steps, the first with a save."""
+        begin = time.perf_counter()
+        for step in range(EVERY):
+            self.step()
+            if step == 0 and saver is not None:
+                saver.save(number, self.state())
+        return time.perf_counter() - begin
+
+
+def _overheads(options: Options) -> list[Row]:
+    """What saves cost a training loop, in processor time and, in the full form, on the wall."""
+    import torch
+
+    before = torch.get_num_threads()
+    rows = []
+    try:
+        if options.wanted("overhead in processor time"):
+            options.say("overhead in processor time")
+            rows.append(_overhead_of_processor(options))
+        if options.wanted("overhead on the wall") and not options.quick:
+            options.say("overhead on the wall")
+            rows.append(_overhead_on_the_wall(options))
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def _overhead_of_processor(options: Options) -> Row:
+    """On cores that are all busy, what a save takes of them is what it costs the run; other users do not count."""
+    trainer = Trainer(threads=1)
+    steps, calls, worker = [], [], []
+    with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(folder)) as saver:
+        trainer.step()
+        saver.save(0, trainer.state()).result()
+        for number in range(1, options.rounds + 1):
+            for _ in range(2):
+                begin = time.process_time()
+                trainer.step()
+                steps.append(time.process_time() - begin)
+            begin, before = time.process_time(), _cpu_seconds(saver.pid)
+            future = saver.save(number, trainer.state())
+            calls.append(time.process_time() - begin)
+            done = future.result()
+            after = _cpu_seconds(saver.pid)
+            if before is not None and after is not None:
+                worker.append(after - before)
+    name = f"overhead in processor time, a save every {EVERY} steps"
+    if not worker:
+        return _row(name, trainer.parameters, None, "%", OVERHEAD, note="not measured: no /proc")
+    value = 100 * (_median(worker) + _median(calls)) / (EVERY * _median(steps))
+    note = (
+        f"{done.raw_nbytes / 1e6:.0f} MB; a step {_median(steps) * 1e3:.0f} ms of processor, a save "
+        f"{_median(worker):.2f} s in the worker and {_median(calls) * 1e3:.1f} ms in the trainer"
+    )
+    return _row(name, trainer.parameters, value, "%", OVERHEAD, note=note)
+
+
+def _overhead_on_the_wall(options: Options) -> Row:
+    trainer = Trainer(threads=os.cpu_count() or 1)
+    plain, saving, stalls, seconds = [], [], [], []
+    with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(folder)) as saver:
+        trainer.step()
+        saver.save(0, trainer.state()).result()
+        for number in range(1, options.rounds + 1):
+            plain.append(trainer.block(number, None))
+            saving.append(trainer.block(number, saver))
+            done = saver.wait()
+            assert done is not None
+            stalls.append(done.stall)
+            seconds.append(done.seconds)
+    # The median of the pairs: what disturbs the machine for longer than a pair disturbs both of its blocks.
+    value = 100 * statistics.median(s / p - 1 for s, p in zip(saving, plain, strict=True))
+    note = (
+        f"{_median(plain) / EVERY * 1e3:.0f} ms a step, {len(plain)} pairs of blocks, quartiles of the plain ones "
+        f"{_spread(plain):.1%} apart; stall {_median(stalls) * 1e3:.1f} ms, durable after {_median(seconds):.2f} s"
+    )
+    return _row(
+        f"overhead on the wall, a save every {EVERY} steps", trainer.parameters, value, "%", OVERHEAD, note=note
+    )
+
+
+def _cpu_seconds(pid: int | None) -> float | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def _spread(values: list[float]) -> float:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle if middle else 0.0
+
+
+def _row(
+    name: str,
+    size: int,
+    value: float | None,
+    unit: str,
+    target: Target | None,
+    *,
+    peer: str | None = None,
+    peer_value: float | None = None,
+    note: str = "",
+    met: bool | None = None,
+) -> Row:
+    ratio = peer_value / value if value and peer_value is not None else None
+    if target is not None and met is None:
+        met = target.met(value, ratio)
+    text = target.text(unit) if target else None
+    return Row(name, "cpu, all cores", size, value, unit, peer, peer_value, ratio, text, met, note)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Stall of each size beside its peers'."""
+    bars: list[tuple[str, float, float | None]] = []
+    for row in rows:
+        if row.row != "stall of save" or row.value is None or row.peer_value is None:
+            continue
+        if row.peer == FLOOR:
+            bars.append((f"{row.size / 1e6:.0f} M parameters", row.value, row.peer_value))
+        else:
+            bars.append((f"vs {row.peer}", row.peer_value, None))
+    draw(path, [Bars("stall of a save, ms (mark: one copy)", "ms", bars)])

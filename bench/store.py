@@ -1,0 +1,449 @@
+"""`python -m bench store`: saving and loading a training state, what compaction brings, and who notices a flipped bit.
+
+Save and load: whole AdamW states through a file on this machine's disk, against torch.save, safetensors and
+torch.distributed.checkpoint (their files without and, for torch.save, with an fsync; ours is always durable). Restores:
+the last of a chain of 100 before and after compaction, in multiples of a base. Flips: one bit of what was stored is
+altered, 200 times, in the same places for all; counted is what loads without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shrinkpoint as sp
+
+from . import data
+from .codec import check_errors
+from .data import Pair
+from .harness import Case, CheckFailed, Job, Options, Peer, Row, Target, at_most, run_cases, wall_clock
+from .plot import Bars, draw
+
+TITLE = "save, load, restore after compaction, flipped bits; against torch.save, safetensors, DCP, npz"
+FLOOR, TORCH, DURABLE = "memcpy", "torch.save", "torch.save + fsync"
+SAFETENSORS, DCP, NPZ = "safetensors", "DCP", "npz"
+FLIPS = 200
+CHAIN = 100
+RESTORE = at_most(3.0)
+CONFIGS: dict[str, Callable[[], sp.Config]] = {"default": sp.Config, "lossless": sp.presets.lossless}
+
+
+def run(options: Options) -> list[Row]:
+    """All rows."""
+    options.say("making the states")
+    real = data.trained(quick=True) if options.state is None else data.read(options.state)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for parameters in (1_000_000,) if options.quick else (5_000_000, 50_000_000):
+            pair = data.drawn_state(real, parameters)
+            rows += _throughput(pair, parameters, Path(folder), options)
+        small = data.drawn_state(real, 200_000 if options.quick else 2_000_000)
+        rows += _restores(small, Path(folder), options)
+        rows += _parts(small, Path(folder), options)
+        rows += _flips(small, Path(folder), options)
+    return rows
+
+
+def _row(
+    name: str,
+    size: int,
+    value: float | None,
+    unit: str,
+    note: str,
+    *,
+    peer: str | None = None,
+    peer_value: float | None = None,
+    target: Target | None = None,
+) -> Row:
+    """A row that no clock of the harness made."""
+    text, met = (target.text(unit), target.met(value, None)) if target is not None else (None, None)
+    return Row(name, "cpu, all cores", size, value, unit, peer, peer_value, None, text, met, note)
+
+
+# ---------------------------------------------------------------------------------------------- saving and loading
+
+
+def tensors(state: Any) -> dict[str, Any]:
+    """Its arrays by path, as torch tensors: the part of a state that every library here can store."""
+    import torch
+
+    return {path: torch.from_numpy(np.array(x)) for path, x in data.arrays(state)}
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another library: how it saves arrays below a path, and how it loads them again."""
+
+    name: str
+    save: Callable[[dict[str, Any], Path], object]
+    load: Callable[[dict[str, Any], Path], Any]
+
+
+def _safetensors() -> Any:
+    import safetensors.torch
+
+    return safetensors.torch
+
+
+def _torch_save(arrays: dict[str, Any], path: Path, *, durable: bool = False) -> None:
+    import torch
+
+    with (path.parent / f"{path.name}.pt").open("wb") as f:
+        torch.save(arrays, f)
+        if durable:
+            f.flush()
+            os.fsync(f.fileno())
+
+
+def _torch_load(_: dict[str, Any], path: Path) -> Any:
+    import torch
+
+    return torch.load(path.parent / f"{path.name}.pt", weights_only=True)
+
+
+def _dcp_save(arrays: dict[str, Any], path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        dcp.save(arrays, checkpoint_id=path)
+
+
+def _dcp_load(arrays: dict[str, Any], path: Path) -> Any:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    into = {name: torch.zeros_like(x) for name, x in arrays.items()}
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        dcp.load(into, checkpoint_id=path)
+    return into
+
+
+def _npz_save(arrays: dict[str, Any], path: Path) -> None:
+    named: dict[str, Any] = {f"a{i}": x.numpy() for i, x in enumerate(arrays.values())}
+    np.savez(path.parent / f"{path.name}.npz", **named)
+
+
+def _npz_load(arrays: dict[str, Any], path: Path) -> Any:
+    import torch
+
+    with np.load(path.parent / f"{path.name}.npz") as found:
+        return {name: torch.from_numpy(found[f"a{i}"]) for i, name in enumerate(arrays)}
+
+
+OTHERS = (
+    Other(TORCH, _torch_save, _torch_load),
+    Other(DURABLE, lambda a, p: _torch_save(a, p, durable=True), _torch_load),
+    Other(
+        SAFETENSORS,
+        lambda a, p: _safetensors().save_file(a, p.parent / f"{p.name}.safetensors"),
+        lambda _, p: _safetensors().load_file(p.parent / f"{p.name}.safetensors"),
+    ),
+    Other(DCP, _dcp_save, _dcp_load),
+    Other(NPZ, _npz_save, _npz_load),
+)
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether arrays came back to the bit."""
+    return list(a) == list(b) and all(
+        x.shape == b[n].shape and x.dtype == b[n].dtype and x.numpy().tobytes() == b[n].numpy().tobytes()
+        for n, x in a.items()
+    )
+
+
+def _throughput(pair: Pair, parameters: int, folder: Path, options: Options) -> list[Row]:
+    """Save and load of one state: each configuration of ours, each held against the same others."""
+    cases = []
+    for config in CONFIGS:
+        for kind in ("base", "delta"):
+            work = _Work(pair, config, kind, folder)
+            for action, make in (("save", work.save), ("load", work.load)):
+                names = (FLOOR, *(o.name for o in OTHERS if action == "save" or o.name != DURABLE))
+                cases.append(
+                    Case(f"{action} {kind}, {config}", parameters, "MB/s", make, "cpu, all cores", None, names)
+                )
+    rows = run_cases(cases, options, wall_clock)
+    for name in os.listdir(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return rows
+
+
+class _Work:
+    """One way to save a state and load it again."""
+
+    def __init__(self, pair: Pair, config: str, kind: str, folder: Path) -> None:
+        self.pair, self.kind, self.config = pair, kind, config
+        self.cfg = CONFIGS[config]()
+        self.root = folder / f"{config}-{kind}"
+        self.folder = folder
+
+    def _store(self) -> sp.Store:
+        """A fresh one with a base in it."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        store = sp.Store(self.root, self.cfg)
+        store.save(0, self.pair.before)
+        return store
+
+    def save(self) -> Job:
+        """The job of `Store.save`, the lock, both syncs and the manifest included."""
+        store = self._store()
+        before = store._head
+
+        def call() -> object:
+            store._head = before if self.kind == "delta" else None
+            return store.save(1, self.pair.after)
+
+        return self._job(call, loading=False)
+
+    def load(self) -> Job:
+        """The job of `Store.load` in a process that has nothing in memory."""
+        store = self._store()
+        if self.kind == "delta":
+            store.save(1, self.pair.after)
+
+        def call() -> object:
+            return sp.Store(self.root, self.cfg).load(count=False)
+
+        return self._job(call, loading=True)
+
+    def _check(self) -> str:
+        store = self._store()
+        saved = store.save(1, self.pair.after)
+        return check_errors(self.pair.after, sp.Store(self.root, self.cfg).load(1, count=False), saved.checkpoint)
+
+    def _job(self, call: Callable[[], object], *, loading: bool) -> Job:
+        arrays = tensors(self.pair.after)
+        raw = float(sum(x.nbytes for x in arrays.values()))
+        into = {name: x.clone() for name, x in arrays.items()}
+
+        def copy() -> None:
+            for name, x in arrays.items():
+                into[name].copy_(x)
+
+        peers = [Peer(FLOOR, lambda: copy)]
+        for other in OTHERS:
+            if loading and other.name == DURABLE:
+                continue
+            peers.append(Peer(other.name, lambda other=other: self._other(other, arrays, loading)))  # type: ignore[misc]
+        stored = sp.compress(
+            self.pair.after, sp.compress(self.pair.before, cfg=self.cfg) if self.kind == "delta" else None, self.cfg
+        )
+        note = f"{raw / 1e6:.0f} MB raw, ratio {stored.ratio:.2f}; {self.pair.origin}"
+        return Job(call, self._check, raw, peers, note)
+
+    def _other(self, other: Other, arrays: dict[str, Any], loading: bool) -> Callable[[], object]:
+        path = self.folder / f"other-{other.name.replace(' ', '')}"
+        other.save(arrays, path)
+        if not _equal(arrays, other.load(arrays, path)):
+            raise CheckFailed(f"{other.name}: other arrays come back")
+        return (lambda: other.load(arrays, path)) if loading else (lambda: other.save(arrays, path))
+
+
+# ------------------------------------------------------------------------------------------- chains and their parts
+
+
+def _moving(pair: Pair, step: int) -> Any:
+    """The state after so many steps from the one of the pair to the other, each a share of the way."""
+
+    def between(a: Any, b: Any) -> Any:
+        if isinstance(a, dict):
+            return {k: between(a[k], b[k]) for k in a}
+        if isinstance(a, list):
+            return [between(x, y) for x, y in zip(a, b, strict=True)]
+        if hasattr(a, "is_floating_point") and a.is_floating_point():
+            return a + (b - a) * (step / CHAIN)
+        return a
+
+    return between(pair.before, pair.after)
+
+
+def _seconds(call: Callable[[], object], rounds: int) -> float:
+    found = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found)
+
+
+def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
+    """Time to restore the steps of a chain of 100, and its bytes, before and after compaction."""
+    rows = []
+    for config in CONFIGS:
+        name = f"restore from a chain of {CHAIN}, {config}"
+        if not options.wanted(name):
+            continue
+        options.say(name)
+        cfg = sp.Config(CONFIGS[config]().rules, chain=sp.ChainPolicy(None))
+        root = folder / f"chain-{config}"
+        store = sp.Store(root, cfg)
+        for step in range(CHAIN):
+            store.save(step, _moving(pair, step))
+        # A base of the last state, to compare with.
+        alone = sp.Store(folder / f"alone-{config}", cfg)
+        alone.save(0, _moving(pair, CHAIN - 1))
+        watched = sorted({CHAIN - 1, *range(9, CHAIN, 10), 63, 95})
+        expected = {step: sp.compress(store.load(step, count=False), cfg=sp.presets.lossless()).id for step in watched}
+        rounds = options.rounds
+
+        def of(step: int, store: sp.Store = store) -> Callable[[], object]:
+            return lambda: sp.Store(store.url).load(step, count=False)
+
+        def bytes_in(root: Path = root) -> int:
+            return sum(p.stat().st_size for p in (root / "data").iterdir())
+
+        one = _seconds(of(0, alone), rounds)
+        before, size = _seconds(of(CHAIN - 1), 3) / one, bytes_in()
+        begin = time.perf_counter()
+        moved = store.compact()
+        took = time.perf_counter() - begin
+        store.gc()
+        same = all(
+            sp.compress(store.load(step, count=False), cfg=sp.presets.lossless()).id == expected[step]
+            for step in watched
+        )
+        after: float | None = None
+        if same and not store.verify():
+            times = {step: (_seconds(of(step), rounds), _seconds(of(0, alone), rounds)) for step in watched}
+            after = max(time / base for time, base in times.values())
+        model = max(store.describe(step).restore_cost for step in store.steps())
+        note = (
+            f"worst of {len(watched)} steps against a base of the same state ({one * 1e3:.0f} ms), in turn; "
+            f"{len(moved)} steps restated in {took:.1f} s; {size / 1e6:.1f} MB became {bytes_in() / 1e6:.1f} MB; "
+            f"decoded bytes say {model:.2f} x; checked: the same bits before and after"
+        )
+        if not same:
+            note = "CHECK FAILED: a step is not what it was before compaction"
+        rows.append(
+            _row(name, CHAIN, after, "x base", note, peer="before compaction", peer_value=before, target=RESTORE)
+        )
+    return rows
+
+
+def _parts(pair: Pair, folder: Path, options: Options) -> list[Row]:
+    """One array of a state, from a base with nothing in memory: time and bytes against the whole."""
+    name = "load one array of a base"
+    if not options.wanted(name):
+        return []
+    options.say(name)
+    store = sp.Store(folder / "parts")
+    store.save(0, pair.after)
+    paths = [path for path, x in data.arrays(pair.after) if x.size >= 10_000]
+    path = paths[len(paths) // 2]
+    part = dict(data.arrays(sp.Store(store.url).load(0, path)))
+    whole = dict(data.arrays(store.load(0, count=False)))
+    note = f"{path}, {whole[path].nbytes / 1e3:.0f} kB of {sum(x.nbytes for x in whole.values()) / 1e3:.0f} kB"
+    if part[path].tobytes() != whole[path].tobytes():
+        return [_row(name, whole[path].size, None, "ms", "CHECK FAILED: not what a whole load gives")]
+    some = _seconds(lambda: sp.Store(store.url).load(0, path), 9) * 1e3
+    everything = _seconds(lambda: sp.Store(store.url).load(0, count=False), 5) * 1e3
+    return [
+        _row(
+            name,
+            whole[path].size,
+            some,
+            "ms",
+            note,
+            peer="the whole state",
+            peer_value=everything,
+            target=at_most(everything),
+        )
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- flipped bits
+
+
+def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
+    """Of 200 single flipped bits, how many a library loads without an error."""
+    name = "flipped bits that load silently"
+    if not options.wanted(name):
+        return []
+    options.say(name)
+    arrays = tensors(pair.after)
+    root = folder / "flips"
+    store = sp.Store(root / "ours")
+    store.save(0, pair.after)
+    files = [p for p in (root / "ours").rglob("*") if p.is_file() and p.parent.name in ("data", "steps")]
+    ours = _silent(files, lambda: sp.Store(store.url).load(0, count=False))
+    checked = f"of {FLIPS}, anywhere in what was stored, manifest included; the unaltered files load"
+    rows = []
+    for other in OTHERS:
+        if other.name == DURABLE:
+            continue
+        path = root / other.name / "saved"
+        path.parent.mkdir(parents=True)
+        try:
+            other.save(arrays, path)
+            files = [p for p in path.parent.rglob("*") if p.is_file()]
+            silent = float(_silent(files, lambda other=other, path=path: other.load(arrays, path)))  # type: ignore[misc]
+            note = checked
+        except ImportError as error:
+            silent, note = float("nan"), f"not measured: {error.name} is not installed"
+        value = None if np.isnan(silent) else silent
+        rows.append(_row(name, FLIPS, float(ours), "flips", note, peer=other.name, peer_value=value, target=at_most(0)))
+    return rows
+
+
+def _silent(files: list[Path], load: Callable[[], object], seed: int = 0) -> int:
+    """Loads that raise nothing, of `FLIPS` with one bit of these files flipped."""
+    load()
+    rng = np.random.default_rng(seed)
+    sizes = np.array([p.stat().st_size for p in files])
+    silent = 0
+    for position in rng.integers(0, 8 * int(sizes.sum()), FLIPS):
+        at, number = int(position) // 8, 0
+        while at >= sizes[number]:
+            at -= int(sizes[number])
+            number += 1
+        with files[number].open("r+b") as f:
+            f.seek(at)
+            byte = f.read(1)[0]
+            f.seek(at)
+            f.write(bytes([byte ^ (1 << int(position) % 8)]))
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                load()
+            silent += 1
+        except Exception:
+            pass
+        finally:
+            with files[number].open("r+b") as f:
+                f.seek(at)
+                f.write(bytes([byte]))
+    return silent
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Speeds beside the others', restores, flips."""
+    panels = []
+    for action in ("save", "load"):
+        largest = max((r.size for r in rows if r.row.startswith(action + " ")), default=0)
+        some = [r for r in rows if r.row.startswith(action + " ") and r.size == largest and r.value is not None]
+        bars: list[tuple[str, float, float | None]] = []
+        for row in some:
+            if row.peer == FLOOR and row.value is not None:
+                bars.append((row.row, row.value, None))
+        bars += [(str(r.peer), r.peer_value, None) for r in some[: len(OTHERS) + 1] if r.peer_value is not None]
+        panels.append(Bars(f"{action}, MB/s of raw state", "MB/s", bars))
+    flips = [r for r in rows if r.row.startswith("flipped")]
+    if flips:
+        bars = [("shrinkpoint", flips[0].value or 0.0, None)]
+        bars += [(str(r.peer), r.peer_value, None) for r in flips if r.peer_value is not None]
+        panels.append(Bars(f"of {FLIPS} flipped bits, loaded silently", "flips", bars))
+    draw(path, panels)

@@ -1,0 +1,177 @@
+"""What changed since the parent, to the bit: one bit an element says where, and the new values follow (BitSnap).
+
+A chunk's first byte names its form:
+
+    0 full       all values, as a chunk of the stream "bytes"
+    1 changed    a block with the packed mask as a symbol stream, then the changed values as a chunk of "bytes" of
+                 their own
+
+The mask costs an eighth of a byte an element, so that with 16-bit values it pays until 15/16 of them changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..kernels.mask import changed_mask, gather, scatter
+from . import entropy
+from .base import CHUNK, Leaf, Memory, Stored
+from .errors import BadArgumentError, CorruptDataError
+from .exact import PLAIN, BytesMemory, decode_chunk, encode_chunk
+from .fields import Reader, Writer
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory
+from .parallel import map_chunks
+
+FULL, MASKED = range(2)
+_WIDTHS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Store every bit: where an array changed and what it changed to; all of it where that is no larger.
+
+    Args:
+        coder: "smallest" (default) entropy codes mask and values; "published" stores them as they are.
+
+    Raises:
+        BadArgumentError: another coder.
+
+    Example:
+        >>> Changed(coder="published")
+        Changed(coder='published')
+
+    Source: BitSnap, section 3.3 (improved bitmask sparsification).
+    """
+
+    coder: str = "smallest"
+    id: ClassVar[str] = "changed"
+
+    def __post_init__(self) -> None:
+        if self.coder not in ("smallest", "published"):
+            raise BadArgumentError(f"coder is {self.coder!r}; it must be one of smallest, published")
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is 0."""
+        data = as_bytes(leaf.flat)
+        pieces, counts = _pieces(data, leaf.spec, parent, self.coder)
+        note = ""
+        if counts:
+            note = f"{100 * sum(counts) / max(leaf.spec.size, 1):.3g} % changed"
+            full = sum(p[0] == FULL for p in pieces)
+            if full:
+                note += ", stored in full" if full == len(pieces) else f", {full} of {len(pieces)} chunks in full"
+        return Stored("changed", {}, pieces, BytesMemory(data.copy()), note=note)
+
+
+def _pieces(data: NpArray, spec: LeafSpec, parent: Memory | None, coder: str) -> tuple[list[bytes], list[int]]:
+    """The chunks; and, against a parent, how many elements of each changed."""
+    usable = isinstance(parent, BytesMemory) and parent.data.size == data.size and spec.itemsize in _WIDTHS
+    before = parent.data if usable and isinstance(parent, BytesMemory) else None
+    step = CHUNK * spec.itemsize
+
+    def one(start: int) -> tuple[bytes, int]:
+        own = data[start : start + step]
+        if before is None:
+            return _full(own, spec, coder), 0
+        return _masked(own, before[start : start + step], spec, coder)
+
+    parts = map_chunks(one, range(0, data.size, step))
+    return [p for p, _ in parts], [] if before is None else [n for _, n in parts]
+
+
+def _values(data: NpArray, spec: LeafSpec, coder: str) -> bytes:
+    if coder == "published":
+        return bytes([PLAIN, entropy.STORED]) + data.tobytes()
+    return encode_chunk(data, spec, None) if data.size else b""
+
+
+def _full(data: NpArray, spec: LeafSpec, coder: str) -> bytes:
+    return bytes([FULL]) + _values(data, spec, coder)
+
+
+def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str) -> tuple[bytes, int]:
+    """A chunk against its parent, and how many elements changed."""
+    width = f"<u{spec.itemsize}"
+    new = data.view(width)
+    mask = changed_mask(new, before.view(width))
+    values = gather(new, mask)
+    if coder == "published":
+        mask_bytes = bytes([entropy.STORED]) + mask.tobytes()
+        full = 2 + data.size
+    else:
+        mask_bytes = entropy.encode(mask)
+        full = data.size
+    out = Writer()
+    out.byte(MASKED)
+    out.block(mask_bytes)
+    if values.size:
+        out.raw(_values(values.view(np.uint8), spec, coder))
+    masked = out.done()
+    # Entropy coded values are a share of their size that all values would have, too, so that sizes before coding decide
+    # which is tried at all.
+    if mask.size + values.nbytes < data.size and len(masked) < full:
+        return masked, int(values.size)
+    return min(masked, _full(data, spec, coder), key=len), int(values.size)
+
+
+def restate_changed(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same bytes against another parent, see `codec.restate`."""
+    data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
+    return meta, _pieces(data, spec, parent, "smallest")[0]
+
+
+def decode_changed(
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
+) -> BytesMemory:
+    """The stream format "changed"."""
+    step = CHUNK * spec.itemsize
+    starts = range(0, spec.nbytes, step)
+    if len(pieces) != len(starts):
+        raise CorruptDataError(f"changed: {len(pieces)} pieces for {len(starts)} chunks")
+    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
+    check_memory(spec.nbytes, "changed")
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def one(number: int) -> None:
+        part = slice(starts[number], starts[number] + step)
+        _decode_part(pieces[number], data[part], spec, None if before is None else before[part])
+
+    map_chunks(one, range(len(starts)))
+    return BytesMemory(data)
+
+
+def _decode_part(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+    data = Reader(piece, "changed")
+    form = data.byte()
+    if form == FULL:
+        decode_chunk(data.rest(), out, spec, None)
+        return
+    if form != MASKED:
+        raise CorruptDataError(f"changed: form {form} is unknown")
+    if before is None:
+        raise CorruptDataError("changed: a mask without a parent")
+    if spec.itemsize not in _WIDTHS:
+        raise CorruptDataError(f"changed: items of {spec.itemsize} bytes have no mask")
+    width = f"<u{spec.itemsize}"
+    n = out.size // spec.itemsize
+    mask = entropy.decode(data.block(), -(-n // 8))
+    count = int(np.bitwise_count(mask).sum())
+    values = np.empty(min(count, n) * spec.itemsize, np.uint8)
+    if values.size:
+        decode_chunk(data.rest(), values, spec, None)
+    data.end()
+    out.view(width)[:] = scatter(before.view(width), mask, values.view(width))

@@ -1,0 +1,94 @@
+"""What an error in each weight matters: the root of its second moment, where the state holds one.
+
+Adam measures distance by `sum sqrt(v_i) d_i**2`: that is the geometry its steps are taken in, and on the trainings
+tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Only the encoder knows; a
+second moment taken for another weight's costs bytes or error, never a wrong value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..kernels.arrays import is_torch
+from ..kernels.histogram import log_histogram
+from .base import Array, Leaf
+from .leaves import NpArray
+
+FLOOR = 0.05
+"""Least importance, in means of its array: no weight may wander, however small its gradients were."""
+_SKETCH = 2
+
+
+def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
+    """For each weight that has one, the number of its second moment.
+
+    By the parameter's name where `kinds` or the path tells it (`state/fc.weight/exp_avg_sq`, optax's `nu/fc/w`); else
+    by order among the arrays of one shape, where there are as many second moments as weights.
+    """
+    weights = [i for i, leaf in enumerate(leaves) if leaf.kind.role == "weight"]
+    seconds: dict[str, int] = {}
+    for i, leaf in enumerate(leaves):
+        # Of several (amsgrad's maximum) the first.
+        if leaf.kind.role == "second moment":
+            seconds.setdefault(leaf.path.rpartition("/")[0] if "nu" not in leaf.path.split("/") else leaf.path, i)
+    by_tail: dict[str, list[int]] = {}
+    for i in weights:
+        parts = leaves[i].path.split("/")
+        for cut in range(len(parts)):
+            by_tail.setdefault("/".join(parts[cut:]), []).append(i)
+    found: dict[int, int] = {}
+    unnamed: list[int] = []
+    for folder, j in seconds.items():
+        named = leaves[j].kind.parameter or _name(leaves[j].path, folder)
+        candidates = [i for i in by_tail.get(named, []) if leaves[i].spec.shape == leaves[j].spec.shape]
+        if len(candidates) == 1:
+            found.setdefault(candidates[0], j)
+        else:
+            unnamed.append(j)
+    for shape in {leaves[j].spec.shape for j in unnamed}:
+        these = [j for j in unnamed if leaves[j].spec.shape == shape]
+        free = [i for i in weights if leaves[i].spec.shape == shape and i not in found]
+        if len(these) == len(free):
+            found.update(zip(free, these, strict=True))
+    return found
+
+
+def _name(path: str, folder: str) -> str:
+    """A parameter's name as the path of its optimizer entry tells it; "" where there is but a number."""
+    parts = path.split("/")
+    if "nu" in parts:
+        return "/".join(parts[parts.index("nu") + 1 :])
+    last = folder.rpartition("/")[2]
+    return "" if last.isdigit() else last
+
+
+def mean_root(square: Array) -> float:
+    """Mean of sqrt(v) over an array, from its sketch: the same on every machine and back end; 0 where none counts."""
+    histogram = log_histogram(square, _SKETCH)
+    if not histogram.total:
+        return 0.0
+    with np.errstate(over="ignore"):
+        roots = np.sqrt(histogram.values())
+    return float((histogram.counts[:-1] * roots).sum()) / histogram.total
+
+
+def weights_of(square: Array, mean: float, scale: float) -> Array:
+    """`scale * max(sqrt(v), FLOOR * mean)` of a chunk as float32; the floor where v is negative or not finite.
+
+    Args:
+        square: second moments, shape (n,).
+        mean: `mean_root` of the whole array.
+        scale: factor.
+    """
+    low, high = FLOOR * mean * scale, 1e6 * mean * scale
+    if is_torch(square):
+        import torch
+
+        roots = torch.sqrt(square.double()) * scale
+        return torch.nan_to_num(roots, nan=low).clamp(low, high).float()
+    with np.errstate(invalid="ignore", over="ignore"):
+        roots = np.sqrt(square.astype(np.float64)) * scale
+    bounded: NpArray = np.clip(np.nan_to_num(roots, nan=low), low, high).astype(np.float32)
+    return bounded

@@ -1,0 +1,159 @@
+"""Some arrays of a checkpoint, and of its parents no more than those need."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import tree
+from .checkpoint import ArrayRecord, Checkpoint
+from .errors import BadArgumentError, CorruptDataError, MissingParentError
+from .leaves import Array, build_leaf
+from .parallel import map_chunks
+
+
+def check_patterns(paths: Any) -> tuple[str, ...]:
+    """One glob or several as a tuple; BadArgumentError for anything else."""
+    patterns = (paths,) if isinstance(paths, str) else paths
+    if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise BadArgumentError(f"paths is {paths!r}; it must be a shell glob over paths, or several in a list")
+    return tuple(patterns)
+
+
+def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: Sequence[str]) -> Any:
+    """The part of a state whose paths match.
+
+    Containers of which nothing matches are left out. A list or tuple of which something does keeps its length, with
+    None for the rest, so that positions keep their meaning.
+
+    Args:
+        files: `files(None)` opens the checkpoint; `files(c)` opens the parent of `c`, or raises.
+        patterns: shell globs; `*` also matches `/`. Plain scalars match by their paths too.
+
+    Raises:
+        BadArgumentError: a pattern that no path matches.
+        MissingParentError, CorruptDataError: what is needed is not there, or not what was written.
+    """
+    top = files(None)
+    nodes = select(top.header["tree"], patterns)
+    wanted = [top.records[n["a"]] for n in nodes if isinstance(n, dict) and "a" in n]
+    steps = [(top, _with_siblings(top, dict.fromkeys(r.key for r in wanted)))]
+    while needed := {r.key: r for r in steps[-1][1] if r.delta}:
+        below = files(steps[-1][0])
+        check_parent_named(steps[-1][0], below)
+        keys: dict[str, None] = {}
+        for key, record in needed.items():
+            if below.record_at(key) is None:
+                raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
+            keys[key] = None
+        steps.append((below, _with_siblings(below, keys)))
+    prev: Checkpoint | None = None
+    while steps:
+        ckpt, records = steps.pop()
+        ckpt.decode(records, prev)
+        prev = ckpt
+    unique = {r.key: r for r in wanted}
+
+    def one(record: ArrayRecord) -> Array:
+        return build_leaf(top.memory_of(record).values(record.spec), record.spec)
+
+    arrays = dict(zip(unique, map_chunks(one, unique.values()), strict=True))
+    return tree.unflatten(nodes, lambda number, _place: arrays[top.records[number].key])
+
+
+def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:
+    """Raise MissingParentError unless `below` is what `ckpt` calls its parent; it need not be resolved."""
+    if below.identity != ckpt.parent_id:
+        raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}..., not {below.identity[:12]}...")
+
+
+def _with_siblings(ckpt: Checkpoint, keys: dict[str, None]) -> list[ArrayRecord]:
+    """The arrays at these places, and those that they are decoded with."""
+    found = [r for r in ckpt.records if r.key in keys]
+    beside = {r.sibling for r in found if r.sibling is not None}
+    return found + [r for i, r in enumerate(ckpt.records) if i in beside and r.key not in keys]
+
+
+def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
+    """The nodes of the tree that is left when only leaves whose path matches are kept.
+
+    Args:
+        nodes: of a whole tree, in preorder, as `tree.unflatten` takes them.
+        patterns: shell globs over the keys joined by "/".
+
+    Raises:
+        BadArgumentError: a pattern that no path matches.
+
+    Example:
+        >>> select([{"d": ["a", "b"]}, {"l": 2}, 1, 2, 3], ["a/1"])
+        [{'d': ['a']}, {'l': 2}, None, 2]
+    """
+    above, paths = _places(nodes)
+    keep = [False] * len(nodes)
+    used = set()
+    for i, path in enumerate(paths):
+        if path is not None:
+            matching = [p for p in patterns if fnmatch.fnmatchcase(path, p)]
+            used.update(matching)
+            keep[i] = bool(matching)
+    for pattern in patterns:
+        if pattern not in used:
+            some = ", ".join([p for p in paths if p is not None][:5])
+            raise BadArgumentError(f"no path matches {pattern!r}; paths are like {some or '(none)'}")
+    for i in range(len(nodes) - 1, 0, -1):
+        if keep[i]:
+            keep[above[i]] = True
+    children: dict[int, list[int]] = {}
+    for i in range(1, len(nodes)):
+        children.setdefault(above[i], []).append(i)
+    out: list[Any] = []
+    stack = [0]
+    while stack:
+        i = stack.pop()
+        if not keep[i]:
+            out.append(None)
+            continue
+        tag, body = _opened(nodes[i])
+        below = children.get(i, [])
+        if tag in ("d", "o", "c"):
+            kept = [(key, child) for key, child in zip(body, below, strict=True) if keep[child]]
+            out.append({tag: [key for key, _ in kept]})
+            below = [child for _, child in kept]
+        else:
+            out.append(nodes[i])
+        stack.extend(reversed(below))
+    return out
+
+
+def _places(nodes: Sequence[Any]) -> tuple[list[int], list[str | None]]:
+    """For each node the number of the container it is in, and for leaves the path."""
+    above: list[int] = []
+    paths: list[str | None] = []
+    spelled = tree._Spelled(CorruptDataError)
+    open_: list[tuple[int, tree.Place, list[Any], int]] = []  # number, place, names of the children, how many are done
+    for i, node in enumerate(nodes):
+        while open_ and open_[-1][3] == len(open_[-1][2]):
+            open_.pop()
+        place = tree.Place(None, "", "")
+        above.append(0)
+        if open_:
+            parent, at, names, done = open_.pop()
+            open_.append((parent, at, names, done + 1))
+            above[i] = parent
+            place = tree.Place(at, names[done], names[done])
+        tag, body = _opened(node)
+        if tag in ("l", "t"):
+            open_.append((i, place, list(range(body)), 0))
+        elif tag in ("d", "o", "c"):
+            open_.append((i, place, [tree._decode_key(k) for k in body], 0))
+        else:
+            paths.append(spelled(place)[0])
+            continue
+        paths.append(None)
+    return above, paths
+
+
+def _opened(node: Any) -> tuple[str, Any]:
+    """Tag and body of a node; "" for plain scalars."""
+    return next(iter(node.items())) if isinstance(node, dict) else ("", None)

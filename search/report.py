@@ -1,0 +1,68 @@
+"""What a search shows while it runs: a log line a trial, and a bar on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from .result import Trial
+
+LOG = logging.getLogger("shrinkpoint.search")
+Progress = bool | Callable[[Trial], None] | None
+
+
+class Report:
+    """Says what happens; as a context it takes its bar away at the end.
+
+    Args:
+        progress: True: a bar on standard error; False: none; None: a bar if standard error is a terminal; a callable:
+            gets every trial as it is done, and no bar.
+        total: most trials.
+        silent: neither bar nor log: another process reports.
+    """
+
+    def __init__(self, progress: Progress, total: int, silent: bool) -> None:
+        self._call = progress if callable(progress) else None
+        self._silent = silent
+        shown = sys.stderr.isatty() if progress is None else progress is True
+        self._bar: Any = None
+        if shown and not silent:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("search"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("baseline", total=total)
+
+    def __enter__(self) -> Report:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def trial(self, trial: Trial) -> None:
+        """A trial is done."""
+        if self._call is not None:
+            self._call(trial)
+        if not self._silent:
+            what = "baseline" if trial.point is None else str(trial.point)
+            LOG.info(
+                "%s: quality %.6g, degradation %+.3f %%, %d bytes, %.2f s: %s",
+                what, trial.quality, 100 * trial.degradation, trial.nbytes, trial.seconds, trial.reason,
+            )  # fmt: skip
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=trial.reason)
+
+    def say(self, text: str, *, warn: bool = False) -> None:
+        """A line of log; a warning is seen even where logging is not set up."""
+        if not self._silent:
+            LOG.log(logging.WARNING if warn else logging.INFO, "%s", text)

@@ -1,0 +1,189 @@
+"""What a search found: every trial with its reason, the choice, and what it cost; plain JSON there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..codec.config import Config
+from ..codec.errors import BadArgumentError
+from .cube import Cube, Point
+
+DIRECTIONS = ("lower", "higher")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One call of `evaluate`.
+
+    Args:
+        point: the configuration tried; None: the state itself, the baseline.
+        nbytes: stored bytes of the whole checkpoint; 0 for the baseline.
+        estimated: the same as expected without encoding.
+        error: mean squared relative error of the weights, expected without restoring.
+        pruned: share of `error` that is pruned weights.
+        expected: degradation expected before the trial; None where nothing was.
+        quality: what `evaluate` returned.
+        degradation: relative loss of quality against the baseline; infinite where quality was no number.
+        passed: whether that is within the threshold.
+        reason: why it was accepted or not, in words.
+        round: trials of one round ran beside each other.
+        rank: process that ran it.
+        state: fingerprint of the state it was tried on.
+        seconds: time to compress, restore and evaluate; not compared.
+    """
+
+    point: Point | None
+    nbytes: int
+    estimated: float
+    error: float
+    pruned: float
+    expected: float | None
+    quality: float
+    degradation: float
+    passed: bool
+    reason: str
+    round: int
+    rank: int
+    state: str
+    seconds: float = field(default=0.0, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON (what is not finite as text); `from_json` gives an equal trial."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["point"] = None if self.point is None else self.point.to_json()
+        return {k: _plain(v) for k, v in data.items()}
+
+    @staticmethod
+    def from_json(data: Any) -> Trial:
+        """The trial that `to_json` wrote; raises BadArgumentError for anything else."""
+        found = _fields(data, Trial, "trial")
+        point = found.pop("point")
+        return Trial(point=None if point is None else Point.from_json(point), **{k: _read(v) for k, v in found.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The choice of a search and how it came about; the next search takes it as `last`.
+
+    Args:
+        config: what to compress with.
+        point: where in the cube that is; None where no point of it was chosen (`met` says why).
+        trials: every call of `evaluate`, in order.
+        met: whether the configuration keeps the threshold; False: nothing in the cube does, `config` is lossless.
+        method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), or "nothing to choose".
+        fell_back: whether a neighbourhood search came first and found nothing.
+        nbytes: stored bytes with `config`, as tried; 0 where nothing was tried.
+        baseline: quality of the state itself; None without `evaluate`.
+        degradation: of the choice; None where it was not evaluated.
+        spread: largest relative difference between two calls with the same state.
+        direction: "lower" or "higher" quality is better; None where no trial differed from the baseline.
+        direction_given: whether that was given; otherwise it is inferred from the coarsest point tried.
+        threshold: degradation allowed at this checkpoint.
+        cube: what was searched.
+        discarded: how many points were never evaluated, by reason.
+        notes: what else is worth knowing, in words.
+        rounds: calls of `evaluate` one after another; as many as trials unless they ran beside each other.
+        patience: how many searches more pass before the other pruning metric is tried again.
+        seconds: the search as a whole; not compared.
+        share: `seconds` as a share of training time since the last search; None where that is not known; not compared.
+        finished: seconds since the epoch at the end; not compared.
+    """
+
+    config: Config
+    point: Point | None
+    trials: tuple[Trial, ...]
+    met: bool
+    method: str
+    fell_back: bool
+    nbytes: int
+    baseline: float | None
+    degradation: float | None
+    spread: float
+    direction: str | None
+    direction_given: bool
+    threshold: float
+    cube: Cube
+    discarded: Mapping[str, int]
+    notes: tuple[str, ...]
+    rounds: int
+    patience: int
+    seconds: float = field(default=0.0, compare=False)
+    share: float | None = field(default=None, compare=False)
+    finished: float = field(default=0.0, compare=False)
+
+    @property
+    def evaluations(self) -> int:
+        """Calls of `evaluate`, those of the baseline and of all processes included."""
+        return len(self.trials)
+
+    @property
+    def is_exhaustive(self) -> bool:
+        """Whether the whole cube was searched."""
+        return self.method == "exhaustive"
+
+    @property
+    def within_spread(self) -> bool:
+        """Whether the choice's degradation is no larger than what `evaluate` gives for the same state twice."""
+        return self.degradation is not None and abs(self.degradation) <= self.spread
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json` gives an equal result."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data |= {
+            "config": self.config.to_json(),
+            "point": None if self.point is None else self.point.to_json(),
+            "trials": [t.to_json() for t in self.trials],
+            "cube": self.cube.to_json(),
+            "discarded": dict(self.discarded),
+            "notes": list(self.notes),
+        }
+        return {k: _plain(v) for k, v in data.items()}
+
+    @staticmethod
+    def from_json(data: Any) -> SearchResult:
+        """The result that `to_json` wrote; raises BadArgumentError for anything else."""
+        found = {k: _read(v) for k, v in _fields(data, SearchResult, "search result").items()}
+        try:
+            found |= {
+                "config": Config.from_json(found["config"]),
+                "point": None if found["point"] is None else Point.from_json(found["point"]),
+                "trials": tuple(Trial.from_json(t) for t in found["trials"]),
+                "cube": Cube.from_json(found["cube"]),
+                "discarded": dict(found["discarded"]),
+                "notes": tuple(found["notes"]),
+            }
+        except (TypeError, ValueError) as e:
+            if isinstance(e, BadArgumentError):
+                raise
+            raise BadArgumentError(f"no search result: {e}") from None
+        return SearchResult(**found)
+
+    def __str__(self) -> str:
+        what = "lossless" if self.point is None and not self.met else str(self.point or "by error target")
+        kept = (
+            "" if self.degradation is None else f", degradation {self.degradation:+.3%} of {self.threshold:.3%} allowed"
+        )
+        share = "" if self.share is None else f", {self.share:.2%} of training time"
+        return (
+            f"{what}: {self.nbytes} bytes{kept}; {self.method} search, {self.evaluations} evaluations, "
+            f"{self.seconds:.1f} s{share}"
+        )
+
+
+def _plain(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(kind)}
+    if not isinstance(data, Mapping) or set(data) != names:
+        raise BadArgumentError(f"{str(data)[:80]} is no {what}; its fields are {', '.join(sorted(names))}")
+    return dict(data)

@@ -1,0 +1,410 @@
+"""`search`: the smallest configuration of a cube that keeps the quality asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..codec import presets
+from ..codec.base import check_range
+from ..codec.checkpoint import Checkpoint
+from ..codec.config import Config
+from ..codec.errors import BadArgumentError
+from .cube import Cube, Point, normal
+from .plan import HOPELESS, Candidate, chances, degradations, next_trials, open_points, undominated
+from .quality import Evaluate
+from .report import Progress, Report
+from .result import DIRECTIONS, SearchResult, Trial
+from .subject import Subject
+from .team import Team
+from .trials import Trials
+
+TOLERANCE = 0.01
+"""Share of the bytes that is not worth another trial."""
+BETTER = 0.9
+"""The pruning metric is switched where the other's degradation is at most so many times as large."""
+PATIENCE = 4
+"""Searches in which the other metric is not tried again once it was found no better."""
+LIKELY = 0.3
+"""One after another, neighbours are only tried that pass with at least this probability; beside each other all are that
+are not hopeless."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How a search ended: the trial taken (None: nothing passes), and what was not tried and why."""
+
+    trial: Trial | None
+    discarded: dict[str, int]
+    notes: tuple[str, ...] = ()
+    patience: int = 0
+
+
+def search(
+    state: Any,
+    evaluate: Evaluate | None,
+    threshold: float,
+    *,
+    prev: Checkpoint | None = None,
+    last: SearchResult | None = None,
+    grads: Any = None,
+    kinds: Mapping[str, Any] | None = None,
+    group: Any = None,
+    cube: Cube | None = None,
+    direction: str | None = None,
+    expected_restores: float | None = None,
+    steps: int = 2,
+    relax: bool = False,
+    budget: int = 12,
+    resume: Sequence[Trial] = (),
+    progress: Progress = None,
+) -> SearchResult:
+    """Find the smallest configuration of a cube at which a restored state is good enough.
+
+    D(point) = (evaluate(restored) - evaluate(state)) / |evaluate(state)|, with its sign turned where higher is better;
+    the result has the fewest stored bytes of the points with D <= threshold that were tried. Which are tried is planned
+    from sizes and errors that histograms and pair counts predict: docs/search.md. The same arguments give the same
+    trials and the same choice.
+
+    Args:
+        state: as for `compress`.
+        evaluate: gets a restored state (fresh arrays on the host, for it to keep or change) and returns a number: a
+            loss, an accuracy, a perplexity; of the same data each time. It must leave `state` as it is: load into a
+            copy of the model. None: no trials, `threshold` is the relative L2 error that no array may exceed.
+        threshold: relative degradation allowed, in (0, 10]; without `evaluate` in (0, 1).
+        prev: parent of the checkpoint to come: sizes are those of deltas.
+        last: result of the search at the checkpoint before: its neighbourhood is searched first.
+        grads: gradient averages, as `SensitivityTracker.grads` gives them; default None, which leaves pruning by
+            sensitivity out.
+        kinds: as for `compress`.
+        group: `torch.distributed` process group whose members all call this with the same arguments: trials run beside
+            each other, in rounds of its size. Collectives within `evaluate` are then only right for sharded states
+            (DTensor), which all processes try together.
+        cube: what to choose from; default `last`'s, else `Cube()`.
+        direction: "lower" or "higher" is better; None: as `last` has it, else inferred from the coarsest point.
+        expected_restores: how often a run is expected to resume, >= 0: the threshold is divided by it (at least by
+            1), so that the losses of all restores together stay within `threshold`. None: each may take all of it.
+        steps: reach of the neighbourhood search, 0 or more; default 2.
+        relax: let the neighbourhood search be more aggressive than `last`; default False.
+        budget: most calls of `evaluate` one after another, baseline included, 3 or more; default 12.
+        resume: trials of an interrupted search with the same arguments, which are then not run again; collect them with
+            `progress=done.append`.
+        progress: True or False: a bar on standard error; None: where that is a terminal; or a callable for each trial.
+
+    Returns:
+        The choice, with every trial. Where no point is good enough it is lossless, and `met` is False.
+
+    Raises:
+        BadArgumentError: an argument out of range; `evaluate` raised, returned no number, returned NaN for the state
+            itself, changed `state`, or gave numbers that cannot be compared; a failure on another process.
+        MissingParentError: `prev` is not resolved.
+
+    Example:
+        >>> import shrinkpoint as sp
+        >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+        >>> def loss(restored):
+        ...     return 1.0 + float(((restored["w"] - w) ** 2).mean())
+        >>> found = sp.search({"w": w}, loss, 0.01)
+        >>> found.met, found.degradation <= 0.01, sp.compress({"w": w}, cfg=found.config).nbytes < w.nbytes / 6
+        (True, True, True)
+
+    Source: Inshrinkerator, section 5; DynaQuant, section A.3.
+    """
+    begin = time.perf_counter()
+    team = Team(group)
+    try:
+        _check(last, cube, direction, expected_restores, steps, budget, resume, progress)
+        cube = cube if cube is not None else (last.cube if last is not None else Cube())
+        limit = 1 if evaluate is None else 10
+        check_range("threshold", threshold, 0, limit, open_low=True, open_high=evaluate is None)
+        allowed = threshold / max(1.0, expected_restores or 1.0)
+        if evaluate is None:
+            return _finished(_by_error(allowed, cube), last, begin)
+        if not callable(evaluate):
+            raise BadArgumentError(f"evaluate is {evaluate!r}; it must be callable or None")
+        subject = Subject.of(state, next(iter(cube)), prev, grads, kinds)
+        if not subject.leaves:
+            return _finished(_nothing(allowed, cube, subject), last, begin)
+        with Report(progress, budget, silent=team.rank != 0) as report:
+            trials = Trials(subject, evaluate, allowed, team, report, resume)
+            found = _search(trials, cube, last, direction, steps, budget, relax=relax)
+            team.all(lambda: None)  # one that fails until here is heard by all
+            report.say(f"search: {found}", warn=not found.met)
+        return _finished(found, last, begin)
+    except BaseException as error:
+        team.fail(error)
+        raise
+
+
+def _search(
+    trials: Trials,
+    cube: Cube,
+    last: SearchResult | None,
+    direction: str | None,
+    steps: int,
+    budget: int,
+    *,
+    relax: bool,
+) -> SearchResult:
+    """Baseline, neighbourhood where there is a last choice, and the whole cube where that finds nothing."""
+    given = direction is not None
+    if direction is None and last is not None:
+        direction, given = last.direction, last.direction_given
+    trials.baseline(last.spread if last is not None and last.baseline is not None else None, direction)
+    space = _Space(cube, trials, budget)
+    choice, fell_back = None, False
+    if last is not None and last.point is not None and space.has(last.point):
+        choice = _near(space, last, steps, relax=relax)
+        fell_back = choice.trial is None
+    method = "neighbourhood"
+    if choice is None or choice.trial is None:
+        method = "exhaustive"
+        choice = _everywhere(space, () if last is None else last.trials)
+    return _result(space, choice, method, fell_back, given)
+
+
+def _check(
+    last: Any, cube: Any, direction: Any, restores: Any, steps: Any, budget: Any, resume: Any, progress: Any
+) -> None:
+    if last is not None and not isinstance(last, SearchResult):
+        raise BadArgumentError(f"last must be a SearchResult, not {type(last).__qualname__}")
+    if cube is not None and not isinstance(cube, Cube):
+        raise BadArgumentError(f"cube must be a Cube, not {type(cube).__qualname__}")
+    if direction is not None and direction not in DIRECTIONS:
+        raise BadArgumentError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}, or None")
+    if restores is not None:
+        check_range("expected_restores", restores, 0, 1e9)
+    for name, value, least in (("steps", steps, 0), ("budget", budget, 3)):
+        if type(value) is not int or value < least:
+            raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if not all(isinstance(t, Trial) for t in resume):
+        raise BadArgumentError("resume must be Trials, as `progress` was given them or SearchResult.trials has them")
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise BadArgumentError(f"progress is {progress!r}; it must be True, False, None or callable")
+
+
+class _Space:
+    """The points that make sense for a state, and the trials on them."""
+
+    def __init__(self, cube: Cube, trials: Trials, budget: int) -> None:
+        subject = trials.subject
+        if not subject.has_embeddings:
+            cube = dataclasses.replace(cube, embedding_bins=cube.embedding_bins[-1:])
+        self.sensitive = subject.sensitive or "magnitude" not in cube.metric
+        if not self.sensitive:
+            cube = dataclasses.replace(cube, metric=("magnitude",))
+        self.cube, self.trials, self.budget = cube, trials, budget
+        self.notes: list[str] = []
+        if not self.sensitive:
+            self.notes.append("nothing is pruned by sensitivity: there are arrays without gradients")
+
+    @property
+    def left(self) -> int:
+        """Rounds that may still be run."""
+        return self.budget - self.trials.rounds
+
+    @property
+    def floor(self) -> float:
+        """The smallest degradation that `evaluate` can tell from none."""
+        return max(self.trials.scale.spread, 0.01 * self.trials.allowed)
+
+    def has(self, point: Point) -> bool:
+        """Whether the neighbourhood of a point can be searched."""
+        return point.system == self.cube.system and (point.prune == 0.0 or point.metric in self.cube.metric)
+
+    def round(self, points: Sequence[Point], stale: Sequence[Trial]) -> list[Trial]:
+        """Try the points, each with its expected degradation."""
+        candidates = self.trials.candidates(points)
+        expected = degradations(candidates, self.trials.known(stale), self.floor)
+        return self.trials.round(points, [float(d) for d in expected])
+
+
+def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Choice:
+    """Neighbourhood search: `last`'s point under the other metric, then itself and its neighbours by falling ratio."""
+    trials = space.trials
+    if last.point is None:
+        return _Choice(None, {})
+    origin = normal(last.point)
+    points = list(dict.fromkeys(normal(p) for p in space.cube.neighbours(origin, steps, relax=relax)))
+    twin, patience = _twin(space, origin, last), max(0, last.patience - 1)
+    metric = origin.metric
+    tried: dict[Point, Trial] = {}
+    discarded: dict[str, int] = {}
+    while space.left > 0:
+        own = [p for p in points if not p.prune or p.metric == metric]
+        first = [p for p in (twin, origin) if p is not None and p not in tried]
+        queue, discarded = _queue(space, [p for p in own if p not in tried and p not in first], last.trials)
+        order = first + queue
+        if not order:
+            break
+        for trial in space.round(order[: trials.at_once], last.trials):
+            if trial.point is not None:
+                tried[trial.point] = trial
+        if twin is not None and twin in tried and origin in tried:
+            other, same = tried[twin].degradation, tried[origin].degradation
+            patience = PATIENCE
+            if other <= BETTER * same and same - other > trials.scale.spread:
+                metric = twin.metric
+                space.notes.append(f"pruning metric switched to {metric}: {other:+.3%} instead of {same:+.3%}")
+            twin = None
+        passing = [t for p, t in tried.items() if t.passed and (not p.prune or p.metric == metric)]
+        if passing and (twin is None or twin not in tried):
+            return _Choice(min(passing, key=lambda t: t.nbytes), discarded, patience=patience)
+    return _Choice(None, discarded)
+
+
+def _twin(space: _Space, origin: Point, last: SearchResult) -> Point | None:
+    """The same point under the other metric, unless it was found no better a short while ago."""
+    others = [m for m in space.cube.metric if m != origin.metric]
+    if not origin.prune or not others or last.patience > 0:
+        return None
+    return dataclasses.replace(origin, metric=others[0])
+
+
+def _queue(space: _Space, points: Sequence[Point], stale: Sequence[Trial]) -> tuple[list[Point], dict[str, int]]:
+    """The neighbours worth a trial, by falling ratio, and how many are not, by reason."""
+    trials = space.trials
+    candidates = trials.candidates(points)
+    kept = undominated(candidates)
+    known = trials.known(stale)
+    state = open_points(kept, known, trials.allowed, 0.0)
+    odds = chances(kept, known, trials.allowed, space.floor)
+    least = LIKELY if trials.at_once == 1 else HOPELESS
+    least = min(least, max((float(p) for p, out in zip(odds, state.ruled_out, strict=True) if not out), default=0.0))
+    worth = [(p >= least and p > HOPELESS, bool(out)) for p, out in zip(odds, state.ruled_out, strict=True)]
+    discarded = {
+        "no smaller and no milder than another": len(candidates) - len(kept),
+        "more aggressive than one that failed": sum(out for _, out in worth),
+        "expected to fail": sum(not likely and not out for likely, out in worth),
+    }
+    return [c.point for c, (likely, out) in zip(kept, worth, strict=True) if likely and not out], discarded
+
+
+def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
+    """Guided exhaustive search: the whole cube, both metrics; then fewer bins for embeddings."""
+    trials = space.trials
+    points = list(dict.fromkeys(normal(p) for p in space.cube))
+    worth = [c.point for c in undominated(trials.candidates(points))]
+    while space.left > 0:
+        candidates = trials.candidates(worth)
+        known = trials.known(stale)
+        chosen = next_trials(
+            candidates, known, trials.allowed, at_once=trials.at_once, tolerance=TOLERANCE, floor=space.floor
+        )
+        if not chosen:
+            break
+        if trials.scale.direction is None and not any(t.point is not None for t in trials.found):
+            smallest = min(candidates, key=lambda c: c.nbytes).point
+            chosen = [smallest, *(p for p in chosen if p != smallest)][: trials.at_once]
+        space.round(chosen, stale)
+    best = min((t for t in trials.found if t.point and t.passed), key=lambda t: t.nbytes, default=None)
+    notes = []
+    if space.left <= 0:
+        notes.append(f"the budget of {space.budget} evaluations one after another is spent")
+    discarded = {"no smaller and no milder than another": len(points) - len(worth)}
+    discarded |= _left_out(trials.candidates(worth), trials, space.floor, stale)
+    if best is not None:
+        best = _fewer_embedding_bins(space, best, stale)
+    return _Choice(best, discarded, tuple(notes))
+
+
+def _left_out(candidates: Sequence[Candidate], trials: Trials, floor: float, stale: Sequence[Trial]) -> dict[str, int]:
+    """How many points were never tried, by reason."""
+    known = trials.known(stale)
+    state = open_points(candidates, known, trials.allowed, TOLERANCE)
+    seen = {normal(t.point) for t in trials.found if t.point is not None}
+    untried = np.array([c.point not in seen for c in candidates], bool)
+    hopeless = chances(candidates, known, trials.allowed, floor) <= HOPELESS
+    counts = {
+        "more aggressive than one that failed": int((untried & state.ruled_out).sum()),
+        "not smaller than the choice": int((untried & ~state.ruled_out & ~state.alive).sum()),
+        "expected to fail": int((state.alive & hopeless).sum()),
+        "not worth a trial": int((state.alive & ~hopeless).sum()),
+    }
+    return {reason: n for reason, n in counts.items() if n}
+
+
+def _fewer_embedding_bins(space: _Space, best: Trial, stale: Sequence[Trial]) -> Trial:
+    """The choice with fewer bins for embeddings, as long as that saves something and passes."""
+    for bins in reversed(space.cube.embedding_bins[:-1]):
+        if best.point is None or space.left <= 0:
+            break
+        coarser = dataclasses.replace(best.point, embedding_bins=bins)
+        (candidate,) = space.trials.candidates([coarser])
+        odds = chances([candidate], space.trials.known(stale), space.trials.allowed, space.floor)
+        if candidate.nbytes > (1 - TOLERANCE) * best.nbytes or odds[0] <= HOPELESS:
+            break
+        (trial, *_) = space.round([coarser], stale)
+        if not trial.passed or trial.nbytes >= best.nbytes:
+            break
+        best = trial
+    return best
+
+
+def _result(space: _Space, choice: _Choice, method: str, fell_back: bool, given: bool) -> SearchResult:
+    trials, best = space.trials, choice.trial
+    notes = [*space.notes, *choice.notes]
+    if best is None or best.point is None:
+        notes.append(f"no configuration of the cube was seen to keep {trials.allowed:.3%}: lossless is used")
+    elif abs(best.degradation) <= trials.scale.spread:
+        notes.append(f"the choice's degradation is within the spread of evaluate, {trials.scale.spread:.3%}")
+    if trials.scale.direction is None:
+        notes.append("no trial differed from the baseline: which direction is better is not known")
+    elif not given:
+        notes.append(f"{trials.scale.direction} quality is better, as inferred from the coarsest trial")
+    point = None if best is None else best.point
+    return SearchResult(
+        config=presets.lossless() if point is None else point.config(),
+        point=point,
+        trials=tuple(trials.found),
+        met=point is not None,
+        method=method,
+        fell_back=fell_back,
+        nbytes=0 if best is None else best.nbytes,
+        baseline=trials.scale.baseline,
+        degradation=None if best is None else best.degradation,
+        spread=trials.scale.spread,
+        direction=trials.scale.direction,
+        direction_given=given,
+        threshold=trials.allowed,
+        cube=space.cube,
+        discarded={k: n for k, n in choice.discarded.items() if n},
+        notes=tuple(notes),
+        rounds=trials.rounds,
+        patience=choice.patience,
+    )
+
+
+def _untried(config: Config, allowed: float, cube: Cube, method: str, note: str) -> SearchResult:
+    return SearchResult(
+        config=config, point=None, trials=(), met=True, method=method, fell_back=False, nbytes=0, baseline=None,
+        degradation=None, spread=0.0, direction=None, direction_given=False, threshold=allowed, cube=cube,
+        discarded={}, notes=(note,), rounds=0, patience=0,
+    )  # fmt: skip
+
+
+def _by_error(allowed: float, cube: Cube) -> SearchResult:
+    """Without `evaluate`: the number of bins follows from the error target, array by array, when it is compressed."""
+    mildest = max(cube, key=Point.expected_bits)
+    config = dataclasses.replace(mildest, prune=0.0, rate=0.0).config()
+    note = f"no evaluate: every array keeps a relative error of {allowed:g}, with as few bins as that takes"
+    return _untried(
+        Config(config.rules, max_rel_error=allowed, chain=config.chain), allowed, cube, "error target", note
+    )
+
+
+def _nothing(allowed: float, cube: Cube, subject: Subject) -> SearchResult:
+    note = "the state has no array that the cube would change"
+    return _untried(subject.rest, allowed, cube, "nothing to choose", note)
+
+
+def _finished(found: SearchResult, last: SearchResult | None, begin: float) -> SearchResult:
+    """The result with its cost: how long it took, and that as a share of the time since the last search ended."""
+    seconds, now = time.perf_counter() - begin, time.time()
+    training = now - seconds - last.finished if last is not None and last.finished else 0.0
+    return dataclasses.replace(found, seconds=seconds, finished=now, share=seconds / training if training > 0 else None)

@@ -1,0 +1,114 @@
+"""A sample of an array: blocks of neighbours at even distances, enough to count levels on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..codec import bfloat16
+from ..codec.base import Array, Leaf
+from ..codec.codebook import unit
+from ..codec.leaves import NpArray, as_bytes
+from ..codec.quantize import LevelsMemory
+from ..kernels.arrays import is_torch
+
+BLOCK = 1024
+SAMPLE = 1 << 19
+"""Elements sampled of a whole model; of no array fewer than `LEAST`, where it has as many."""
+LEAST = 1 << 12
+GROUPS = 24
+"""Most arrays that stand for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Blocks of an array at even distances: all of it where it is small.
+
+    Args:
+        x, gradient: values and their gradients, on the host.
+        wide: finite values as NumPy float32 or float64, times `unit`; 0 for the rest.
+        unit: a power of two that keeps squares in range.
+        norm: sum of squares of `wide`.
+        parent: the parent's levels of the same elements, or None for a base.
+        scale: elements of the array for one of the sample.
+    """
+
+    x: Array
+    gradient: Array | None
+    wide: NpArray
+    unit: float
+    norm: float
+    parent: NpArray | None
+    scale: float
+
+
+def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
+    """The sample of an array that is one of several with `total` elements together."""
+    n = leaf.spec.size
+    wanted = max(LEAST, SAMPLE * n // max(1, total))
+    at: Any = slice(None)
+    count = n
+    if wanted < n:
+        starts = np.linspace(0, n - BLOCK, -(-wanted // BLOCK)).astype(np.int64)
+        at = np.unique((starts[:, None] + np.arange(BLOCK)).reshape(-1))
+        count = at.size
+    x = taken(leaf.flat, at)
+    wide = bfloat16.wide(as_bytes(x), leaf.spec)
+    finite = np.isfinite(wide)
+    power = unit(float(np.abs(wide[finite]).max(initial=0.0)))
+    wide = np.where(finite, wide, 0) * wide.dtype.type(power)
+    return Sample(
+        x,
+        None if leaf.gradient is None else taken(leaf.gradient, at),
+        wide,
+        power,
+        energy(wide),
+        None if before is None else np.ascontiguousarray(before.levels[at]),
+        n / count if count else 1.0,
+    )
+
+
+def taken(flat: Array, at: Any) -> Array:
+    """The elements at some places (int64, or a slice), on the host, in the library of the array."""
+    if not is_torch(flat):
+        return np.ascontiguousarray(flat[at])
+    if isinstance(at, slice):
+        return flat.cpu()
+    import torch
+
+    return flat[torch.from_numpy(at).to(flat.device)].cpu()
+
+
+def energy(x: NpArray) -> float:
+    """Sum of squares, in float64."""
+    wide = x.astype(np.float64)
+    return float(wide @ wide)
+
+
+def representatives(leaves: Sequence[Leaf]) -> list[tuple[int, float]]:
+    """Up to `GROUPS` arrays that stand for all: (number, elements of those it stands for over its own).
+
+    Arrays are grouped with their like: layer type, dtype, size; the largest of a group speaks for it.
+    """
+    if len(leaves) <= GROUPS:
+        return [(i, 1.0) for i in range(len(leaves))]
+    order = sorted(range(len(leaves)), key=lambda i: _likeness(leaves[i]))
+    total = sum(leaf.spec.size for leaf in leaves)
+    groups: dict[int, list[int]] = {}
+    before = 0
+    for i in order:
+        size = leaves[i].spec.size
+        groups.setdefault(GROUPS * (2 * before + size) // (2 * total), []).append(i)
+        before += size
+    found = []
+    for members in groups.values():
+        best = max(members, key=lambda i: leaves[i].spec.size)
+        found.append((best, sum(leaves[i].spec.size for i in members) / leaves[best].spec.size))
+    return found
+
+
+def _likeness(leaf: Leaf) -> tuple[str, str, int, str]:
+    return leaf.kind.layer, leaf.spec.dtype, leaf.spec.size, leaf.key

@@ -1,0 +1,130 @@
+"""The steps of a store: which there are, and committing one.
+
+Nothing here is remembered between calls: another process may save, compact or collect at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from ..codec.errors import CorruptDataError, NewerFormatError
+from .files import Files
+from .manifest import Manifest, manifest_name, parse_name
+
+FOLDER = "steps"
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A step's manifest as it was found."""
+
+    generation: int
+    manifest: Manifest
+
+
+class Catalog:
+    """The folder of manifests."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def generations(self) -> dict[int, list[int]]:
+        """Step -> generations of its manifest, ascending (more than one only while one replaces another)."""
+        found: dict[int, list[int]] = {}
+        for name in self._files.list(FOLDER):
+            parsed = parse_name(name)
+            if parsed is not None:
+                found.setdefault(parsed[0], []).append(parsed[1])
+        return {step: sorted(found[step]) for step in sorted(found)}
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return list(self.generations())
+
+    def get(self, step: int, generation: int | None = None) -> Entry | None:
+        """A step's manifest, of the highest generation unless told; None where there is no such step.
+
+        Raises:
+            CorruptDataError, NewerFormatError: it is not readable.
+        """
+        for _ in range(_ATTEMPTS):
+            newest = self.generations().get(step, [None])[-1] if generation is None else generation
+            if newest is None:
+                return None
+            try:
+                return Entry(newest, self._read(step, newest))
+            except FileNotFoundError:
+                # It was replaced, or removed, since the folder was listed.
+                generation = None
+        raise CorruptDataError(f"step {step}: its manifest is listed but cannot be read")
+
+    def _read(self, step: int, generation: int) -> Manifest:
+        try:
+            return Manifest.from_bytes(self._files.read(f"{FOLDER}/{manifest_name(step, generation)}"), step)
+        except (FileNotFoundError, PermissionError, ConnectionError, TimeoutError):
+            raise
+        except OSError as e:
+            raise CorruptDataError(f"step {step}: its manifest cannot be read: {e}") from None
+
+    def all(self) -> dict[int, Entry]:
+        """Every step's manifest.
+
+        Raises:
+            CorruptDataError, NewerFormatError: one is not readable, so nobody can say what it needs.
+        """
+        found = ((step, self.get(step, generations[-1])) for step, generations in self.generations().items())
+        return {step: entry for step, entry in found if entry is not None}
+
+    def readable(self) -> tuple[dict[int, Entry], dict[int, str]]:
+        """Every step's manifest where it is readable, and what is wrong with the others."""
+        entries: dict[int, Entry] = {}
+        problems: dict[int, str] = {}
+        for step, generations in self.generations().items():
+            try:
+                entry = self.get(step, generations[-1])
+            except (CorruptDataError, NewerFormatError) as e:
+                problems[step] = str(e)
+                continue
+            if entry is not None:
+                entries[step] = entry
+        return entries, problems
+
+    def commit(self, manifest: Manifest) -> Entry:
+        """Make a step exist, in the place of whatever it was; one atomic step. Nothing happens where it is the same."""
+        with contextlib.suppress(CorruptDataError, NewerFormatError):
+            present = self.get(manifest.step)
+            if present is not None and present.manifest == manifest:
+                return present
+        while True:
+            known = self.generations().get(manifest.step, [])
+            entry = Entry(known[-1] + 1 if known else 0, manifest)
+            if self._create(entry):
+                self._forget(manifest.step, known)
+                return entry
+
+    def replace(self, old: Entry, manifest: Manifest) -> Entry | None:
+        """Replace a manifest by another of the same step, unless someone else has done so since it was read."""
+        known = self.generations().get(manifest.step, [])
+        entry = Entry(old.generation + 1, manifest)
+        if not known or known[-1] != old.generation or not self._create(entry):
+            return None
+        self._forget(manifest.step, known)
+        return entry
+
+    def _create(self, entry: Entry) -> bool:
+        name = manifest_name(entry.manifest.step, entry.generation)
+        return self._files.create(f"{FOLDER}/{name}", entry.manifest.to_bytes())
+
+    def _forget(self, step: int, generations: list[int]) -> None:
+        """Remove generations that a higher one has replaced; what cannot be removed now is garbage."""
+        with contextlib.suppress(OSError):
+            self._files.remove([f"{FOLDER}/{manifest_name(step, g)}" for g in generations])
+
+    def drop(self, steps: dict[int, list[int]]) -> None:
+        """Remove steps with these generations, the highest last: a crash must not bring a former one back."""
+        for part in (slice(None, -1), slice(-1, None)):
+            self._files.remove(
+                [f"{FOLDER}/{manifest_name(step, n)}" for step, known in steps.items() for n in known[part]]
+            )

@@ -1,0 +1,198 @@
+"""Compaction: long chains become short ones, and every step stays what it was, to the bit, at every instant.
+
+A chain of n deltas takes n decodes to restore its last step. Compaction gives each step another parent: number its
+steps 0 (the base), 1, 2, ... and write i in base g; the parent of i is i with its lowest non-zero digit cleared. No
+step is then farther from the base than it has non-zero digits, at most D for n <= g**D, and most deltas still span few
+steps. The least g that meets the bound is taken. A delta whose parent changes is *stated anew* (`codec.restate`: a
+super-step where it spans several); the others stay as they are, for a checkpoint that was stated anew answers to its
+old identity.
+
+A step moves to its new files by one new generation of its manifest, after they are durable. The old files are garbage
+then, for `gc`.
+
+Source: LC-Checkpoint, section 4.3 (super-steps).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..codec.checkpoint import Checkpoint
+from ..codec.errors import CorruptDataError
+from ..codec.leaves import as_bytes
+from ..codec.restate import restate
+from ..codec.streams import DELTA_STREAMS
+from .catalog import Catalog, Entry
+from .chain import FOLDER, Node, carried_by, forest, walk
+from .files import Files
+from .lock import Lease
+from .manifest import Manifest, data_name
+
+LEAST_SHARE = 0.4
+"""What a delta costs at the least, in multiples of a base, however little of it has to be decoded: reading its file,
+checking it, the weights' levels. Measured 0.2 to 0.3 (5 to 12 M parameters, one core)."""
+
+
+def without_lowest_digit(number: int, base: int) -> int:
+    """A positive number with its lowest non-zero digit cleared.
+
+    Example:
+        >>> [without_lowest_digit(i, 10) for i in (7, 30, 37, 100)]
+        [0, 0, 30, 0]
+    """
+    unit = 1
+    while number // unit % base == 0:
+        unit *= base
+    return number - number // unit % base * unit
+
+
+def spread(steps: int, depth: int) -> int:
+    """The least base g >= 2 in which no number below `steps` has more than `depth` (1 or more) non-zero digits.
+
+    Example:
+        >>> spread(100, 2), spread(100, 6), spread(100, 1)
+        (10, 2, 99)
+    """
+    for base in itertools.count(2):
+        # The number with the most non-zero digits below g**k has k of them; 11...1 is the least such.
+        least = sum(base**i for i in range(depth + 1))
+        if steps <= least:
+            return base
+    raise AssertionError
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A step on the way up: its number in the chain, its checkpoint, its manifest as it will be."""
+
+    number: int
+    checkpoint: Checkpoint
+    manifest: Manifest
+
+    @property
+    def carried(self) -> int:
+        return self.manifest.carried + carried_by(self.checkpoint)
+
+
+class Compaction:
+    """One run over a store.
+
+    Args:
+        files: of the store.
+        catalog: of the store.
+        lease: held shared; renewed from step to step.
+        max_cost: of restoring any step, in multiples of a base, 1 or more.
+        progress: called after each step with (step, done, total).
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        catalog: Catalog,
+        lease: Lease,
+        max_cost: float,
+        progress: Callable[[int, int, int], None] | None,
+    ) -> None:
+        self._files, self._catalog, self._lease = files, catalog, lease
+        self._max_cost, self._progress = max_cost, progress
+        self._changed: list[int] = []
+        self._done = self._total = 0
+
+    def run(self) -> list[int]:
+        """Compact every tree that has a step over the bound; returns the steps that were moved, ascending."""
+        roots = []
+        # Of a step with an unreadable manifest nothing is known; it stays as it is.
+        for root in forest(self._catalog.readable()[0].values()):
+            costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
+            if max(costs) > self._max_cost:
+                roots.append(root)
+                self._total += len(costs)
+        for root in roots:
+            self._tree(root)
+        return sorted(self._changed)
+
+    def _tree(self, root: Node) -> None:
+        base = self._base_for(root)
+        # For each file: the steps below it that something above may still be coded against.
+        below: dict[Node, tuple[_Live, ...]] = {root: ()}
+        for found in walk(self._files, root):
+            live = below.pop(found.node)
+            entry = found.node.entry
+            if entry is not None and found.checkpoint is not None:
+                live = self._step(entry, found.checkpoint, live, base)
+            if entry is not None:
+                self._done += 1
+                if self._progress is not None:
+                    self._progress(entry.manifest.step, self._done, self._total)
+            self._lease.renew()
+            below.update((child, live) for child in found.node.children.values())
+
+    def _base_for(self, root: Node) -> int | None:
+        """The base of the numbers of a tree's steps; None where the bound leaves room for no delta."""
+        deepest, share = 0, LEAST_SHARE
+        stack = [(root, 0)]
+        while stack:
+            node, above = stack.pop()
+            if node.entry is not None:
+                m = node.entry.manifest
+                if m.parents and m.raw_nbytes:
+                    share = max(share, m.carried / m.raw_nbytes / len(m.parents))
+                above += 1
+                deepest = max(deepest, above)
+            stack.extend((child, above) for child in node.children.values())
+        room = int((self._max_cost - 1) / share + 1e-6)
+        return spread(deepest, room) if room else None
+
+    def _step(self, entry: Entry, ckpt: Checkpoint, live: tuple[_Live, ...], base: int | None) -> tuple[_Live, ...]:
+        """Move a step to its new parent; returns what the steps above it may be coded against."""
+        number = live[-1].number + 1 if live else 0
+        parent = None
+        if base is not None and number:
+            target = without_lowest_digit(number, base)
+            parent = next(known for known in live if known.number == target)
+            raw = ckpt.raw_nbytes
+            if raw and 1 + parent.carried / raw > self._max_cost:
+                parent = None
+        manifest = self._restated(entry.manifest, ckpt, parent)
+        if manifest != entry.manifest and self._catalog.replace(entry, manifest) is not None:
+            self._changed.append(manifest.step)
+        # Of what the next step may need: this one, and where this one's number has fewer digits.
+        kept = [known for known in live if base is not None and _is_prefix(known.number, number, base)]
+        return (*kept, _Live(number, ckpt, manifest))
+
+    def _restated(self, manifest: Manifest, ckpt: Checkpoint, parent: _Live | None) -> Manifest:
+        """The step's manifest over another parent, its data file durable."""
+        chain = parent.manifest.chain if parent is not None else ()
+        carried = parent.carried if parent is not None else 0
+        if ckpt.parent_id == (parent.checkpoint.identity if parent is not None else None):
+            return replace(manifest, parents=chain, carried=carried)
+        new = restate(ckpt, parent.checkpoint if parent is not None else None)
+        _check_same(ckpt, Checkpoint.from_bytes(new.to_bytes(), parent.checkpoint if parent is not None else None))
+        file = data_name(manifest.step, new.id)
+        self._files.write(f"{FOLDER}/{file}", new.to_bytes())
+        moved = replace(
+            manifest, file=file, id=new.id, identity=new.identity, nbytes=new.nbytes, parents=chain, carried=carried
+        )
+        return moved if parent is not None else replace(moved, since_base=0, base_nbytes=new.nbytes, spent=0)
+
+
+def _is_prefix(low: int, number: int, base: int) -> bool:
+    """Whether clearing lowest digits of a number leads to `low`."""
+    while number > low:
+        number = without_lowest_digit(number, base)
+    return number == low
+
+
+def _check_same(old: Checkpoint, new: Checkpoint) -> None:
+    """Raise CorruptDataError unless two checkpoints hold the same: nothing is replaced on trust."""
+    same = old.identity == new.identity and len(old.records) == len(new.records)
+    for a, b in zip(old.records, new.records, strict=True) if same else ():
+        if a.stream in DELTA_STREAMS:
+            values = [as_bytes(c.memory_of(r).values(r.spec)) for c, r in ((old, a), (new, b))]
+            same = same and bool((values[0] == values[1]).all())
+        else:
+            same = same and [bytes(p) for p in old.pieces_of(a)] == [bytes(p) for p in new.pieces_of(b)]
+    if not same:
+        raise CorruptDataError(f"{old.id[:12]}...: restated as {new.id[:12]}... it is not the same")

@@ -1,0 +1,73 @@
+"""What people say of steps: pins and tags. Both keep a step from being removed."""
+
+from __future__ import annotations
+
+import re
+
+from ..codec.errors import BadArgumentError, CorruptDataError
+from .files import Files
+from .manifest import MAX_STEP
+from .sealed import seal, unseal
+
+PINS, TAGS = "pins", "tags"
+_PIN = re.compile("[0-9]{12}")
+_TAG = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+
+
+def check_tag(name: object) -> str:
+    """A tag's name, or BadArgumentError; it becomes a file's name, and must not look like a step."""
+    if not isinstance(name, str) or not _TAG.fullmatch(name):
+        raise BadArgumentError(
+            f"a tag is 1 to 100 letters, digits, '_', '.' or '-' and begins with a letter or '_'; not {name!r:.120}"
+        )
+    return name
+
+
+def pins(files: Files) -> set[int]:
+    """The pinned steps."""
+    return {int(name) for name in files.list(PINS) if _PIN.fullmatch(name)}
+
+
+def pin_name(step: int) -> str:
+    """The file that pins a step."""
+    return f"{PINS}/{step:012d}"
+
+
+def tags(files: Files) -> dict[str, int]:
+    """Tag -> step, by name.
+
+    Raises:
+        CorruptDataError: one is not readable, so nobody can say what it protects.
+    """
+    found = {}
+    for file in files.list(TAGS):
+        name = file.removesuffix(".json")
+        if name != file and _TAG.fullmatch(name):
+            step = read_tag(files, name)
+            if step is not None:
+                found[name] = step
+    return found
+
+
+def read_tag(files: Files, name: str) -> int | None:
+    """The step a tag stands for, or None."""
+    path = tag_name(name)
+    try:
+        step = unseal(files.read(path))["step"]
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise ValueError(f"step {str(step)[:40]}")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError) as e:
+        raise CorruptDataError(f"{files.path(path)}: no tag: {str(e)[:200]}") from None
+    return step
+
+
+def tag_name(name: str) -> str:
+    """The file of a tag."""
+    return f"{TAGS}/{name}.json"
+
+
+def tag_data(step: int) -> bytes:
+    """What is in it."""
+    return seal({"step": step})

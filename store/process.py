@@ -1,0 +1,210 @@
+"""Where the work of a `Saver` is done: a worker process, or a thread of this one. Both look the same to it."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any, Protocol
+
+from ..codec import errors
+from ..codec.errors import ShrinkpointError
+from .channel import high, receive, send
+from .snapshot import Arena, Snapshot
+from .store import Store
+from .worker import Warned, described, open_store, perform, store_options
+
+_PATIENCE = 10.0
+"""Seconds a worker has to end once it is told to and has nothing to do."""
+
+
+class Place(Protocol):
+    """What does the saves of a `Saver`, one after another."""
+
+    arena: Arena
+    on_device: bool
+
+    def run(self, step: int, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
+        """Do one save; what came of it and the warnings nobody has seen. Raises what it raised."""
+        ...
+
+    def cancel(self) -> None:
+        """Ask the save in progress to stop; called from another thread."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; nothing is in progress."""
+        ...
+
+
+class ThreadPlace:
+    """Saves in the calling thread and no other; GPU arrays are quantized where they are."""
+
+    on_device = True
+
+    def __init__(self, store: Store) -> None:
+        # A store of its own: the caller's goes on from what the caller does with it.
+        self._store = open_store(store_options(store))
+        self._stop = False
+        self.arena = Arena()
+
+    def run(self, step: int, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
+        """See Place."""
+        self._stop = False
+        return described(perform(self._store, step, snapshot, self.arena, lambda: self._stop, alone=True)), []
+
+    def cancel(self) -> None:
+        """See Place."""
+        self._stop = True
+
+    def close(self) -> None:
+        """See Place."""
+        self.arena.close()
+
+
+class ProcessPlace:
+    """Saves in a process of its own that shares nothing with this one but the snapshot.
+
+    Args:
+        store: what it saves to.
+        nice: its niceness beside this process's.
+        threads: how many it works with.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    on_device = False
+
+    def __init__(self, store: Store, *, nice: int, threads: int) -> None:
+        self.arena = Arena()
+        self._knows_arena = False
+        with tempfile.TemporaryFile() as log:
+            self._log = high(os.dup(log.fileno()))
+        ours, theirs = (socket.socket(fileno=high(s.detach())) for s in socket.socketpair())
+        self._sock = ours
+        try:
+            with theirs:
+                self._process = _start(theirs.fileno(), self._log, threads)
+            modules = ["torch"] if "torch" in sys.modules else []
+            # A worker that died at once shows when it is first waited for.
+            with contextlib.suppress(BrokenPipeError, ConnectionError):
+                send(ours, {"store": store_options(store), "nice": nice, "modules": modules})
+        except BaseException:
+            ours.close()
+            os.close(self._log)
+            self.arena.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def run(self, step: int, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
+        """See Place.
+
+        Raises:
+            ChildProcessError: the worker is no more.
+        """
+        assert self.arena.fd is not None
+        self.arena.stop = False
+        job = {"do": "save", "step": step, "snapshot": snapshot.to_json(), "size": self.arena.size}
+        try:
+            send(self._sock, job, () if self._knows_arena else (self.arena.fd,))
+            self._knows_arena = True
+            answer, _ = receive(self._sock)
+        except (EOFError, ConnectionError, BrokenPipeError):
+            raise ChildProcessError(self.epitaph()) from None
+        warned = [(str(c), str(m)) for c, m in answer.pop("warnings", [])]
+        if "error" in answer:
+            raise _rebuilt(answer, step)
+        return answer, warned
+
+    def epitaph(self) -> str:
+        """How the worker ended, in words."""
+        try:
+            status = self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            return f"the saver's worker (process {self.pid}) no longer answers"
+        how = f"ended with status {status}"
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                how = f"was killed by {signal.Signals(-status).name}"
+        size = os.fstat(self._log).st_size
+        tail = os.pread(self._log, 4000, max(0, size - 4000)).decode(errors="replace").strip()
+        return f"the saver's worker (process {self.pid}) {how}{': ' + tail if tail else ''}"
+
+    def cancel(self) -> None:
+        """See Place."""
+        self.arena.stop = True
+
+    def close(self) -> None:
+        """See Place."""
+        with contextlib.suppress(OSError):
+            send(self._sock, {"do": "end"})
+        self._sock.close()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.arena.close()
+        os.close(self._log)
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """Environment of a process of our own: it finds modules where this one finds them, and stays small."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "SHRINKPOINT_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        # All is in host memory: a context on the GPU would only take memory from the trainer.
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _start(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:
+    """Start the worker; nothing of `__main__` runs again in it."""
+    command = [sys.executable, "-P", "-m", "shrinkpoint.store.worker", str(fd), str(os.getpid())]
+    # A group of its own: the terminal's Ctrl-C is the trainer's. Not a session: niceness counts within one only.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(fd,),
+        env=child_environment(threads),
+        process_group=0,
+    )
+
+
+def _rebuilt(answer: dict[str, Any], step: int) -> BaseException:
+    """The worker's error, of the same type where that is one of the library's own or a plain one of Python's."""
+    kind, message = answer["error"], answer["message"]
+    known = getattr(errors, kind, None) if kind in errors.__all__ else None
+    plain = getattr(builtins, kind, None)
+    made: BaseException
+    if known is not None:
+        made = known(message)
+    elif isinstance(plain, type) and issubclass(plain, OSError):
+        made = OSError(answer["errno"], message, answer["filename"]) if answer["errno"] else plain(message)
+    elif plain is MemoryError:
+        made = MemoryError(message)
+    else:
+        made = ShrinkpointError(f"the saver's worker failed: {answer['qualname']}: {message}")
+    made.add_note(f"In the saver's worker, saving step {step}:\n{answer['trace']}")
+    return made

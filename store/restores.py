@@ -1,0 +1,28 @@
+"""How often a run was restored: one small file each, numbered, so that two at once count as two."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+
+from .files import Files
+
+FOLDER = "restores"
+_NAME = re.compile(r"([0-9]{9})\.json")
+
+
+def count(files: Files) -> int:
+    """Restores so far: the highest number."""
+    numbers = [int(match.group(1)) for name in files.list(FOLDER) if (match := _NAME.fullmatch(name))]
+    return max(numbers, default=0)
+
+
+def add(files: Files, step: int, known: int) -> int:
+    """Count one more, of this step; returns how many there are then."""
+    number = max(known, count(files)) + 1
+    # The token tells this restore from another of the same step that takes the same number at the same moment.
+    data = json.dumps({"step": step, "token": uuid.uuid4().hex}).encode()
+    while not files.create(f"{FOLDER}/{number:09d}.json", data):
+        number += 1
+    return number

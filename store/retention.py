@@ -1,0 +1,46 @@
+"""Which steps are kept when garbage is collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..codec.errors import BadArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Steps to keep; all others go, but for those that are pinned or tagged.
+
+    Args:
+        last: so many of the newest intact ones, 1 or more; default 1.
+        every: those whose number it divides, 1 or more; None: none.
+        best: so many of those with the best metric, 0 or more; default 0. Of equal ones the newest.
+        largest: whether a large metric is a good one; default False (a loss).
+
+    Example:
+        >>> Retention(last=2, every=100, best=1).kept({90: None, 100: 0.5, 110: 0.3, 120: 0.4, 130: None})
+        {130, 100, 110, 120}
+    """
+
+    last: int = 1
+    every: int | None = None
+    best: int = 0
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("last", self.last, 1), ("every", self.every, 1), ("best", self.best, 0)):
+            if (type(value) is not int or value < least) and not (name == "every" and value is None):
+                raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        if type(self.largest) is not bool:
+            raise BadArgumentError(f"largest is {self.largest!r}; it must be True or False")
+
+    def kept(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """The steps to keep of those given with their metrics (None: not measured)."""
+        steps = sorted(metrics)
+        keep = set(steps[-self.last :])
+        if self.every is not None:
+            keep.update(step for step in steps if step % self.every == 0)
+        measured = [(value if self.largest else -value, step) for step, value in metrics.items() if value is not None]
+        keep.update(step for _, step in sorted(measured, reverse=True)[: self.best])
+        return keep

@@ -1,0 +1,386 @@
+"""`Saver`: saves that cost the trainer one copy of its state; a worker process compresses and writes them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import queue
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..codec.kinds import check_kinds
+from .manifest import MAX_STEP
+from .process import Place, ProcessPlace, ThreadPlace
+from .snapshot import Snapshot, plan, take
+from .store import Store
+from .worker import kinds_tree
+
+ON_BUSY = ("wait", "skip", "cancel")
+MODES = ("process", "thread")
+
+
+class SaverWarning(UserWarning):
+    """The worker was warned while it saved, or the saver has something to say that is no error."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What came of one `Saver.save`; what failed is an exception instead.
+
+    Args:
+        step: training step.
+        status: "saved" (durable), "skipped" (another save was in flight) or "cancelled" (a later save replaced it).
+        path: of the data file; "" unless saved.
+        id: content hash of the checkpoint; "" unless saved.
+        nbytes: stored bytes.
+        raw_nbytes: bytes of the state.
+        is_delta: whether it was stored as a delta.
+        seconds: from the snapshot's end until it was durable.
+        stall: seconds that `save` kept the trainer, `waited` included.
+        waited: seconds of these for the save before it.
+    """
+
+    step: int
+    status: str
+    path: str = ""
+    id: str = ""
+    nbytes: int = 0
+    raw_nbytes: int = 0
+    is_delta: bool = False
+    seconds: float = 0.0
+    stall: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """`raw_nbytes / nbytes`; 0 unless saved."""
+        return self.raw_nbytes / self.nbytes if self.nbytes else 0.0
+
+
+@dataclass(slots=True)
+class _Job:
+    step: int
+    snapshot: Snapshot
+    future: Future[SaveResult]
+    stall: float
+    waited: float
+
+
+class _Runner:
+    """The thread that hands jobs to a place and fulfils their futures. It knows nothing of its Saver."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.error: BaseException | None = None
+        self.last: SaveResult | None = None
+        self.future: Future[SaveResult] | None = None
+        self.warned: list[str] = []
+        self.pid = os.getpid()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="shrinkpoint-saver", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self.future is not None and not self.future.done()
+
+    def submit(self, job: _Job) -> None:
+        self.future = job.future
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            begin = time.perf_counter()
+            try:
+                answer, warned = self.place.run(job.step, job.snapshot)
+            except BaseException as e:
+                self.error = e
+                job.future.set_exception(e)
+                continue
+            answer["seconds"] = time.perf_counter() - begin
+            self.last = SaveResult(step=job.step, stall=job.stall, waited=job.waited, **answer)
+            self.warned += [f"step {job.step}: {category}: {message}" for category, message in warned]
+            job.future.set_result(self.last)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until nothing is in flight; errors are left for `take_error`."""
+        if self.future is not None and not concurrent.futures.wait([self.future], timeout).done:
+            raise TimeoutError(f"a save is still in flight after {timeout:g} s")
+
+    def take_error(self, stacklevel: int = 4) -> BaseException | None:
+        """The error that nobody was told of yet; warnings are passed on here."""
+        while self.warned:
+            warnings.warn(self.warned.pop(0), SaverWarning, stacklevel=stacklevel)
+        error, self.error = self.error, None
+        return error
+
+    def close(self) -> None:
+        """Wait, end the thread, free the place. In a forked child there is nothing to end."""
+        if os.getpid() != self.pid:
+            return
+        self.wait()
+        self._jobs.put(None)
+        self._thread.join()
+        self.place.close()
+
+
+def _at_exit(runner: _Runner) -> None:
+    """A Saver nobody closed: its save is finished, and its error shown."""
+    if os.getpid() == runner.pid:
+        runner.close()
+        error = runner.take_error()
+        if error is not None:
+            raise error
+
+
+class Saver:
+    """Saves to a store while training goes on; one save is in flight at a time.
+
+    `save` copies the state and returns. A worker, a fresh process with a low priority, compresses the copy and commits
+    it to the store, as `Store.save` would: the files are the same. It keeps what the next delta needs, so only the copy
+    of the state crosses. A Saver starts its chain with a base.
+
+    What goes wrong in the worker is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
+    returned. If the worker is killed that is a ChildProcessError; the call after it starts another one.
+
+    Memory: one copy of the state (with `grads`), made at the first save and used again, and the worker's own: see
+    docs/saver.md.
+
+    Args:
+        store: where to. The Saver opens it anew: what it saves does not change what `store.save` builds on.
+        on_busy: what `save` does while a save is in flight: "wait" for it (default); "skip", so that the new state is
+            not saved; "cancel", which gives the older one up if it is not compressed yet, and saves the new one.
+        mode: "process"; or "thread", in this process: its Python code then takes turns with the trainer's, and GPU
+            arrays are copied and quantized on their device. Default: a process, but a thread where the URL lives in
+            this process's memory (`memory://`) and on Windows.
+        nice: how much the worker stands back for other processes, 0 to 19; default 10.
+        threads: how many the worker computes with, default 1.
+
+    Raises:
+        BadArgumentError: an argument out of range.
+        OSError: the worker cannot be started.
+
+    Example:
+        >>> import numpy as np
+        >>> import shrinkpoint as sp
+        >>> store = sp.Store("memory://docs-saver")
+        >>> with sp.Saver(store) as saver:
+        ...     done = saver.save(10, {"w": np.arange(6.0)})
+        >>> done.result().status, store.steps()
+        ('saved', [10])
+
+    Source: Check-N-Run section 3 (decoupled snapshot), BitSnap section 3.2 (asynchronous agent).
+    """
+
+    def __init__(
+        self, store: Store, *, on_busy: str = "wait", mode: str | None = None, nice: int = 10, threads: int = 1
+    ) -> None:
+        if not isinstance(store, Store):
+            raise BadArgumentError(f"store must be a Store, not {type(store).__qualname__}")
+        if on_busy not in ON_BUSY:
+            raise BadArgumentError(f"on_busy is {on_busy!r}; it must be one of {', '.join(ON_BUSY)}")
+        if mode is not None and mode not in MODES:
+            raise BadArgumentError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}, or None")
+        if type(nice) is not int or not 0 <= nice <= 19:
+            raise BadArgumentError(f"nice is {nice!r}; it must be an integer in [0, 19]")
+        if type(threads) is not int or threads < 1:
+            raise BadArgumentError(f"threads is {threads!r}; it must be an integer of at least 1")
+        in_memory = isinstance(fsspec.core.url_to_fs(store.url)[0], MemoryFileSystem)
+        if mode == "process" and (in_memory or os.name != "posix"):
+            why = f"{store.url} lives in this process's memory" if in_memory else f"there is none on {os.name}"
+            raise BadArgumentError(f"mode is 'process', but {why}; use mode='thread'")
+        self.store = store
+        self.on_busy = on_busy
+        self.mode = mode or ("thread" if in_memory or os.name != "posix" else "process")
+        self._place: Callable[[], Place] = (
+            (lambda: ThreadPlace(store))
+            if self.mode == "thread"
+            else (lambda: ProcessPlace(store, nice=nice, threads=threads))
+        )
+        self._lock = threading.RLock()
+        self._closed = False
+        self._runner: _Runner | None = None
+        self._last: SaveResult | None = None
+        self._start()
+
+    def __repr__(self) -> str:
+        doing = "closed" if self._closed else "busy" if self.busy else "idle"
+        return f"<Saver to {self.store.url}, {self.mode}, {doing}>"
+
+    def _start(self) -> _Runner:
+        runner = _Runner(self._place())
+        self._runner = runner
+        self._finalizer = weakref.finalize(self, _at_exit, runner)
+        return runner
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._runner is not None and self._runner.busy
+
+    @property
+    def last(self) -> SaveResult | None:
+        """Result of the newest finished save; None before the first."""
+        return (self._runner.last if self._runner is not None else None) or self._last
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that hold the snapshot."""
+        return self._runner.place.arena.size if self._runner is not None else 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker; None where there is none."""
+        place = self._runner.place if self._runner is not None else None
+        return place.pid if isinstance(place, ProcessPlace) else None
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        grads: Any = None,
+        kinds: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> Future[SaveResult]:
+        """Copy a state and see to its being saved; when this returns, training may go on and change it.
+
+        Args:
+            step: training step, see `Store.save`.
+            state: see `compress`.
+            grads: see `compress`.
+            kinds: see `compress`.
+            metric: see `Store.save`.
+
+        Returns:
+            A future of what comes of it: done at once for a skipped save.
+
+        Raises:
+            BadArgumentError, UnsupportedLeafError: see `compress`; nothing was started.
+            ChildProcessError: the worker was killed; say `save` again for a new one.
+            MemoryError: there is no memory for the snapshot.
+            Exception: what the save before this one raised. The state given now is not saved then.
+        """
+        with self._lock:
+            begin = time.perf_counter()
+            runner = self._ready()
+            if type(step) is not int or not 0 <= step <= MAX_STEP:
+                raise BadArgumentError(f"step is {step!r}; it must be an integer in [0, {MAX_STEP}]")
+            check_kinds(kinds)
+            future: Future[SaveResult] = Future()
+            future.set_running_or_notify_cancel()
+            if runner.busy and self.on_busy == "skip":
+                future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
+                return future
+            planned = plan({"state": state, "beside": [grads, metric], "kinds": kinds_tree(kinds)})
+            waiting = time.perf_counter()
+            if runner.busy:
+                if self.on_busy == "cancel":
+                    runner.place.cancel()
+                runner.wait()
+                self._raise(runner)
+            waited = time.perf_counter() - waiting
+            snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
+            runner.submit(_Job(step, snapshot, future, time.perf_counter() - begin, waited))
+            return future
+
+    def wait(self, timeout: float | None = None) -> SaveResult | None:
+        """Wait until nothing is in flight.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Returns:
+            Result of the newest save; None where there was none.
+
+        Raises:
+            TimeoutError: it takes longer; the save goes on.
+            Exception: what the save raised.
+        """
+        with self._lock:
+            if self._runner is not None and not self._closed:
+                self._runner.wait(timeout)
+                self._raise(self._runner)
+            return self.last
+
+    def close(self) -> None:
+        """Wait for the save in flight, end the worker and free the memory; again and again if you like.
+
+        Raises:
+            Exception: what the last save raised, if nobody was told yet.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            runner = self._runner
+            if runner is None or runner.pid != os.getpid():
+                self._closed = True
+                return
+            runner.wait()
+            self._closed = True
+            self._finalizer.detach()
+            runner.close()
+            self._last = runner.last or self._last
+            error = runner.take_error()
+            if error is not None:
+                raise error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The caller's exception is what matters; what became of the save is said beside it.
+        in_flight = self._runner.future if self._runner is not None and self._runner.busy else None
+        try:
+            self.close()
+        except Exception as e:
+            error.add_note(f"A save to {self.store.url} failed as well: {type(e).__name__}: {e}")
+        else:
+            if in_flight is not None:
+                result = in_flight.result()
+                error.add_note(f"Step {result.step} was in flight to {self.store.url}: it is {result.status}.")
+
+    def _ready(self) -> _Runner:
+        """The running worker; what went wrong since the last call is raised first."""
+        if self._closed:
+            raise BadArgumentError("the saver is closed")
+        runner = self._runner
+        if runner is None:
+            return self._start()
+        if runner.pid != os.getpid():
+            raise ShrinkpointError(f"this saver belongs to process {runner.pid}; open one of your own after a fork")
+        self._raise(runner)
+        return runner
+
+    def _raise(self, runner: _Runner) -> None:
+        """Raise what a finished save raised, or that the worker died meanwhile; such a worker is put away."""
+        if runner.busy:
+            return
+        error = runner.take_error()
+        place = runner.place
+        if isinstance(place, ProcessPlace) and not place.alive:
+            if error is None:
+                error = ChildProcessError(place.epitaph())
+            error.add_note("Nothing is in flight now; the next save starts a new worker and, with it, a new chain.")
+            self._last = runner.last or self._last
+            self._finalizer.detach()
+            self._runner = None
+            runner.close()
+        if error is not None:
+            raise error

@@ -1,0 +1,359 @@
+"""A consistent copy of a state in memory that two processes share, as fast as memory can be copied.
+
+The copy is kept in one anonymous file in memory that is made once and used for every save: no name that could be left
+behind, no page faults after the first time. Trees cross as JSON nodes, arrays as their bytes; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..codec import tree
+from ..codec.errors import ShrinkpointError
+from ..codec.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
+from ..codec.parallel import map_chunks, threads
+from ..kernels.arrays import is_torch
+
+Bytes = npt.NDArray[np.uint8]
+CONTROL = 64
+"""Bytes at the start of the arena that are not part of the snapshot: `Arena.stop`."""
+_ALIGN = 64
+_GROW = 1 << 20
+_PART = 16 << 20
+"""Bytes one thread copies at a time."""
+_MANY = 4
+"""Cores that together copy faster than one does; two were measured to be slower."""
+
+
+class Arena:
+    """Anonymous memory that can be shared with another process; it grows when a larger state comes and never shrinks.
+
+    Args:
+        fd: descriptor of the other process's arena, which this object then owns; None: a new one.
+        size: its size in bytes.
+    """
+
+    def __init__(self, fd: int | None = None, size: int = 0) -> None:
+        self.size = size
+        self.fd = _anonymous("shrinkpoint-snapshot") if fd is None and os.name == "posix" else fd
+        self._map: mmap.mmap | None = None
+        self._pinned: int | None = None
+        if size:
+            self._attach()
+
+    def _attach(self) -> None:
+        if self.fd is None:
+            self._map = mmap.mmap(-1, self.size)
+        else:
+            # Every page is mapped now: one by one, in the middle of the first copy, costs many times more.
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | populate)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Make room for so many bytes beside the control bytes; whether the memory is another one now.
+
+        Raises:
+            MemoryError: there is no such room; what was there is left as it was.
+        """
+        size = -(-(nbytes + CONTROL) // _GROW) * _GROW
+        if size <= self.size:
+            return False
+        available = available_memory()
+        if available is not None and size - self.size > available:
+            raise MemoryError(f"a snapshot of {nbytes} bytes: this machine has {available} bytes available")
+        if self.fd is not None:
+            try:
+                os.ftruncate(self.fd, size)
+                # Allocated now, so that too little memory is an error here and no SIGBUS in the middle of a copy.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, 0, size)
+            except OSError as e:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.fd, self.size)
+                raise MemoryError(f"a snapshot of {nbytes} bytes: {e.strerror}") from None
+        self.unpin()
+        self._map, self.size = None, size
+        self._attach()
+        return True
+
+    def view(self, offset: int, nbytes: int) -> Bytes:
+        """Bytes of the snapshot, shared, not copied."""
+        if self._map is None or not 0 <= offset <= offset + nbytes <= self.size - CONTROL:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} of an arena of {self.size - CONTROL}")
+        return np.frombuffer(self._map, np.uint8, nbytes, CONTROL + offset)
+
+    @property
+    def address(self) -> int:
+        """Where the first byte of the snapshot is."""
+        return int(np.frombuffer(self._map or b"", np.uint8).ctypes.data) + CONTROL
+
+    @property
+    def stop(self) -> bool:
+        """Set by the process that owns the arena to ask the other one to give up what it does with it."""
+        return self._map is not None and self._map[0] != 0
+
+    @stop.setter
+    def stop(self, value: bool) -> None:
+        if self._map is not None:
+            self._map[0] = int(value)
+
+    def pin(self) -> None:
+        """Lock the memory for direct copies from a CUDA device; a warning says where that is refused."""
+        if self._pinned is not None or self._map is None:
+            return
+        import torch
+
+        pointer = self.address - CONTROL
+        status = int(torch.cuda.cudart().cudaHostRegister(pointer, self.size, 0))  # type: ignore[no-untyped-call]
+        if status:
+            warnings.warn(
+                f"snapshot memory of {self.size} bytes cannot be pinned (CUDA error {status}): copies will be slow",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            pointer = 0
+        self._pinned = pointer
+
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        if self._pinned:
+            import torch
+
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+        self._pinned = None
+
+    def close(self) -> None:
+        """Give the memory back; arrays that still view it keep it alive."""
+        self.unpin()
+        self._map, self.size = None, 0
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that can be had without taking them from anyone; None where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as f:
+        for line in f:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _anonymous(name: str) -> int:
+    """Descriptor of a file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as f:
+        return os.dup(f.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where everything of some trees will stand in an arena; nothing is copied yet.
+
+    Args:
+        trees: name -> nodes (see `codec.tree`), array numbers counted through all trees.
+        specs: of each array.
+        flats: values of each array, flat; views of the live ones where they are contiguous.
+        offsets: of each array in the arena.
+        nbytes: of all of it.
+    """
+
+    trees: dict[str, list[Any]]
+    specs: list[LeafSpec]
+    flats: list[Any]
+    offsets: list[int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A finished copy: what stands where in the arena.
+
+    Args:
+        trees: name -> nodes.
+        specs: of each array.
+        offsets: of each array in the arena.
+        kept: number -> flat copy of an array that stayed on its device.
+        ready: (device, event) pairs: when those copies are there.
+    """
+
+    trees: dict[str, list[Any]]
+    specs: list[LeafSpec]
+    offsets: list[int]
+    kept: dict[int, Any] = field(default_factory=dict)
+    ready: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, from which another process that has the arena makes the snapshot again."""
+        arrays = [
+            [s.library, s.dtype, list(s.shape), offset] for s, offset in zip(self.specs, self.offsets, strict=True)
+        ]
+        return {"trees": self.trees, "arrays": arrays}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Snapshot:
+        """The inverse of `to_json`."""
+        specs = [LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape, _ in data["arrays"]]
+        return Snapshot(data["trees"], specs, [offset for *_, offset in data["arrays"]])
+
+
+def plan(trees: Mapping[str, Any]) -> Plan:
+    """Take trees apart and lay them out; tied arrays once.
+
+    Args:
+        trees: name -> dict, list or tuple, as for `compress`.
+
+    Raises:
+        BadArgumentError, UnsupportedLeafError: see `compress`; the message has the path.
+    """
+    made: dict[str, list[Any]] = {}
+    specs: list[LeafSpec] = []
+    flats: list[Any] = []
+    offsets: list[int] = []
+    first: dict[Any, int] = {}
+    end = 0
+    for name, value in trees.items():
+        nodes, found = tree.flatten(value, is_array, spell=False)
+        numbers: list[int] = []
+        for node in found:
+            key = same_storage_key(node.value)
+            number = None if key is None else first.get(key)
+            if number is None:
+                number = len(specs)
+                try:
+                    spec, flat = read_leaf(node.value, "")
+                except ShrinkpointError:
+                    # Spelling the paths of all arrays takes time: it is done once one is needed.
+                    _, spelled = tree.flatten(value, is_array)
+                    read_leaf(node.value, spelled[len(numbers)].path)
+                    raise
+                specs.append(spec)
+                flats.append(flat)
+                offsets.append(end)
+                end += -(-spec.nbytes // _ALIGN) * _ALIGN
+                if key is not None:
+                    first[key] = number
+            numbers.append(number)
+        made[name] = [{"a": numbers[n["a"]]} if type(n) is dict and "a" in n else n for n in nodes]
+    return Plan(made, specs, flats, offsets, end)
+
+
+def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
+    """Copy what was planned. When this returns, the live arrays may change.
+
+    Args:
+        planned: the plan of the arrays as they are now.
+        arena: where to; what it held before is lost.
+        on_device: arrays on a GPU are copied there, for a reader in this process, rather than to the host.
+
+    Raises:
+        MemoryError: the arena cannot grow so far.
+    """
+    arena.reserve(planned.nbytes)
+    base = arena.address
+    kept: dict[int, Any] = {}
+    pieces: list[tuple[int, int, int]] = []
+    devices = set()
+    for number, (spec, flat, offset) in enumerate(zip(planned.specs, planned.flats, planned.offsets, strict=True)):
+        nbytes = spec.nbytes
+        if not nbytes:
+            continue
+        if not is_torch(flat):
+            pieces.append((base + offset, flat.__array_interface__["data"][0], nbytes))
+        elif flat.device.type == "cpu":
+            pieces.append((base + offset, flat.data_ptr(), nbytes))
+        else:
+            devices.add(flat.device)
+            if on_device:
+                kept[number] = flat.clone()
+            else:
+                arena.pin()
+                from_bytes(arena.view(offset, nbytes), spec).copy_(flat, non_blocking=True)
+    _copy(pieces)
+    return Snapshot(planned.trees, planned.specs, planned.offsets, kept, _finish(devices, on_device))
+
+
+def _finish(devices: set[Any], on_device: bool) -> list[tuple[Any, Any]]:
+    """Wait for copies to the host; of copies on a device, the events after which they are there."""
+    events = []
+    for device in devices:
+        import torch
+
+        if on_device:
+            with torch.cuda.device(device):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                events.append((device, event))
+        else:
+            torch.cuda.current_stream(device).synchronize()
+    return events
+
+
+def _copy(pieces: list[tuple[int, int, int]]) -> None:
+    """Copy (target, source, bytes): large ones on all cores, where there are enough to gain by it."""
+    parts = []
+    for target, source, nbytes in pieces:
+        if nbytes < _PART or threads() < _MANY:
+            ctypes.memmove(target, source, nbytes)
+        else:
+            parts += [(target + i, source + i, min(_PART, nbytes - i)) for i in range(0, nbytes, _PART)]
+    map_chunks(lambda part: ctypes.memmove(*part), parts)
+
+
+def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:
+    """The trees of a snapshot. Their arrays are views of the arena: gone when the next snapshot is taken."""
+    arrays: list[Any] = []
+    for number, (spec, offset) in enumerate(zip(snapshot.specs, snapshot.offsets, strict=True)):
+        if number in snapshot.kept:
+            arrays.append(snapshot.kept[number].reshape(spec.shape))
+            continue
+        flat = from_bytes(arena.view(offset, spec.nbytes), spec)
+        if spec.library in ("torch", "numpy", "numpy scalar"):
+            arrays.append(build_leaf(flat, spec))
+        else:
+            arrays.append(HostArray(spec.library, flat.reshape(spec.shape)))
+    return {name: tree.unflatten(nodes, lambda number, _: arrays[number]) for name, nodes in snapshot.trees.items()}
+
+
+class _Namespace:
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+
+class HostArray:
+    """The values of an array of a library that the reader need not load: JAX would take a GPU for itself.
+
+    `compress` reads it as it reads the array itself: same library, dtype, shape and values.
+    """
+
+    def __init__(self, library: str, values: npt.NDArray[Any]) -> None:
+        self._library, self._values = library, values
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        return _Namespace(self._library)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return self._values
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self._values.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self._values.__dlpack_device__()
+
+    def get(self) -> npt.NDArray[Any]:
+        """The values, by the name CuPy has for it."""
+        return self._values

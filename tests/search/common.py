@@ -1,0 +1,95 @@
+"""Small models that train in a second or two, their states along the way, and what every point of a cube does to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shrinkpoint as sp
+from shrinkpoint.search.cube import Cube, Point, normal
+from shrinkpoint.search.subject import Subject
+from shrinkpoint.trainers.sensitivity import SensitivityTracker
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """States of a training run, the gradient averages before each, and how good a restored one is."""
+
+    states: list[State]
+    grads: list[dict[str, Tensor]]
+    evaluate: Callable[[State], float]
+
+
+@lru_cache(None)
+def perceptron() -> Chain:
+    """A perceptron that learns a random teacher's classes; early, middle, late and a little later."""
+    generator = torch.Generator().manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 10))
+    model = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
+    with torch.no_grad():
+        for p in [*teacher.parameters(), *model.parameters()]:
+            p.copy_(torch.randn(p.shape, generator=generator) * (1.5 / p.shape[-1] ** 0.5 if p.ndim > 1 else 0.1))
+    inputs = torch.randn(12_000, 32, generator=generator)
+    classes = teacher(inputs).argmax(1).detach()
+    held_out = 8_000
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, 300)
+    states, grads = [], []
+    with SensitivityTracker(model, every=None) as tracker:
+        for step in range(1, 321):
+            batch = torch.randint(held_out, (128,), generator=generator)
+            loss = nn.functional.cross_entropy(model(inputs[batch]), classes[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if step in (60, 300, 310, 320):
+                states.append(copy.deepcopy({"model": model.state_dict(), "step": step}))
+                grads.append(tracker.grads() or {})
+    probe = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def evaluate(state: State) -> float:
+        probe.load_state_dict(state["model"])
+        return float(nn.functional.cross_entropy(probe(inputs[held_out:]), classes[held_out:]))
+
+    return Chain(states, grads, evaluate)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a point really takes and does."""
+
+    nbytes: int
+    quality: float
+
+
+def brute_force(
+    chain: Chain, number: int, cube: Cube, prev: sp.Checkpoint | None = None
+) -> dict[Point, Measured]:
+    """Compress, restore and evaluate at every point of the cube."""
+    found = {}
+    for point in dict.fromkeys(normal(p) for p in cube):
+        cfg = point.config()
+        ckpt = sp.compress(chain.states[number], prev, cfg, grads=chain.grads[number])
+        found[point] = Measured(ckpt.nbytes, chain.evaluate(sp.decompress(ckpt)))
+    return found
+
+
+def optimum(measured: dict[Point, Measured], baseline: float, threshold: float) -> int | None:
+    """Bytes of the smallest point whose relative degradation of a loss is within the threshold."""
+    passing = [m.nbytes for m in measured.values() if (m.quality - baseline) / abs(baseline) <= threshold]
+    return min(passing, default=None)
+
+
+def subject(chain: Chain, number: int, prev: sp.Checkpoint | None = None, point: Point | None = None) -> Subject:
+    """The state of a chain as a search sees it."""
+    return Subject.of(chain.states[number], point or next(iter(Cube())), prev, chain.grads[number], None)

@@ -1,0 +1,120 @@
+"""One process of a search in a group: `python worker.py RANK SIZE FOLDER`; writes what it found to FOLDER/RANK.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import shrinkpoint as sp
+from shrinkpoint.codec.partition import Sketch, protection
+from shrinkpoint.kernels.histogram import log_histogram
+from shrinkpoint.search import Cube
+from shrinkpoint.search.shards import merge_sketches
+
+CUBE = Cube(bins=(4, 8, 16, 32, 64), prune=(0.0, 0.2), protect=(0.0005, 0.005))
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"{i}.weight": torch.randn(48, 64, generator=generator) * (i + 1) for i in range(3)}
+
+
+def evaluate(exact: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
+    """One plus the mean squared relative error."""
+
+    def loss(restored: dict[str, Any]) -> float:
+        errors = [float(((restored[k] - x) ** 2).mean() / (x**2).mean()) for k, x in exact.items()]
+        return 1.0 + sum(errors) / len(errors)
+
+    return loss
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except sp.ShrinkpointError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    sp.set_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    group = dist.group.WORLD
+    exact = state()
+    loss = evaluate(exact)
+    calls = 0
+
+    def counted(restored: dict[str, Any]) -> float:
+        nonlocal calls
+        calls += 1
+        return loss(restored)
+
+    def broken(restored: dict[str, Any]) -> float:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls > 1:
+            raise ValueError("out of luck")
+        return loss(restored)
+
+    out: dict[str, Any] = {}
+    first = sp.search(exact, counted, 0.02, group=group, cube=CUBE, progress=False)
+    out["first"], out["calls"] = first.to_json(), calls
+    out["next"] = sp.search(exact, loss, 0.02, group=group, last=first).to_json()
+    calls = 0
+    out["broken"] = error_of(lambda: sp.search(exact, broken, 0.02, group=group, cube=CUBE))
+    out["bad argument"] = error_of(lambda: sp.search(exact, loss, -1.0 if rank == 1 else 0.02, group=group))
+    mine = state(seed=rank)
+    out["states"] = error_of(lambda: sp.search(mine, loss, 0.02, group=group))
+    uneven = lambda restored: loss(restored) + 0.1 * rank  # noqa: E731
+    out["uneven"] = error_of(lambda: sp.search(exact, uneven, 0.02, group=group))
+    out["sketches"] = sketches(rank, size, group)
+    out["sharded"] = sharded(size, exact)
+    (folder / f"{rank}.json").write_text(json.dumps(out))
+
+    def dying(restored: dict[str, Any]) -> float:
+        if rank == 1:
+            os._exit(3)
+        return loss(restored)
+
+    (folder / f"{rank}.gone").write_text(error_of(lambda: sp.search(exact, dying, 0.02, group=group)))
+
+
+def sketches(rank: int, size: int, group: Any) -> list[float]:
+    """Thresholds from the sketches of all parts merged, and from the whole."""
+    whole = np.random.default_rng(0).standard_normal(10_007).astype(np.float32)
+    gradient = np.random.default_rng(1).standard_normal(10_007).astype(np.float32)
+    cut = np.array_split(np.arange(whole.size), size)[rank]
+
+    def sketch(x: Any, g: Any) -> Sketch:
+        return Sketch("linear", log_histogram(x, 6, signed=True), log_histogram(x, 6, gradient=g))
+
+    merged = merge_sketches([sketch(whole[cut], gradient[cut])], group)
+    return [*protection(merged, 0.01), *protection([sketch(whole, gradient)], 0.01)]
+
+
+def sharded(size: int, exact: dict[str, Any]) -> dict[str, Any]:
+    """A search on parts of the arrays: all processes try one point together."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    parts = {k: distribute_tensor(x, mesh, [Shard(0)]) for k, x in exact.items()}
+    found = sp.search(parts, evaluate(exact), 0.02, group=dist.group.WORLD, cube=CUBE)
+    return found.to_json()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

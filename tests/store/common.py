@@ -1,0 +1,65 @@
+"""What the store's tests share: states that differ by step, and what a folder holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shrinkpoint as sp
+
+
+def state(step: int, size: int = 600) -> dict[str, Any]:
+    """A state for each step that can be told from all others, most of which is as it was at the step before."""
+    rng = np.random.default_rng(7)
+    w = rng.standard_normal(size).astype(np.float32)
+    w[: size // 8] += step
+    return {"step": step, "model": {"w": w, "n": [np.arange(20) * step, np.ones(3)]}, "ids": np.arange(200) + step}
+
+
+def same(found: Any, step: int) -> bool:
+    """Whether a state is the one of this step, to the bit."""
+    expected = state(step, found["model"]["w"].size)
+    return (
+        found["step"] == step
+        and found["model"]["w"].tobytes() == expected["model"]["w"].tobytes()
+        and all(a.tobytes() == b.tobytes() for a, b in zip(found["model"]["n"], expected["model"]["n"], strict=True))
+        and found["ids"].tobytes() == expected["ids"].tobytes()
+    )
+
+
+def lossless(*, against: str = "previous", base_every: int | None = None, **policy: Any) -> sp.Config:
+    """Exact storage under a chain policy; one long chain unless told."""
+    return sp.presets.lossless(chain=sp.ChainPolicy(base_every, against, **policy))
+
+
+def fill(store: sp.Store, *steps: int) -> sp.Store:
+    """Save these steps."""
+    for step in steps:
+        store.save(step, state(step))
+    return store
+
+
+def listing(root: Path) -> dict[str, bytes]:
+    """Every file of a store but those that say nothing of its steps."""
+    names = sorted(p for p in root.rglob("*") if p.is_file())
+    found = {str(p.relative_to(root)): p.read_bytes() for p in names}
+    return {name: data for name, data in found.items() if name != "lock" and not name.startswith("restores/")}
+
+
+def manifest_path(root: Path, step: int) -> Path:
+    """The manifest of a step that counts."""
+    found = list((root / "steps").glob(f"{step:012d}*.json"))
+    return max(found, key=lambda p: int(p.name.split(".r")[1].split(".")[0]) if ".r" in p.name else 0)
+
+
+def data_path(root: Path, step: int) -> Path:
+    """The data file of a step."""
+    return root / "data" / str(json.loads(manifest_path(root, step).read_text())["file"])
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Temporary files."""
+    return [p for p in root.rglob(".tmp-*") if p.is_file()]

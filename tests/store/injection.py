@@ -1,0 +1,284 @@
+"""Processes killed, or told that the disk is full or broken, at a chosen system call: strace in a few milliseconds.
+
+A process without threads forks a child for each trial. The child waits until strace is attached to it, and does one
+operation on a store: so what is compiled and imported once serves all trials, and strace's count of calls, which it
+keeps for each thread, begins with the operation. Run by `test_crash.py` and, for longer, by `campaign.py`:
+
+    python -m tests.store.injection FOLDER all
+    python -m tests.store.injection FOLDER '[[SCENARIO, MODE, SHARE], ...]'
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SHRINKPOINT_THREADS", "1")
+
+import shrinkpoint as sp
+from shrinkpoint.store.retention import Retention
+from shrinkpoint.store.store import RestoreNotCountedWarning
+from tests.store.common import fill, leftovers, listing, lossless, same, state
+
+CALLS = (
+    *("write", "pwrite64", "writev", "fsync", "fdatasync", "ftruncate"),
+    *("rename", "renameat", "renameat2", "link", "linkat", "unlink", "unlinkat", "mkdir", "mkdirat"),
+)
+"""Everything that writes, syncs, renames, removes or makes a name."""
+ERRORS = {
+    "ENOSPC": {"write", "link", "linkat", "rename", "renameat", "mkdir"},
+    "EIO": {"write", "fsync", "rename", "renameat", "link", "linkat", "unlink", "unlinkat"},
+}
+
+
+@dataclass
+class Scenario:
+    """An operation on a prepared store, and what must hold afterwards.
+
+    Args:
+        prepare: fills a store; returns the steps in it.
+        act: what the child does.
+        adds: steps that may be there afterwards and must be if it ended well.
+        drops: steps that may be gone afterwards.
+    """
+
+    prepare: Callable[[Path], None]
+    act: Callable[[Path], None]
+    adds: tuple[int, ...] = ()
+    drops: tuple[int, ...] = ()
+    replaced: dict[int, int] = field(default_factory=dict)
+
+
+def _chain(root: Path) -> None:
+    fill(sp.Store(root, lossless()), *range(6))
+
+
+def _based(root: Path) -> None:
+    fill(sp.Store(root, lossless(against="base", base_every=3)), *range(6))
+
+
+def _compacted(root: Path) -> None:
+    _chain(root)
+    sp.Store(root).compact(2.0)
+
+
+def _save_delta(root: Path) -> None:
+    store = sp.Store(root, lossless())
+    store.load(count=False)
+    fill(store, 7)
+
+
+def _save_again(root: Path) -> None:
+    store = sp.Store(root, lossless())
+    store.load(2, count=False)
+    store.save(3, state(33))
+
+
+def _labels(root: Path) -> None:
+    store = sp.Store(root)
+    store.pin(3)
+    store.tag("best", 4)
+    store.tag("best", 5)
+    store.rate(2, 0.5)
+    store.unpin(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RestoreNotCountedWarning)
+        store.load()
+
+
+SCENARIOS = {
+    "first save": Scenario(lambda root: None, lambda root: fill(sp.Store(root, lossless()), 0) and None, adds=(0,)),
+    "save a base": Scenario(_chain, lambda root: fill(sp.Store(root, lossless()), 7) and None, adds=(7,)),
+    "save a delta": Scenario(_chain, _save_delta, adds=(7,)),
+    "save against the base": Scenario(_based, _save_delta, adds=(7,)),
+    "save a step again": Scenario(_chain, _save_again, replaced={3: 33}),
+    "compact": Scenario(_chain, lambda root: sp.Store(root).compact(2.0) and None),
+    "compact to bases": Scenario(_based, lambda root: sp.Store(root).compact(1.0) and None),
+    "gc": Scenario(_compacted, lambda root: sp.Store(root).gc(Retention(last=2)) and None, drops=(0, 1, 2, 3)),
+    "gc of a chain": Scenario(_chain, lambda root: sp.Store(root).gc(Retention(every=4)) and None, drops=(1, 2, 3, 5)),
+    "labels": Scenario(_chain, _labels),
+}
+MODES = ("KILL", *ERRORS)
+
+
+@dataclass
+class Trial:
+    """One run of the child.
+
+    Args:
+        counts: system call -> how often it was made.
+        hit: whether strace confirms the injection.
+        status: as of `os.waitpid`.
+    """
+
+    counts: dict[str, int]
+    hit: bool
+    status: int
+
+
+_MADE = re.compile(r"^\d+ +(\w+)\(")
+
+
+def run_traced(root: Path, act: Callable[[Path], None], log: Path, inject: str | None) -> Trial:
+    """Do something in a child under strace. Its exit status is 0, or 3 after an OSError."""
+    begin, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 4
+        try:
+            os.close(go)
+            os.read(begin, 1)
+            act(root)
+            code = 0
+        except OSError:
+            code = 3
+        except BaseException as e:
+            sys.__stderr__.write(f"unexpected {e!r}\n")
+        finally:
+            os._exit(code)
+    os.close(begin)
+    command = ["strace", "-f", "-p", str(child), "-o", str(log), "-e", "trace=" + ",".join(CALLS)]
+    tracer = subprocess.Popen(
+        command + (["-e", f"inject={inject}"] if inject else []), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert tracer.stderr is not None
+    first = tracer.stderr.readline()
+    assert b"attached" in first, first
+    os.write(go, b"x")
+    os.close(go)
+    _, status = os.waitpid(child, 0)
+    tracer.wait(30)
+    tracer.stderr.close()
+    text = log.read_text(errors="replace")
+    counts = collections.Counter(m.group(1) for m in map(_MADE.match, text.splitlines()) if m)
+    killed = os.WIFSIGNALED(status) and "+++ killed by SIGKILL +++" in text
+    return Trial(dict(counts), "(INJECTED)" in text or killed, status)
+
+
+def points(counts: dict[str, int], mode: str) -> Iterator[str]:
+    """Every injection of a mode for an operation that makes so many calls."""
+    for call, n in sorted(counts.items()):
+        for when in range(1, n + 1):
+            if mode == "KILL":
+                yield f"{call}:signal=KILL:when={when}"
+            elif call in ERRORS[mode]:
+                yield f"{call}:error={mode}:when={when}"
+
+
+def check(root: Path, before: set[int], scenario: Scenario, trial: Trial) -> None:
+    """What must hold after an operation that was cut short."""
+    ended_well = os.WIFEXITED(trial.status) and os.WEXITSTATUS(trial.status) == 0
+    store = sp.Store(root, lossless())
+    steps = store.steps()
+    assert set(steps) <= before | set(scenario.adds), steps
+    assert before - set(scenario.drops) <= set(steps), f"{sorted(before - set(steps))} are gone"
+    if ended_well:
+        assert set(scenario.adds) <= set(steps), "it said that it had saved"
+    for chosen in (steps, steps[:1]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not steps or store.load(count=False)["step"] in (steps[-1], scenario.replaced.get(steps[-1]))
+        for step in chosen:
+            found = store.load(step, count=False)
+            is_new = same(found, scenario.replaced.get(step, step))
+            assert is_new or same(found, step), f"step {step} is another one"
+            assert is_new or not ended_well, f"step {step} is the old one"
+        assert store.verify() == {}
+        # A second time after what was left behind is cleared away.
+        store.gc(timeout=0.0)
+        assert store.steps() == steps
+        assert leftovers(root) == []
+    store.save(99, state(99))
+    assert same(sp.Store(root).load(count=False), 99)
+
+
+def warm_up(root: Path) -> None:
+    """Compile and import here what the children need, which must do nothing but their operation."""
+    for prepare in (_chain, _based):
+        shutil.rmtree(root, ignore_errors=True)
+        prepare(root)
+        store = sp.Store(root, lossless())
+        store.load(count=False)
+        fill(store, 7)
+        store.compact(2.0)
+        store.compact(1.0)
+        store.gc(Retention())
+    shutil.rmtree(root)
+
+
+def _attempt(scenario: Scenario, origin: Path, root: Path, log: Path, inject: str | None) -> Trial:
+    """One trial on a fresh copy of the prepared store."""
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(origin, root)
+    return run_traced(root, scenario.act, log, inject)
+
+
+Plan = list[tuple[str, str, float]]
+EVERYTHING: Plan = [(name, mode, 1.0) for name in SCENARIOS for mode in MODES]
+
+
+def campaign(folder: Path, plan: Plan, seed: int = 0) -> dict[str, Any]:
+    """All injections (or a random share of them) of a mode into a scenario; what was planned, what hit, what failed."""
+    warm_up(folder / "warm")
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for name in dict.fromkeys(name for name, _, _ in plan):
+        scenario = SCENARIOS[name]
+        origin, root, log = folder / "origin", folder / "run", folder / "log"
+        shutil.rmtree(origin, ignore_errors=True)
+        origin.mkdir(parents=True)
+        scenario.prepare(origin)
+        before = set(sp.Store(origin).steps())
+        kept = listing(origin)
+
+        attempt = partial(_attempt, scenario, origin, root, log)
+        plain = attempt(None)
+        assert plain.status == 0, f"{name}: it fails by itself"
+        check(root, before, scenario, plain)
+        for mode, share in [(mode, share) for n, mode, share in plan if n == name]:
+            possible = list(points(plain.counts, mode))
+            planned = sorted(rng.sample(possible, math.ceil(share * len(possible))))
+            row = {"scenario": name, "mode": mode, "calls": plain.counts, "planned": len(planned), "hit": 0, "wrong": 0}
+            started = time.monotonic()
+            for inject in planned:
+                trial = attempt(inject)
+                row["hit"] += trial.hit
+                try:
+                    assert trial.hit, "the injection was not hit"
+                    assert not os.WIFEXITED(trial.status) or os.WEXITSTATUS(trial.status) in (0, 3), trial.status
+                    if mode != "KILL" and scenario.adds and os.WEXITSTATUS(trial.status) == 3:
+                        left = listing(root)
+                        committed = sp.Store(root).steps() != sorted(before)
+                        assert committed or {k: left.get(k) for k in kept} == kept, "a failed save changed something"
+                    check(root, before, scenario, trial)
+                except Exception as e:
+                    row["wrong"] += 1
+                    failures.append(f"{name}, {inject}: {type(e).__name__}: {e}")
+            row["seconds"] = round(time.monotonic() - started, 1)
+            rows.append(row)
+    return {"rows": rows, "failures": failures}
+
+
+def main() -> None:
+    """See the module."""
+    plan = EVERYTHING if sys.argv[2] == "all" else json.loads(sys.argv[2])
+    print(json.dumps(campaign(Path(sys.argv[1]), plan)))
+
+
+if __name__ == "__main__":
+    main()

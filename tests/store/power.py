@@ -1,0 +1,155 @@
+"""A disk that loses what was not synced: what `store.local` did, and every state a power loss may have left of it.
+
+The calls that `store.local` makes are recorded with a model of what POSIX promises: a file's bytes are durable after
+its fsync, a name in a folder (or its being gone) after the folder's. Before that each unsynced name may or may not have
+reached the disk, in any order, and an unsynced file is empty.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shrinkpoint.store import local
+
+
+@dataclass(eq=False)
+class _File:
+    durable: bytes = b""
+
+
+@dataclass(frozen=True)
+class Image:
+    """Folders and files as they are found when the power is back."""
+
+    folders: frozenset[str]
+    files: tuple[tuple[str, bytes], ...]
+
+    def lay_out(self, origin: Path, target: Path) -> None:
+        """Write it to another folder."""
+        target.mkdir(parents=True)
+        for name in sorted(self.folders):
+            (target / os.path.relpath(name, origin)).mkdir(parents=True, exist_ok=True)
+        for name, data in self.files:
+            (target / os.path.relpath(name, origin)).write_bytes(data)
+
+
+@dataclass
+class Disk:
+    """The model. `seen` and `kept` are the names in memory and on the disk; a folder is None."""
+
+    root: Path
+    seen: dict[str, _File | None] = field(default_factory=dict)
+    kept: dict[str, _File | None] = field(default_factory=dict)
+    images: list[tuple[str, Image]] = field(default_factory=list)
+    fds: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path in sorted(self.root.rglob("*")):
+            self.seen[str(path)] = None if path.is_dir() else _File(path.read_bytes())
+        self.kept = dict(self.seen)
+
+    def event(self, what: str) -> None:
+        """Note every image that a power loss at this moment may leave."""
+        changed = sorted(
+            n for n in self.seen.keys() | self.kept.keys() if self._at(self.seen, n) != self._at(self.kept, n)
+        )
+        choices = [set(), set(changed), *({c} for c in changed), *(set(changed) - {c} for c in changed)]
+        for out in choices:
+            names = dict(self.kept)
+            for name in out:
+                if name in self.seen:
+                    names[name] = self.seen[name]
+                else:
+                    names.pop(name, None)
+            image = self._image(names)
+            if not any(image == known for _, known in self.images):
+                self.images.append((what, image))
+
+    @staticmethod
+    def _at(names: dict[str, _File | None], name: str) -> Any:
+        return names.get(name, "nothing")
+
+    def _image(self, names: dict[str, _File | None]) -> Image:
+        """What is reachable: a name counts for nothing while a folder above it is missing."""
+        top = str(self.root)
+        folders = {top}
+        for name in sorted(n for n, f in names.items() if f is None):
+            if os.path.dirname(name) in folders:
+                folders.add(name)
+        files = ((n, f.durable) for n, f in sorted(names.items()) if f is not None and os.path.dirname(n) in folders)
+        return Image(frozenset(folders), tuple(files))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Everything that `store.local` does meanwhile happens, and is noted."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local, "os", _Os(self))
+            patch.setattr(local, "open", self._open, raising=False)
+            yield
+        self.event("end")
+
+    def _open(self, path: str, mode: str) -> Any:
+        file = builtins.open(path, mode)  # noqa: SIM115 - the caller closes it
+        self.seen[path] = _File()
+        self.fds[file.fileno()] = path
+        self.event(f"open {path}")
+        return file
+
+
+class _Os:
+    """`os`, observed."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int, *more: Any) -> int:
+        fd = os.open(path, flags, *more)
+        self._disk.fds[fd] = path
+        return fd
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+        disk, path = self._disk, self._disk.fds[fd]
+        disk.event(f"before fsync {path}")
+        if os.path.isdir(path):
+            for name in {n for n in disk.seen.keys() | disk.kept.keys() if os.path.dirname(n) == path}:
+                if name in disk.seen:
+                    disk.kept[name] = disk.seen[name]
+                else:
+                    disk.kept.pop(name, None)
+        else:
+            file = disk.seen[path]
+            assert file is not None
+            file.durable = Path(path).read_bytes()
+        disk.event(f"after fsync {path}")
+
+    def replace(self, source: str, target: str) -> None:
+        os.replace(source, target)
+        self._disk.seen[target] = self._disk.seen.pop(source)
+        self._disk.event(f"rename {target}")
+
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target)
+        self._disk.seen[target] = self._disk.seen[source]
+        self._disk.event(f"link {target}")
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+        del self._disk.seen[path]
+        self._disk.event(f"unlink {path}")
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)
+        self._disk.seen[path] = None
+        self._disk.event(f"mkdir {path}")

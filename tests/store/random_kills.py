@@ -1,0 +1,131 @@
+"""Writers killed at random moments while they save, compact and collect; run by `test_crash.py` and `campaign.py`.
+
+    python -m tests.store.random_kills FOLDER TRIALS [SEED]
+
+A process without threads forks the writers, so a trial costs milliseconds; a writer tells by a pipe what it has done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SHRINKPOINT_THREADS", "1")
+
+import numpy as np
+
+import shrinkpoint as sp
+from shrinkpoint.store.retention import Retention
+from tests.store.common import leftovers, lossless
+
+POLICIES = ((3, "previous"), (5, "base"), (20, "previous"), (None, "previous"))
+KEPT = Retention(last=8, every=50)
+
+
+def state(step: int) -> dict[str, Any]:
+    """A different one for each step, large enough that writing it takes a while."""
+    g = np.random.default_rng(step)
+    return {"step": step, "w": g.standard_normal(60_000), "i": np.arange(2000) * step}
+
+
+def right(found: dict[str, Any]) -> bool:
+    """Whether a state is what was saved."""
+    expected = state(found["step"])
+    return all(np.array_equal(found[k], expected[k]) for k in expected)
+
+
+def write_on(root: Path, seed: int, told: int) -> None:
+    """Save, compact and collect until killed; a number is told once its step is saved."""
+    rng = random.Random(seed)
+    every, against = rng.choice(POLICIES)
+    store = sp.Store(root, lossless(against=against, base_every=every))
+    step = store.load(count=False)["step"]
+    while True:
+        step += 1
+        store.save(step, state(step))
+        os.write(told, struct.pack("<q", step))
+        if rng.random() < 0.15:
+            store.compact(rng.choice([1.0, 2.0, 3.0]))
+        if rng.random() < 0.15:
+            store.gc(KEPT)
+
+
+def kept_by(steps: list[int]) -> set[int]:
+    """What `KEPT` must have left of the steps that were there."""
+    return set(steps[-KEPT.last :]) | {s for s in steps if s % 50 == 0}
+
+
+def main() -> None:
+    """See the module."""
+    root, trials = Path(sys.argv[1]), int(sys.argv[2])
+    seed = int(sys.argv[3]) if len(sys.argv) > 3 else random.SystemRandom().randrange(1 << 32)
+    rng = random.Random(seed)
+    for against, cost in (("previous", 2.0), ("base", 1.0)):  # what is compiled here need not be in each writer
+        warm = sp.Store(f"{root}-warm-{against}", lossless(against=against))
+        for step in range(5):
+            warm.save(step, state(step))
+        assert right(warm.load())
+        warm.compact(cost)
+        warm.gc(KEPT)
+    store = sp.Store(root, lossless())
+    store.save(0, state(0))
+    warnings.simplefilter("error")
+    newest, torn, garbage, loaded = 0, 0, 0, 0
+    for trial in range(trials):
+        before = store.steps()
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                write_on(root, rng.randrange(1 << 32), into)
+            except BaseException as e:
+                print("writer:", repr(e), file=sys.stderr, flush=True)
+            os._exit(1)
+        rng.random()
+        os.close(into)
+        time.sleep(rng.choice([0.0, 0.02, 0.1]) + rng.random() * 0.1)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), f"seed {seed}, trial {trial}: the writer ended by itself"
+        told = b""
+        while part := os.read(out, 1 << 16):
+            told += part
+        os.close(out)
+        if told:
+            newest = struct.unpack("<q", told[-8:])[0]
+        reader = sp.Store(root)
+        found = reader.load(count=False)
+        where = f"seed {seed}, trial {trial}"
+        assert right(found), f"{where}: step {found['step']} is wrong"
+        assert newest <= found["step"] <= newest + 1, f"{where}: {newest} was saved, {found['step']} is there"
+        newest = found["step"]
+        steps = reader.steps()
+        lost = kept_by(sorted({*before, *range(before[-1], newest + 1)})) - set(steps)
+        assert not lost, f"{where}: lost {sorted(lost)}"
+        torn += bool(leftovers(root))
+        assert reader.verify() == {}, where
+        for step in rng.sample(steps, min(3, len(steps))):
+            assert right(reader.load(step, count=False)), f"{where}: step {step} is wrong"
+            loaded += 1
+        if trial % 5 == 4:
+            garbage += len(reader.gc(timeout=0.0))
+            assert leftovers(root) == []
+            assert reader.verify() == {}, where
+            assert reader.steps() == steps, where
+    final = sp.Store(root)
+    steps = final.steps()
+    assert all(right(final.load(step, count=False)) for step in steps)
+    result = {"seed": seed, "trials": trials, "last_step": newest, "steps_left": len(steps)}
+    print(json.dumps({**result, "killed_in_a_write": torn, "garbage_files": garbage, "checked": loaded + len(steps)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""An outside judge: ckpt-chaos kills a training run at the changes it sees, resumes it, and compares the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAIL_ON = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK"
+
+
+def judged(work: Path, modes: str, points: int, ranks: int, steps: int = 3) -> tuple[int, list[dict[str, Any]], str]:
+    """Number of changes it saw in the undisturbed run, what came of each kill, and what it printed."""
+    pytest.importorskip("ckpt_chaos", reason="ckpt-chaos is not installed (pip install ckpt-chaos)")
+    glob = "{out}/steps/*.json" if ranks == 1 else "{out}/rank0/steps/*.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--modes", modes),
+            *("--max-points", str(points), "--ranks", str(ranks), "--fail-on", FAIL_ON, "--grace", "1"),
+            *("--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/result0"),
+            *("--checkpoint-glob", glob, "--ckpt-ignore-size"),
+            *("--", sys.executable, "-m", "tests.store.chaos_trainer", "{out}", str(steps)),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=500,
+        env={**os.environ, "SHRINKPOINT_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = (work / "reference" / "events.log.rank0").read_text().splitlines()
+    results = [json.loads(p.read_text()) for p in sorted(work.glob("pt_*/result.json"))]
+    return len(events), results, done.stdout
+
+
+@pytest.mark.parametrize(("modes", "points", "ranks"), [("before,torn,unsynced,term", 4, 1), ("before", 1, 2)])
+def test_the_judge(modes: str, points: int, ranks: int, tmp_path: Path) -> None:
+    """What it cannot see (links) it does not count: two files a save, their temporary names removed, the result."""
+    seen, results, printed = judged(tmp_path / "work", modes, points, ranks)
+    assert seen >= 3 * 4 + 2, printed
+    assert len(results) == points + 1
+    killed = [r for r in results if r["label"] != "no crash (control)"]
+    assert all(r["crashed"] and not r["drift"] for r in killed), printed
+    assert "HARD_FAIL" not in printed.replace(FAIL_ON, "")

@@ -1,0 +1,245 @@
+"""Several writers, and a collector beside them: nobody loses a step, nobody waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.store import lock as lock_module
+from shrinkpoint.store.files import Files, open_files
+from shrinkpoint.store.lock import FileLock, Lock, ObjectLock
+from tests.store.common import fill, lossless, same, state
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def locks(kind: str, tmp_path: Path) -> tuple[Lock, Lock, Files]:
+    """Two holders' views of one lock."""
+    url = str(tmp_path) if kind != "memory" else f"memory://{uuid.uuid4()}"
+    one, two = open_files(url), open_files(url)
+    if kind == "flock":
+        return FileLock(one), FileLock(two), one
+    return ObjectLock(one, patience=0.1, poll=0.01), ObjectLock(two, patience=0.1, poll=0.01), one
+
+
+KINDS = pytest.mark.parametrize("kind", ["flock", "files", "memory"])
+
+
+@KINDS
+def test_modes(kind: str, tmp_path: Path) -> None:
+    one, two, _ = locks(kind, tmp_path)
+    with one.shared() as a, two.shared() as b:
+        a.renew()
+        b.renew()
+        for timeout in (0.0, 0.05):
+            with pytest.raises(TimeoutError, match="in use"), one.alone(timeout):
+                raise AssertionError
+    with one.alone(0.0) as a:
+        a.renew()
+        with pytest.raises(TimeoutError), two.alone(0.0):
+            raise AssertionError
+        if kind != "flock":  # which waits as long as it takes
+            with pytest.raises(TimeoutError), two.shared():
+                raise AssertionError
+    with two.alone(0.0), contextlib.suppress(ZeroDivisionError):
+        raise ZeroDivisionError
+    with two.shared(), one.shared():
+        pass
+
+
+@KINDS
+def test_a_collector_waits_for_savers_and_savers_for_it(kind: str, tmp_path: Path) -> None:
+    one, two, files = locks(kind, tmp_path)
+    if kind != "flock":
+        two = ObjectLock(files, poll=0.01)
+    order: list[str] = []
+    held = threading.Event()
+
+    def saver() -> None:
+        with one.shared():
+            held.set()
+            time.sleep(0.2)
+            order.append("saved")
+
+    thread = threading.Thread(target=saver)
+    thread.start()
+    held.wait()
+    with two.alone(10.0):
+        order.append("collected")
+        late = threading.Thread(target=lambda: _late(two, order))
+        late.start()
+        time.sleep(0.1)
+        order.append("done")
+    thread.join()
+    late.join()
+    assert order == ["saved", "collected", "done", "late"]
+
+
+def _late(lock: Lock, order: list[str]) -> None:
+    with lock.shared():
+        order.append("late")
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_what_a_crash_leaves_of_a_lock(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of dead holders count until they are stale; a holder that was taken for dead is told."""
+    one, two, files = locks(kind, tmp_path)
+    dead = one.shared()
+    lease = dead.__enter__()
+    with pytest.raises(TimeoutError), two.alone(0.05):
+        raise AssertionError
+    monkeypatch.setattr(lock_module, "STALE", 0.0)
+    time.sleep(0.02)
+    with two.alone(0.1):
+        pass
+    with pytest.raises(TimeoutError, match="lost its lock"):
+        lease.renew()
+    monkeypatch.setattr(lock_module, "STALE", 3600.0)
+    collector = one.alone(0.0)
+    lease = collector.__enter__()
+    with pytest.raises(TimeoutError), two.shared():
+        raise AssertionError
+    monkeypatch.setattr(lock_module, "STALE", 0.0)
+    time.sleep(0.02)
+    with two.shared():
+        pass
+    with pytest.raises(TimeoutError, match="lost its lock"):
+        lease.renew()
+    collector.__exit__(None, None, None)
+    again = one.alone(0.0)
+    again.__enter__()
+    time.sleep(0.02)
+    with two.alone(0.5):
+        pass
+    assert [n for n in files.list("locks") if n.startswith("shared")] == []
+
+
+def test_a_clock_that_goes_backwards(tmp_path: Path) -> None:
+    """What seems to be from the future is not stale: waiting is the safe side."""
+    one, two, files = locks("files", tmp_path)
+    with one.shared():
+        name = f"locks/{files.list('locks')[0]}"
+        future = time.time() + 10**6
+        os.utime(files.path(name), (future, future))
+        with pytest.raises(TimeoutError), two.alone(0.05):
+            raise AssertionError
+
+
+def test_where_there_is_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fd: int, mode: int) -> None:
+        raise OSError(errno.ENOSYS, "no flock here")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    store = fill(sp.Store(tmp_path, lossless()), 0, 1)
+    holder = FileLock(open_files(tmp_path))
+    with holder.shared(), pytest.raises(TimeoutError):
+        store.gc(timeout=0.05)
+    assert store.gc() == []
+    assert same(store.load(), 1)
+
+
+def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
+    """As a data loader's worker, forked while a save is going on in another thread."""
+    store = fill(sp.Store(tmp_path, lossless()), 0)
+    begin, end = os.pipe()
+    with store._lock.shared():
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.read(begin, 1)
+            os._exit(0)
+    try:
+        assert store.gc(timeout=0.0) == []
+    finally:
+        os.close(end)
+        os.close(begin)
+        os.waitpid(child, 0)
+
+
+def test_gc_does_not_collect_what_a_saver_is_about_to_name(tmp_path: Path) -> None:
+    """Collected at every point of a save where it can be: it waits, and the saved step is whole."""
+    store = fill(sp.Store(tmp_path, lossless()), 0, 1)
+    files, tried = store._files, 0
+    write = files.write
+
+    def writing(name: str, data: bytes) -> None:
+        nonlocal tried
+        write(name, data)
+        tried += 1
+        with pytest.raises(TimeoutError):
+            sp.Store(tmp_path).gc(timeout=0.0)
+
+    files.write = writing  # type: ignore[method-assign]
+    fill(store, 2)
+    files.write = write  # type: ignore[method-assign]
+    assert tried == 1
+    assert sp.Store(tmp_path).gc() == []
+    assert same(sp.Store(tmp_path).load(), 2)
+
+
+_WRITER = """
+import sys
+import shrinkpoint as sp
+from shrinkpoint.store.retention import Retention
+from tests.store.common import lossless, state
+root, first, stride = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+store = sp.Store(root, lossless())
+for i in range(9):
+    store.save(first + stride * i, state(first + stride * i))
+    if stride == 2 and i % 3 == 2:
+        store.compact(2.0)
+    if first == 1 and i % 4 == 3:
+        store.gc()
+"""
+
+
+@pytest.mark.parametrize("stride", [2, 0], ids=["steps of their own", "the same step"])
+def test_writers_at_once(stride: int, tmp_path: Path) -> None:
+    """Processes save, compact and collect at the same time; all that any of them saved is there."""
+    env = {**os.environ, "SHRINKPOINT_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    starts = (0, 1) if stride else (5, 5)
+    running = [
+        subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path), str(s), str(stride)], cwd=ROOT, env=env)
+        for s in starts
+    ]
+    assert [process.wait(200) for process in running] == [0, 0]
+    store = sp.Store(tmp_path)
+    expected = sorted({s + stride * i for s in starts for i in range(9)})
+    assert store.steps() == expected
+    assert store.verify() == {}
+    assert all(same(store.load(step, count=False), step) for step in expected)
+    store.gc()
+    assert store.verify() == {}
+    assert len(list((tmp_path / "steps").iterdir())) == len(expected)
+
+
+def test_two_that_commit_the_same_step(tmp_path: Path) -> None:
+    """In turn, at the last moment before each other's commit: one is replaced by the other, neither fails."""
+    one, two = (sp.Store(tmp_path, lossless()) for _ in range(2))
+    create = one._files.create
+    raced = False
+
+    def creating(name: str, data: bytes) -> bool:
+        nonlocal raced
+        if not raced:
+            raced = True
+            two.save(7, state(70))
+        return create(name, data)
+
+    one._files.create = creating  # type: ignore[method-assign]
+    one.save(7, state(7))
+    assert same(sp.Store(tmp_path).load(7), 7)
+    sp.Store(tmp_path).gc()
+    assert same(sp.Store(tmp_path).load(7), 7)
+    assert [p.name for p in (tmp_path / "steps").iterdir()] == ["000000000007.r1.json"]

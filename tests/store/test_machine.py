@@ -1,0 +1,210 @@
+"""Saves, compactions, collections, pins, crashes and reopened stores in any order: what remains is readable."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import shrinkpoint as sp
+from shrinkpoint.store import local
+from shrinkpoint.store.retention import Retention
+from tests.store.common import data_path, leftovers, lossless, same, state
+
+SIZE = 80
+POLICIES = st.builds(
+    lossless,
+    against=st.sampled_from(["previous", "base"]),
+    base_every=st.sampled_from([None, 1, 3, 20]),
+    predictor=st.sampled_from([None, "size"]),
+    max_restore_cost=st.sampled_from([None, 1.0, 2.5]),
+)
+
+
+class Dead(BaseException):
+    """The process is no more: from here on it does nothing, not even tidy up."""
+
+
+class Mortal:
+    """`os`, as `store.local` uses it, until the n-th change; then nothing works any more."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def change(self) -> None:
+        """One change more, or death."""
+        if self.left <= 0:
+            raise Dead
+        self.left -= 1
+
+    def open_file(self, path: str, mode: str) -> Any:
+        """`open`."""
+        self.change()
+        return builtins.open(path, mode)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(os, name)
+        if name not in ("fsync", "replace", "link", "unlink", "mkdir", "open"):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.change()
+            return found(*args, **kwargs)
+
+        return call
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The model: which number of state each step has, what is pinned, tagged, rated and damaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.root = Path(tempfile.mkdtemp(dir=shm))
+        self.steps: dict[int, int] = {}
+        self.metrics: dict[int, float | None] = {}
+        self.pins: set[int] = set()
+        self.tags: dict[str, int] = {}
+        self.restores = 0
+        self.saves = 0
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.root)
+
+    @initialize(cfg=POLICIES)
+    def begin(self, cfg: sp.Config) -> None:
+        self.store = sp.Store(self.root, cfg)
+
+    @rule(cfg=POLICIES)
+    def reopen(self, cfg: sp.Config) -> None:
+        self.store = sp.Store(self.root, cfg)
+
+    @rule(step=st.integers(0, 30), metric=st.none() | st.integers(0, 5).map(float))
+    def save(self, step: int, metric: float | None) -> None:
+        self.saves += 1
+        self.store.save(step, state(self.saves, SIZE), metric=metric)
+        self.steps[step], self.metrics[step] = self.saves, metric
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data(), paths=st.none() | st.sampled_from(["*", "ids"]))
+    def load(self, data: st.DataObject, paths: str | None) -> None:
+        step = data.draw(st.none() | st.sampled_from(sorted(self.steps)) | st.sampled_from([*sorted(self.tags), None]))
+        found = self.store.load(step, paths)
+        number = self.steps[self.tags[step] if isinstance(step, str) else max(self.steps) if step is None else step]
+        self.restores += paths is None
+        assert found["ids"].tobytes() == state(number)["ids"].tobytes()
+        assert paths == "ids" or same(found, number)
+
+    @rule(cost=st.sampled_from([1.0, 2.0, 3.0]))
+    def compact(self, cost: float) -> None:
+        self.store.compact(cost)
+        assert all(self.store.describe(step).restore_cost <= cost for step in self.steps)
+
+    @rule()
+    def collect(self) -> None:
+        self.store.gc(timeout=0.0)
+        assert leftovers(self.root) == []
+
+    @rule(retention=st.builds(Retention, st.integers(1, 4), st.sampled_from([None, 4]), st.integers(0, 2)))
+    def retain(self, retention: Retention) -> None:
+        self.store.gc(retention, timeout=0.0)
+        self._keep(retention.kept(self.metrics) | self.pins | set(self.tags.values()))
+
+    def _keep(self, kept: set[int]) -> None:
+        self.steps = {s: n for s, n in self.steps.items() if s in kept}
+        self.metrics = {s: m for s, m in self.metrics.items() if s in kept}
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data(), what=st.sampled_from(["pin", "unpin", "a", "b", "untag", "rate", "drop"]))
+    def label(self, data: st.DataObject, what: str) -> None:
+        step = data.draw(st.sampled_from(sorted(self.steps)))
+        if what == "pin":
+            self.store.pin(step)
+            self.pins.add(step)
+        elif what == "unpin":
+            self.store.unpin(step)
+            self.pins.discard(step)
+        elif what in ("a", "b"):
+            self.store.tag(what, step)
+            self.tags[what] = step
+        elif what == "untag":
+            self.store.untag("a")
+            self.tags.pop("a", None)
+        elif what == "rate":
+            self.store.rate(step, float(step))
+            self.metrics[step] = float(step)
+        elif step not in self.pins | set(self.tags.values()):
+            self.store.drop(step)
+            self._keep(set(self.steps) - {step})
+
+    @rule(calls=st.integers(0, 40), what=st.sampled_from(["save", "compact", "gc"]), step=st.integers(0, 30))
+    def crash(self, calls: int, what: str, step: int) -> None:
+        """Dies at any change of the folder; afterwards the new or the old is there, and nothing else has changed."""
+        self.saves += 1
+        died = False
+        mortal = Mortal(calls)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local, "os", mortal)
+            patch.setattr(local, "open", mortal.open_file, raising=False)
+            try:
+                if what == "save":
+                    self.store.save(step, state(self.saves, SIZE))
+                elif what == "compact":
+                    self.store.compact(2.0)
+                else:
+                    self.store.gc(timeout=0.0)
+            except Dead:
+                died = True
+        self.store = sp.Store(self.root, self.store.cfg)
+        if what == "save":
+            there = step in self.store.steps()
+            assert there or (died and step not in self.steps)
+            if there and same(self.store.load(step, count=False), self.saves):
+                self.steps[step], self.metrics[step] = self.saves, None
+            else:
+                assert died
+
+    @invariant()
+    def all_is_there(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        other = sp.Store(self.root)
+        assert other.steps() == sorted(self.steps)
+        assert (other.pins(), other.tags()) == (sorted(self.pins), dict(sorted(self.tags.items())))
+        assert other.restores() == self.restores
+        assert other.verify() == {}
+        for step in sorted(self.steps)[-2:]:
+            assert same(other.load(step, count=False), self.steps[step])
+            assert other.describe(step).metric == self.metrics[step]
+            assert data_path(self.root, step).stat().st_size == other.describe(step).nbytes
+
+    @precondition(lambda self: len(self.steps) > 1)
+    @rule(keep=st.booleans())
+    def damage(self, keep: bool) -> None:
+        """The newest is torn: `load()` goes back past everything that needs it, and says so; then it is saved anew."""
+        newest = max(self.steps)
+        path = data_path(self.root, newest)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        other = sp.Store(self.root)
+        wrong = other.verify()
+        assert newest in wrong
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            intact = sorted(set(self.steps) - set(wrong))
+            if intact:
+                assert same(other.load(count=False), self.steps[intact[-1]])
+        path.write_bytes(whole)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestStore = StoreMachine.TestCase

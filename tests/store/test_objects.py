@@ -1,0 +1,194 @@
+"""Object storage that is slow and forgetful: requests are made again, nothing is committed twice or lost."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.store.objects import ObjectFiles, Retry
+from shrinkpoint.store.retention import Retention
+from tests.store.common import fill, lossless, same, state
+
+METHODS = ("pipe_file", "cat_file", "ls", "info", "rm_file", "exists", "modified")
+
+
+class Weather(Exception):
+    """What a network library raises, no OSError."""
+
+
+class Flaky:
+    """A file system whose requests fail, before they do anything or (their answer lost) after.
+
+    Args:
+        plan: one letter a request: "." goes well, "b" fails before, "a" after; then all go well.
+        error: what is raised.
+    """
+
+    def __init__(self, plan: str = "", error: Callable[[], Exception] = Weather) -> None:
+        self.inner, self.plan, self.error = MemoryFileSystem(), list(plan), error
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in METHODS:
+            return found
+
+        def request(*args: Any, **kwargs: Any) -> Any:
+            self.made.append(name)
+            fate = self.plan.pop(0) if self.plan else "."
+            if fate == "b":
+                raise self.error()
+            result = found(*args, **kwargs)
+            if fate == "a":
+                raise self.error()
+            return result
+
+        # The real one's parameters tell whether it knows conditional puts.
+        request.__signature__ = __import__("inspect").signature(found)  # type: ignore[attr-defined]
+        return request
+
+
+def flaky_store(url: str, plan: str, **more: Any) -> tuple[sp.Store, Flaky, list[float]]:
+    store, fs, waits = sp.Store(url, lossless()), Flaky(plan, **more), list[float]()
+    files = store._files
+    assert isinstance(files, ObjectFiles)
+    files.fs = fs
+    files._retry = Retry(sleep=waits.append)
+    return store, fs, waits
+
+
+ERRORS = (Weather, lambda: OSError(errno.EIO, "reset"), TimeoutError, ConnectionResetError)
+
+
+@settings(max_examples=50)
+@given(st.text(".....ab", max_size=60), st.sampled_from(ERRORS))
+def test_everything_goes_well_in_the_end(plan: str, error: Callable[[], Exception]) -> None:
+    """At most five failures in a row: nobody notices. What is there is there once."""
+    while "aaaaaa" in plan.replace("b", "a"):
+        plan = plan[1:]
+    url = f"memory://{uuid.uuid4()}"
+    store, fs, waits = flaky_store(url, plan, error=error)
+    fill(store, 0, 1, 2)
+    store.compact(2.0)
+    store.tag("x", 1)
+    store.gc(Retention(last=2))
+    assert same(store.load(), 2)
+    fill(store, 1)
+    other = sp.Store(url)
+    assert other.steps() == [1, 2]
+    assert other.verify() == {}
+    assert same(other.load(1), 1)
+    assert other.restores() == 2
+    assert len(waits) <= len(plan)
+    assert len(fs.made) > 20
+    names = [p for p in MemoryFileSystem().find(store._files.root) if "/steps/" in p]
+    assert len(names) == 2
+
+
+def test_backoff() -> None:
+    url = f"memory://{uuid.uuid4()}"
+    store, _, waits = flaky_store(url, "." * 3 + "b" * 5)
+    fill(store, 0)
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6]
+
+
+@pytest.mark.parametrize("at", range(14))
+def test_storage_that_stays_away(at: int) -> None:
+    """Gone for good after so many requests: an error, and what was there is there when it is back."""
+    url = f"memory://{uuid.uuid4()}"
+    fill(sp.Store(url, lossless()), 0, 1)
+    store, fs, _ = flaky_store(url, "." * at + "b" * 500)
+    store.load = None  # type: ignore[assignment, method-assign]
+    try:
+        fill(store, 2)
+    except Weather:
+        assert "b" in fs.plan
+    other = sp.Store(url, lossless())
+    assert other.steps() in ([0, 1], [0, 1, 2])
+    assert other.verify() == {}
+    assert all(same(other.load(step), step) for step in other.steps())
+    fill(other, 3)
+    assert same(sp.Store(url).load(), 3)
+
+
+@pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, ValueError])
+def test_answers_that_are_final(error: type[Exception]) -> None:
+    """Asking again does not help, so nobody does."""
+    store, _, waits = flaky_store(f"memory://{uuid.uuid4()}", "..b", error=error)
+    with pytest.raises(error):
+        fill(store, 0)
+    assert waits == []
+
+
+@pytest.mark.parametrize("error", [PermissionError, TimeoutError, ConnectionResetError])
+def test_what_cannot_be_reached_is_not_damaged(error: type[Exception]) -> None:
+    """A network that is down must not make a trainer go back to an older step."""
+    url = f"memory://{uuid.uuid4()}"
+    fill(sp.Store(url, lossless(base_every=1)), 0, 1)
+    for good in range(1, 4):
+        store, _, _ = flaky_store(url, "." * good + "b" * 100, error=error)
+        for arguments in ((), (1,), (1, "ids")):
+            with pytest.raises(error):
+                store.load(*arguments)
+
+
+def test_racing_writers() -> None:
+    """Another commits the same step between the look and the put; the conditional put says so."""
+    url = f"memory://{uuid.uuid4()}"
+    one, fs, _ = flaky_store(url, "")
+    raced = 0
+    real = fs.inner.pipe_file
+
+    class Racing(MemoryFileSystem):  # type: ignore[misc]
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+            nonlocal raced
+            if "/steps/" in path and raced < 3:
+                raced += 1
+                sp.Store(url, lossless()).save(5, state(50 + raced))
+            real(path, value, mode=mode, **more)
+
+    fs.inner = Racing()
+    one.save(5, state(5))
+    assert raced == 3
+    assert same(sp.Store(url).load(5), 5)
+    assert sp.Store(url).verify() == {}
+
+
+def test_a_failed_precondition_without_a_name() -> None:
+    """s3fs reports it as EINVAL where the server does not say which condition it was."""
+    url = f"memory://{uuid.uuid4()}"
+    fs = Flaky()
+    files = ObjectFiles(fs, f"/{uuid.uuid4()}", Retry(sleep=lambda _: None))
+    assert files.create("steps/x", b"mine")
+
+    def refuse(path: str, value: bytes, mode: str = "overwrite") -> None:
+        raise OSError(errno.EINVAL, "PreconditionFailed")
+
+    fs.__dict__["pipe_file"] = refuse
+    assert files.create("steps/x", b"mine")
+    assert not files.create("steps/x", b"theirs")
+    with pytest.raises(OSError, match="PreconditionFailed"):
+        files.create("steps/y", b"new")
+    assert url
+
+
+def test_a_file_system_without_conditional_puts() -> None:
+    class Plain(MemoryFileSystem):  # type: ignore[misc]
+        def pipe_file(self, path: str, value: bytes) -> None:
+            super().pipe_file(path, value)
+
+    files = ObjectFiles(Plain(), f"/{uuid.uuid4()}")
+    assert not files._conditional
+    assert files.create("steps/x", b"a")
+    assert files.create("steps/x", b"a")
+    assert not files.create("steps/x", b"b")
+    assert files.read("steps/x") == b"a"
+    assert ObjectFiles(MemoryFileSystem(), "/x")._conditional

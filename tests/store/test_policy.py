@@ -1,0 +1,100 @@
+"""When the next checkpoint is a base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.policy import wants_base
+from tests.store.common import lossless
+
+
+def manifest(base: int, sizes: list[int]) -> Manifest:
+    """The last of a base and deltas of these sizes."""
+    return Manifest(
+        9,
+        "",
+        "",
+        "",
+        sizes[-1] if sizes else base,
+        10,
+        (),
+        0,
+        since_base=len(sizes),
+        base_nbytes=base,
+        spent=sum(sizes),
+    )
+
+
+@given(st.integers(1, 100), st.lists(st.integers(1, 150), max_size=12))
+def test_the_size_predictor(base: int, sizes: list[int]) -> None:
+    """The paper's own words in fractions of the base: F_c = 1 + S_1 + ... + S_i against I_c = (i + 1) S_i."""
+    policy = sp.ChainPolicy(None, "base", predictor="size")
+    shares = [size / base for size in sizes]
+    expected = bool(shares) and 1 + sum(shares) <= (len(shares) + 1) * shares[-1] + 1e-9
+    assert wants_base(policy, manifest(base, sizes), 99.0) == expected
+
+
+def test_growing_deltas_are_cut_off(tmp_path: Path) -> None:
+    """Deltas against the base grow by a twentieth of it each: the rule's own sum says where it ends."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(40_000)
+    cfg = lossless(against="base", predictor="size")
+    store = sp.Store(tmp_path, cfg)
+    sizes: list[float] = []
+    for step in range(14):
+        saved = store.save(step, {"w": weights})
+        weights = weights.copy()
+        weights[2000 * step : 2000 * (step + 1)] = rng.standard_normal(2000)
+        if not saved.is_delta and step:
+            break
+        sizes.append(saved.nbytes / sp.Store(tmp_path).describe(0).nbytes)
+    deltas = sizes[1:]
+    assert 3 < len(deltas) < 13
+    for i in range(1, len(deltas) + 1):
+        assert (1 + sum(deltas[:i]) <= (i + 1) * deltas[i - 1]) == (i == len(deltas))
+    # The same rule goes on in another process.
+    other = sp.Store(tmp_path, cfg)
+    other.load(step - 1, count=False)
+    assert not other.save(99, {"w": weights}).is_delta
+
+
+@pytest.mark.parametrize(("bound", "period"), [(1, 1), (2, 2), (3.5, 3), (5, 5)])
+def test_the_restore_cost(bound: float, period: int, tmp_path: Path) -> None:
+    """Of what is exact every delta below costs a whole decode."""
+    store = sp.Store(tmp_path, lossless(max_restore_cost=bound))
+    saved = [store.save(step, {"w": np.arange(3000.0) + step}) for step in range(12)]
+    assert [s.is_delta for s in saved] == [step % period != 0 for step in range(12)]
+    assert max(store.describe(step).restore_cost for step in store.steps()) == period
+    assert store.describe(0).restore_cost == 1.0
+
+
+def test_no_rule_at_all(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path, lossless())
+    saved = [store.save(step, {"w": np.arange(50) + step}) for step in range(40)]
+    assert [s.is_delta for s in saved] == [False] + [True] * 39
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("predictor", v) for v in ("sizes", 1, True, [])],
+        *[("max_restore_cost", v) for v in (0.5, 0, -1, float("nan"), "3", True, 2e6)],
+    ],
+)
+def test_policies_that_are_none(name: str, value: Any) -> None:
+    with pytest.raises(sp.BadArgumentError, match=name):
+        sp.ChainPolicy(**{name: value})
+
+
+def test_policies_in_json() -> None:
+    for policy in (sp.ChainPolicy(None, "base", "size", 2.5), sp.ChainPolicy()):
+        cfg = sp.Config(chain=policy)
+        assert sp.Config.from_json(cfg.to_json()) == cfg

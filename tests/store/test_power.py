@@ -1,0 +1,109 @@
+"""Power lost at any instant, with whatever was not synced gone: what was saved is there, and what is there is right."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.store import local
+from shrinkpoint.store.retention import Retention
+from tests.store.common import fill, lossless, same, state
+from tests.store.power import Disk
+
+
+def check(root: Path, must: set[int], may: set[int]) -> None:
+    """Everything is readable; `must` is there, and nothing beyond `must` and `may`."""
+    store = sp.Store(root, lossless())
+    steps = store.steps()
+    assert must <= set(steps) <= must | may
+    assert store.verify() == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in {*steps[-2:], *steps[:1]}:
+            assert same(store.load(step, count=False), step)
+    store.gc()
+    assert store.steps() == steps
+    assert store.verify() == {}
+    store.save(99, state(99))
+
+
+def every_image(disk: Disk, scratch: Path, must: Callable[[str], set[int]], may: set[int]) -> int:
+    for number, (what, image) in enumerate(disk.images):
+        target = scratch / str(number)
+        image.lay_out(disk.root, target)
+        try:
+            check(target / "run", must(what), may)
+        except Exception as e:
+            e.add_note(f"power lost at: {what}; files: {[Path(n).name for n, _ in image.files]}")
+            raise
+        shutil.rmtree(target)
+    return len(disk.images)
+
+
+def test_saves(tmp_path: Path) -> None:
+    """Every step that `save` returned from is durable from then on; the folders too that it made."""
+    (tmp_path / "disk").mkdir()
+    disk = Disk(tmp_path / "disk")
+    store = sp.Store(tmp_path / "disk" / "run", lossless())
+    saved: set[int] = set()
+    count = 0
+    for step in range(3):
+        disk.images.clear()
+        with disk.recording():
+            fill(store, step)
+        must = set(saved)
+        count += every_image(disk, tmp_path / "images", lambda _, must=must: must, {step})
+        saved.add(step)
+        disk.images.clear()
+        disk.event("saved")
+        every_image(disk, tmp_path / "images", lambda _: saved, set())
+    assert count > 20
+
+
+@pytest.mark.parametrize(
+    ("act", "drops"),
+    [
+        (lambda store: store.compact(2.0), set()),
+        (lambda store: store.compact(1.0), set()),
+        (lambda store: store.gc(Retention(last=2)), {0, 1, 2, 3}),
+        (lambda store: (store.compact(2.0), store.gc(Retention(last=2))), {0, 1, 2, 3}),
+        (lambda store: (store.rate(5, 1.0), store.pin(5)), set()),
+        (lambda store: sp.Store(store.url, store.cfg).save(5, state(5)), set()),
+    ],
+    ids=["compact", "compact to bases", "gc", "compact and gc", "labels", "save again"],
+)
+def test_housekeeping(act: Callable[[sp.Store], object], drops: set[int], tmp_path: Path) -> None:
+    run = tmp_path / "disk" / "run"
+    store = fill(sp.Store(run, lossless()), *range(6))
+    disk = Disk(tmp_path / "disk")
+    with disk.recording():
+        act(store)
+    assert every_image(disk, tmp_path / "images", lambda _: set(range(6)) - drops, drops) > 5
+
+
+@pytest.mark.parametrize("forgotten", ["file", "folder"])
+def test_that_a_forgotten_sync_is_noticed(forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the test: without either sync a power loss takes what was saved, or leaves half of it."""
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    if forgotten == "folder":
+        monkeypatch.setattr(local, "_sync_folder", lambda folder: None)
+    disk = Disk(tmp_path / "disk")
+    with disk.recording():
+        if forgotten == "file":
+            real = local.os.fsync
+
+            def fsync(fd: int) -> None:
+                if Path(disk.fds[fd]).is_dir():
+                    real(fd)
+
+            local.os.fsync = fsync  # type: ignore[assignment]
+        fill(sp.Store(tmp_path / "disk" / "run", lossless()), 0)
+    last = disk.images[-1][1]
+    last.lay_out(disk.root, tmp_path / "image")
+    found = sp.Store(tmp_path / "image" / "run")
+    assert found.steps() == [] or found.verify() != {}

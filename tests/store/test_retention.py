@@ -1,0 +1,256 @@
+"""Retention, pins, tags, metrics, dropping and copying: what is kept is whole, and nothing that is needed goes."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.store.retention import Retention
+from shrinkpoint.store.sealed import seal
+from tests.store.common import data_path, fill, listing, lossless, manifest_path, same, state
+
+
+@given(
+    st.dictionaries(st.integers(0, 60), st.none() | st.integers(-3, 3).map(float), max_size=15),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 12),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_what_is_kept(metrics: dict[int, float | None], last: int, every: int | None, best: int, largest: bool) -> None:
+    """One by one: a step stays if fewer than `last` are newer, `every` divides it, or fewer than `best` are better."""
+    kept = Retention(last, every, best, largest).kept(metrics)
+    for step, metric in metrics.items():
+        newer = sum(other > step for other in metrics)
+        stays = newer < last or (every is not None and step % every == 0)
+        if metric is not None:
+            others = [(m if largest else -m, s) for s, m in metrics.items() if m is not None]
+            stays = stays or sum(o > (metric if largest else -metric, step) for o in others) < best
+        assert (step in kept) == stays, step
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        *({"last": value} for value in (0, -1, 1.5, None, True)),
+        *({"every": value} for value in (0, "x")),
+        *({"best": value} for value in (-1, True)),
+        {"largest": 1},
+    ],
+    ids=str,
+)
+def test_retentions_that_are_none(given_: dict[str, Any]) -> None:
+    with pytest.raises(sp.BadArgumentError, match=next(iter(given_))):
+        Retention(**given_)
+
+
+@pytest.mark.parametrize("against", ["previous", "base"])
+def test_gc(against: str, tmp_path: Path) -> None:
+    store = sp.Store(tmp_path, lossless(against=against, base_every=4))
+    for step in range(12):
+        store.save(step, state(step), metric=abs(step - 5.5) if step != 7 else None)
+    store.pin(1)
+    store.tag("start", 2)
+    removed = store.gc(Retention(last=2, every=9, best=2))
+    assert store.steps() == [0, 1, 2, 5, 6, 9, 10, 11]
+    assert sorted(n for n in removed if n.startswith("steps/")) == [f"steps/{s:012d}.json" for s in (3, 4, 7, 8)]
+    # 4 and 8 are the bases of others; 7 nobody needs, nor 3 (a linear chain ends with it).
+    assert {int(p.name[:12]) for p in (tmp_path / "data").iterdir()} == set(range(12)) - {3, 7}
+    for other in (store, sp.Store(tmp_path)):
+        assert other.verify() == {}
+        assert all(same(other.load(step, count=False), step) for step in other.steps())
+    assert store.save(12, state(12)).is_delta is False
+    store.unpin(1)
+    store.untag("start")
+    store.gc(Retention())
+    assert store.steps() == [12]
+    assert len(list((tmp_path / "data").iterdir())) == 1
+
+
+def test_the_head_may_go(tmp_path: Path) -> None:
+    """What a saver builds on is dropped behind its back: it goes on where the files are there, else takes a base."""
+    store = fill(sp.Store(tmp_path, lossless()), 0, 1, 2)
+    other = sp.Store(tmp_path)
+    other.drop(2)
+    assert store.save(3, state(3)).is_delta
+    other.drop(3)
+    other.gc()
+    assert not store.save(4, state(4)).is_delta
+    manifest_path(tmp_path, 4).write_bytes(b"{}")
+    assert store.save(5, state(5)).is_delta
+    assert same(sp.Store(tmp_path).load(5), 5)
+    manifest_path(tmp_path, 4).unlink()
+    # Saved anew by another: the chain goes on from the file it was, not from what the step is now.
+    again = sp.Store(tmp_path, lossless())
+    again.load(5, count=False)
+    fill(sp.Store(tmp_path, lossless()), 5)
+    assert again.save(6, state(6)).is_delta
+    assert sp.Store(tmp_path).verify() == {}
+    assert all(same(sp.Store(tmp_path).load(s), s) for s in sp.Store(tmp_path).steps())
+
+
+def test_damaged_steps_take_no_place(tmp_path: Path) -> None:
+    """The newest two are torn: the newest intact one stays, and what is torn is left for people to look at."""
+    store = fill(sp.Store(tmp_path, lossless(base_every=1)), *range(5))
+    for step in (3, 4):
+        data_path(tmp_path, step).write_bytes(b"torn")
+    store.gc(Retention())
+    assert store.steps() == [2, 3, 4]
+    assert sorted(store.verify()) == [3, 4]
+    with pytest.warns(UserWarning, match="skipped step 4"):
+        assert same(store.load(), 2)
+    store.drop(3, 4)
+    assert store.verify() == {}
+
+
+def test_nothing_goes_while_something_cannot_be_read(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), *range(4))
+    store.tag("best", 1)
+    for path in (tmp_path / "tags" / "best.json", manifest_path(tmp_path, 2)):
+        whole = path.read_bytes()
+        for broken in (b"", b"[]", seal({"step": "1"}), seal({"step": -1}), b'{"step": 3}', b"[" * 10**5):
+            path.write_bytes(broken)
+            before = listing(tmp_path)
+            with pytest.raises(sp.CorruptDataError):
+                store.gc(Retention())
+            assert listing(tmp_path) == before
+        path.write_bytes(whole)
+    store.gc(Retention())
+    assert store.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("retention", [3, "last", {"last": 1}, Retention])
+def test_gc_by_something_else(retention: Any, tmp_path: Path) -> None:
+    with pytest.raises(sp.BadArgumentError, match="retention"):
+        sp.Store(tmp_path).gc(retention)
+
+
+def test_metrics(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    store.save(3, state(3), metric=2)
+    assert [store.describe(s).metric for s in (1, 2, 3)] == [None, None, 2.0]
+    store.rate(1, 0.5)
+    store.rate(3, None)
+    store.tag("x", 1)
+    store.rate("x", 0.25)
+    for other in (store, sp.Store(tmp_path)):
+        assert [other.describe(s).metric for s in (1, 2, 3)] == [0.25, None, None]
+    assert store.describe("x") == store.describe(1)
+    for metric in (float("nan"), float("inf"), "1", True, [], object()):
+        with pytest.raises(sp.BadArgumentError, match="metric"):
+            store.rate(1, metric)  # type: ignore[arg-type]
+        with pytest.raises(sp.BadArgumentError, match="metric"):
+            store.save(4, state(4), metric=metric)  # type: ignore[arg-type]
+    with pytest.raises(sp.BadArgumentError, match="step 9"):
+        store.rate(9, 1.0)
+    assert store.steps() == [1, 2, 3]
+
+
+def test_pins_and_tags(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    store.tag("best", 1)
+    store.tag("v1.0-rc", "best")
+    store.tag("best", 2)
+    store.pin("best")
+    store.pin(2)
+    for other in (store, sp.Store(tmp_path)):
+        assert other.tags() == {"best": 2, "v1.0-rc": 1}
+        assert other.pins() == [2]
+        assert same(other.load("best"), 2)
+        assert same(other.load("v1.0-rc", "*"), 1)
+        assert other.read("best").raw_nbytes == other.describe(2).raw_nbytes
+    for step in (2, 1):
+        with pytest.raises(sp.BadArgumentError, match=f"step {step} is pinned or tagged"):
+            store.drop(step)
+    for missing in (3, "other", "../best", "", None, True, -1, 10**13):
+        for act in (store.pin, lambda s: store.tag("t", s), store.describe, store.read):
+            with pytest.raises(sp.BadArgumentError, match=r"is not in .*; it has 1, 2"):
+                act(missing)
+    for name in ("", "1", "12", "a/b", "../x", ".x", "-x", "a" * 101, "é", "a b", "a\n", None, 3, b"x"):
+        for act in (lambda n: store.tag(n, 1), store.untag):
+            with pytest.raises(sp.BadArgumentError, match="a tag is"):
+                act(name)
+    store.unpin(2)
+    store.unpin(2)
+    store.unpin(77)
+    store.untag("best")
+    store.untag("never")
+    assert (store.tags(), store.pins()) == ({"v1.0-rc": 1}, [])
+    with pytest.raises(sp.BadArgumentError, match="'best'"):
+        store.load("best")
+    with pytest.raises(sp.BadArgumentError, match="step 9"):
+        store.drop(9)
+
+
+def test_restores_are_counted(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    assert store.restores() == 0
+    store.load()
+    store.load(1)
+    store.load(count=False)
+    store.load(1, "ids")
+    store.read(1)
+    store.verify()
+    other = sp.Store(tmp_path)
+    assert other.restores() == store.restores() == 2
+    other.load()
+    assert store.restores() == 3
+    store.gc()
+    assert sp.Store(tmp_path).restores() == 3
+    files = sorted((tmp_path / "restores").iterdir())
+    assert [json.loads(p.read_text())["step"] for p in files] == [2, 1, 2]
+
+
+@pytest.mark.parametrize("to", ["folder", "memory"])
+def test_copy(to: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "b") if to == "folder" else f"memory://{uuid.uuid4()}"
+    store = fill(sp.Store(tmp_path / "a", lossless(base_every=4)), *range(8))
+    store.pin(1)
+    store.pin(6)
+    store.tag("best", 6)
+    store.rate(6, 1.5)
+    with pytest.raises(sp.BadArgumentError, match="step 77"):
+        store.copy(url, [1, 77])
+    other = store.copy(url, [6, 0])
+    assert other.steps() == sp.Store(url).steps() == [0, 6]
+    assert same(other.load(6), 6)
+    assert (other.pins(), other.tags(), other.describe(6).metric) == ([6], {"best": 6}, 1.5)
+    store.compact(2.0)
+    assert store.copy(url).steps() == list(range(8))
+    assert other.verify() == {}
+    assert all(same(other.load(step, count=False), step) for step in range(8))
+    other.gc()
+    assert other.verify() == {}
+    # What is not the same is refused before anything is written.
+    fresh = fill(sp.Store(tmp_path / "c", lossless()), 3, 100)
+    with pytest.raises(sp.BadArgumentError, match="step 3"):
+        fresh.copy(url)
+    assert 100 not in other.steps()
+    fresh.drop(3)
+    fresh.tag("best", 100)
+    with pytest.raises(sp.BadArgumentError, match="'best'"):
+        fresh.copy(url)
+    assert 100 not in other.steps()
+
+
+def test_copies_are_checked(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path / "a", lossless()), 0, 1, 2)
+    path = data_path(tmp_path / "a", 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(sp.CorruptDataError, match="step 1"):
+        store.copy(tmp_path / "b")
+    assert sp.Store(tmp_path / "b").steps() == [0]
+    path.unlink()
+    with pytest.raises(sp.MissingParentError, match="step 1"):
+        store.copy(tmp_path / "b")
+    path.write_bytes(whole)
+    assert store.copy(tmp_path / "b").verify() == {}
+    assert same(sp.Store(tmp_path / "b").load(), 2)

@@ -1,0 +1,657 @@
+"""The saver: the same files as a synchronous save, nothing lost in silence, no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import array_api_strict
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.codec.leaves import is_array
+from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
+from shrinkpoint.store import process
+from shrinkpoint.store.saver import SaverWarning
+from shrinkpoint.store.snapshot import Arena, HostArray, plan, rebuild, take
+from shrinkpoint.store.worker import kinds_tree
+
+from ..codec.common import difference, threads
+
+posix = pytest.mark.skipif(os.name != "posix", reason="a worker process needs POSIX")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+LOSSLESS = sp.presets.lossless()
+PRESETS = ["default", "lossless", "inshrinkerator", "lc_checkpoint", "bitsnap", "check_n_run"]
+
+
+def state(step: int, n: int = 4000) -> dict[str, Any]:
+    """A state with a bit of everything, another one for each step."""
+    rng = np.random.default_rng(step)
+    w = torch.from_numpy(np.random.default_rng(0).standard_normal(n).astype(np.float32).reshape(-1, 10))
+    w = w + 1e-3 * torch.from_numpy(rng.standard_normal(w.shape).astype(np.float32))
+    return {
+        "model": OrderedDict(fc=w, tied=w, half=w.to(torch.bfloat16), strided=w.t(), empty=torch.empty(0, 3)),
+        "optimizer": {"state": {0: {"step": torch.tensor(float(step)), "exp_avg": w * 0.1, "exp_avg_sq": w * w}}},
+        "rng": {"numpy": rng.integers(0, 2**32, 600, dtype=np.uint32), "swapped": np.arange(9, dtype=">i4")},
+        "plain": [step, 1.5, float("nan"), -0.0, True, None, "ü\ud800", b"\0x", 2**80, (1, (2,)), np.float16(3)],
+        ("a", 1): Counter("abca"),
+    }
+
+
+def memory_url() -> str:
+    return f"memory://saver-{uuid.uuid4().hex}"
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted((root / "data").iterdir()) if p.suffix == ".spt"}
+
+
+def change(tree: Any) -> None:
+    """What the next training step does to the live arrays."""
+    for tensor in tree["model"].values():
+        tensor.zero_()
+    for moment in tree["optimizer"]["state"][0].values():
+        moment.fill_(7)
+    tree["rng"]["numpy"][:] = 0
+
+
+def gone(pid: int, seconds: float = 20) -> bool:
+    """Whether a process that is not our child ends within so many seconds."""
+    for _ in range(int(seconds * 50)):
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                if f.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+# ---------------------------------------------------------------------------------------------- the snapshot
+
+
+def through_arena(tree: Any, arena: Arena, **how: Any) -> Any:
+    return rebuild(take(plan({"state": tree}), arena, **how), arena)["state"]
+
+
+def test_a_snapshot_is_equal_and_a_copy() -> None:
+    arena = Arena()
+    live, expected = state(3), state(3)
+    found = through_arena(live, arena)
+    change(live)
+    assert difference(expected, found) == ""
+    assert found["model"]["fc"] is found["model"]["tied"]
+    arena.close()
+
+
+def test_an_arena_is_used_again_and_grows() -> None:
+    arena = Arena()
+    through_arena({"a": np.zeros(3_000_000, np.uint8)}, arena)
+    size, address = arena.size, arena.address
+    for _ in range(3):
+        through_arena({"a": np.ones(2_999_999, np.uint8)}, arena)
+        assert (arena.size, arena.address) == (size, address)
+    big = np.arange(5_000_000, dtype=np.uint8)
+    assert np.array_equal(through_arena({"a": big}, arena)["a"], big)
+    assert arena.size > size
+    with pytest.raises(MemoryError, match=str(1 << 60)):
+        arena.reserve(1 << 60)
+    assert np.array_equal(through_arena({"a": big}, arena)["a"], big)
+    with pytest.raises(ValueError, match="arena"):
+        arena.view(arena.size, 1)
+    arena.close()
+
+
+@posix
+def test_another_process_sees_what_stands_in_the_arena() -> None:
+    arena = Arena()
+    made = take(plan({"state": state(1)}), arena)
+    assert arena.fd is not None
+    other = Arena(os.dup(arena.fd), arena.size)
+    assert difference(state(1), rebuild(type(made).from_json(made.to_json()), other)["state"]) == ""
+    assert not other.stop
+    arena.stop = True
+    assert other.stop
+    arena.close()
+    other.close()
+
+
+def test_large_arrays_are_copied_whole_on_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.store.snapshot._PART", 1000)
+    rng = np.random.default_rng(0)
+    tree = {str(n): rng.integers(0, 256, n, dtype=np.uint8) for n in (999, 1000, 1001, 12345)}
+    arena = Arena()
+    with threads(4):
+        assert difference(tree, through_arena(tree, arena)) == ""
+    arena.close()
+
+
+def test_arrays_that_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what decides where an array goes is told that there is one."""
+
+    class Elsewhere:
+        type = "cuda"
+
+    class OnDevice(torch.Tensor):
+        device = Elsewhere()
+
+    monkeypatch.setattr("shrinkpoint.store.snapshot._finish", lambda devices, on_device: [])
+    arena = Arena()
+    planned = plan({"state": state(2)})
+    planned.flats[:] = [f.as_subclass(OnDevice) if isinstance(f, torch.Tensor) else f for f in planned.flats]
+    made = take(planned, arena, on_device=True)
+    held = {i for i, f in enumerate(planned.flats) if isinstance(f, torch.Tensor) and f.numel()}
+    assert set(made.kept) == held
+    for tensor in planned.flats:
+        tensor.as_subclass(torch.Tensor).zero_() if isinstance(tensor, torch.Tensor) else None
+    found = rebuild(made, arena)["state"]
+    assert torch.equal(found["model"]["fc"].as_subclass(torch.Tensor), state(2)["model"]["fc"])
+    arena.close()
+
+
+def test_arrays_of_other_libraries_give_the_same_bytes() -> None:
+    tree = {"j": jnp.arange(2000.0), "jb": jnp.ones(30, jnp.bfloat16), "s": array_api_strict.asarray([1, 2, 3])}
+    arena = Arena()
+    found = through_arena(tree, arena)
+    assert all(isinstance(x, HostArray) and is_array(x) for x in found.values())
+    assert sp.compress(found).to_bytes() == sp.compress(tree).to_bytes()
+    arena.close()
+
+
+_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+_arrays = st.builds(
+    lambda dtype, shape, torch_too: (torch.from_numpy if torch_too else np.asarray)(
+        np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    ),
+    st.sampled_from(["float32", "int64", "uint8", "bool", "complex64", "float64"]),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.booleans(),
+)
+_trees = st.recursive(
+    _scalars | _arrays,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(_trees, st.data())
+@settings(max_examples=80)
+def test_any_tree_crosses_unchanged(tree: Any, data: st.DataObject) -> None:
+    arena = Arena()
+    wrapped = [tree]
+    for _ in range(data.draw(st.integers(1, 2))):
+        assert difference(wrapped, through_arena(wrapped, arena)) == ""
+    arena.close()
+
+
+def test_kinds_cross_as_a_tree() -> None:
+    module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4))
+    rows = np.array([3, 255], np.uint8)
+    touched = sp.Kind("embedding", "weight", "0.weight", rows=rows)
+    kinds = {**sp.kinds(module, torch.optim.Adam(module.parameters())), "0.weight": touched, "other": "norm"}
+    from shrinkpoint.store.worker import _kinds
+
+    arena = Arena()
+    found = rebuild(take(plan({"kinds": kinds_tree(kinds)}), arena), arena)["kinds"]
+    crossed = _kinds(found)
+    assert crossed == kinds
+    assert crossed is not None
+    assert np.array_equal(crossed["0.weight"].rows, rows)
+    assert _kinds({}) is None
+    arena.close()
+
+
+def test_work_can_be_told_to_stop() -> None:
+    done: list[int] = []
+    for alone in (True, False):
+        with threads(2), pytest.raises(Stopped), stoppable(lambda: len(done) >= 3, alone=alone):
+            map_chunks(done.append, range(100))
+        assert 3 <= len(done) <= 4
+        done.clear()
+    assert map_chunks(str, range(5)) == list("01234")
+
+
+# ---------------------------------------------------------------------------------------------- the worker process
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[sp.Saver, Path]]:
+    """One worker for the tests that only look."""
+    root = tmp_path_factory.mktemp("shared") / "run"
+    with sp.Saver(sp.Store(root, LOSSLESS)) as saver:
+        yield saver, root
+
+
+@posix
+def test_the_same_files_as_a_synchronous_save(tmp_path: Path) -> None:
+    cfg = sp.Config(chain=sp.ChainPolicy(4))
+    kinds = {"fc": "linear"}
+    plainly = sp.Store(tmp_path / "plainly", cfg)
+    with sp.Saver(sp.Store(tmp_path / "beside", cfg)) as saver:
+        for step in range(6):
+            live = state(step, 20_000 + 10_000 * (step > 3))
+            grads = {"fc": torch.ones_like(live["model"]["fc"])} if step % 2 else None
+            saved = plainly.save(step, live, grads=grads, kinds=kinds)
+            future = saver.save(step, live, grads=grads, kinds=kinds)
+            change(live)
+            done = future.result(60)
+            assert (done.step, done.status, done.id) == (step, "saved", saved.checkpoint.id)
+            assert (done.nbytes, done.raw_nbytes, done.is_delta) == (saved.nbytes, saved.raw_nbytes, saved.is_delta)
+            assert done.ratio == saved.ratio
+            assert os.path.exists(done.path)
+            assert done == saver.last == saver.wait()
+            assert 0 <= done.waited <= done.stall
+    assert files(tmp_path / "beside") == files(tmp_path / "plainly")
+    store = sp.Store(tmp_path / "beside")
+    assert store.steps() == list(range(6))
+    assert store.verify() == {}
+
+
+@posix
+def test_the_snapshot_memory_is_bounded_and_kept(shared: tuple[sp.Saver, Path]) -> None:
+    saver, _ = shared
+    big = {"w": np.zeros(3 << 20, np.uint8)}
+    sizes = []
+    for step in range(100, 104):
+        saver.save(step, big)
+        saver.wait()
+        sizes.append(saver.nbytes)
+    assert len(set(sizes)) == 1
+    assert 3 << 20 <= sizes[0] <= 5 << 20
+
+
+@posix
+@linux
+def test_the_worker_stands_back(shared: tuple[sp.Saver, Path]) -> None:
+    saver, _ = shared
+    saver.save(200, {"a": 1})
+    saver.wait()
+    fields = Path(f"/proc/{saver.pid}/stat").read_text().rpartition(")")[2].split()
+    assert int(fields[16]) == min(19, os.nice(0) + 10)
+    assert int(fields[2]) == saver.pid, "a process group of its own"
+    assert int(fields[3]) == os.getsid(0), "but no session"
+
+
+@posix
+def test_what_cannot_be_stored_is_refused_at_once(shared: tuple[sp.Saver, Path]) -> None:
+    saver, root = shared
+    with pytest.raises(sp.UnsupportedLeafError, match="model/bad"):
+        saver.save(300, {"model": {"bad": object()}})
+    with pytest.raises(sp.UnsupportedLeafError, match="x/0"):
+        saver.save(300, {"x": [torch.empty(3, device="meta")]})
+    with pytest.raises(sp.BadArgumentError, match="step"):
+        saver.save(-1, {})
+    with pytest.raises(sp.BadArgumentError, match="tree"):
+        saver.save(300, np.zeros(3))
+    with pytest.raises(sp.BadArgumentError, match="kinds"):
+        saver.save(300, {"a": 1}, kinds={"a": "nonsense"})
+    saver.save(301, {"a": 1})
+    saver.wait()
+    assert 300 not in sp.Store(root).steps()
+    assert 301 in sp.Store(root).steps()
+
+
+@posix
+def test_errors_of_the_worker_come_with_the_next_call(tmp_path: Path) -> None:
+    blocked = tmp_path / "run"
+    saver = sp.Saver(sp.Store(blocked, LOSSLESS))
+    blocked.write_text("in the way")
+    bad = saver.save(1, {"a": 1})
+    with pytest.raises(OSError, match=r"exists|directory") as first:
+        saver.wait()
+    assert bad.exception() is first.value
+    assert any("saving step 1" in note and "Traceback" in note for note in first.value.__notes__)
+    # The library's own errors keep their type. Told once, it is not told again.
+    blocked.unlink()
+    saver.save(2, {"w": np.zeros(5)}, grads={"nowhere": np.zeros(5)})
+    with pytest.raises(sp.BadArgumentError, match="nowhere"):
+        saver.close()
+    saver.close()
+    assert repr(saver).endswith("closed>")
+    with pytest.raises(sp.BadArgumentError, match="closed"):
+        saver.save(3, {"a": 1})
+    assert saver.wait() is None
+
+
+@posix
+@linux
+def test_a_killed_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "run", LOSSLESS)
+    with sp.Saver(store) as saver:
+        saver.save(1, state(1))
+        saver.wait()
+        first = saver.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        lost = saver.save(2, state(2))
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        with pytest.raises(ChildProcessError, match=r"killed by SIGKILL") as error:
+            saver.save(3, state(3))
+        assert lost.exception(10) is error.value
+        assert saver.pid is None
+        done = saver.save(3, state(3)).result(60)
+        assert (done.status, done.is_delta) == ("saved", False)
+        second = saver.pid
+        assert second not in (None, first)
+        # Also where it had nothing to do.
+        os.kill(second, signal.SIGKILL)
+        assert gone(second)
+        with pytest.raises(ChildProcessError, match=r"killed by SIGKILL"):
+            saver.wait()
+        assert saver.last == done
+    assert store.steps() == [1, 3]
+    assert store.verify() == {}
+
+
+@posix
+def test_busy_wait_skip_cancel_in_a_process(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "run", LOSSLESS)
+    with sp.Saver(store) as saver:
+        saver.save(0, state(0)).result(60)
+        assert saver.pid is not None
+        for step, on_busy, expected in (
+            (10, "wait", ["saved", "saved"]),
+            (20, "skip", ["saved", "skipped"]),
+            (30, "cancel", ["cancelled", "saved"]),
+        ):
+            saver.on_busy = on_busy
+            os.kill(saver.pid, signal.SIGSTOP)
+            first = saver.save(step, state(step))
+            assert saver.busy
+            with pytest.raises(TimeoutError, match="in flight"):
+                saver.wait(0.05)
+            waker = threading.Timer(0.2, os.kill, (saver.pid, signal.SIGCONT))
+            waker.start()
+            second = saver.save(step + 1, state(step + 1))
+            saver.wait()
+            waker.join()
+            assert [first.result().status, second.result().status] == expected
+            assert second.result().waited > 0.1 or on_busy == "skip"
+        assert saver.save(40, state(40)).result(60).is_delta
+    assert store.steps() == [0, 10, 11, 20, 31, 40]
+    assert store.verify() == {}
+    assert difference(state(40), sp.Store(tmp_path / "run").load()) == ""
+
+
+def test_arguments_that_are_none(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "run")
+    for bad in ({"on_busy": "drop"}, {"mode": "fork"}, {"nice": 20}, {"nice": -1}, {"threads": 0}, {"threads": True}):
+        with pytest.raises(sp.BadArgumentError, match=next(iter(bad))):
+            sp.Saver(store, **bad)  # type: ignore[arg-type]
+    with pytest.raises(sp.BadArgumentError, match="store"):
+        sp.Saver(str(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(sp.BadArgumentError, match="memory"):
+        sp.Saver(sp.Store(memory_url()), mode="process")
+
+
+# ---------------------------------------------------------------------------------------------- a thread
+
+
+def test_a_store_in_this_memory_is_saved_by_a_thread() -> None:
+    store = sp.Store(memory_url())
+    with sp.Saver(store) as saver:
+        assert saver.mode == "thread"
+        assert saver.pid is None
+        for step in range(3):
+            live = state(step)
+            done = saver.save(step, live)
+            change(live)
+            assert done.result().is_delta == (step > 0)
+    twin = sp.Store(memory_url())
+    for step in range(3):
+        twin.save(step, state(step))
+    assert [difference(twin.load(i), store.load(i)) for i in range(3)] == [""] * 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_codec_keeps_what_it_was_given(preset: str) -> None:
+    """The snapshot's memory is written over: a parent that were a view of it would spoil every later delta."""
+    cfg = sp.Config() if preset == "default" else getattr(sp.presets, preset)()
+    url, twin = memory_url(), memory_url()
+    plainly = sp.Store(twin, cfg)
+    with sp.Saver(sp.Store(url, cfg)) as saver:
+        for step in range(4):
+            expected = plainly.save(step, state(step))
+            assert saver.save(step, state(step)).result().id == expected.checkpoint.id
+
+
+class Gate:
+    """Holds saves back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.entered = threading.Event(), threading.Event()
+        self.stop: Any = None
+        real = process.perform
+
+        def held(store: Any, step: int, snapshot: Any, arena: Any, stop: Any, **more: Any) -> Any:
+            self.stop = stop
+            self.entered.set()
+            while not (self.open.wait(0.01) or stop()):
+                pass
+            return real(store, step, snapshot, arena, stop, **more)
+
+        monkeypatch.setattr(process, "perform", held)
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip", "cancel"])
+def test_busy_in_a_thread(on_busy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    store = sp.Store(memory_url())
+    with sp.Saver(store, on_busy=on_busy) as saver:
+        first = saver.save(1, {"a": np.ones(3)})
+        assert gate.entered.wait(10)
+        assert saver.busy
+        assert repr(saver).endswith("busy>")
+        if on_busy == "wait":
+            threading.Timer(0.1, gate.open.set).start()
+        second = saver.save(2, {"a": np.ones(4)})
+        assert first.done() != (on_busy == "skip")
+        gate.open.set()
+        statuses = [first.result(10).status, second.result(10).status]
+    assert statuses == {"wait": ["saved"] * 2, "skip": ["saved", "skipped"], "cancel": ["cancelled", "saved"]}[on_busy]
+    assert store.steps() == [n for n, s in zip((1, 2), statuses, strict=True) if s == "saved"]
+
+
+def test_a_refused_state_cancels_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with sp.Saver(sp.Store(memory_url()), on_busy="cancel") as saver:
+        first = saver.save(1, {"a": 1})
+        with pytest.raises(sp.UnsupportedLeafError):
+            saver.save(2, {"a": {1, 2}})
+        gate.open.set()
+        assert first.result(10).status == "saved"
+
+
+def test_an_exception_inside_says_what_became_of_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    store = sp.Store(memory_url())
+
+    def interrupted(step: int) -> None:
+        with sp.Saver(store) as saver:
+            saver.save(step, {"a": 1})
+            threading.Timer(0.1, gate.open.set).start()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as error:
+        interrupted(5)
+    assert any("Step 5 was in flight" in note and "saved" in note for note in error.value.__notes__)
+    assert store.steps() == [5]
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(process, "perform", broken)
+    with pytest.raises(KeyError) as error:
+        interrupted(6)
+    assert any("failed as well: OSError" in note for note in error.value.__notes__)
+
+
+def test_warnings_of_the_worker_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = process.ThreadPlace.run
+    monkeypatch.setattr(process.ThreadPlace, "run", lambda *a: (real(*a)[0], [("UserWarning", "careful")]))
+    saver = sp.Saver(sp.Store(memory_url()))
+    saver.save(7, {"a": 1})
+    with pytest.warns(SaverWarning, match="step 7: UserWarning: careful"):
+        saver.wait()
+    saver.close()
+
+
+def test_training_is_the_same_with_a_saver(tmp_path: Path) -> None:
+    def losses(saver: sp.Saver | None) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Dropout(0.1), torch.nn.Linear(50, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 20)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+            if saver is not None and step % 3 == 0:
+                saver.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        return found
+
+    with sp.Saver(sp.Store(memory_url())) as saver:
+        assert losses(saver) == losses(None)
+
+
+# ---------------------------------------------------------------------------------------------- whole programs
+
+
+def program(body: str, *arguments: object, before: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script whose top level is not guarded, so nothing may import it a second time."""
+    text = "import os, signal, sys, time\nimport numpy as np, shrinkpoint as sp\n" + textwrap.dedent(body)
+    path = Path(str(arguments[0])) / "train.py"
+    path.write_text(text)
+    command = [sys.executable, str(path), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **how)
+
+
+@posix
+def test_a_script_without_a_guard_and_without_standard_input(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "random.py").write_text("print('the wrong random')")
+    done = program(
+        """
+        os.close(0); os.close(2)
+        saver = sp.Saver(sp.Store("run", sp.presets.lossless()))
+        os.chdir("/")
+        saver.save(1, {"w": np.arange(1000)})
+        print("left to itself", saver.pid)
+        """,
+        tmp_path,
+        cwd=here,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split()[:3] == ["left", "to", "itself"]
+    assert gone(int(done.stdout.split()[3]))
+    assert sp.Store(here / "run").load()["w"].tolist() == list(range(1000))
+
+
+@posix
+def test_an_error_nobody_asked_for_is_shown_at_exit(tmp_path: Path) -> None:
+    done = program(
+        """
+        store = sp.Store(sys.argv[1] + "/run")
+        open(sys.argv[1] + "/run", "w").close()
+        saver = sp.Saver(store)
+        saver.save(1, {"w": np.arange(1000)})
+        """,
+        tmp_path,
+    )
+    assert "saving step 1" in done.stderr
+    assert "Error" in done.stderr
+
+
+@posix
+@linux
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_killed_trainer_leaves_the_save_and_nothing_else(forked: bool, tmp_path: Path) -> None:
+    """Also where a forked child of the trainer lives on, with all its descriptors."""
+    done = program(
+        """
+        saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
+        saver.save(1, {"w": np.arange(1000)})
+        saver.wait()
+        child = 0
+        if sys.argv[2] == "True":
+            child = os.fork()
+            if child == 0:
+                os.close(1); os.close(2)
+                time.sleep(60)
+                os._exit(0)
+        os.kill(saver.pid, signal.SIGSTOP)
+        saver.save(2, {"w": np.arange(2000)})
+        print(saver.pid, child, flush=True)
+        time.sleep(0.3)
+        os.kill(saver.pid, signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+        forked,
+    )
+    worker, child = (int(n) for n in done.stdout.split())
+    assert done.returncode == -signal.SIGKILL
+    assert gone(worker)
+    if child:
+        os.kill(child, signal.SIGKILL)
+    assert sp.Store(tmp_path / "run").steps() == [1, 2]
+    assert sp.Store(tmp_path / "run").verify() == {}
+
+
+@posix
+@linux
+def test_a_forked_child_cannot_use_it_and_does_not_end_it(tmp_path: Path) -> None:
+    done = program(
+        """
+        saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
+        saver.save(1, {"w": np.arange(1000)}).result()
+        child = os.fork()
+        if child == 0:
+            try:
+                saver.save(2, {"w": np.arange(10)})
+            except sp.ShrinkpointError as e:
+                print("refused:", e, flush=True)
+            saver.close()
+            sys.exit()
+        print(os.waitpid(child, 0)[1], flush=True)
+        print(saver.save(3, {"w": np.arange(1000)}).result().is_delta)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("refused: this saver belongs to process")
+    assert lines[1:] == ["0", "True"]
+    assert sp.Store(tmp_path / "run").steps() == [1, 3]
