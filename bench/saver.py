@@ -65,36 +65,52 @@ def _stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
             except Exception as error:
                 notes[name] = f"not measured: {type(error).__name__}: {error}"
         seconds: dict[str, list[float]] = {name: [] for name in ("", *calls)}
-        durable = []
-        for number in range(1, options.rounds + 3):
-            done = saver.save(number, pair.after if number % 2 else pair.before).result()
+        processor: dict[str, list[float]] = {"": [], FLOOR: []}
+        durable: list[float] = []
+
+        def ours(number: int) -> None:
+            begin = time.thread_time()
+            future = saver.save(number, pair.after if number % 2 else pair.before)
+            processor[""].append(time.thread_time() - begin)
+            done = future.result()
             seconds[""].append(done.stall - done.waited)
             durable.append(done.seconds)
-            for name, call in calls.items():
-                begin = time.perf_counter()
-                after = call()
-                seconds[name].append(time.perf_counter() - begin)
-                if callable(after):
-                    after()
+
+        def theirs(name: str) -> None:
+            begin, used = time.perf_counter(), time.thread_time()
+            after = calls[name]()
+            seconds[name].append(time.perf_counter() - begin)
+            if name == FLOOR:
+                processor[name].append(time.thread_time() - used)
+            if callable(after):
+                after()
+
+        for number in range(1, options.rounds + 3):
+            names = ["", *calls]
+            first = number % len(names)  # nobody is always the one who comes after the longest write
+            for name in names[first:] + names[:first]:
+                theirs(name) if name else ours(number)
         extra, how = _memory(saver)
-        own = _median(seconds[""])
         arrays = sum(1 for _ in data.arrays(pair.before))
-        about = f"{arrays} arrays, {pair.nbytes / 1e6:.0f} MB; quartiles {_spread(seconds['']):.0%} apart; {checked}"
-        rows = []
-        for name in (*calls, *notes):
-            peer = _median(seconds[name]) if name in calls else None
-            rows.append(
-                _row(
-                    "stall of save",
-                    parameters,
-                    own * 1e3,
-                    "ms",
-                    STALL if name == FLOOR else None,
-                    peer=name,
-                    peer_value=None if peer is None else peer * 1e3,
-                    note=f"{notes[name]}; {about}" if name in notes else about,
-                )
+        about = f"{arrays} arrays, {pair.nbytes / 1e6:.0f} MB; quartiles {{:.0%}} apart; {checked}"
+        rows = [
+            _row(
+                "stall of save, processor time",
+                parameters,
+                _median(processor[""]) * 1e3,
+                "ms",
+                STALL,
+                peer=FLOOR,
+                peer_value=_median(processor[FLOOR]) * 1e3,
+                note=about.format(_spread(processor[""])) + "; of the calling thread",
             )
+        ]
+        for name in (*calls, *notes):
+            peer = _median(seconds[name]) * 1e3 if name in calls else None
+            said = about.format(_spread(seconds[""]))
+            said = f"{notes[name]}; {said}" if name in notes else said
+            value = _median(seconds[""]) * 1e3
+            rows.append(_row("stall of save", parameters, value, "ms", None, peer=name, peer_value=peer, note=said))
         took = _row("time until durable", parameters, _median(durable), "s", None, note="deltas, 1 thread, nice 10")
         share = None if extra is None else extra / pair.nbytes
         held = _row("memory of the worker", parameters, share, "x raw state", MEMORY, note=how)

@@ -325,9 +325,11 @@ class Checkpoint:
         sibling = None
         if record.sibling is not None:
             other = self._records[record.sibling]
-            if other.spec != record.spec:
-                raise CorruptDataError(f"header: {record.path}: its second moment is of another kind")
-            sibling = square_of(self.memory_of(other, prev).values(other.spec), other.spec)
+            if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
+                raise CorruptDataError(f"header: {record.path}: {other.path} beside it is of another kind")
+            sibling = self.memory_of(other, prev).values(other.spec)
+            if record.stream == "grid":
+                sibling = square_of(sibling, other.spec)
         try:
             return STREAMS[record.stream](record.spec, record.meta, pieces, parent, sibling)
         except CorruptDataError as e:

@@ -16,6 +16,7 @@ from .base import CHUNK, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
 from .clusters import Clusters
 from .config import Config, check_config
+from .copies import copies, store_copy
 from .errors import BadArgumentError
 from .exact import Exact
 from .exponent import ExponentDelta
@@ -214,19 +215,24 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
         done = [(i, dataclasses.replace(stored, decoded=None))]
         if i in siblings:
             beside = siblings[i]
-            leaf = dataclasses.replace(leaves[beside], sibling=_decoded_square(leaves[i], stored, parents[i]))
+            square = square_of(_decoded(leaves[i], stored, parents[i]), leaves[i].spec)
+            leaf = dataclasses.replace(leaves[beside], sibling=square)
             first = codecs[beside].encode(leaf, parents[beside], plans[beside])
             done.append((beside, dataclasses.replace(first, sibling=i) if first.stream in SIBLING_STREAMS else first))
         return done
 
+    copied = copies(leaves, codecs)
     # Large arrays one after another, each on all cores by its chunks; small ones beside each other.
-    order = [i for i in range(len(leaves)) if i not in second]
+    order = [i for i in range(len(leaves)) if i not in second and i not in copied]
     results: dict[int, Stored] = {}
     for done in map_chunks(work, [i for i in order if leaves[i].spec.size <= CHUNK]):
         results.update(done)
     for i in order:
         if leaves[i].spec.size > CHUNK:
             results.update(work(i))
+    for i, j in copied.items():
+        exact = results[j].measure == "exact"
+        results[i] = store_copy(leaves[i], leaves[j], j, None if exact else _decoded(leaves[j], results[j], parents[j]))
     return [results[i] for i in range(len(leaves))]
 
 
@@ -245,13 +251,14 @@ def _moments(leaves: list[Leaf], role: str) -> list[tuple[int, Leaf]]:
     return [(i, leaf) for i, leaf in enumerate(leaves) if leaf.kind.role == role]
 
 
-def _decoded_square(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
-    """A second moment as a reader of the file will see it."""
+def _decoded(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
+    """An array as a reader of the file will see it, flat on the host."""
     if stored.decoded is not None:
-        return square_of(stored.decoded(), leaf.spec)
-    pieces = [memoryview(p) for p in stored.pieces]
-    memory = STREAMS[stored.stream](leaf.spec, stored.meta, pieces, parent, None)
-    return square_of(memory.values(leaf.spec), leaf.spec)
+        return stored.decoded()
+    memory = stored.memory
+    if memory is None:
+        memory = STREAMS[stored.stream](leaf.spec, stored.meta, [memoryview(p) for p in stored.pieces], parent, None)
+    return memory.values(leaf.spec)
 
 
 def _rounded_up(error: float) -> float:

@@ -6,11 +6,15 @@ A chunk's first byte names the method:
     1 planes       one `entropy` block a byte plane, least significant byte first
     2 difference   planes of the arithmetic difference to the parent's bit patterns
     3 unchanged    the parent's bytes
+    4 scaled       floats alone: `codec.scaled`
+    5 sizes        floats against their parent: `codec.differences`
+
+Which of them a large chunk of floats takes is found on a sample of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,16 +24,20 @@ import zstandard
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
+from .differences import SAMPLE, decode_differences, difference_bits, difference_of, encode_differences, sample
 from .errors import CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
+from .scaled import LAYOUTS, Layout, columns_of, decode_scaled, encode_scaled, rotated
 
-PLAIN, PLANES, DIFFERENCE, UNCHANGED = range(4)
+PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES = range(6)
 _SMALL = 64
-_REDUNDANT = 0.6
+_REDUNDANT = 0.5
 _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
+_NEAR = 1.1
+"""Methods whose estimates are this near are both carried out on small chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,8 @@ def _pieces(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[bytes]
 
     def one(start: int) -> bytes:
         stop = start + step
-        return encode_chunk(data[start:stop], spec, None if before is None else before[start:stop])
+        old = None if before is None else before[start:stop]
+        return encode_chunk(data[start:stop], spec, old, start // spec.itemsize)
 
     return map_chunks(one, range(0, data.size, step))
 
@@ -111,13 +120,22 @@ def _encode_plain(data: NpArray) -> bytes:
     return min(coded, bytes([entropy.ZSTANDARD]) + frame, key=len)
 
 
-def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> bytes:
-    """Bytes of items of a dtype (any number of them, at least one), against as many of the parent or alone."""
+def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> bytes:
+    """Code bytes of items of a dtype against as many of the parent, or alone.
+
+    Args:
+        data: uint8, any number of items, at least one.
+        spec: of the array they are from.
+        before: the parent's bytes of the same items, or None.
+        start: number of the first item in the array, where they are a stretch of it; None where they are not.
+    """
     if before is not None and np.array_equal(data, before):
         return bytes([UNCHANGED])
     current = _patterns(data, spec)
     if current is None or data.size <= _SMALL:
         return bytes([PLAIN]) + _encode_plain(data)
+    if spec.dtype in LAYOUTS:
+        return _encode_floats(data, spec, before, start)
     candidates = []
     if before is not None:
         candidates.append(bytes([DIFFERENCE]) + _coded(split_planes(difference(current, _patterns(before, spec)))))
@@ -129,6 +147,41 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None) -> bytes
     if current.dtype.kind == "u" or len(candidates[-1]) < _REDUNDANT * data.size:
         candidates.append(bytes([PLAIN]) + _encode_plain(data))
     return min(candidates, key=len)
+
+
+def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> bytes:
+    layout = LAYOUTS[spec.dtype]
+    parts = 8 * spec.itemsize // layout.width
+    u = data.view(f"<u{layout.width // 8}")
+    old = None if before is None else before.view(u.dtype)
+    columns = 0 if start is None else columns_of(spec.shape, parts)
+    ways: dict[int, Callable[[], bytes]] = {
+        SCALED: lambda: encode_scaled(u, layout, columns, (start or 0) * parts),
+    }
+    if old is not None:
+        ways[SIZES] = lambda: encode_differences(u, old, layout)
+        ways[DIFFERENCE] = lambda: _coded(split_planes(difference_of(u, old, layout)))
+    chosen = list(ways)
+    if old is not None:
+        bits = _estimates(u, old, layout)
+        near = _NEAR if u.size <= SAMPLE else 1.0
+        chosen = [m for m in chosen if bits[m] <= near * min(bits.values())]
+    found = [bytes([method]) + ways[method]() for method in chosen]
+    # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
+    best = min(found, key=len)
+    if best[0] == SCALED and len(best) < _REDUNDANT * data.size:
+        best = min(best, bytes([PLAIN]) + _encode_plain(data), key=len)
+    return best
+
+
+def _estimates(u: NpArray, old: NpArray, layout: Layout) -> dict[int, float]:
+    """Bits that a sample takes by each method, about."""
+    some = sample(u.size)
+    u, old = some(u), some(old)
+    steps = difference_of(u, old, layout)
+    planes = {SCALED: split_planes(rotated(u, layout.rotation)), DIFFERENCE: split_planes(steps)}
+    bits = {m: sum(entropy.sampled_bits(np.bincount(p, minlength=256)) for p in planes[m]) for m in planes}
+    return bits | {SIZES: difference_bits(steps, old, layout)}
 
 
 def decode_bytes(
@@ -180,6 +233,15 @@ def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArra
         if method == DIFFERENCE and before is not None:
             merged = undifference(merged, _patterns(before, spec))
         patterns.view(f"<u{size}")[:] = merged.view(f"<u{size}")
+    elif method in (SCALED, SIZES) and spec.dtype in LAYOUTS:
+        layout = LAYOUTS[spec.dtype]
+        u = out.view(f"<u{layout.width // 8}")
+        if method == SCALED:
+            u[:] = decode_scaled(data, u.size, layout)
+        elif before is None:
+            raise CorruptDataError("exact: sizes without a parent")
+        else:
+            u[:] = decode_differences(data, before.view(u.dtype), layout)
     else:
-        raise CorruptDataError(f"exact: method {method} is unknown")
+        raise CorruptDataError(f"exact: method {method} is unknown, or not for {spec.dtype}")
     data.end()

@@ -11,11 +11,15 @@ from .errors import CorruptDataError
 Bytes = bytes | bytearray | memoryview
 
 
+_LARGE = 1 << 12
+
+
 class Writer:
-    """Appends fields to a byte buffer."""
+    """Appends fields to a byte buffer. Large ones are only referred to until `done`: they must not change before."""
 
     def __init__(self) -> None:
         self._out = bytearray()
+        self._parts: list[Bytes] = []
 
     def byte(self, value: int) -> None:
         """One unsigned byte."""
@@ -30,7 +34,15 @@ class Writer:
 
     def raw(self, data: Bytes | np.ndarray[Any, Any]) -> None:
         """Bytes as they are; their number must follow from the context."""
-        self._out += data.tobytes() if isinstance(data, np.ndarray) else data
+        if isinstance(data, np.ndarray):
+            data = (
+                data.tobytes() if data.nbytes < _LARGE else memoryview(np.ascontiguousarray(data).view(np.uint8).data)
+            )
+        if len(data) < _LARGE:
+            self._out += data
+        else:
+            self._parts += (self._out, data)
+            self._out = bytearray()
 
     def block(self, data: Bytes | np.ndarray[Any, Any]) -> None:
         """A varint with the number of bytes, then the bytes."""
@@ -39,7 +51,7 @@ class Writer:
 
     def done(self) -> bytes:
         """All bytes written so far."""
-        return bytes(self._out)
+        return b"".join((*self._parts, self._out))
 
 
 class Reader:

@@ -1,8 +1,8 @@
 """What an error in each weight matters: the root of its second moment, where the state holds one.
 
 Adam measures distance by `sum sqrt(v_i) d_i**2`: that is the geometry its steps are taken in, and on the trainings
-tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Only the encoder knows; a
-second moment taken for another weight's costs bytes or error, never a wrong value.
+tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Only the encoder
+knows; a second moment taken for another weight's costs bytes or error, never a wrong value.
 """
 
 from __future__ import annotations

@@ -35,10 +35,31 @@ def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: 
         BadArgumentError: a pattern that no path matches.
         MissingParentError, CorruptDataError: what is needed is not there, or not what was written.
     """
+    nodes: list[Any] = []
+
+    def matching(top: Checkpoint) -> list[ArrayRecord]:
+        nodes.extend(select(top.header["tree"], patterns))
+        return [top.records[n["a"]] for n in nodes if isinstance(n, dict) and "a" in n]
+
+    top, arrays = decode_only(files, matching)
+    return tree.unflatten(nodes, lambda number, _place: arrays[top.records[number].key])
+
+
+def decode_only(
+    files: Callable[[Checkpoint | None], Checkpoint], choose: Callable[[Checkpoint], Sequence[ArrayRecord]]
+) -> tuple[Checkpoint, dict[str, Array]]:
+    """Some arrays of a checkpoint, by their keys, and the checkpoint itself.
+
+    Args:
+        files: as of `decompress_only`.
+        choose: which of its records.
+
+    Raises:
+        MissingParentError, CorruptDataError: what is needed is not there, or not what was written.
+    """
     top = files(None)
-    nodes = select(top.header["tree"], patterns)
-    wanted = [top.records[n["a"]] for n in nodes if isinstance(n, dict) and "a" in n]
-    steps = [(top, _with_siblings(top, dict.fromkeys(r.key for r in wanted)))]
+    unique = {r.key: r for r in choose(top)}
+    steps = [(top, _with_siblings(top, dict.fromkeys(unique)))]
     while needed := {r.key: r for r in steps[-1][1] if r.delta}:
         below = files(steps[-1][0])
         check_parent_named(steps[-1][0], below)
@@ -53,13 +74,11 @@ def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: 
         ckpt, records = steps.pop()
         ckpt.decode(records, prev)
         prev = ckpt
-    unique = {r.key: r for r in wanted}
 
     def one(record: ArrayRecord) -> Array:
         return build_leaf(top.memory_of(record).values(record.spec), record.spec)
 
-    arrays = dict(zip(unique, map_chunks(one, unique.values()), strict=True))
-    return tree.unflatten(nodes, lambda number, _place: arrays[top.records[number].key])
+    return top, dict(zip(unique, map_chunks(one, unique.values()), strict=True))
 
 
 def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:

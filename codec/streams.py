@@ -8,6 +8,7 @@ from typing import Any
 from .base import Memory
 from .changed import decode_changed, restate_changed
 from .clusters import decode_clusters
+from .copies import decode_copy
 from .exact import decode_bytes, restate_bytes
 from .exponent import decode_exponent, restate_exponent
 from .leaves import Array, LeafSpec
@@ -25,6 +26,7 @@ STREAMS: dict[str, Decoder] = {
     "log-buckets": decode_log_buckets,
     "rank-one": decode_rank_one,
     "grid": decode_grid,
+    "copy": decode_copy,
     "exponent": decode_exponent,
     "changed": decode_changed,
     "clusters": decode_clusters,
@@ -43,5 +45,5 @@ RESTATE: dict[str, Restater] = {
 }
 DELTA_STREAMS = frozenset(RESTATE)
 """Formats whose memory a later delta is coded against: a resolved checkpoint keeps it."""
-SIBLING_STREAMS = frozenset({"grid"})
+SIBLING_STREAMS = frozenset({"grid", "copy"})
 """Formats that are decoded with another array of the same checkpoint at hand."""

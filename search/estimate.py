@@ -16,7 +16,7 @@ import numpy as np
 
 from ..codec import bfloat16, entropy
 from ..codec.base import Leaf, Memory
-from ..codec.codebook import Fit, fit, largest_of, predicted_error, variance
+from ..codec.codebook import Fit, fit, largest_of, spacing, variance
 from ..codec.leaves import LeafSpec, NpArray, as_bytes
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
@@ -37,6 +37,10 @@ _TOP = 0.01
 """Fraction of the largest values that protected ones are judged by."""
 _OVERHEAD = 34.0
 """Bytes of an array's record in the header and of its fields."""
+_MULTIPLES = 12.0
+"""Bytes of a codebook of equidistant entries."""
+_ALIKE = 1.35
+"""Codebooks whose spacings are further apart are never kept for each other."""
 _ENOUGH = 256
 """Protected values from which an entropy can be told."""
 
@@ -118,17 +122,14 @@ class Estimator:
             how = Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
             key = how, limit, codec.coder, codec.rate
             if key not in counted:
-                # What may keep the parent's codebook, or find it again, must see what the codec sees.
-                alike = before is not None and (codec.policy != "frozen" or before.codebook.size == bins)
-                histogram = histograms[limit][0 if alike else 1]
-                codebook, reason = fit(histogram, how, None if before is None else before.codebook)
-                if reason != "frozen":
-                    codebook = rounded_codebook(codebook, leaf.spec)
+                codebook, histogram = _codebook(histograms[limit], how, before, leaf.spec, exactly=bool(codec.rate))
                 rate = codec.rate if codec.rate and 1e-15 < largest_of(histogram) < 1e15 else 0.0
                 trade = rate * variance(histogram) if rate else 0.0
                 levels = _levels(part, before, limit, codebook, trade)
-                nbytes = self._bytes(levels, part, leaf.spec, before, codebook, codec.coder)
-                error, pruned = _error(levels, part, codebook, None if trade else histogram)
+                nbytes = self._bytes(levels, part, before, codebook.size, codec.coder)
+                if before is None or not np.array_equal(before.codebook, codebook):
+                    nbytes += _MULTIPLES if codec.solver == "uniform" else codebook.size * leaf.spec.itemsize
+                error, pruned = _error(levels, part, codebook)
                 counted[key] = nbytes, leaf.spec.size * error, leaf.spec.size * pruned
             row[:] = counted[key]
         return out
@@ -143,18 +144,10 @@ class Estimator:
             fine = kept_histogram(part.x, limit, fine.bits, gradient=part.gradient)
         return fine, coarser(fine, _COARSE)
 
-    def _bytes(
-        self,
-        levels: NpArray,
-        part: Sample,
-        spec: LeafSpec,
-        before: LevelsMemory | None,
-        codebook: NpArray,
-        coder: str,
-    ) -> float:
-        """Stored bytes of the whole array, from the levels of the sample."""
-        size, scale = codebook.size + 2, part.scale
-        nbytes = codebook.size * spec.itemsize + _OVERHEAD
+    def _bytes(self, levels: NpArray, part: Sample, before: LevelsMemory | None, entries: int, coder: str) -> float:
+        """Stored bytes of the whole array but for its codebook, from the levels of the sample."""
+        size, scale = entries + 2, part.scale
+        nbytes = _OVERHEAD
         if part.parent is None or before is None:
             counts = entropy.counts_of(levels)[None, :size]
             same, new = 0, int(counts[0, 1])
@@ -163,8 +156,6 @@ class Estimator:
             counts = joint_counts(part.parent, levels, before.size, max(size, before.size))
             same = int(counts[1, 1])
             new = int(counts[:, 1].sum()) - same
-            if np.array_equal(before.codebook, codebook):
-                nbytes -= codebook.size * spec.itemsize
             if coder == "published":
                 nbytes += scale * len(entropy.encode_rearranged(levels, size, part.parent, before.size))
             elif int(np.trace(counts)) < levels.size:
@@ -211,6 +202,31 @@ def _normal(codec: Quantize) -> Quantize:
     return dataclasses.replace(codec, prune_metric="magnitude") if codec.prune == 0.0 else codec
 
 
+def _codebook(
+    histograms: tuple[Histogram, Histogram], how: Fit, before: LevelsMemory | None, spec: LeafSpec, *, exactly: bool
+) -> tuple[NpArray, Histogram]:
+    """The codebook as the codec would have it, and the histogram it was fitted to.
+
+    An optimal codebook may come from the coarser one. Where the parent's may be kept, or an iteration follows that takes
+    small differences to large ones, it must be from what the codec sees.
+    """
+    fine, coarse = histograms
+    parent = None if before is None else before.codebook
+    histogram = fine if exactly or how.solver == "kmeans++" or how.policy == "warm" else coarse
+    codebook, reason = fit(histogram, how, parent)
+    if parent is not None and histogram is coarse and (reason == "frozen" or _alike(codebook, parent)):
+        histogram = fine
+        codebook, reason = fit(histogram, how, parent)
+    return codebook if reason == "frozen" else rounded_codebook(codebook, spec), histogram
+
+
+def _alike(a: NpArray, b: NpArray) -> bool:
+    """Whether two codebooks are so nearly as fine that the one might be kept for the other."""
+    if a.size < 2 or b.size < 2:
+        return True
+    return 1 / _ALIKE <= spacing(a) / spacing(b) <= _ALIKE
+
+
 def _levels(part: Sample, before: LevelsMemory | None, limit: Thresholds, codebook: NpArray, trade: float) -> NpArray:
     """Levels of the sample, as the codec would choose them."""
     own = assign(part.x, limit, codebook, gradient=part.gradient)
@@ -220,23 +236,14 @@ def _levels(part: Sample, before: LevelsMemory | None, limit: Thresholds, codebo
     return levels
 
 
-def _error(levels: NpArray, part: Sample, codebook: NpArray, histogram: Histogram | None) -> tuple[float, float]:
-    """Squared relative error, and the part of it that is pruned weights.
-
-    Args:
-        histogram: what the codebook was fitted to, where levels are the nearest: its error follows from that alone.
-            None: it is measured on the sample.
-    """
+def _error(levels: NpArray, part: Sample, codebook: NpArray) -> tuple[float, float]:
+    """Squared relative error of a sample with these levels, and the part of it that is pruned weights."""
     if not part.norm:
         return 0.0, 0.0
-    pruned = energy(part.wide[levels == 0])
-    if histogram is not None:
-        coded = max(0.0, part.norm - pruned - energy(part.wide[levels == 1]))
-        inside = predicted_error(histogram, codebook) ** 2 * coded
-    else:
-        at = levels >= 2
-        inside = energy(part.wide[at] - part.unit * codebook[levels[at] - 2])
-    return (inside + pruned) / part.norm, pruned / part.norm
+    table = np.concatenate([np.zeros(2), part.unit * codebook]).astype(part.wide.dtype)
+    off = part.wide - table[levels]
+    off[levels == 1] = 0
+    return energy(off) / part.norm, energy(part.wide[levels == 0]) / part.norm
 
 
 def _entropy(counts: NpArray, scale: float) -> float:

@@ -28,6 +28,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 SAMPLES = 512
+_LATE, _SURE = 3, 0.8
+"""With so few rounds left and nothing that passed, only what passes with this probability is tried."""
 HOPELESS = 0.03
 """What passes with no more than this probability is not tried."""
 _MEAN = (-1.5, 0.9, 0.0, 0.0)
@@ -206,6 +208,7 @@ def next_trials(
     at_once: int = 1,
     tolerance: float = 0.01,
     floor: float = 0.0,
+    left: int | None = None,
 ) -> list[Point]:
     """The points to try in the next round; none when the search is over.
 
@@ -216,6 +219,8 @@ def next_trials(
         at_once: most points of a round.
         tolerance: the search is over when going on is expected to save less than this share of the bytes.
         floor: the smallest degradation that `evaluate` can tell from none.
+        left: rounds that may still be run; where few are and nothing has passed yet, something that will is tried.
+            None: any number.
 
     Source: Inshrinkerator, section 5, guided exhaustive search.
     """
@@ -234,6 +239,10 @@ def next_trials(
             return []
     elif float(ranked.any(axis=1).mean()) < HOPELESS:
         return []
+    elif left is not None and left <= _LATE:
+        odds = np.where(state.alive, passing.mean(axis=0), 0.0)
+        sure = [i for i in order if odds[i] >= _SURE]
+        return [candidates[i].point for i in (sure or np.argsort(-odds, kind="stable"))[:at_once] if odds[i] > 0]
     alive = np.flatnonzero(state.alive[order])
     weights = np.bincount(optimum, minlength=len(candidates) + 1)[alive].astype(np.float64)
     if weights.sum() * 2 < SAMPLES and not math.isfinite(state.best):

@@ -294,7 +294,13 @@ def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
         candidates = trials.candidates(worth)
         known = trials.known(stale)
         chosen = next_trials(
-            candidates, known, trials.allowed, at_once=trials.at_once, tolerance=TOLERANCE, floor=space.floor
+            candidates,
+            known,
+            trials.allowed,
+            at_once=trials.at_once,
+            tolerance=TOLERANCE,
+            floor=space.floor,
+            left=space.left,
         )
         if not chosen:
             break

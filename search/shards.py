@@ -1,7 +1,7 @@
 """Sketches of a model whose arrays are spread over processes: counts add up, so merging is one all-reduce.
 
-Thresholds read from merged sketches are those of the whole model, though no process holds it. `search` itself needs this
-only where a state has no whole arrays to offer; of a DTensor `compress` and `search` gather the whole.
+Thresholds read from merged sketches are those of the whole model, though no process holds it. This is for parts that
+are plain arrays; of a DTensor `compress` and `search` gather the whole.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def merge_sketches(sketches: Sequence[Sketch], group: Any) -> list[Sketch]:
     """The sketches of whole arrays from those of each process's parts.
 
     Args:
-        sketches: of the same arrays in the same order on every process, each of this process's part of it (an empty part
-            counts nothing); parts must not overlap, or what is held twice is counted twice.
+        sketches: of the same arrays in the same order on every process, each of this process's part of it (an empty
+            part counts nothing); parts must not overlap, or what is held twice is counted twice.
         group: `torch.distributed` process group, all members of which call this.
 
     Returns:

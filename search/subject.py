@@ -145,11 +145,15 @@ class Subject:
     def restored(self, cfg: Config) -> Restored:
         """The state compressed and decompressed; the arrays are fresh each time, so the caller may change them."""
         numbers = [*self.quantized, *sorted(self._beside)]
+        if any(getattr(rule.codec, "rate", None) for rule in cfg.rules):
+            # The rate-distortion encoder also looks at the second moments beside the weights.
+            numbers = list(range(len(self.arrays)))
         ckpt = compress(self._part(numbers), self.prev, cfg, grads=self.grads or None, kinds=self.kinds)
         rest, others = self._others
         made = self._by_number(decompress(ckpt), numbers)
-        made.update({i: _copy(value) for i, value in others.items()})
-        kept = {self.arrays[i].key for i in others}
+        apart = {i: value for i, value in others.items() if i not in made}
+        made.update({i: _copy(value) for i, value in apart.items()})
+        kept = {self.arrays[i].key for i in apart}
         nbytes = sum(r.nbytes + _RECORD for r in rest.records if r.key in kept)
         return Restored(tree.unflatten(self.nodes, lambda number, _place: made[number]), ckpt.nbytes + nbytes)
 

@@ -30,9 +30,9 @@ from .files import Files
 from .lock import Lease
 from .manifest import Manifest, data_name
 
-LEAST_SHARE = 0.4
-"""What a delta costs at the least, in multiples of a base, however little of it has to be decoded: reading its file,
-checking it, the weights' levels. Measured 0.2 to 0.3 (5 to 12 M parameters, one core)."""
+LEAST_SHARE = 0.5
+"""What a delta is taken to cost at the least, in multiples of a base, however little of it has to be decoded: its file
+is read and checked too. Measured 0.2 to 0.35 (0.4 to 12 M parameters, moments and weights, one core)."""
 
 
 def without_lowest_digit(number: int, base: int) -> int:

@@ -234,11 +234,7 @@ class Store:
 
     def _config(self) -> Config:
         """The configuration, told how often this run was restored."""
-        adapted = getattr(self.cfg, "for_restores", None)
-        if adapted is None:
-            return self.cfg
-        found: Config = adapted(self.restores() if self._restores is None else self._restores)
-        return found
+        return self.cfg.for_restores(self.restores() if self._restores is None else self._restores)
 
     def _take_back(self, file: str) -> None:
         """Remove the data file of a save that failed, unless a step names it: the same bytes may have been saved."""

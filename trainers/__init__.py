@@ -1,0 +1,21 @@
+"""Adapters for training loops and frameworks. Each is imported when it is first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .loader import Loader
+    from .loop import resume, save, training_state
+
+_WHERE = {"Loader": "loader", "resume": "loop", "save": "loop", "training_state": "loop"}
+
+__all__ = ["Loader", "resume", "save", "training_state"]
+
+
+def __getattr__(name: str) -> Any:
+    """A name on first use: torch.distributed and the frameworks are not imported before."""
+    if name in _WHERE:
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,11 +66,11 @@ def capture(
     state: dict[str, Any] = {}
     for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
         if part is not None:
-            state[name] = _plain(part.state_dict())
+            state[name] = plain(part.state_dict())
     state["rng"] = capture_rng()
     if generators is not None:
         state["generators"] = {name: _generator_state(name, generator) for name, generator in generators.items()}
-    state["position"] = _plain(position)
+    state["position"] = plain(position)
     return state
 
 
@@ -139,7 +139,7 @@ def capture_rng() -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": _python_state(random.getstate()),
-        "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global generator is what is saved
+        "numpy": plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global generator is what is saved
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -163,14 +163,14 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.mps.set_rng_state(_byte_tensor(state["mps"]))
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """The same tree in dict, list and tuple only (state dicts come as `OrderedDict`, `defaultdict`, named tuples)."""
     if isinstance(tree, Mapping):
-        return {key: _plain(value) for key, value in tree.items()}
+        return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_plain(value) for value in tree]
+        return [plain(value) for value in tree]
     if isinstance(tree, tuple):
-        return tuple(_plain(value) for value in tree)
+        return tuple(plain(value) for value in tree)
     return tree
 
 
@@ -198,7 +198,7 @@ def _generator_state(name: str, generator: Generator) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
+        return plain(generator.bit_generator.state)
     if isinstance(generator, random.Random):
         return _python_state(generator.getstate())
     raise BadArgumentError(

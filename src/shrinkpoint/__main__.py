@@ -8,11 +8,15 @@ from typing import Annotated
 
 import typer
 
+from .commands import convert, diff, housekeeping, inspect, report
+from .commands.guard import Guarded
+
 app = typer.Typer(
     name="shrinkpoint",
     help="Compressed training checkpoints.",
+    epilog="Exit codes: 0 all is well, 1 something is wrong with data or storage, 2 wrong usage, 130 interrupted.",
+    cls=Guarded,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -78,21 +82,33 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-def main() -> None:
-    """Run the command line: 1 is returned for what went wrong, with one plain line, 2 for wrong usage."""
-    from .kernels.errors import BadArgumentError, ShrinkpointError
+for command in (
+    inspect.info,
+    inspect.ls,
+    inspect.verify,
+    diff.diff,
+    convert.compress,
+    convert.restore,
+    report.report,
+    housekeeping.compact,
+    housekeeping.gc,
+    housekeeping.drop,
+    housekeeping.pin,
+    housekeeping.unpin,
+    housekeeping.tag,
+    housekeeping.untag,
+    housekeeping.rate,
+    housekeeping.copy,
+):
+    app.command()(command)
 
+
+def main() -> None:
+    """Run the command line; see `commands.guard` for its exit codes."""
     try:
         app()
-    except BadArgumentError as error:
-        _fail(f"shrinkpoint: {error}", 2)
-    except (ShrinkpointError, OSError) as error:
-        _fail(f"shrinkpoint: {error}", 1)
-
-
-def _fail(message: str, status: int) -> None:
-    print(message, file=sys.stderr)
-    sys.exit(status)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

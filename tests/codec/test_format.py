@@ -773,6 +773,13 @@ def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
         record = {"f": "bytes", **records[number]}
         if record["f"] == "grid":
             found = read_grid(record, pieces[number], memory[keys[record["v"]]]["values"])
+        elif record["f"] == "copy":
+            other = records[record["v"]]
+            assert (other["s"], other.get("l"), pieces[number]) == (record["s"], record.get("l"), [])
+            original = memory[keys[record["v"]]]
+            flat = np.frombuffer(original.get("data", original.get("values")), numpy_dtype(other["d"]))
+            with np.errstate(all="ignore"):
+                found = {"values": flat.astype(numpy_dtype(record["d"])).tobytes()}
         else:
             before = old.get(keys[number]) if record.get("p") else None
             if before is not None:

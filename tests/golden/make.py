@@ -109,6 +109,15 @@ def tables(t: int) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": {"emb.weight": moments}}}
 
 
+def mixed(t: int) -> dict[str, Any]:
+    """Half-precision weights beside their masters, and an average that is a clone at first."""
+    w = torch.from_numpy((bell(2500, 41) + 0.01 * t * bell(2500, 42)).astype(np.float32).reshape(50, 50))
+    v = (bell(2500, 43) ** 2).astype(np.float32).reshape(50, 50)
+    entry = {"exp_avg": 1e-3 * w, "exp_avg_sq": torch.from_numpy(v)}
+    ema = w.clone() if t == 0 else 0.9 * w
+    return {"model": {"fc.weight": w.bfloat16()}, "master": w, "ema": ema, "optimizer": {"state": {0: entry}}}
+
+
 def everything(t: int) -> dict[Any, Any]:
     """Every kind of node and leaf."""
     tied = torch.arange(6, dtype=torch.int16).reshape(2, 3) + t
@@ -160,6 +169,7 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
             ),
             3,
         ),
+        "mixed": (mixed, sp.Config(rate=0.003), 3),
         "everything": (everything, sp.presets.lossless(), 3),
     }
 

@@ -1,4 +1,4 @@
-"""Small models that train in a second or two, their states along the way, and what every point of a cube does to them."""
+"""A small model that trains in a second or two, its states along the way, and what each point of a cube does to it."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ class Measured:
     quality: float
 
 
-def brute_force(
-    chain: Chain, number: int, cube: Cube, prev: sp.Checkpoint | None = None
-) -> dict[Point, Measured]:
+def brute_force(chain: Chain, number: int, cube: Cube, prev: sp.Checkpoint | None = None) -> dict[Point, Measured]:
     """Compress, restore and evaluate at every point of the cube."""
     found = {}
     for point in dict.fromkeys(normal(p) for p in cube):

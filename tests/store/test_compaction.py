@@ -81,8 +81,11 @@ def test_costs_and_bits(against: str, cost: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "cfg",
-    [sp.Config(), sp.Config(rate=0.01), sp.presets.inshrinkerator(), sp.presets.lossless()],
-    ids=["default", "rate", "inshrinkerator", "lossless"],
+    [
+        *(sp.Config(), sp.Config(rate=0.01), sp.presets.inshrinkerator(), sp.presets.lossless()),
+        *(sp.presets.lc_checkpoint(), sp.presets.bitsnap(), sp.presets.check_n_run(bits=4)),
+    ],
+    ids=["default", "rate", "inshrinkerator", "lossless", "lc_checkpoint", "bitsnap", "check_n_run"],
 )
 def test_deltas_over_what_was_compacted_decode_as_before(cfg: sp.Config, tmp_path: Path) -> None:
     """Lossy codecs too: the memories are the same to the bit, so the same deltas come of them."""
@@ -95,7 +98,10 @@ def test_deltas_over_what_was_compacted_decode_as_before(cfg: sp.Config, tmp_pat
         for i in range(step):
             w += 0.01 * torch.randn(70, 80, generator=torch.Generator().manual_seed(i))
         m, v = torch.randn(70, 80, generator=g) * 1e-3, torch.rand(70, 80, generator=g) * 1e-6
-        return {"model": {"w": w, "norm": w[0].clone()}, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": v}}}}
+        return {
+            "model": {"w": w, "token_embedding.weight": w * 2, "half": w.bfloat16(), "norm": w[0].clone()},
+            "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": v}}},
+        }
 
     one, two = sp.Store(tmp_path / "one", cfg), sp.Store(tmp_path / "two", cfg)
     for step in range(12):

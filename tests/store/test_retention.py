@@ -208,6 +208,20 @@ def test_restores_are_counted(tmp_path: Path) -> None:
     assert [json.loads(p.read_text())["step"] for p in files] == [2, 1, 2]
 
 
+def test_the_configuration_is_told_of_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(sp.Config, "for_restores", lambda self, n: told.append(n) or self)
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    store.load()
+    fill(store, 3)
+    again = sp.Store(tmp_path, lossless())
+    again.load()
+    again.load(count=False)
+    fill(again, 4)
+    fill(sp.Store(tmp_path, lossless()), 5)
+    assert told == [0, 0, 1, 2, 2]
+
+
 @pytest.mark.parametrize("to", ["folder", "memory"])
 def test_copy(to: str, tmp_path: Path) -> None:
     url = str(tmp_path / "b") if to == "folder" else f"memory://{uuid.uuid4()}"

@@ -1,0 +1,104 @@
+"""Arrays that another array of the same state gives to the bit: half-precision copies of masters, clones.
+
+Such an array is stored as the number of the other, its original: reading it is a cast. Where the original is stored
+with loss the copy becomes the cast of what is restored, so the two belong together as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..kernels.arrays import is_torch
+from ..kernels.distortion import distortion
+from .base import CHUNK, Codec, Leaf, Memory, Stored
+from .errors import CorruptDataError
+from .exact import Exact
+from .leaves import Array, LeafSpec, NpArray, as_bytes
+from .moments import ValuesMemory
+
+_HALVES = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64", "float32", "bfloat16", "float16")}
+_GLANCE = 64
+_LEAST = 4096
+"""Bytes below which an array is not worth a look."""
+
+
+def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
+    """For each array that is a copy, the number of its original.
+
+    Of equal arrays the first is the original, of casts the wider one. A copy is taken only where it loses nothing that
+    storing it by its own codec would have kept: the original is stored exactly, or both by the same codec.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.spec.nbytes >= _LEAST and leaf.kind.role in ("weight", "state") and _castable(leaf.spec):
+            groups.setdefault((leaf.spec.library, leaf.spec.shape), []).append(i)
+    found: dict[int, int] = {}
+    for group in groups.values():
+        # The widest first, then in the order of the state.
+        for at, i in enumerate(ranked := sorted(group, key=lambda i: (-leaves[i].spec.itemsize, i))):
+            for j in ranked[:at]:
+                same = codecs[i] == codecs[j] or isinstance(codecs[j], Exact)
+                if j not in found and same and _is_cast(leaves[i], leaves[j]):
+                    found[i] = j
+                    break
+    return found
+
+
+def _castable(spec: LeafSpec) -> bool:
+    return spec.library in ("torch", "numpy") and (spec.dtype in _HALVES or spec.dtype in ("bfloat16", "float16"))
+
+
+def _is_cast(copy: Leaf, original: Leaf) -> bool:
+    if copy.spec.dtype not in _HALVES.get(original.spec.dtype, (original.spec.dtype,)):
+        return False
+    if is_torch(copy.flat) and copy.flat.device != original.flat.device:
+        return False
+    for part in (slice(0, _GLANCE), *(slice(at, at + CHUNK) for at in range(0, copy.spec.size, CHUNK))):
+        if not np.array_equal(as_bytes(copy.flat[part]), as_bytes(cast(original.flat[part], copy.spec))):
+            return False
+    return True
+
+
+def cast(flat: Array, spec: LeafSpec) -> Array:
+    """Values in the dtype of `spec`, rounded to nearest, ties to even."""
+    if is_torch(flat):
+        import torch
+
+        return flat.to(getattr(torch, spec.dtype))
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow: NpArray = flat.astype(spec.dtype)
+    return narrow
+
+
+def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -> Stored:
+    """The record of a copy of array `number`; its error is measured where the original's is not 0.
+
+    Args:
+        copy: the copy.
+        original: its original.
+        number: of the original.
+        decoded: the original as it will be restored; None where that is to the bit.
+    """
+    note = f"a copy of {original.path}"
+    if decoded is None:
+        return Stored("copy", {}, [], None, note=note, sibling=number)
+    restored = cast(decoded, copy.spec)
+    if is_torch(copy.flat):
+        restored = restored.to(copy.flat.device)
+    met = distortion(copy.flat, restored)
+    return Stored("copy", {}, [], None, met.relative_l2, "relative L2", note, number)
+
+
+def decode_copy(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
+) -> ValuesMemory:
+    """The stream format "copy"."""
+    if sibling is None or pieces or not _castable(spec):
+        raise CorruptDataError(f"copy: {spec.dtype} has none, or its original is missing")
+    flat = cast(sibling, spec)
+    if int(flat.shape[0]) != spec.size:
+        raise CorruptDataError("copy: its original is of another size")
+    return ValuesMemory(flat)

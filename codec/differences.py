@@ -1,0 +1,114 @@
+"""Floats against their parent, to the bit: the size of each difference in the context of its parent's magnitude.
+
+The difference is that of the ordered patterns (`kernels.planes.difference`), in units of the last place. A step of
+training is about as large for a small weight as for a large one, so that it is the more units the smaller the weight:
+the parent's exponent says most of what there is to know of the size. The digits below the size's leading four bits are
+noise and are stored as they are (`kernels.categories`).
+
+    byte: what the context is, block: categories of the zig-zag differences in that context, their extra bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..kernels.categories import join_categories, most_bits, split_categories
+from ..kernels.classes import pattern_classes
+from ..kernels.levels import joint_counts
+from ..kernels.planes import difference, undifference
+from . import entropy
+from .errors import CorruptDataError
+from .fields import Reader, Writer
+from .leaves import NpArray
+from .scaled import Layout
+
+MAGNITUDE, MANTISSA = range(2)
+SAMPLE, PARTS = 1 << 14, 8
+"""Elements of a chunk that are looked at to choose how to code it, in so many parts."""
+_CONTEXTS, _LEAST, _STRIDE = 64, 256, 16
+
+
+def encode_differences(u: NpArray, before: NpArray, layout: Layout) -> bytes:
+    """Code float patterns against as many of the parent.
+
+    Args:
+        u: unsigned patterns, shape (n,).
+        before: the same of the parent.
+        layout: of the float.
+    """
+    some = sample(before.size)
+    categories, extra = split_categories(difference_of(u, before, layout), most_bits(layout.width))
+    kind = _cheaper(some(categories), some(before), layout)
+    context, contexts = _contexts(before, layout, kind)
+    out = Writer()
+    out.byte(kind)
+    out.block(entropy.encode_levels(categories, 256, context, contexts, "fast"))
+    out.raw(extra)
+    return out.done()
+
+
+def decode_differences(data: Reader, before: NpArray, layout: Layout) -> NpArray:
+    """The patterns that `encode_differences` was given; raises CorruptDataError."""
+    kind = data.byte()
+    if kind not in (MAGNITUDE, MANTISSA):
+        raise CorruptDataError(f"exact: context {kind} is unknown")
+    context, contexts = _contexts(before, layout, kind)
+    categories = entropy.decode(data.block(), before.size, context, contexts)
+    steps = join_categories(categories, data.rest(), most_bits(layout.width), f"uint{layout.width}")
+    patterns: NpArray = undifference(steps, before, dtype=f"float{layout.width}")
+    return patterns
+
+
+def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:
+    """Zig-zag differences of ordered patterns; order needs only sign and magnitude, so all 16-bit floats are alike."""
+    out: NpArray = difference(u, before, dtype=f"float{layout.width}")
+    return out
+
+
+def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> float:
+    """Bits that these zig-zag differences would take, about, their tables not counted."""
+    categories, extra = split_categories(steps, most_bits(layout.width))
+    costs = [_conditional_bits(categories, *_contexts(before, layout, kind)) for kind in (MAGNITUDE, MANTISSA)]
+    return min(costs) + 8.0 * extra.size
+
+
+def sample(n: int) -> Callable[[NpArray], NpArray]:
+    """What takes the same small share of every array of n elements: short stretches all over it."""
+    if n <= SAMPLE:
+        return lambda x: x
+    length = SAMPLE // PARTS
+    starts = np.linspace(0, n - length, PARTS).astype(np.int64)
+    return lambda x: np.concatenate([x[i : i + length] for i in starts])
+
+
+def _cheaper(categories: NpArray, before: NpArray, layout: Layout) -> int:
+    """The kind of context with the smaller conditional entropy."""
+    kinds = (MAGNITUDE, MANTISSA)
+    return int(np.argmin([_conditional_bits(categories, *_contexts(before, layout, kind)) for kind in kinds]))
+
+
+def _conditional_bits(symbols: NpArray, context: NpArray, contexts: int) -> float:
+    """Bits that symbols take in their contexts, about."""
+    counts = joint_counts(context, symbols, contexts, 256)
+    return sum(entropy.sampled_bits(row) for row in counts if row.any())
+
+
+def _contexts(before: NpArray, layout: Layout, kind: int) -> tuple[NpArray, int]:
+    """The context of each element, and how many there are.
+
+    MAGNITUDE: exponents from the lowest up, joined until they hold a 64th of the elements, and 256 of them; counted on
+    every 16th element where there are many.
+    MANTISSA: the upper four bits of the mantissa, where all values shrink by the same factor.
+    """
+    upper = layout.width - layout.mantissa  # bits of sign and exponent
+    if kind == MANTISSA:
+        table = (np.arange(16 << upper) & 15).astype(np.uint8)
+        return pattern_classes(before, layout.mantissa - 4, table), 16
+    fields = 1 << (upper - 1)
+    some = before[::_STRIDE] if before.size > SAMPLE else before
+    counts = np.bincount((some >> some.dtype.type(layout.mantissa)).astype(np.int64) & (fields - 1), minlength=fields)
+    group = (np.cumsum(counts) - counts) // max(_LEAST, -(-some.size // _CONTEXTS))
+    numbers, dense = np.unique(group, return_inverse=True)
+    return pattern_classes(before, layout.mantissa, np.tile(dense.astype(np.uint8), 2)), max(2, int(numbers.size))

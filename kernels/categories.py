@@ -1,0 +1,96 @@
+"""Magnitude categories: an unsigned integer as one byte that says how large it is, and its remaining bits as they are.
+
+What is left of a difference is a size, which an entropy coder likes, and digits, which are noise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError
+from .sequential import integer, stored_bytes, vector
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+WIDTHS = {"uint16": 16, "uint32": 32, "uint64": 64}
+
+
+def most_bits(width: int) -> int:
+    """The largest `bits` for integers of this width, so that a category is a byte: 3 up to 32 bits, 2 for 64."""
+    return 3 if width <= 32 else 2
+
+
+def category_count(width: int, bits: int) -> int:
+    """Number of categories of integers of `width` bits.
+
+    Example:
+        >>> category_count(16, 3), category_count(32, 3), category_count(64, 2)
+        (112, 240, 252)
+    """
+    return (width - 1 - bits << bits) + (2 << bits)
+
+
+def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
+    """The category of each value, and the bits that it leaves open.
+
+    With L the bit length of `v | 2**bits` and `k = L - 1 - bits` the number of low bits that are left open,
+
+        category = (k << bits) + (v >> k),   extra = the k lowest bits of v
+
+    so that a category is the bit length with the `bits` bits after the leading one, and values below `2 << bits` are
+    their own category.
+
+    Args:
+        values: uint16[n], uint32[n] or uint64[n].
+        bits: 1 ... 3 (2 for uint64).
+
+    Returns:
+        (uint8[n] categories, uint8[ceil(sum(k) / 8)] extra bits): value after value, the lowest bit first, zeros after
+        the last.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> categories, extra = split_categories(np.asarray([0, 7, 8, 9, 21], np.uint16), 1)
+        >>> categories.tolist(), extra.tolist()  # 7: 1 open bit, 1; 8 and 9: 2 open bits, 0 and 1; 21: 3 open bits, 5
+        ([0, 5, 6, 6, 8], [171])
+
+    Source: Elias (1975), universal codes; additional bits as in JPEG (ITU T.81, F.1.2).
+    """
+    values = vector("values", values, tuple(WIDTHS))
+    bits = integer("bits", bits, 1, most_bits(WIDTHS[dtype_name(values)]))
+    categories, extra = back_end(values, "categories").split_categories(values, bits)
+    return categories, extra
+
+
+def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: str) -> Array:
+    """The values whose categories and extra bits these are: the inverse of `split_categories`.
+
+    Args:
+        categories: uint8[n].
+        extra: uint8[m] or bytes.
+        bits: as for splitting.
+        dtype: "uint16", "uint32" or "uint64" of the result.
+
+    Returns:
+        array of dtype, [n], of the library of `categories`.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+        CorruptDataError: a category that dtype does not have, another number of bytes than the extra bits take, or a
+            bit set after the last.
+
+    Example:
+        >>> import numpy as np
+        >>> join_categories(np.asarray([0, 5, 6, 6, 8], np.uint8), bytes([171]), 1, "uint16").tolist()
+        [0, 7, 8, 9, 21]
+    """
+    categories = vector("categories", categories, ("uint8",))
+    if dtype not in WIDTHS:
+        raise BadArgumentError(f"dtype is {dtype!r}; one of {', '.join(WIDTHS)} is needed")
+    bits = integer("bits", bits, 1, most_bits(WIDTHS[dtype]))
+    return back_end(categories, "categories").join_categories(categories, stored_bytes(extra), bits, dtype)

@@ -1,0 +1,103 @@
+"""Classes of places: of a matrix's rows and columns, one byte each that says its scale; of a number, by its upper bits.
+
+The scales of weights and moments are nearly products of a row's and a column's (logarithms: sums). An entropy coder
+that knows the scale at a place spends fewer bits on the value there, and both sides know it before the first value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .arrays import back_end, dtype_name
+from .sequential import integer, vector
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+_MOST = 2**56
+
+
+def row_column_sums(values: Array, columns: int, phase: int = 0) -> tuple[Array, Array]:
+    """Sums of the rows and of the columns of a matrix, of which `values` is a part in C order.
+
+        value i stands in row (phase + i) // columns and column (phase + i) % columns
+
+    Args:
+        values: uint8[n].
+        columns: of the matrix, 1 or more.
+        phase: column in which the first value stands, 0 ... columns - 1.
+
+    Returns:
+        (int64[ceil((phase + n) / columns)], int64[columns]).
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> rows, columns = row_column_sums(np.asarray([1, 2, 3, 4], np.uint8), 3, phase=1)  # - 1 2 / 3 4 -
+        >>> rows.tolist(), columns.tolist()
+        ([3, 7], [3, 5, 2])
+    """
+    values = vector("values", values, ("uint8",))
+    columns = integer("columns", columns, 1, _MOST)
+    rows, sums = back_end(values, "classes").row_column_sums(values, columns, integer("phase", phase, 0, columns - 1))
+    return rows, sums
+
+
+def class_sums(rows: Array, columns: Array, n: int, phase: int = 0) -> Array:
+    """For each place the class of its row plus the class of its column, 255 at most.
+
+        out[i] = min(rows[(phase + i) // C] + columns[(phase + i) % C], 255)
+
+    Args:
+        rows: uint8[ceil((phase + n) / C)].
+        columns: uint8[C], C at least 1.
+        n: number of places, >= 0.
+        phase: as in `row_column_sums`.
+
+    Returns:
+        uint8[n].
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> class_sums(np.asarray([10, 250], np.uint8), np.asarray([0, 1, 7], np.uint8), 5, phase=1).tolist()
+        [11, 17, 250, 251, 255]
+    """
+    rows, columns = vector("rows", rows, ("uint8",)), vector("columns", columns, ("uint8",))
+    width = integer("the number of columns", columns.shape[0], 1, _MOST)
+    phase = integer("phase", phase, 0, width - 1)
+    n = integer("n", n, 0, _MOST)
+    integer("the number of rows", rows.shape[0], -(-(phase + n) // width), -(-(phase + n) // width))
+    return back_end(rows, "classes").class_sums(rows, columns, n, phase)
+
+
+def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
+    """The class of each pattern by its upper bits: `table[pattern >> shift]`.
+
+    Args:
+        patterns: uint16[n], uint32[n] or uint64[n].
+        shift: 0 ... width - 1, with at most 24 bits left.
+        table: uint8[2**(width - shift)].
+
+    Returns:
+        uint8[n].
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> signs = np.asarray([0, 7], np.uint8)
+        >>> pattern_classes(np.asarray([1.0, -1.0], np.float32).view(np.uint32), 31, signs).tolist()
+        [0, 7]
+    """
+    patterns = vector("patterns", patterns, ("uint16", "uint32", "uint64"))
+    table = vector("table", table, ("uint8",))
+    width = int(dtype_name(patterns)[4:])
+    shift = integer("shift", shift, max(0, width - 24), width - 1)
+    integer("the number of classes", table.shape[0], 1 << (width - shift), 1 << (width - shift))
+    return back_end(patterns, "classes").pattern_classes(patterns, shift, table)

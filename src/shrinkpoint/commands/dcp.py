@@ -1,0 +1,212 @@
+"""Folders of torch.distributed.checkpoint, read without trusting them.
+
+Their metadata is a pickle, and so is everything in them that is no tensor; torch unpickles both with all of pickle's
+powers. Here the metadata may name the few classes it consists of and nothing else, values are loaded by
+`torch.load(weights_only=True)`, and the files must lie in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..codec.errors import CorruptDataError, UnsupportedLeafError
+from ..codec.leaves import check_memory
+
+METADATA = ".metadata"
+_DCP = "torch.distributed.checkpoint."
+_ALLOWED = {
+    _DCP + "metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    _DCP + "filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads the metadata's own classes, dtypes and `torch.Size`; refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if found is torch.Size or isinstance(found, torch.dtype):
+                return found
+        elif module == "pathlib" and name in _ALLOWED[module]:
+            return str  # where the checkpoint once lay: of no use here, and a Windows path cannot be made elsewhere
+        elif name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise UnsupportedLeafError(f"its metadata names {module}.{name}, which no checkpoint needs")
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder looks like a distributed checkpoint."""
+    return (path / METADATA).is_file()
+
+
+def load_dcp(folder: Path) -> dict[str, Any]:
+    """The state in a folder of torch.distributed.checkpoint, its shards put together.
+
+    Raises:
+        CorruptDataError: it cannot be read.
+        UnsupportedLeafError: it needs more of pickle than plain values.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+    metadata = _metadata(folder)
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            return metadata
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            name = read_item.dest_index.fqn
+            values[name] = load_plain(value, f"{folder}: {name}")
+
+    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    total = 0
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            total += math.prod(entry.size) * entry.properties.dtype.itemsize
+            check_memory(total, f"{folder}: the state")
+            flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        else:
+            flat[name] = None
+    try:
+        with _quiet():
+            dcp.load(flat, storage_reader=Reader(folder), planner=Planner(flatten_state_dict=False), no_dist=True)
+    except Exception as error:
+        raise _plain_error(folder, error) from None
+    missing = [name for name, value in flat.items() if value is None and name not in values]
+    if missing:
+        raise CorruptDataError(f"{folder}: the value {missing[0][:80]!r} was not found")
+    return _nested(flat | values, metadata.planner_data, folder)
+
+
+def load_plain(file: Any, where: str) -> Any:
+    """`torch.load` of tensors, NumPy arrays of numbers and plain values; nothing in the file is ever executed.
+
+    Raises:
+        CorruptDataError: it is no such file, or damaged.
+        UnsupportedLeafError: it holds other objects.
+    """
+    import re
+
+    import torch
+
+    try:
+        with torch.serialization.safe_globals(_numpy_globals()):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"(?:GLOBAL|allowed: |Trying to (?:call|instantiate) [^']*?)\s*([\w.]+\.[\w.]+)", str(error))
+        if named is not None:
+            what = named.group(1).rstrip(".")
+            raise UnsupportedLeafError(f"{where}: holds {what}, which is no tensor or plain value") from None
+        raise CorruptDataError(f"{where}: cannot be loaded without pickle: {_first_line(error)}") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CorruptDataError(f"{where}: {_first_line(error)}") from None
+
+
+def _numpy_globals() -> list[Any]:
+    """What a pickle of NumPy arrays of numbers needs, by the names of NumPy 1 and 2."""
+    import numpy as np
+
+    core = np._core.multiarray
+    found: list[Any] = [np.ndarray, np.dtype, *(type(np.dtype(c)) for c in "?bBhHiIlLqQefdFD")]
+    for name in ("_reconstruct", "scalar"):
+        function = getattr(core, name)
+        found += [(function, f"numpy.{package}.multiarray.{name}") for package in ("core", "_core")]
+    return found
+
+
+def _metadata(folder: Path) -> Any:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    try:
+        found = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"{folder / METADATA}: {error}") from None
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CorruptDataError(f"{folder / METADATA}: no metadata: {_first_line(error)}") from None
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise CorruptDataError(f"{folder / METADATA}: no metadata of a distributed checkpoint")
+    root = os.path.realpath(folder)
+    for info in found.storage_data.values():
+        name = getattr(info, "relative_path", None)
+        inside = isinstance(name, str) and os.path.realpath(os.path.join(root, name)).startswith(root + os.sep)
+        if not inside:
+            raise CorruptDataError(f"{folder / METADATA}: the file {str(name)[:120]!r} is not in the folder")
+    return found
+
+
+def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
+    """The tree that was flattened: text for the keys of dicts, integers for places in lists."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    paths = paths or {}
+    ordered = {name: flat[name] for name in [*paths, *flat] if name in flat}
+    try:
+        tree: dict[str, Any] = unflatten_state_dict(ordered, {name: paths.get(name, (name,)) for name in ordered})
+    except (TypeError, AttributeError, IndexError, KeyError) as error:
+        raise CorruptDataError(f"{folder / METADATA}: its paths are no tree: {_first_line(error)}") from None
+    return tree
+
+
+def save_dcp(state: dict[str, Any], folder: Path) -> None:
+    """Write a state as a folder of torch.distributed.checkpoint, synced."""
+    import torch.distributed.checkpoint as dcp
+
+    with _quiet():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch warns that one process works alone, which is as it should be here, and logs what it raises."""
+    logger = logging.getLogger("torch.distributed")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _plain_error(folder: Path, error: Exception) -> Exception:
+    """What lies beneath the wrapping of torch, as one of our errors."""
+    causes = list(getattr(error, "failures", {}).values())
+    cause = causes[0][0] if causes else error
+    if isinstance(cause, (UnsupportedLeafError, CorruptDataError, OSError, MemoryError)):
+        return cause
+    return CorruptDataError(f"{folder}: {type(cause).__name__}: {_first_line(cause)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:300] or type(error).__name__

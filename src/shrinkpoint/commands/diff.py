@@ -1,0 +1,308 @@
+"""`diff`: what changed between two checkpoints, array by array."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import AsJson, Parents
+from .output import busy, emit, line, size, table
+
+if TYPE_CHECKING:
+    from ..codec.checkpoint import Checkpoint
+    from ..codec.leaves import LeafSpec
+
+SHOWN = 40
+"""Plain values that differ are listed up to so many; JSON has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two: how its arrays are had, one at a time, and its plain values.
+
+    Args:
+        arrays: path -> spec, stored bytes (None where it is no checkpoint of ours), and what makes the flat values.
+        values: path -> plain value.
+        nbytes: stored bytes, or None.
+    """
+
+    arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]]
+    values: dict[str, Any]
+    nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of one array.
+
+    Args:
+        path: keys joined by "/".
+        what: "same", "changed", "added", "removed", or "other" where dtype or shape differ.
+        relative_l2: ||new - old|| / ||old||; None where there is no such number.
+        changed_share: share of elements whose bits differ.
+        elements: of the new array, or the old one where that is gone.
+        stored_old: stored bytes, None where not there or not ours.
+        stored_new: the same of the new one.
+    """
+
+    path: str
+    what: str
+    relative_l2: float | None
+    changed_share: float | None
+    elements: int
+    stored_old: int | None
+    stored_new: int | None
+
+
+def diff(
+    things: Annotated[
+        list[str], typer.Argument(metavar="STORE OLD NEW | OLD NEW", help="Two steps of a store, or two files.")
+    ],
+    parents: Parents = None,
+    changed_only: Annotated[bool, typer.Option("--changed", help="Leave out arrays that are the same.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what changed between two checkpoints: relative L2, share of elements that changed, bytes, for each array.
+
+    A file may be one of ours, a .pt, a safetensors file, or a DCP folder. Compared is what a restore gives.
+    """
+    from ..codec.errors import BadArgumentError
+    from .sources import open_store, parse_step
+
+    with busy("reading"):
+        if len(things) == 3:
+            if parents:
+                raise BadArgumentError("--parent: a store knows its chains")
+            store = open_store(things[0])
+            old, new = (_of_checkpoint(store.read(parse_step(step))) for step in things[1:])
+        elif len(things) == 2:
+            old, new = (_of_path(Path(thing), parents or []) for thing in things)
+        else:
+            raise BadArgumentError(f"{len(things)} arguments; say STORE OLD NEW, or two files")
+    with busy("comparing"):
+        changes = compare(old, new)
+        values = list(_value_changes(old.values, new.values))
+    if as_json:
+        import dataclasses
+
+        emit(
+            {
+                "old_nbytes": old.nbytes,
+                "new_nbytes": new.nbytes,
+                "arrays": [dataclasses.asdict(c) for c in changes],
+                "values": [{"path": p, "old": _json(a), "new": _json(b)} for p, a, b in values],
+            }
+        )
+        return
+    _show([c for c in changes if c.what != "same" or not changed_only], values)
+    counts = {what: sum(c.what == what for c in changes) for what in dict.fromkeys(c.what for c in changes)}
+    sizes = [f"{size(side.nbytes)}" if side.nbytes is not None else "?" for side in (old, new)]
+    line()
+    told = ", ".join(f"{n} {what}" for what, n in counts.items()) or "none"
+    line(f"arrays: {told}; plain values: {len(values)} differ; stored {' -> '.join(sizes)}")
+
+
+def _show(changes: list[Change], values: list[tuple[str, Any, Any]]) -> None:
+    table(
+        ("path", "what", ">relative L2", ">changed", ">old", ">new"),
+        [
+            (
+                c.path,
+                c.what,
+                "" if c.relative_l2 is None else f"{c.relative_l2:.3g}",
+                "" if c.changed_share is None else f"{100 * c.changed_share:.2f} %",
+                "" if c.stored_old is None else size(c.stored_old),
+                "" if c.stored_new is None else size(c.stored_new),
+            )
+            for c in changes
+        ],
+    )
+    if values:
+        line()
+        for path, a, b in values[:SHOWN]:
+            line(f"{path}: {_short(a)} -> {_short(b)}")
+        if len(values) > SHOWN:
+            line(f"... and {len(values) - SHOWN} more plain values")
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "(not there)"
+
+
+MISSING = _Missing()
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.60}"
+
+
+def _json(value: Any) -> Any:
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else repr(value)
+
+
+def _of_path(path: Path, parents: list[Path]) -> Side:
+    from .foreign import is_spt, load_state
+    from .sources import resolved
+
+    return _of_checkpoint(resolved(path, parents)) if is_spt(path) else _of_state(load_state(path))
+
+
+def _of_checkpoint(ckpt: Checkpoint) -> Side:
+    from ..codec import tree
+
+    values: list[tuple[str, Any]] = []
+    skeleton = tree.unflatten(ckpt.header["tree"], lambda _number, _place: _ARRAY)
+    values = list(_plain_values(skeleton))
+    arrays = {}
+    for name, record in _named(ckpt.records, lambda r: (r.path, r.key)):
+        arrays[name] = (record.spec, record.nbytes, lambda r=record: ckpt.memory_of(r).values(r.spec))
+    return Side(arrays, dict(values), ckpt.nbytes)
+
+
+def _of_state(state: Any) -> Side:
+    from ..codec import tree
+    from ..codec.leaves import is_array, read_leaf, same_storage_key
+
+    _, found = tree.flatten(state, is_array)
+    seen: set[Any] = set()
+    unique = []
+    for node in found:
+        key = same_storage_key(node.value)
+        if key is None or key not in seen:
+            unique.append(node)
+            seen.add(key)
+    arrays = {}
+    for name, node in _named(unique, lambda n: (n.path, n.key)):
+        spec, flat = read_leaf(node.value, node.path)
+        arrays[name] = (spec, None, lambda flat=flat: flat)
+    return Side(arrays, dict(_plain_values(state)), None)
+
+
+def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+    """Each item under its path, or where two have the same path under its key, which no other has."""
+    from collections import Counter
+
+    times = Counter(names(item)[0] for item in items)
+    for item in items:
+        path, key = names(item)
+        yield (path if times[path] == 1 else key), item
+
+
+_ARRAY = object()
+
+
+def _plain_values(state: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves that are no arrays, by path."""
+    from ..codec.leaves import is_array
+
+    stack: list[tuple[str, Any]] = [("", state)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, dict):
+            items = [(str(k), v) for k, v in value.items()]
+        elif isinstance(value, (list, tuple)):
+            items = [(str(i), v) for i, v in enumerate(value)]
+        else:
+            if value is not _ARRAY and not is_array(value):
+                yield path, value
+            continue
+        stack.extend((f"{path}/{k}" if path else k, v) for k, v in reversed(items))
+
+
+def _value_changes(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for path in dict.fromkeys([*old, *new]):
+        a, b = old.get(path, MISSING), new.get(path, MISSING)
+        # A NaN is what it was.
+        if type(a) is not type(b) or (a != b and not (a != a and b != b)):
+            yield path, a, b
+
+
+def compare(old: Side, new: Side) -> list[Change]:
+    """What became of each array, those of the new side first."""
+    changes = []
+    for path in dict.fromkeys([*new.arrays, *old.arrays]):
+        a, b = old.arrays.get(path), new.arrays.get(path)
+        if a is None or b is None:
+            there = a or b
+            assert there is not None
+            sizes = (None if a is None else a[1], None if b is None else b[1])
+            changes.append(Change(path, "added" if a is None else "removed", None, None, there[0].size, *sizes))
+        elif (a[0].dtype, a[0].shape) != (b[0].dtype, b[0].shape):
+            changes.append(Change(path, "other", None, None, b[0].size, a[1], b[1]))
+        else:
+            relative, share = distance(a[2](), b[2](), b[0])
+            what = "changed" if share else "same"
+            changes.append(Change(path, what, relative, share, b[0].size, a[1], b[1]))
+    return changes
+
+
+def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
+    """Relative L2 distance of two flat arrays of the same kind, and the share of elements whose bits differ.
+
+    Elements whose bits are the same are equal, whatever they are (NaN, infinity). The distance is None where values are
+    no numbers, NaN or infinite where they are not finite, infinite where all old values are zero and the new are not.
+
+    Example:
+        >>> import numpy as np
+        >>> from shrinkpoint.codec.leaves import LeafSpec
+        >>> distance(np.array([3.0, 4.0]), np.array([3.0, 4.5]), LeafSpec("numpy", "float64", (2,)))
+        (0.1, 0.5)
+    """
+    import numpy as np
+
+    from ..codec.base import CHUNK
+    from ..codec.leaves import as_bytes
+    from ..codec.parallel import map_chunks
+
+    if not spec.size:
+        return 0.0, 0.0
+    numbers = _is_numeric(new)
+    width = len(as_bytes(new[:1]))
+
+    def one(start: int) -> tuple[int, float, float]:
+        a, b = old[start : start + CHUNK], new[start : start + CHUNK]
+        differs = (as_bytes(a).reshape(-1, width) != as_bytes(b).reshape(-1, width)).any(axis=1)
+        if not numbers:
+            return int(differs.sum()), 0.0, 0.0
+        x, y = _wide(a), _wide(b)
+        with np.errstate(all="ignore"):
+            miss = np.abs(y[differs] - x[differs])
+            return int(differs.sum()), float((miss * miss).sum()), float((np.abs(x[np.isfinite(x)]) ** 2).sum())
+
+    parts = map_chunks(one, range(0, len(new), CHUNK))
+    count, square, norm = (sum(part[i] for part in parts) for i in range(3))
+    # Of foreign byte orders the bytes are at hand, not the elements.
+    share = count / len(new)
+    if not numbers or len(new) != spec.size:
+        return None, share
+    if norm == 0:
+        return (0.0 if square == 0 else math.inf), share
+    return math.sqrt(square / norm) if math.isfinite(norm) else math.nan, share
+
+
+def _is_numeric(flat: Any) -> bool:
+    from ..kernels.arrays import is_torch
+
+    name = str(flat.dtype).removeprefix("torch.") if is_torch(flat) else flat.dtype.name
+    return re.fullmatch(r"u?int(8|16|32|64)|b?float(16|32|64|8_\w+)|complex(64|128)", name) is not None
+
+
+def _wide(flat: Any) -> Any:
+    """As float64 or complex128 NumPy."""
+    import numpy as np
+
+    from ..kernels.arrays import is_torch
+
+    if is_torch(flat):
+        import torch
+
+        return flat.to(torch.complex128 if flat.dtype.is_complex else torch.float64).numpy()
+    return flat.astype(np.complex128 if flat.dtype.kind == "c" else np.float64)

@@ -1,0 +1,89 @@
+"""Output files and folders of commands: whole under their names or not there, and never over what was there unasked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ..kernels.errors import BadArgumentError
+from ..store import local
+from ..store.files import TEMPORARY
+
+
+def check_free(target: Path, force: bool) -> None:
+    """Raise BadArgumentError where something is that may not be replaced; before the work, and again after it."""
+    if os.path.lexists(target) and not force:
+        raise BadArgumentError(f"{target} exists; say --force to replace it")
+
+
+def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> None:
+    """Let `write(path)` write a file under a temporary name, make it durable, then give it its name.
+
+    Args:
+        target: its name; its folder is made if need be.
+        force: whether it may replace a file.
+        write: writes the file at the path that it is given.
+
+    Raises:
+        BadArgumentError: the name is taken.
+    """
+    check_free(target, force)
+    temporary = _temporary(target)
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        if force:
+            os.replace(temporary, target)
+        else:
+            try:
+                local._link(str(temporary), str(target))
+            except FileExistsError:
+                check_free(target, force)
+                raise
+        local._sync_folder(str(target.parent))
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> None:
+    """The same for a folder: `write(path)` makes it and all that is in it, synced; see `write_file`."""
+    check_free(target, force)
+    temporary = _temporary(target)
+    former: Path | None = None
+    try:
+        write(temporary)
+        local._sync_folder(str(temporary))
+        if os.path.lexists(target):
+            check_free(target, force)
+            former = _temporary(target)
+            os.rename(target, former)
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            if former is not None:
+                os.rename(former, target)
+                former = None
+            raise
+        local._sync_folder(str(target.parent))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if former is not None:
+            if former.is_dir() and not former.is_symlink():
+                shutil.rmtree(former, ignore_errors=True)
+            else:
+                former.unlink()
+
+
+def _temporary(target: Path) -> Path:
+    """A free name beside a target."""
+    if not target.name:
+        raise BadArgumentError(f"{target} is no name for an output")
+    local.make_folder(str(target.parent.absolute()))
+    names = (target.parent / f"{TEMPORARY}{os.getpid()}-{n}-{target.name}" for n in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))

@@ -1,0 +1,71 @@
+"""Exit codes: what went wrong is said in one plain line, and a user's mistake never gives a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from ..kernels.errors import BadArgumentError, ShrinkpointError
+from .output import printable
+
+WRONG, USAGE = 1, 2
+"""Something is wrong with data or storage; the command was used wrongly. Ctrl-C gives 130."""
+
+
+class Guarded(TyperGroup):
+    """A group of commands whose errors become one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            with plain_warnings():
+                return super().invoke(ctx)
+        except BadArgumentError as error:
+            fail(str(error), USAGE)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # whoever read our output has had enough of it
+            fail(_told(error), WRONG)
+        except ShrinkpointError as error:
+            fail(str(error), WRONG)
+        except MemoryError:
+            fail("this needs more memory than there is", WRONG)
+
+
+def fail(message: str, code: int) -> None:
+    """Say what is wrong and exit."""
+    typer.echo(f"shrinkpoint: {printable(message)}", err=True)
+    raise typer.Exit(code)
+
+
+def _told(error: OSError) -> str:
+    if error.strerror is None:
+        return str(error) or type(error).__name__
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return f"{' -> '.join(names)}: {error.strerror}" if names else error.strerror
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Within, a warning is one line without the place in the code that gave it."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        print(f"shrinkpoint: warning: {printable(message)}", file=file or sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,170 @@
+"""Commands that change a store: `compact`, `gc`, `drop`, `pin`, `unpin`, `tag`, `untag`, `rate`, `copy`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import AsJson, StoreUrl
+from .output import busy, emit, line, steps_done
+
+StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag.")]
+
+
+def compact(
+    store: StoreUrl,
+    max_cost: Annotated[float, typer.Option(help="Of restoring any step, in multiples of a base, at least 1.")] = 3.0,
+    as_json: AsJson = False,
+) -> None:
+    """Shorten long chains, so that restoring is quick. Every step stays loadable meanwhile; `gc` frees what is left."""
+    from .sources import open_store
+
+    opened = open_store(store)
+    with steps_done("compact", quiet=as_json) as progress:
+        changed = opened.compact(max_cost, progress)
+    if as_json:
+        emit({"store": store, "changed": changed})
+    else:
+        line(f"{len(changed)} steps are stored otherwise than before; `shrinkpoint gc` frees their former files")
+
+
+def gc(
+    store: StoreUrl,
+    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest steps.")] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Keep steps whose number this divides.")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Keep so many steps with the best metric.")] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="A large metric is a good one.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for savers to finish.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Remove steps that need not be kept, and files that no step needs.
+
+    Without any --keep option every step is kept. Pinned and tagged steps always are, and so is the newest one.
+    """
+    from ..codec.errors import BadArgumentError
+    from ..store.retention import Retention
+    from .sources import open_store
+
+    retention = None
+    if any(option is not None for option in (keep_last, keep_every, keep_best)):
+        last = 1 if keep_last is None else keep_last
+        retention = Retention(last, keep_every, 0 if keep_best is None else keep_best, largest)
+    elif largest:
+        raise BadArgumentError("--largest says nothing without --keep-best")
+    opened = open_store(store)
+    before = opened.steps()
+    with busy("gc"):
+        removed = opened.gc(retention, timeout=timeout)
+    kept = set(opened.steps())
+    gone = [step for step in before if step not in kept]
+    if as_json:
+        emit({"store": store, "removed_steps": gone, "removed_files": removed})
+    else:
+        line(f"{len(gone)} steps and {len(removed)} files removed; {len(kept)} steps kept")
+
+
+def drop(
+    store: StoreUrl,
+    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Which.")],
+    as_json: AsJson = False,
+) -> None:
+    """Remove steps, intact or not; others stored against them stay readable. `gc` frees the files."""
+    from .sources import open_store
+
+    open_store(store).drop(*steps)
+    _told(as_json, f"removed {', '.join(map(str, steps))}", store=store, removed_steps=steps)
+
+
+def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
+    """Keep a step, whatever `gc` is told."""
+    from .sources import open_store, parse_step
+
+    opened = open_store(store)
+    opened.pin(parse_step(step))
+    _told(as_json, f"pinned: {', '.join(map(str, opened.pins()))}", store=store, pins=opened.pins())
+
+
+def unpin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
+    """Take a pin back."""
+    from ..codec.errors import BadArgumentError
+    from .sources import open_store, parse_step
+
+    opened = open_store(store)
+    asked = parse_step(step)
+    number = opened.tags().get(asked) if isinstance(asked, str) else asked
+    if number is None or number not in opened.pins():
+        raise BadArgumentError(f"{step} is not pinned in {store}")
+    opened.unpin(number)
+    _told(as_json, f"pinned: {', '.join(map(str, opened.pins())) or 'none'}", store=store, pins=opened.pins())
+
+
+def tag(
+    store: StoreUrl,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, '_', '.' and '-'.")],
+    step: StepArgument,
+    as_json: AsJson = False,
+) -> None:
+    """Give a step a name, which keeps it too; a name that exists moves."""
+    from .sources import open_store, parse_step
+
+    opened = open_store(store)
+    opened.tag(name, parse_step(step))
+    _told(as_json, f"{name}: step {opened.tags()[name]}", store=store, tags=opened.tags())
+
+
+def untag(
+    store: StoreUrl,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
+    as_json: AsJson = False,
+) -> None:
+    """Forget a tag."""
+    from ..codec.errors import BadArgumentError
+    from .sources import open_store
+
+    opened = open_store(store)
+    if name not in opened.tags():
+        raise BadArgumentError(f"{store} has no tag {name!r}")
+    opened.untag(name)
+    _told(as_json, f"no tag {name} any more", store=store, tags=opened.tags())
+
+
+def rate(
+    store: StoreUrl,
+    step: StepArgument,
+    metric: Annotated[float, typer.Argument(metavar="METRIC", help="Any finite number.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say how good the model of a step is, for `gc --keep-best` and the report."""
+    from .sources import open_store, parse_step
+
+    opened = open_store(store)
+    opened.rate(parse_step(step), metric)
+    number = opened.describe(parse_step(step)).step
+    _told(as_json, f"step {number}: metric {metric:g}", store=store, step=number, metric=metric)
+
+
+def copy(
+    store: StoreUrl,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder or fsspec URL; a store or nothing yet.")],
+    steps: Annotated[
+        list[int] | None, typer.Option("--step", help="Only this step and what it needs; repeatable.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy steps with all they need to another store, pins and tags too; every file is checked on its way."""
+    from .sources import open_store
+
+    opened = open_store(store)
+    with busy(f"copying to {target}"):
+        copied = opened.copy(target, steps or None)
+    chosen = sorted(set(steps)) if steps else opened.steps()
+    told = f"{len(chosen)} steps are in {target}, which has {len(copied.steps())}"
+    _told(as_json, told, store=store, target=target, steps=chosen)
+
+
+def _told(as_json: bool, text: str, **data: object) -> None:
+    if as_json:
+        emit(data)
+    else:
+        line(text)

@@ -1,0 +1,242 @@
+"""`info`, `ls`, `verify`: what is there, and whether it is what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import AsJson, Parents, Step, StoreUrl
+from .output import busy, emit, line, note, size, steps_done, table
+
+if TYPE_CHECKING:
+    from ..codec.checkpoint import Checkpoint, Row
+
+ORDERS = ("path", "bytes", "error")
+
+
+def info(
+    source: Annotated[str, typer.Argument(metavar="FILE|STORE", help="A checkpoint file, or a store.")],
+    step: Step = None,
+    paths: Annotated[
+        list[str] | None, typer.Option("--paths", help="Only arrays whose path matches this shell glob; repeatable.")
+    ] = None,
+    sort: Annotated[str, typer.Option(help="Order of the table: path (as stored), bytes or error.")] = "path",
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint's header says, and a line for each array.
+
+    Of a store only the header of one step is read.
+    """
+    from ..codec.errors import BadArgumentError
+
+    if sort not in ORDERS:
+        raise BadArgumentError(f"--sort is {sort!r}; it must be one of {', '.join(ORDERS)}")
+    ckpt, about = _open(source, step)
+    rows = _ordered(_matching(ckpt.summary(), paths), sort)
+    about |= {
+        "id": ckpt.id,
+        "delta": ckpt.is_delta,
+        "parent": ckpt.parent_id,
+        "nbytes": ckpt.nbytes,
+        "raw_nbytes": ckpt.raw_nbytes,
+        "ratio": ckpt.ratio,
+        "arrays": len(ckpt.records),
+    }
+    if as_json:
+        emit(about | {"rows": [dict(row) for row in rows]})
+        return
+    kind = f"delta of {ckpt.parent_id[:16]}..." if ckpt.parent_id else "base"
+    where = f", step {about['step']}" if "step" in about else ""
+    line(f"{source}{where}: {kind}, id {ckpt.id[:16]}...")
+    line(f"{size(ckpt.raw_nbytes)} in {len(ckpt.records)} arrays -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}")
+    line()
+    table(
+        ("path", "codec", "dtype", "shape", ">raw", ">stored", ">bits", ">error", "measure", "note"),
+        [
+            (
+                row.path,
+                row.codec,
+                row.dtype,
+                "x".join(map(str, row.shape)) or "()",
+                size(row.raw_bytes),
+                size(row.stored_bytes),
+                f"{row.bits_per_element:.2f}",
+                "" if row.measure == "exact" else f"{row.error:.3g}",
+                row.measure,
+                row.note,
+            )
+            for row in rows
+        ],
+    )
+
+
+def _open(source: str, step: str | None) -> tuple[Checkpoint, dict[str, Any]]:
+    """A checkpoint, its header at least, and where it is."""
+    from ..codec.errors import BadArgumentError
+    from .foreign import is_spt
+    from .sources import header_of, newest_intact, open_store, parse_step, read_file
+
+    if is_spt(Path(source)):
+        if step is not None:
+            raise BadArgumentError(f"--step {step!r}: {source} is a file, no store")
+        return read_file(Path(source)), {"file": source}
+    if Path(source).is_file():
+        return read_file(Path(source)), {"file": source}  # says what is wrong with it
+    store = open_store(source)
+    if step is None:
+        number, ckpt = newest_intact(store, lambda s: header_of(store, s))
+    else:
+        ckpt = header_of(store, parse_step(step))
+        number = store.describe(parse_step(step)).step
+    manifest = store.describe(number)
+    return ckpt, {
+        "store": source,
+        "step": number,
+        "metric": manifest.metric,
+        "chain": list(manifest.chain),
+        "restore_cost": manifest.restore_cost,
+    }
+
+
+def _matching(rows: list[Row], paths: list[str] | None) -> list[Row]:
+    import fnmatch
+
+    from ..codec.errors import BadArgumentError
+
+    if not paths:
+        return rows
+    for pattern in paths:
+        if not any(fnmatch.fnmatchcase(row.path, pattern) for row in rows):
+            raise BadArgumentError(f"--paths {pattern!r}: no array matches")
+    return [row for row in rows if any(fnmatch.fnmatchcase(row.path, pattern) for pattern in paths)]
+
+
+def _ordered(rows: list[Row], sort: str) -> list[Row]:
+    if sort == "bytes":
+        return sorted(rows, key=lambda row: -row.stored_bytes)
+    return sorted(rows, key=lambda row: -row.error) if sort == "error" else rows
+
+
+def ls(store: StoreUrl, as_json: AsJson = False) -> None:
+    """List the steps of a store. Exit code 1 if the manifest of one cannot be read."""
+    from ..codec.errors import CorruptDataError, NewerFormatError
+    from .sources import open_store
+
+    opened = open_store(store)
+    pins, tags = set(opened.pins()), opened.tags()
+    found: list[dict[str, Any]] = []
+    for step in opened.steps():
+        labels = [name for name, number in tags.items() if number == step]
+        entry: dict[str, Any] = {"step": step, "pinned": step in pins, "tags": labels}
+        try:
+            m = opened.describe(step)
+        except (CorruptDataError, NewerFormatError) as error:
+            found.append(entry | {"problem": str(error)})
+            continue
+        entry |= {"delta": m.is_delta, "nbytes": m.nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
+        found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
+    wrong = [entry for entry in found if "problem" in entry]
+    restores = opened.restores()
+    if as_json:
+        emit({"store": store, "restores": restores, "steps": found})
+    else:
+        columns = (">step", "kind", ">raw", ">stored", ">ratio", ">cost", ">metric", "labels")
+        table(columns, [_ls_row(entry) for entry in found])
+        stored = sum(entry.get("nbytes", 0) for entry in found)
+        line()
+        line(f"{len(found)} steps, {size(stored)} in their own files; restored {restores} times")
+    for entry in wrong:
+        note(entry["problem"])
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _ls_row(entry: dict[str, Any]) -> tuple[object, ...]:
+    if "problem" in entry:
+        return (entry["step"], "unreadable", "", "", "", "", "", "")
+    labels = ["pinned"] * entry["pinned"] + entry["tags"]
+    return (
+        entry["step"],
+        "delta" if entry["delta"] else "base",
+        size(entry["raw_nbytes"]),
+        size(entry["nbytes"]),
+        f"{entry['ratio']:.2f}",
+        f"{entry['restore_cost']:.2f}",
+        "" if entry["metric"] is None else f"{entry['metric']:g}",
+        " ".join(labels),
+    )
+
+
+def verify(
+    sources: Annotated[list[str], typer.Argument(metavar="STORE|FILE...", help="A store, or checkpoint files.")],
+    parents: Parents = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything and check it. Exit code 1 if anything is not intact.
+
+    Of a store every step is checked with its whole chain. A delta file is decoded with its chain where that is among
+    the files or given by --parent; else only its checksums are checked, and that is said.
+    """
+    from .sources import is_store
+
+    problems: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
+    files = [source for source in sources if not is_store(source)]
+    for source in sources:
+        if source not in files:
+            found, steps = _verify_store(source, as_json)
+            checked += [{"store": source, "step": step} for step in steps]
+            problems += [{"store": source, "step": step, "problem": why} for step, why in found.items()]
+    for result in _verify_files([Path(f) for f in files], parents or []):
+        checked.append({"file": result["file"], "how": result["how"]})
+        if result["problem"]:
+            problems.append({"file": result["file"], "problem": result["problem"]})
+        elif not as_json and result["how"] == "checksums":
+            line(f"{result['file']}: intact by its checksums; not decoded, its parent was not given")
+    if as_json:
+        emit({"intact": not problems, "checked": checked, "problems": problems})
+    else:
+        for problem in problems:
+            line(f"NOT INTACT: {problem['problem']}")
+        line(f"{len(checked)} checkpoints checked, {len(problems)} not intact")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int]]:
+    from .sources import open_store
+
+    store = open_store(url)
+    steps = store.steps()
+    with steps_done("verify", quiet=quiet) as progress:
+        return store.verify(progress), steps
+
+
+def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]]:
+    from ..codec.checkpoint import decompress
+    from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
+    from .sources import chain_of, read_file
+
+    found: dict[Path, Any] = {}
+    problems: dict[Path, str] = {}
+    for path in dict.fromkeys([*files, *parents]):
+        try:
+            found[path] = read_file(path)
+        except (CorruptDataError, NewerFormatError) as error:
+            problems[path] = str(error)
+    below = {ckpt.identity: ckpt for ckpt in found.values()}
+    results: list[dict[str, Any]] = []
+    for path in files:
+        how = "decoded"
+        if path in found:
+            try:
+                with busy(f"verify {path}"):
+                    decompress(chain_of(found[path], path, below))
+            except MissingParentError:
+                how = "checksums"
+            except CorruptDataError as error:
+                problems[path] = f"{path}: {error}"
+        results.append({"file": str(path), "how": how, "problem": problems.get(path, "")})
+    return results

@@ -1,0 +1,118 @@
+"""What commands say: tables and JSON on standard output, notes and progress on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import typer
+
+LINES = 20
+"""Where there is no terminal, progress over many steps is told in at most so many lines."""
+
+
+def printable(text: object) -> str:
+    """Text as it can be shown: names come from files, and control characters could rewrite a terminal.
+
+    Example:
+        >>> printable("a\\x1b[31m/b")
+        'a\\\\x1b[31m/b'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units.
+
+    Example:
+        >>> size(999), size(1234), size(56_700_000)
+        ('999 B', '1.23 kB', '56.7 MB')
+    """
+    if abs(nbytes) < 1000:
+        return f"{nbytes:.0f} B"
+    unit = min(int(math.log10(abs(nbytes)) // 3), 5)
+    value = nbytes / 1000**unit
+    if abs(value) >= 999.5 and unit < 5:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.{max(0, 2 - int(math.log10(abs(value))))}f} {'kMGTP'[unit - 1]}B"
+
+
+def line(text: str = "") -> None:
+    """A line of the result."""
+    typer.echo(printable(text))
+
+
+def note(text: str) -> None:
+    """A line that is no part of the result."""
+    typer.echo(f"shrinkpoint: {printable(text)}", err=True)
+
+
+def emit(data: Any) -> None:
+    """The result as one JSON document; what is no finite number becomes null."""
+    typer.echo(json.dumps(plain(data), indent=1, allow_nan=False))
+
+
+def plain(data: Any) -> Any:
+    """Data with null for each number that JSON does not have."""
+    if isinstance(data, dict):
+        return {k: plain(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [plain(v) for v in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Aligned columns, one line a row, nothing cut off; a column whose name begins with ">" is aligned right."""
+    cells = [[printable(c) for c in row] for row in rows]
+    names = [c.removeprefix(">") for c in columns]
+    widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(names)]
+    for row in [names, *cells]:
+        parts = [
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for column, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        typer.echo("  ".join(parts).rstrip())
+
+
+@contextlib.contextmanager
+def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
+    """Progress over steps: a bar on a terminal, elsewhere some lines, none if `quiet`; all on standard error.
+
+    The function it gives is called with (step, done, total), as those of `Store`.
+    """
+    if not sys.stderr.isatty():
+
+        def tell(step: int, done: int, total: int) -> None:
+            every = -(-total // LINES)
+            if not quiet and total and (done % every == 0 or done == total):
+                note(f"{what}: step {step} ({done} of {total})")
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+
+        def show(step: int, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, description=f"{what}: step {step}")
+
+        yield show
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A sign of life on a terminal while something without steps is done; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield

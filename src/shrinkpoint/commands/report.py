@@ -1,0 +1,68 @@
+"""`report`: one page about a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import AsJson, Force
+from .output import emit, line, note, size, steps_done
+
+
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A store, or a folder with a store in it, as demo makes.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    step: Annotated[
+        str | None, typer.Option(help="Step or tag whose histograms are shown; by default the newest intact one.")
+    ] = None,
+    search: Annotated[
+        list[Path] | None,
+        typer.Option("--search", help="JSON of SearchResult.to_json, to be shown with its choice; repeatable."),
+    ] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a self-contained HTML page about a run.
+
+    Size and ratio of each step, where the bytes are, errors, metric, restores, what codecs chose, and the histogram of
+    any tensor with its codebook. The page loads nothing from anywhere.
+    """
+    from ..report.collect import collect
+    from ..report.page import page
+    from .files import check_free, write_file
+    from .sources import is_store, open_store, parse_step
+
+    check_free(output, force)
+    folder = Path(run)
+    inside = folder / "store"
+    url = str(inside) if not is_store(run) and is_store(str(inside)) else run
+    store = open_store(url)
+    with steps_done("report", quiet=as_json) as progress:
+        found = collect(
+            store,
+            name=run,
+            step=None if step is None else parse_step(step),
+            searches=search or (),
+            results=folder / "results.json" if url != run else None,
+            progress=progress,
+        )
+    html = page(found)
+    write_file(output, force, lambda path: path.write_text(html, encoding="utf-8"))
+    for problem in found.problems:
+        note(f"warning: {problem}")
+    if as_json:
+        emit(
+            {
+                "report": str(output),
+                "nbytes": len(html.encode()),
+                "steps": [s.step for s in found.steps],
+                "all_steps": found.all_steps,
+                "tensors": len(found.tensors),
+                "all_tensors": found.all_tensors,
+                "problems": list(found.problems),
+            }
+        )
+    else:
+        line(f"{output}: {len(found.steps)} steps, {len(found.tensors)} histograms, {size(len(html.encode()))}")

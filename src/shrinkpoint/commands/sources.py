@@ -1,0 +1,135 @@
+"""What a command is given: a store (folder or URL), a checkpoint file of ours, or files of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..codec.checkpoint import Checkpoint
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from .foreign import is_spt
+from .output import note
+
+if TYPE_CHECKING:
+    from ..codec.config import Config
+    from ..store.store import Store
+
+T = TypeVar("T")
+
+
+def is_url(text: str) -> bool:
+    """Whether it names something that is no local path."""
+    return "://" in text or "::" in text
+
+
+def is_store(text: str) -> bool:
+    """Whether it is a URL, or a folder with the steps of a store."""
+    return is_url(text) or os.path.isdir(os.path.join(text, "steps"))
+
+
+def open_store(url: str, cfg: Config | None = None) -> Store:
+    """A store that holds something.
+
+    Raises:
+        OSError: there is no such place.
+        CorruptDataError: it is no store, or is empty.
+    """
+    from ..store.store import Store
+
+    if not is_url(url):
+        os.stat(url)  # a place that is not there is no empty store
+        if not is_store(url):
+            raise CorruptDataError(f"{url}: no store: it has no folder 'steps'")
+    store = Store(url, cfg)
+    if not store.steps():
+        raise CorruptDataError(f"{url}: holds no checkpoint")
+    return store
+
+
+def parse_step(text: str) -> int | str:
+    """A step's number, or a tag."""
+    return int(text) if text.isascii() and text.isdigit() else text
+
+
+def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
+    """What `read` makes of the newest step it can read; those passed over are told on standard error."""
+    skipped = []
+    for step in reversed(store.steps()):
+        try:
+            return step, read(step)
+        except (CorruptDataError, MissingParentError, NewerFormatError) as error:
+            skipped.append(str(error))
+            note(f"warning: skipped {error}")
+    raise CorruptDataError(f"{store.url}: no checkpoint is intact: {'; '.join(skipped)}")
+
+
+def header_of(store: Store, step: int | str) -> Checkpoint:
+    """A step's checkpoint of which only the header is read: enough for `summary`."""
+    from ..store.chain import opener
+    from ..store.files import open_files
+
+    return opener(open_files(store.url), store.describe(step))(None)
+
+
+def read_file(path: Path) -> Checkpoint:
+    """A checkpoint file, its checksums verified; a delta is not resolved.
+
+    Raises:
+        OSError, CorruptDataError, NewerFormatError: with the path.
+    """
+    data = path.read_bytes()
+    if not is_spt(path):
+        raise CorruptDataError(f"{path}: no shrinkpoint file")
+    try:
+        return Checkpoint.from_bytes(data)
+    except (CorruptDataError, NewerFormatError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def resolved(path: Path, parents: Sequence[Path]) -> Checkpoint:
+    """A checkpoint file, resolved with the files of its chain, which may be given in any order.
+
+    Raises:
+        MissingParentError: one is not among them.
+    """
+    below = {ckpt.identity: ckpt for ckpt in map(read_file, parents)}
+    return chain_of(read_file(path), path, below)
+
+
+def chain_of(ckpt: Checkpoint, path: Path, below: dict[str, Checkpoint]) -> Checkpoint:
+    """A checkpoint resolved with those of its chain, by identity; MissingParentError where one is not there."""
+    chain = [ckpt]
+    while not chain[-1].is_resolved:
+        parent = below.get(str(chain[-1].parent_id))
+        if parent is None or parent in chain:
+            needed = str(chain[-1].parent_id)[:16]
+            raise MissingParentError(f"{path}: needs the checkpoint {needed}...; say --parent FILE")
+        chain.append(parent)
+    found = chain.pop()
+    while chain:
+        found = Checkpoint.from_bytes(chain.pop().to_bytes(), found)
+    return found
+
+
+def subtree(state: Any, under: str) -> Any:
+    """The part of a state at a path; its keys are matched as they are shown, joined by "/".
+
+    Raises:
+        BadArgumentError: there is no such part.
+    """
+    found, rest = state, under
+    while rest:
+        items: dict[str, Any] = {}
+        if isinstance(found, dict):
+            items = {str(k): v for k, v in found.items()}
+        elif isinstance(found, (list, tuple)):
+            items = {str(i): v for i, v in enumerate(found)}
+        # A key may hold a "/" itself: the longest one that fits is meant.
+        fitting = [k for k in items if rest == k or rest.startswith(k + "/")]
+        if not fitting:
+            raise BadArgumentError(f"--under {under!r}: there is no such part; here are {', '.join(items)[:200]}")
+        key = max(fitting, key=len)
+        found, rest = items[key], rest[len(key) + 1 :]
+    return found

@@ -1,0 +1,78 @@
+"""Uniform codebooks: the error of the exact one with less entropy; when a parent's is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.codec.codebook import MOST, Fit, fit, spacing
+from shrinkpoint.kernels.histogram import log_histogram
+
+from .common import through_bytes
+
+
+def _fit(x: np.ndarray, solver: str, bins: int, parent: np.ndarray | None = None) -> tuple[np.ndarray, str]:
+    return fit(log_histogram(x, 6, signed=True), Fit(bins, 1.0, solver, "frozen", 1.05, 0), parent)
+
+
+def _coded(x: np.ndarray, codebook: np.ndarray) -> tuple[float, float]:
+    """Mean squared error and entropy of the nearest levels."""
+    middle = (codebook[1:] + codebook[:-1]) / 2
+    level = np.searchsorted(middle, x)
+    p = np.bincount(level, minlength=codebook.size) / x.size
+    return float(((x - codebook[level]) ** 2).mean()), float(-(p[p > 0] * np.log2(p[p > 0])).sum())
+
+
+@pytest.mark.parametrize("bins", [8, 16, 24, 64])
+@pytest.mark.parametrize("shape", ["normal", "laplace", "mixture"])
+def test_as_good_as_the_exact_codebook_with_less_entropy(bins: int, shape: str) -> None:
+    rng = np.random.default_rng(bins)
+    x = {
+        "normal": lambda: rng.standard_normal(200_000),
+        "laplace": lambda: rng.laplace(size=200_000),
+        "mixture": lambda: rng.standard_normal(200_000) * rng.lognormal(0, 0.5, 200_000),
+    }[shape]()
+    ours, exact = _coded(x, _fit(x.astype("f4"), "uniform", bins)[0]), _coded(x, _fit(x.astype("f4"), "exact", bins)[0])
+    assert ours[0] < 1.02 * exact[0]
+    assert ours[1] < exact[1]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-30, 1.0, 1e30]), st.integers(2, 254), st.integers(1, 3000))
+def test_entries_are_multiples_of_one_step_and_cover_the_values(seed: int, scale: float, bins: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = (scale * rng.standard_normal(n) * rng.lognormal(0, 1, n)).astype("f4")
+    codebook, reason = _fit(x, "uniform", bins)
+    assert reason == "new"
+    assert 1 <= codebook.size <= MOST
+    distinct = np.unique(log_histogram(x, 6, signed=True).counts.nonzero()[0]).size
+    if codebook.size < 3 or distinct <= bins:
+        return
+    step = spacing(codebook)
+    np.testing.assert_array_equal(codebook, np.round(codebook / step) * step)
+    assert codebook[0] - step <= x.min() + abs(x.min()) / 64
+    assert codebook[-1] + step >= x.max() - abs(x.max()) / 64
+
+
+def test_a_parent_is_kept_while_it_is_about_as_good() -> None:
+    x = np.random.default_rng(0).standard_normal(100_000).astype("f4")
+    first, _ = _fit(x, "uniform", 24)
+    assert _fit(x * np.float32(1.001), "uniform", 24, first) == (pytest.approx(first), "frozen")
+    coarse, why = _fit(x * np.float32(0.8), "uniform", 24, first)
+    assert why.startswith("refit: loss")
+    assert spacing(coarse) < spacing(first)
+    _, why = _fit(x * np.float32(1.5), "uniform", 24, first)
+    assert why.startswith("refit: a step of")
+
+
+def test_few_distinct_values_are_kept_exactly() -> None:
+    x = np.random.default_rng(0).choice(np.array([-0.7, 0.1, 0.30000001, 1e6], "f4"), (50, 50))
+    ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Quantize(alpha=2.0**-13, protect=0.0))]))
+    assert ckpt.summary()[0].error < 1e-3
+    ones = np.full((50, 50), 0.1, "f4")
+    assert (through_bytes(sp.compress({"w": ones}))["w"] == ones).all() or sp.compress({"w": ones}).summary()[
+        0
+    ].error < 0.01

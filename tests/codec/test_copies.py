@@ -1,0 +1,85 @@
+"""Copies within a state: half-precision weights beside their masters, clones; stored once, restored together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+from .common import difference, through_bytes
+
+
+def mixed(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """What mixed-precision training saves: masters in float32, the model's weights as casts of them."""
+    torch.manual_seed(seed)
+    masters = {"fc": torch.randn(96, 64) * 0.02, "out": torch.randn(64, 128)}
+    return {"model": {k: v.to(dtype) for k, v in masters.items()}, "master": masters}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "cfg", [sp.Config(), sp.presets.lossless(), sp.Config(max_rel_error=0.01), sp.Config(rate=0.01)]
+)
+def test_a_cast_is_stored_as_a_reference(cfg: sp.Config, dtype: torch.dtype) -> None:
+    state = mixed(dtype=dtype)
+    ckpt = sp.compress(state, cfg=cfg)
+    rows = {row.path: row for row in ckpt.summary()}
+    assert (rows["model/fc"].codec, rows["model/fc"].stored_bytes) == ("copy", 0)
+    assert rows["model/fc"].note == "a copy of master/fc"
+    assert rows["master/fc"].codec != "copy"
+    back = through_bytes(ckpt)
+    assert difference(back["model"], {k: v.to(dtype) for k, v in back["master"].items()}) == ""
+    met = float(
+        (back["model"]["fc"].double() - state["model"]["fc"].double()).norm() / state["model"]["fc"].double().norm()
+    )
+    assert met <= rows["model/fc"].error * 1.0001 + 1e-12
+    if cfg == sp.presets.lossless():
+        assert difference(back, state) == ""
+        assert rows["model/fc"].error == 0
+
+
+def test_one_bit_of_difference_is_no_copy() -> None:
+    state = mixed()
+    state["model"]["out"].view(torch.int16)[-1, -1] ^= 1
+    rows = {row.path: row.codec for row in sp.compress(state).summary()}
+    assert rows["model/fc"] == "copy"
+    assert rows["model/out"] == "levels"
+
+
+def test_a_copy_never_loses_what_its_own_codec_would_keep() -> None:
+    w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
+    state = {"a": w, "b": w.copy()}
+    exact_b = sp.compress(state, cfg=sp.Config([("b", sp.Exact())]))
+    assert [row.codec for row in exact_b.summary()] == ["levels", "bytes"]
+    assert difference(through_bytes(exact_b)["b"], w) == ""
+    exact_a = sp.compress(state, cfg=sp.Config([("a", sp.Exact())]))
+    assert [row.codec for row in exact_a.summary()] == ["bytes", "copy"]
+    assert difference(through_bytes(exact_a), state) == ""
+
+
+def test_clones_come_back_as_arrays_of_their_own_and_may_part_later() -> None:
+    w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
+    for cfg in (sp.Config(), sp.presets.lossless()):
+        base = sp.compress({"w": w, "ema": w.copy()}, cfg=cfg)
+        assert [row.codec for row in base.summary()][1] == "copy"
+        back = through_bytes(base)
+        assert not np.shares_memory(back["w"], back["ema"])
+        assert difference(back["w"], back["ema"]) == ""
+        moved = {"w": w * np.float32(1.01), "ema": w}
+        delta = sp.compress(moved, base, cfg)
+        restored = through_bytes(delta, sp.Checkpoint.from_bytes(base.to_bytes()))
+        assert difference(restored, sp.decompress(delta)) == ""
+        again = sp.compress({"w": w, "ema": w.copy()}, delta, cfg)
+        assert difference(*(sp.decompress(again)[k] for k in ("w", "ema"))) == ""
+
+
+def test_moments_and_tied_arrays_are_not_taken_for_copies() -> None:
+    w = torch.randn(64, 64)
+    m = torch.rand(64, 64)
+    state = {"w": w, "tied": w, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": m.clone()}}}}
+    codecs = [row.codec for row in sp.compress(state).summary()]
+    assert codecs == ["levels", "grid", "rank-one"]

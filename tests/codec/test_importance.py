@@ -1,0 +1,120 @@
+"""Which second moment belongs to which weight, and what the rate-distortion encoder makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec.base import Leaf
+from shrinkpoint.codec.importance import FLOOR, mean_root, second_moments, weights_of
+from shrinkpoint.codec.kinds import guess, kind_of
+from shrinkpoint.codec.leaves import LeafSpec
+
+from .common import through_bytes
+
+
+def leaves(*paths: str, shapes: dict[str, tuple[int, ...]] | None = None, kinds: Any = None) -> list[Leaf]:
+    found = []
+    for path in paths:
+        spec = LeafSpec("numpy", "float32", (shapes or {}).get(path, (40, 40)))
+        kind = kind_of(path, spec, kinds) if kinds else guess(path, spec)
+        found.append(Leaf(path, path, spec, kind, np.zeros(spec.size, np.float32)))
+    return found
+
+
+def test_by_the_parameters_name() -> None:
+    given = leaves(
+        "model/b", "model/a", "optim/state/a/exp_avg", "optim/state/a/exp_avg_sq", "optim/state/b/exp_avg_sq"
+    )
+    assert second_moments(given) == {1: 3, 0: 4}
+    nested = leaves("p/fc/w", "p/out/w", "opt/0/nu/out/w", "opt/0/nu/fc/w", "opt/0/mu/fc/w")
+    assert second_moments(nested) == {1: 2, 0: 3}
+
+
+def test_by_order_among_equal_shapes_where_only_numbers_are_known() -> None:
+    shapes = {"model/big": (80, 40), "optim/state/1/exp_avg_sq": (80, 40)}
+    given = leaves(
+        "model/a", "model/big", "model/c",
+        "optim/state/0/exp_avg_sq", "optim/state/1/exp_avg_sq", "optim/state/2/exp_avg_sq", shapes=shapes,
+    )  # fmt: skip
+    assert second_moments(given) == {0: 3, 1: 4, 2: 5}
+    # One weight more than moments of its shape: nobody can say which is which.
+    more = leaves("model/a", "model/b", "model/c", "optim/state/0/exp_avg_sq", "optim/state/1/exp_avg_sq")
+    assert second_moments(more) == {}
+
+
+def test_kinds_settle_what_order_would_get_wrong() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam([parameters[2], parameters[0]])
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    table = sp.kinds(model, optimizer)
+    given = leaves(
+        "model/0.weight", "model/2.weight", "optim/state/0/exp_avg_sq", "optim/state/1/exp_avg_sq",
+        kinds={**table, "2.weight": table["1.weight"]},
+    )  # fmt: skip
+    assert second_moments(given)[0] == 3
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_importance_is_the_root_within_bounds(library: str) -> None:
+    v = np.array([4.0, 1.0, 0.0, 1e-30, np.nan, -1.0, np.inf, 1e30], np.float32)
+    got = weights_of(v if library == "numpy" else torch.from_numpy(v), 1.0, 2.0)
+    found = np.asarray(got)
+    assert found.dtype == np.float32
+    assert found[:2].tolist() == [4.0, 2.0]
+    np.testing.assert_array_equal(found[2:6], np.float32(2 * FLOOR))
+    assert np.isfinite(found).all()
+    assert mean_root(np.full(1000, 9.0, np.float32)) == pytest.approx(3, rel=0.1)
+    assert mean_root(np.zeros(5, np.float32)) == 0
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((200, 200)).astype("f4")
+    v = np.where(np.arange(200) < 100, 1e-2, 1e-6).astype("f4") * rng.lognormal(0, 0.3, (200, 200)).astype("f4")
+    m = (1e-3 * rng.standard_normal((200, 200))).astype("f4")
+    return {"model": {"w": w}, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": v}}}}
+
+
+def test_bits_are_saved_where_errors_matter_least() -> None:
+    first = state()
+    base = sp.compress(first)
+    moved = {**first, "model": {"w": first["model"]["w"] + np.float32(0.1) * state(1)["model"]["w"]}}
+    plain = sp.compress(moved, base)
+    cheap = sp.compress(moved, base, sp.Config(rate=0.003))
+    assert cheap.summary()[0].stored_bytes < 0.75 * plain.summary()[0].stored_bytes
+    error = (through_bytes(cheap, sp.Checkpoint.from_bytes(base.to_bytes()))["model"]["w"] - moved["model"]["w"]) ** 2
+    assert error[:, 100:].mean() > 1.5 * error[:, :100].mean()
+    # Without second moments both halves are treated alike.
+    alone = sp.compress({"model": moved["model"]}, sp.compress({"model": first["model"]}), sp.Config(rate=0.003))
+    even = (sp.decompress(alone)["model"]["w"] - moved["model"]["w"]) ** 2
+    assert even[:, 100:].mean() < 1.1 * even[:, :100].mean()
+
+
+def test_the_hundredth_delta_is_no_worse_than_the_first() -> None:
+    rng = np.random.default_rng(3)
+    now = state()
+    cfg = sp.Config(rate=0.01)
+    prev, errors = None, []
+    for _ in range(101):
+        prev = sp.compress(now, prev, cfg)
+        errors.append(prev.summary()[0].error)
+        now["model"]["w"] = now["model"]["w"] + np.float32(0.003) * rng.standard_normal((200, 200)).astype("f4")
+        now["optimizer"]["state"][0]["exp_avg_sq"] *= np.float32(0.99)
+    assert max(errors[50:]) < 1.15 * max(errors[1:10])
+
+
+def test_odd_second_moments_do_no_harm() -> None:
+    for value in (0.0, np.nan, np.inf, -1.0, 1e-45, 3e38):
+        given = state()
+        given["optimizer"]["state"][0]["exp_avg_sq"][:] = value
+        ckpt = sp.compress(given, sp.compress(given, cfg=sp.Config(rate=0.01)), sp.Config(rate=0.01))
+        assert ckpt.summary()[0].error < 0.2
+        through_bytes(sp.compress(given, cfg=sp.Config(rate=0.01)))

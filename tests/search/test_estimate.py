@@ -1,0 +1,143 @@
+"""Sizes and errors without encoding: within a few percent of what compressing gives; both systems, base and delta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.kernels.histogram import log_histogram
+from shrinkpoint.search import sample as sampling
+from shrinkpoint.search.cube import Cube, Point
+from shrinkpoint.search.estimate import Estimator, coarser
+from shrinkpoint.search.subject import Subject
+
+from .common import perceptron
+
+CUBE = Cube()
+SOME = [p for p in CUBE if p.bins in (4, 12, 32) and p.prune in (0.0, 0.3) and p.protect in (0.0005, 0.01)]
+
+
+def estimator(subject: Subject) -> Estimator:
+    return Estimator(subject.leaves, subject.parents, subject.codec)
+
+
+def relative_error(a: Any, b: Any) -> float:
+    return float(((a - b) ** 2).sum() / (a**2).sum())
+
+
+@pytest.mark.parametrize("system", ["default", "inshrinkerator"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> None:
+    chain = perceptron()
+    points = [Point(p.bins, p.prune, p.metric, p.protect, 0.0, 32, system) for p in SOME]
+    last = Point(12, 0.0, "magnitude", 0.0005, 0.0, 32, system)
+    prev = sp.compress(chain.states[1], cfg=last.config(), grads=chain.grads[1]) if delta else None
+    subject = Subject.of(chain.states[2], points[0], prev, chain.grads[2], None)
+    ratios = []
+    for point, found in zip(points, estimator(subject)(points), strict=True):
+        ckpt = sp.compress(chain.states[2], prev, point.config(), grads=chain.grads[2])
+        ratios.append((found.nbytes + subject.rest_nbytes) / ckpt.nbytes)
+        back = sp.decompress(ckpt)
+        true = {leaf.path: leaf.spec.size for leaf in subject.leaves}
+        weight, key = chain.states[2]["model"], "model/"
+        met = sum(
+            n * relative_error(weight[path.removeprefix(key)], back["model"][path.removeprefix(key)])
+            for path, n in true.items()
+        ) / sum(true.values())
+        assert found.error == pytest.approx(met, rel=0.06)
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.04)
+    assert np.std(ratios) < 0.03
+    assert max(ratios) / min(ratios) < 1.15
+
+
+def test_the_pruned_share_of_the_error() -> None:
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    subject = Subject.of({"w": x}, SOME[0], None, None, None)
+    points = [Point(32, 0.3, "magnitude", 0.0, embedding_bins=32), Point(32, 0.0, "magnitude", 0.0, embedding_bins=32)]
+    some, none = estimator(subject)(points)
+    small = x.abs() < x.abs().flatten().quantile(0.3)
+    assert some.pruned * some.error == pytest.approx(float((x[small] ** 2).sum() / (x**2).sum()), rel=0.05)
+    assert none.pruned == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_sample_stands_for_a_large_array(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 512, generator=generator).to(dtype)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
+    point = Point(12, 0.2, "magnitude", 0.005, embedding_bins=32)
+    prev = sp.compress({"w": x}, cfg=point.config())
+    moved = (x.double() + 0.02 * torch.randn(x.shape, generator=generator)).to(dtype)
+    for parent in (None, prev):
+        subject = Subject.of({"w": moved}, point, parent, None, None)
+        whole = estimator(subject)([point])[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "SAMPLE", 1 << 15)
+            part = estimator(subject)([point])[0]
+        assert part != whole
+        assert part.nbytes == pytest.approx(whole.nbytes, rel=0.05)
+        assert part.error == pytest.approx(whole.error, rel=0.05)
+
+
+def test_few_arrays_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {f"{i}.weight": torch.randn(32, 48 + 16 * (i % 3), generator=generator) * (1 + i % 5) for i in range(40)}
+    points = [
+        Point(6, 0.2, "magnitude", 0.005, embedding_bins=32),
+        Point(16, 0.0, "magnitude", 0.005, embedding_bins=32),
+    ]
+    subject = Subject.of(state, points[0], None, None, None)
+    few = estimator(subject)(points)
+    monkeypatch.setattr(sampling, "GROUPS", 1000)
+    for a, b in zip(few, estimator(subject)(points), strict=True):
+        assert a != b
+        assert a.nbytes == pytest.approx(b.nbytes, rel=0.08)
+        assert a.error == pytest.approx(b.error, rel=0.1)
+
+
+def test_what_is_counted_is_kept() -> None:
+    subject = Subject.of({"w": torch.randn(64, 64)}, SOME[0], None, None, None)
+    made = estimator(subject)
+    first = made(SOME[:3])
+    assert all(a is b for a, b in zip(first, made(SOME[:3]), strict=True))
+
+
+def test_rate_lowers_the_size_and_raises_the_error() -> None:
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    prev = sp.compress({"w": x})
+    moved = x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    points = [Point(24, 0.0, "magnitude", 0.0005, rate, 32) for rate in (0.0, 0.01, 0.1)]
+    for state, parent in (({"w": x}, None), ({"w": moved}, prev)):
+        subject = Subject.of(state, SOME[0], parent, None, None)
+        found = estimator(subject)(points)
+        real = [sp.compress(state, parent, p.config()).nbytes for p in points]
+        assert found[0].nbytes > found[1].nbytes > found[2].nbytes
+        assert found[0].error < found[1].error < found[2].error
+        for e, nbytes in zip(found, real, strict=True):
+            assert e.nbytes + subject.rest_nbytes == pytest.approx(nbytes, rel=0.05)
+
+
+def test_constant_empty_and_zero_arrays() -> None:
+    state = {"a": torch.zeros(64, 64), "b": torch.full((64, 64), 3.0), "c": torch.zeros(0, 2048)}
+    subject = Subject.of(state, SOME[0], None, None, None)
+    for found in estimator(subject)([p for p in SOME if p.metric == "magnitude"]):
+        assert np.isfinite([found.nbytes, found.error, found.pruned]).all()
+        assert found.nbytes < 2000
+
+
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=200),
+    st.integers(0, 6),
+    st.sampled_from(["float32", "float16"]),
+)
+def test_coarser_histograms_are_those_of_fewer_bits(values: list[float], bits: int, dtype: str) -> None:
+    with np.errstate(over="ignore"):
+        x = np.array(values, np.float32).astype(dtype)
+    fine = log_histogram(x, 6, signed=True)
+    assert (coarser(fine, bits).counts == log_histogram(x, bits, signed=True).counts).all()

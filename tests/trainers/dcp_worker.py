@@ -1,0 +1,226 @@
+"""One rank of the multi-process tests: `python dcp_worker.py SCENARIO FOLDER`, with RANK and WORLD_SIZE set."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shrinkpoint as sp
+from shrinkpoint.trainers.dcp import LoadPlanner, ParentNotUsedWarning, Reader, Writer
+
+warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Net(nn.Module):
+    """Rows that do not divide by four, a norm, an embedding; some arrays large enough to be quantized in shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(67, 64)
+        self.up = nn.Linear(64, 130)
+        self.norm = nn.LayerNorm(130)
+        self.down = nn.Linear(130, 64, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(torch.relu(self.up(self.emb(ids)))))
+
+
+def sharded(mesh: Any, plan: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model on a mesh: FSDP2 ("fsdp"), tensor parallel ("tp") or both ("2d"), with its optimizer."""
+    model = Net()
+    if plan in ("tp", "2d"):
+        tp = mesh["tp"] if plan == "2d" else mesh
+        # A norm over a sharded dimension is not for this test: what matters is how the weights lie.
+        parallelize_module(
+            model,
+            tp,
+            {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())},
+        )
+    if plan in ("fsdp", "2d"):
+        fully_shard(model, mesh=mesh["dp"] if plan == "2d" else mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    torch.manual_seed(100 + step)
+    optimizer.zero_grad()
+    loss = model(torch.randint(0, 67, (32,))).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
+def state_of(model: nn.Module, optimizer: Any, step: int, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    return {"model": weights, "optim": moments, "run": {"step": step, "betas": (0.9, 0.95), "names": ["a", "b"]}}
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, dict):
+        return {k: v for key, value in tree.items() for k, v in tensors(value, f"{path}/{key}").items()}
+    return {path: local(tree).detach().clone()} if isinstance(tree, torch.Tensor) else {}
+
+
+def same(a: Any, b: Any) -> None:
+    left, right = tensors(a), tensors(b)
+    assert left.keys() == right.keys()
+    assert left
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def cleared(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state with other values."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: one(v) for k, v in value.items()}
+        return torch.full_like(value, 7) if isinstance(value, torch.Tensor) else None
+
+    return {k: one(v) for k, v in state.items()}
+
+
+def save(folder: Path) -> None:
+    """Two ranks: FSDP2 in chains beside torch's writer, tensor parallel, replicated, both kinds of async."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model, optimizer = sharded(mesh, "fsdp")
+    exact, lossy = Writer(cfg=sp.presets.lossless()), Writer(folder / "lossy", sp.Config())
+    for step in range(3):
+        train(model, optimizer, step)
+        state = state_of(model, optimizer, step, flat=True)
+        dcp.save(state, storage_writer=exact, checkpoint_id=folder / f"exact-{step}")
+        dcp.save(state, storage_writer=lossy)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "torch"))
+    back = cleared(state)
+    dcp.load(back, storage_reader=Reader(folder / "exact-2"))
+    same(back, state)
+    assert back["run"] == state["run"]
+    # A state of the same model from a fresh start, and the same next step to the bit.
+    again, other = sharded(mesh, "fsdp")
+    train(again, other, 99)
+    weights, moments = get_state_dict(again, other, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.load({"model": weights, "optim": moments}, storage_reader=Reader(folder / "exact-2"))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=moments, options=options)
+    assert train(again, other, 3) == train(model, optimizer, 3)
+
+    tp, optimizer = sharded(init_device_mesh("cpu", (WORLD,)), "tp")
+    train(tp, optimizer, 0)
+    # Nested optimizer state, with the parameters' names as keys; a rank's own tensors beside sharded ones.
+    state = state_of(tp, optimizer, 0, flat=False)
+    dcp.save(state, storage_writer=Writer(folder / "tp", sp.presets.lossless()))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "tp-torch"))
+    replicated = {"w": torch.arange(4096.0).view(64, 64), "n": torch.tensor(3)}
+    dcp.save(replicated, storage_writer=Writer(folder / "ddp", sp.presets.lossless()))
+
+    writer = Writer(cfg=sp.presets.lossless())
+    for step in range(2):
+        state = state_of(model, optimizer, step, flat=True) if step < 0 else {"w": local(replicated["w"]) + step}
+        state["s"] = distribute_tensor(torch.arange(8192.0).view(128, 64) + step, mesh, [Shard(0)])
+        future = dcp.async_save(state, storage_writer=writer, checkpoint_id=folder / f"thread-{step}")
+        state["w"] += 1000
+        future.result()
+    for step in range(2):
+        plain = {"w": torch.full((2048,), 1.5 + step), "step": step}
+        future = dcp.async_save(
+            plain,
+            storage_writer=writer,
+            checkpoint_id=folder / f"process-{step}",
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        plain["w"] += 1000
+        future.result()
+
+
+def reshard(folder: Path) -> None:
+    """Four ranks on a mesh of two by two load what two saved, and go on from it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, optimizer = sharded(mesh, "2d")
+    train(model, optimizer, 99)
+    for ours, theirs in (("exact-2", "torch"), ("tp", "tp-torch")):
+        state = state_of(model, optimizer, 0, flat=ours != "tp")
+        a, b = cleared(state), cleared(state)
+        dcp.load(a, storage_reader=Reader(folder / ours))
+        dcp.load(b, storage_reader=dcp.FileSystemReader(folder / theirs))
+        same(a, b)
+        assert not torch.equal(local(a["model"]["up.weight"]), torch.full_like(local(a["model"]["up.weight"]), 7))
+    train(model, optimizer, 100)
+    state = state_of(model, optimizer, 1, flat=True)
+    writer = Writer(folder / "on", sp.presets.lossless(), parent=folder / "exact-2")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ParentNotUsedWarning)
+        dcp.save(state, storage_writer=writer)
+    # Ranks 0 and 1 had other shards then, ranks 2 and 3 had none: a base, and a word about it.
+    assert [w.category for w in seen].count(ParentNotUsedWarning) == 1
+    dcp.save(state, storage_writer=writer)
+    back = cleared(state)
+    dcp.load(back, storage_reader=Reader(folder / "on"))
+    same(back, state)
+    renamed = {"model": {"up.weight": state["model"]["up.weight"], "new": torch.zeros(2), "norm.bias": torch.zeros(3)}}
+    try:
+        dcp.load(renamed, storage_reader=Reader(folder / "on"), planner=LoadPlanner())
+    except dcp.CheckpointException as e:
+        assert "model.new is not in the checkpoint" in str(e)
+        assert "model.norm.bias is (130,) in the checkpoint and (3,) here" in str(e)
+    else:
+        raise AssertionError("a renamed and a resized parameter were loaded")
+
+
+def killed(folder: Path) -> None:
+    """Two ranks; in their second save rank 1 dies after its container is written, rank 0 must notice."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = torch.arange(8192.0).view(128, 64)
+    writer = Writer(folder / "killed", sp.presets.lossless())
+    dcp.save({"s": distribute_tensor(whole, mesh, [Shard(0)])}, storage_writer=writer)
+    if RANK == 1:
+        written = writer.write_data
+
+        def die(*args: Any) -> Any:
+            written(*args)
+            os._exit(17)
+
+        writer.write_data = die  # type: ignore[method-assign]
+    try:
+        dcp.save({"s": distribute_tensor(whole + 1, mesh, [Shard(0)])}, storage_writer=writer)
+    except Exception as e:
+        print(f"noticed: {type(e).__name__}: {e}"[:500])
+        os._exit(0)
+    raise AssertionError("a rank died and the save went through")
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[2])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/rendezvous-{sys.argv[1]}",
+        rank=RANK,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    torch.set_num_threads(1)
+    {"save": save, "reshard": reshard, "killed": killed}[sys.argv[1]](root)
+    dist.barrier()
+    dist.destroy_process_group()

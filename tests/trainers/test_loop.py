@@ -1,0 +1,336 @@
+"""The plain loop: killed at any moment and resumed, a run computes the numbers of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint import trainers
+from shrinkpoint.trainers.loop import RanksChangedWarning
+from shrinkpoint.trainers.parts import StateMismatchWarning
+
+from ..codec.common import difference
+from .loop_run import main
+
+RUN = Path(__file__).with_name("loop_run.py")
+MULTI = Path(__file__).with_name("loop_ranks.py")
+
+
+def run_and_kill(folder: Path, losses: Path, at: int, workers: int) -> None:
+    """Start the run in a process of its own and kill it with SIGKILL once it has done so many steps."""
+    command = [sys.executable, str(RUN), str(folder), str(losses), "1000", "3", str(workers)]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        limit = time.monotonic() + 120
+        while not losses.exists() or len(losses.read_text().splitlines()) < at:
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def by_step(losses: Path) -> list[str]:
+    """The lines of a run, those that were computed twice once and checked to be equal."""
+    lines = [line for line in losses.read_text().splitlines() if line.endswith("]")]
+    found: dict[int, str] = {}
+    for line in lines:
+        assert found.setdefault(int(line.split()[0]), line) == line
+    return [found[step] for step in sorted(found)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, workers: int) -> None:
+    run_and_kill(tmp_path / "killed", tmp_path / "killed.txt", 17, workers)
+    done = len(by_step(tmp_path / "killed.txt"))
+    steps = done + 15
+    assert len(sp.Store(tmp_path / "killed").steps()) >= 3
+    main(str(tmp_path / "killed"), str(tmp_path / "killed.txt"), steps, 3, workers)
+    main(str(tmp_path / "whole"), str(tmp_path / "whole.txt"), steps, 10**6, workers)
+    assert by_step(tmp_path / "killed.txt") == by_step(tmp_path / "whole.txt")
+    finals = [(tmp_path / f"{name}.txt.final").read_bytes() for name in ("killed", "whole")]
+    assert finals[0] == finals[1]
+    epoch = [line.split("[")[1].strip("]").split(", ") for line in by_step(tmp_path / "whole.txt")[:10]]
+    assert sorted(int(i) for batch in epoch for i in batch) == list(range(37))
+
+
+class Job:
+    """A model with all that goes beside it."""
+
+    def __init__(self, seed: int, width: int = 48, optimizer: str = "AdamW", **names: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential()
+        self.model.add_module(names.get("first", "first"), nn.Linear(6, width))
+        self.model.add_module("last", nn.Linear(width, 48))
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def step(self) -> float:
+        loss = self.model(torch.rand(3, 6)).square().sum()
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        return float(loss.detach())
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+        }
+
+    def state(self) -> Any:
+        state = trainers.training_state(0, **self.parts())
+        return sp.decompress(sp.compress(state, cfg=sp.presets.lossless()))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> sp.Store:
+    return sp.Store(tmp_path / "s", cfg=sp.presets.lossless())
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Rprop", "NAdam"])
+def test_everything_comes_back_in_one_call(store: sp.Store, optimizer: str) -> None:
+    job = Job(1, optimizer=optimizer)
+    for _ in range(3):
+        job.step()
+    trainers.save(store, 3, **job.parts())
+    expected = [job.step() for _ in range(5)]
+    other = Job(2, optimizer=optimizer)
+    other.step()
+    assert trainers.resume(store, **other.parts()) == 3
+    assert [other.step() for _ in range(5)] == expected
+    assert difference(job.state(), other.state()) == ""
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Rprop"])
+def test_saving_before_the_first_step_changes_nothing(store: sp.Store, optimizer: str) -> None:
+    plain = Job(1, optimizer=optimizer)
+    expected = [plain.step() for _ in range(4)]
+    job = Job(1, optimizer=optimizer)
+    trainers.save(store, 0, **job.parts())
+    assert [job.step() for _ in range(4)] == expected
+    other = Job(2, optimizer=optimizer)
+    assert trainers.resume(store, **other.parts()) == 0
+    assert [other.step() for _ in range(4)] == expected
+
+
+def test_an_empty_store_is_the_beginning(store: sp.Store) -> None:
+    job = Job(1)
+    before, drawn = job.state(), torch.get_rng_state()
+    assert trainers.resume(store, **job.parts()) == 0
+    assert difference(before, job.state()) == ""
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_saver_takes_it_in_the_background(tmp_path: Path) -> None:
+    job = Job(1)
+    with sp.Saver(sp.Store(tmp_path / "s", cfg=sp.presets.lossless()), mode="thread") as saver:
+        assert trainers.resume(saver, **job.parts()) == 0
+        job.step()
+        done = trainers.save(saver, 1, **job.parts(), metric=0.5)
+        before = job.state()
+        job.step()
+    assert done is not None
+    assert done.result().status == "saved"  # type: ignore[union-attr]
+    assert saver.store.describe(1).metric == 0.5
+    other = Job(2)
+    assert trainers.resume(saver, **other.parts()) == 1
+    assert difference(before["model"], other.state()["model"]) == ""
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+def test_names_are_those_of_the_bare_model(store: sp.Store, wrap: Any) -> None:
+    job = Job(1)
+    job.step()
+    wrapped: nn.Module = wrap(job.model)
+    trainers.save(store, 1, wrapped, job.optimizer)
+    state = store.load()
+    assert list(state["model"]) == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    assert sorted(state["optimizer"]["state"]) == sorted(state["model"])
+    other = Job(2)
+    trainers.resume(store, wrap(other.model), other.optimizer)
+    assert torch.equal(other.model[0].weight, job.model[0].weight)
+    third = Job(3)
+    trainers.resume(store, third.model, third.optimizer)
+    assert torch.equal(third.model[0].weight, job.model[0].weight)
+
+
+def test_two_optimizers_of_which_one_has_not_stepped(store: sp.Store) -> None:
+    def make(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+        return model, [torch.optim.SGD(model[0].parameters(), 0.1, 0.9), torch.optim.Adam(model[1].parameters())]
+
+    model, (first, second) = make(1)
+    model(torch.ones(3)).sum().backward()
+    first.step()
+    trainers.save(store, 1, model, [first, second])
+    other, both = make(2)
+    assert trainers.resume(store, other, both) == 1
+    assert not both[1].state
+    buffers = [both[0].state[p]["momentum_buffer"] for p in other[0].parameters()]  # type: ignore[index]
+    assert all(torch.equal(b, first.state[p]["momentum_buffer"]) for b, p in zip(buffers, model[0].parameters()))  # type: ignore[index]  # noqa: B905
+
+
+def test_frozen_and_tied_parameters(store: sp.Store) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[2].weight = model[1].weight
+        model[0].requires_grad_(False)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    trainers.save(store, 1, model, optimizer)
+    other, fresh = make()
+    trainers.resume(store, other, fresh)
+    assert other[2].weight is other[1].weight  # type: ignore[index]
+    assert difference(optimizer.state_dict(), fresh.state_dict()) == ""
+
+
+def test_renamed_and_resized_parameters_are_listed_and_nothing_changes(store: sp.Store) -> None:
+    job = Job(1)
+    job.step()
+    trainers.save(store, 1, **job.parts())
+    other = Job(2, width=32, first="begin")
+    before = other.state()
+    with pytest.raises(sp.BadArgumentError) as caught:
+        trainers.resume(store, **other.parts())
+    for line in (
+        "begin.weight: not in the checkpoint",
+        "first.bias: not in the model",
+        "last.weight: shape (48, 48) in the checkpoint, (48, 32) in the model",
+        "optimizer: group 0: begin.bias: not in the checkpoint",
+        "optimizer: group 0: first.weight: not in the optimizer",
+    ):
+        assert line in str(caught.value)
+    assert "last.bias" not in str(caught.value)
+    assert difference(before, other.state()) == ""
+
+
+def test_what_fits_is_loaded_if_asked(store: sp.Store) -> None:
+    job = Job(1)
+    job.step()
+    trainers.save(store, 1, **job.parts())
+    other = Job(2, width=32, first="begin")
+    other.step()
+    kept = other.state()["model"]
+    with pytest.warns(StateMismatchWarning, match=r"begin\.weight: not in the checkpoint"):
+        assert trainers.resume(store, **other.parts(), strict=False) == 1
+    assert torch.equal(other.model.last.bias, job.model.last.bias)  # type: ignore[union-attr, arg-type]
+    for name in ("begin.weight", "begin.bias", "last.weight"):
+        assert torch.equal(other.model.state_dict()[name], kept[name])
+    held = {n: p in other.optimizer.state for n, p in other.model.named_parameters()}
+    assert held == {"begin.weight": False, "begin.bias": False, "last.weight": False, "last.bias": True}
+    other.step()
+
+
+def test_another_dtype_is_not_converted_silently(store: sp.Store) -> None:
+    job = Job(1)
+    trainers.save(store, 1, job.model)
+    with pytest.raises(sp.BadArgumentError, match=r"torch.float32 in the checkpoint, torch.bfloat16 in the model"):
+        trainers.resume(store, Job(1).model.bfloat16())
+
+
+def test_another_optimizer_is_refused(store: sp.Store) -> None:
+    job = Job(1)
+    trainers.save(store, 1, job.model, job.optimizer)
+    other = Job(1, optimizer="Adagrad")
+    with pytest.raises(sp.BadArgumentError, match="AdamW in the checkpoint, Adagrad here"):
+        trainers.resume(store, other.model, other.optimizer)
+    groups = [{"params": [p]} for p in other.model.parameters()]
+    with pytest.raises(sp.BadArgumentError, match="1 parameter groups in the checkpoint, 4 here"):
+        trainers.resume(store, other.model, torch.optim.AdamW(groups))
+
+
+def test_missing_parts_are_named(store: sp.Store) -> None:
+    job = Job(1)
+    trainers.save(store, 1, job.model)
+    with pytest.raises(sp.BadArgumentError, match=r"has no optimizer, scheduler, scaler; nothing was changed"):
+        trainers.resume(store, **job.parts())
+    with pytest.raises(sp.BadArgumentError, match="has no more/x, generators/g, loader"):
+        trainers.resume(
+            store, job.model, more={"x": job.scaler}, generators={"g": torch.Generator()}, loader=trainers.Loader([1])
+        )
+    store.save(2, {"something": 1})
+    with pytest.raises(sp.BadArgumentError, match=r"no checkpoint of trainers.save; it holds something"):
+        trainers.resume(store, job.model)
+
+
+def test_bad_arguments(store: sp.Store) -> None:
+    job = Job(1)
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(7))])
+    for arguments, why in (
+        ((3, job.model), "saver must be a Saver or a Store, not int"),
+        ((store, job.optimizer), "model must be a torch.nn.Module, not AdamW"),
+        ((store, job.model, job.model), "optimizer must be a torch.optim.Optimizer, not Linear"),
+        ((store, job.model, 3), "optimizer must be a torch.optim.Optimizer, not int"),
+    ):
+        saving: Any = (arguments[0], 1, *arguments[1:])
+        with pytest.raises(sp.BadArgumentError, match=why):
+            trainers.save(*saving)
+    with pytest.raises(sp.BadArgumentError, match=r"parameter 0 of group 0, of shape \(7,\), is not the model's"):
+        trainers.save(store, 1, job.model, stranger)
+    with pytest.raises(sp.BadArgumentError, match="scheduler is a int, without state_dict"):
+        trainers.save(store, 1, job.model, scheduler=3)  # type: ignore[arg-type]
+    with pytest.raises(sp.BadArgumentError, match="more must map names"):
+        trainers.resume(store, job.model, more=[job.scaler])  # type: ignore[arg-type]
+    assert store.steps() == []
+
+
+def test_a_damaged_newest_step_is_passed_over(store: sp.Store, tmp_path: Path) -> None:
+    job = Job(1)
+    for step in (1, 2):
+        job.step()
+        trainers.save(store, step, **job.parts())
+    newest = max((tmp_path / "s" / "data").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    other = Job(2)
+    with pytest.warns(UserWarning, match="skipped step 2"):
+        assert trainers.resume(sp.Store(tmp_path / "s"), **other.parts()) == 1
+
+
+def test_ranks_gone_start_their_random_numbers_anew(store: sp.Store) -> None:
+    job = Job(1)
+    trainers.save(store, 4, job.model)
+    state = store.load()
+    store.save(4, state | {"ranks": state["ranks"] * 2})
+    with pytest.warns(RanksChangedWarning, match="saved by 2 processes, resumed by 1"):
+        assert trainers.resume(store, job.model) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes(tmp_path: Path, kind: str) -> None:
+    """Trained by two over gloo, saved, resumed by two (bit for bit) and by one."""
+    address = f"file://{tmp_path}/meet"
+    for phase in ("first", "second"):
+        command = [sys.executable, str(MULTI), kind, phase, str(tmp_path)]
+        ranks = [subprocess.Popen([*command, str(rank), f"{address}-{phase}"]) for rank in (0, 1)]
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    for rank in (0, 1):
+        expected, resumed = ((tmp_path / f"{phase}-{rank}.txt").read_text() for phase in ("first", "second"))
+        assert expected == resumed != ""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RanksChangedWarning)
+        assert trainers.resume(sp.Store(tmp_path / "s"), model, torch.optim.AdamW(model.parameters())) == 3

@@ -1,0 +1,17 @@
+"""torch.distributed.checkpoint with compressed, delta-coded shards: a storage writer and reader for `dcp.save`, `load`.
+
+    writer = Writer("runs/a", cfg=sp.Config())
+    dcp.save(state, storage_writer=writer, checkpoint_id=f"runs/a/step-{step}")
+    dcp.load(state, storage_reader=Reader(f"runs/a/step-{step}"))
+
+See docs/dcp.md.
+"""
+
+from __future__ import annotations
+
+from .planner import LoadPlanner, PartialLoadWarning
+from .reader import Reader
+from .titan import CompressedCheckpoints
+from .writer import ParentNotUsedWarning, Writer
+
+__all__ = ["CompressedCheckpoints", "LoadPlanner", "ParentNotUsedWarning", "PartialLoadWarning", "Reader", "Writer"]

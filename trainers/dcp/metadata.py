@@ -1,0 +1,425 @@
+"""The metadata of a distributed checkpoint: which file holds which shard. JSON with a checksum, no pickle.
+
+    {"checksum": XXH3-128 of the rest, "format": "shrinkpoint-dcp", "version": 1,
+     "world": ranks that saved, "partial": whether the shards need not cover the tensors,
+     "files": [{"rank", "chain": [[name, bytes], ...], "raw", "carried", "since", "spent"}, ...],
+     "layouts": [[[offsets, sizes, file], ...], ...],
+     "entries": {fqn: {"p": path, "d": dtype, "s": size, "l": layout, "g": requires grad, "m": memory format}
+                      or {"p": path, "b": file}}}
+
+Entries of one shape and sharding share a layout, so that the size grows with the ranks times the *different* layouts
+plus the entries, not with ranks times entries. File names are bare names in `data/`: nothing leaves the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
+
+FORMAT = "shrinkpoint-dcp"
+VERSION = 1
+FOLDER = "data"
+MAX_BYTES = 1 << 28
+"""Of metadata: 1,000 ranks take about a megabyte."""
+MAX_PAIRS = 1 << 32
+"""Of shards that are compared for overlap, all layouts together: 1,000 ranks and 100 layouts are 10**8."""
+MAX_INDEX = 1 << 16
+"""Of a list in the path of an entry: whoever rebuilds the list allocates as many places."""
+_NAME = re.compile(r"[0-9]{6}-[0-9a-f]{16}\.spt")
+_FRONT = re.compile(rb'\{"checksum":"([0-9a-f]{32})",')
+_MEMORY_FORMATS = {"channels_last": torch.channels_last, "preserve_format": torch.preserve_format}
+
+Offsets = tuple[int, ...]
+
+
+def metadata_name(rank: int | None = None) -> str:
+    """The file that makes a checkpoint exist: one for all ranks, or a rank's own where they do not talk.
+
+    Trainers look for `.metadata` to tell complete checkpoints from others.
+    """
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+def data_name(rank: int, identity: str) -> str:
+    """Name of a rank's container: the content hash keeps a checkpoint saved anew apart from its former self."""
+    return f"{rank:06d}-{identity[:16]}.spt"
+
+
+def is_data(name: str, rank: int | None = None) -> bool:
+    """Whether a name is that of a container, or of one of a rank's."""
+    return _NAME.fullmatch(name) is not None and (rank is None or name.startswith(f"{rank:06d}-"))
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What one rank wrote.
+
+    Args:
+        rank: which.
+        chain: (name, bytes) of the containers it is decoded from, its own first, the base last.
+        raw_nbytes: bytes of its arrays.
+        carried: bytes of the arrays that have to be decoded below it before it can be.
+        since_base: checkpoints saved since the base, 0 for the base itself.
+        spent: stored bytes of the deltas since it, this one included.
+        shards: (fully qualified name, offsets) of each shard, in order; empty in metadata that was read.
+        values: fully qualified names of what is no tensor; empty in metadata that was read.
+    """
+
+    rank: int
+    chain: tuple[tuple[str, int], ...]
+    raw_nbytes: int
+    carried: int
+    since_base: int
+    spent: int
+    shards: tuple[tuple[str, Offsets], ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.chain[0][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of a tensor: where it begins, how large it is, which file has it, and as which of the entry's shards."""
+
+    offsets: Offsets
+    sizes: Offsets
+    file: int
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is cut into shards."""
+
+    shards: tuple[Shard, ...]
+
+    @cached_property
+    def by_offsets(self) -> dict[Offsets, Shard]:
+        """Shards by where they begin; of an empty one and another at one place the one with elements."""
+        return {s.offsets: s for s in sorted(self.shards, key=lambda s: math.prod(s.sizes) > 0)}
+
+    @cached_property
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """As torch has them."""
+        return [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in self.shards]
+
+    def problem(self, size: Offsets, partial: bool) -> str:
+        """Why this is no layout of a tensor of that size, or ""."""
+        for s in self.shards:
+            if len(s.offsets) != len(size) or len(s.sizes) != len(size):
+                return f"a shard of {len(s.offsets)} dimensions"
+            if any(o + n > whole for o, n, whole in zip(s.offsets, s.sizes, size, strict=True)):
+                return f"the shard at {list(s.offsets)} of {list(s.sizes)} is out of bounds"
+        covered = sum(math.prod(s.sizes) for s in self.shards)
+        if covered != math.prod(size) and not partial:
+            return f"its shards have {covered} elements, it has {math.prod(size)}; a shard is missing or there twice"
+        return ""
+
+    def overlap(self) -> bool:
+        """Whether two of the shards share an element."""
+        filled = [s for s in self.shards if math.prod(s.sizes)]
+        if len(filled) < 2 or not filled[0].sizes:
+            return len(filled) > 1
+        begin = np.array([s.offsets for s in filled], np.int64)
+        end = begin + np.array([s.sizes for s in filled], np.int64)
+        # A block of shards against all, so that memory stays linear in their number.
+        for i in range(0, len(filled), 256):
+            apart = (begin[i : i + 256, None] >= end[None]) | (begin[None] >= end[i : i + 256, None])
+            if (~apart.any(axis=-1)).sum() > min(256, len(filled) - i):
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, or with `file` set, another value.
+
+    Args:
+        path: in the nested state, or None where that was not known.
+        dtype: name in torch.
+        size: of the whole tensor.
+        layout: number of its layout.
+        requires_grad: as it was.
+        memory_format: "contiguous_format" or another of torch's.
+        file: number of the file that has the value.
+    """
+
+    path: tuple[str | int, ...] | None
+    dtype: str = ""
+    size: Offsets = ()
+    layout: int = -1
+    requires_grad: bool = False
+    memory_format: str = "contiguous_format"
+    file: int | None = None
+
+
+@dataclass(frozen=True)
+class Index:
+    """Everything a reader needs to know: files, layouts, entries."""
+
+    world: int
+    partial: bool
+    files: tuple[RankFile, ...]
+    layouts: tuple[Layout, ...] = field(repr=False)
+    entries: dict[str, Entry] = field(repr=False)
+
+    def of_rank(self, rank: int) -> tuple[RankFile | None, dict[tuple[str, Offsets], Offsets]]:
+        """What one rank saved: its file, and the sizes of its shards by name and offsets."""
+        number = next((i for i, f in enumerate(self.files) if f.rank == rank), None)
+        if number is None:
+            return None, {}
+        shards = {
+            (fqn, s.offsets): s.sizes
+            for fqn, e in self.entries.items()
+            if e.file is None
+            for s in self.layouts[e.layout].shards
+            if s.file == number
+        }
+        return self.files[number], shards
+
+    def to_torch(self) -> Metadata:
+        """torch's metadata, from which planners plan; the chunks of entries of one layout are one list."""
+        table: dict[str, Any] = {}
+        for fqn, e in self.entries.items():
+            if e.file is not None:
+                table[fqn] = BytesStorageMetadata()
+                continue
+            properties = TensorProperties(
+                dtype=getattr(torch, e.dtype),
+                requires_grad=e.requires_grad,
+                memory_format=_MEMORY_FORMATS.get(e.memory_format, torch.contiguous_format),
+            )
+            table[fqn] = TensorStorageMetadata(properties, torch.Size(e.size), self.layouts[e.layout].chunks)
+        paths = {fqn: e.path for fqn, e in self.entries.items() if e.path is not None}
+        return Metadata(table, planner_data=paths or None, storage_data=self)
+
+    def to_bytes(self) -> bytes:
+        """The metadata file."""
+        entries = {}
+        for fqn, e in self.entries.items():
+            row: dict[str, Any] = {} if e.path is None else {"p": list(e.path)}
+            if e.file is not None:
+                row["b"] = e.file
+            else:
+                row |= {"d": e.dtype, "s": list(e.size), "l": e.layout}
+                row |= {"g": True} if e.requires_grad else {}
+                row |= {"m": e.memory_format} if e.memory_format != "contiguous_format" else {}
+            entries[fqn] = row
+        fields = {
+            "format": FORMAT,
+            "version": VERSION,
+            "world": self.world,
+            "partial": self.partial,
+            "files": [
+                {
+                    "rank": f.rank,
+                    "chain": f.chain,
+                    "raw": f.raw_nbytes,
+                    "carried": f.carried,
+                    "since": f.since_base,
+                    "spent": f.spent,
+                }
+                for f in self.files
+            ],
+            "layouts": [[[s.offsets, s.sizes, s.file] for s in layout.shards] for layout in self.layouts],
+            "entries": entries,
+        }
+        body = json.dumps(fields, separators=(",", ":")).encode("ascii")
+        return b'{"checksum":"%s",' % xxhash.xxh3_128_hexdigest(body).encode() + body[1:]
+
+
+def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
+    """The index of what all ranks wrote, checked against what was planned.
+
+    Raises:
+        BadArgumentError: shards that were planned were not written, or cannot be described.
+    """
+    ranks: dict[tuple[str, Offsets], int] = {}
+    placed: dict[str, list[tuple[Offsets, int]]] = {}
+    values: dict[str, int] = {}
+    for number, file in enumerate(files):
+        for fqn, offsets in file.shards:
+            if (fqn, offsets) in ranks:
+                raise BadArgumentError(f"{fqn}: ranks {ranks[fqn, offsets]} and {file.rank} wrote its shard {offsets}")
+            ranks[fqn, offsets] = file.rank
+            placed.setdefault(fqn, []).append((offsets, number))
+        values |= dict.fromkeys(file.values, number)
+    paths: Mapping[str, Any] = metadata.planner_data or {}
+    numbers: dict[tuple[Shard, ...], int] = {}
+    layouts: list[Layout] = []
+    entries: dict[str, Entry] = {}
+    holes = ""
+    for fqn, planned in metadata.state_dict_metadata.items():
+        path = _checked_path(fqn, paths.get(fqn))
+        if not isinstance(planned, TensorStorageMetadata):
+            if fqn not in values:
+                raise BadArgumentError(f"{fqn}: no rank wrote it")
+            entries[fqn] = Entry(path, file=values[fqn])
+            continue
+        sizes = {tuple(c.offsets): tuple(c.sizes) for c in planned.chunks}
+        written = placed.get(fqn, [])
+        missing = sorted(set(sizes) - {offsets for offsets, _ in written})
+        if missing:
+            raise BadArgumentError(f"{fqn}: no rank wrote its shards at {missing[:5]}")
+        shards = _shards((offsets, sizes[offsets], number) for offsets, number in written)
+        if shards not in numbers:
+            numbers[shards] = len(layouts)
+            layouts.append(Layout(shards))
+        size = tuple(planned.size)
+        holes = holes or layouts[numbers[shards]].problem(size, False)
+        entries[fqn] = Entry(
+            path,
+            str(planned.properties.dtype).removeprefix("torch."),
+            size,
+            numbers[shards],
+            bool(planned.properties.requires_grad),
+            str(planned.properties.memory_format).removeprefix("torch."),
+        )
+    return Index(len(files), bool(holes), tuple(files), tuple(layouts), entries)
+
+
+def _shards(rows: Any) -> tuple[Shard, ...]:
+    """Shards of one layout, those of one file counted in order."""
+    seen: dict[int, int] = {}
+    shards = []
+    for offsets, sizes, number in rows:
+        shards.append(Shard(offsets, sizes, number, seen.get(number, 0)))
+        seen[number] = seen.get(number, 0) + 1
+    return tuple(shards)
+
+
+def _checked_path(fqn: str, path: Any) -> tuple[str | int, ...] | None:
+    if path is None:
+        return None
+    if not _is_path(list(path)):
+        raise BadArgumentError(f"{fqn}: its path {str(path)[:100]} is none of strings and indices up to {MAX_INDEX}")
+    return tuple(path)
+
+
+def _is_path(path: Any) -> bool:
+    return (
+        isinstance(path, list)
+        and 0 < len(path) <= 64
+        and isinstance(path[0], str)
+        and all(isinstance(k, str) or (type(k) is int and 0 <= k <= MAX_INDEX) for k in path)
+    )
+
+
+def parse(data: bytes, where: str) -> Index:
+    """Read and check a metadata file; the inverse of `Index.to_bytes`.
+
+    Args:
+        data: its bytes.
+        where: its path, for messages.
+
+    Raises:
+        CorruptDataError: truncated, altered, or none of ours (as torch's pickle).
+        NewerFormatError: written by a newer version.
+    """
+    front = _FRONT.match(data)
+    if front is None:
+        raise CorruptDataError(f"{where}: no metadata of a shrinkpoint checkpoint")
+    if xxhash.xxh3_128_hexdigest(b"{" + data[front.end() :]).encode() != front.group(1):
+        raise CorruptDataError(f"{where}: the checksum does not match")
+    try:
+        fields = json.loads(data)
+        version = fields["version"]
+        if type(version) is int and version > VERSION and fields["format"] == FORMAT:
+            raise NewerFormatError(f"{where}: metadata version {version}; this reader knows up to {VERSION}")
+        if (fields["format"], version) != (FORMAT, VERSION) or type(version) is not int:
+            raise ValueError(f"format {str(fields['format'])[:40]!r}, version {str(version)[:20]}")
+        return _index(fields)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as e:
+        raise CorruptDataError(f"{where}: malformed: {type(e).__name__} {str(e)[:200]}") from None
+
+
+def _index(fields: Mapping[str, Any]) -> Index:
+    files = tuple(_file(row) for row in fields["files"])
+    if len({f.rank for f in files}) != len(files):
+        raise ValueError("two files of one rank")
+    layouts = tuple(Layout(_shards(_row(r, len(files)) for r in rows)) for rows in fields["layouts"])
+    if sum(len(layout.shards) ** 2 for layout in layouts) > MAX_PAIRS:
+        raise ValueError("more shards than can be compared")
+    for number, layout in enumerate(layouts):
+        if len({len(s.sizes) for s in layout.shards}) > 1 or layout.overlap():
+            raise ValueError(f"layout {number}: two of its shards overlap")
+    partial, world = fields["partial"], fields["world"]
+    if type(partial) is not bool or type(world) is not int or world < 0:
+        raise ValueError("world or partial")
+    entries: dict[str, Entry] = {}
+    checked: set[tuple[int, Offsets]] = set()
+    for fqn, row in fields["entries"].items():
+        path = row.get("p")
+        if path is not None and not _is_path(path):
+            raise ValueError(f"{fqn}: its path {str(path)[:60]}")
+        path = None if path is None else tuple(path)
+        if "b" in row:
+            entries[fqn] = Entry(path, file=_number(row["b"], len(files)))
+            continue
+        if not isinstance(getattr(torch, str(row["d"]), None), torch.dtype):
+            raise ValueError(f"{fqn}: torch has no dtype {str(row['d'])[:40]!r}")
+        entry = Entry(
+            path,
+            row["d"],
+            _sizes(row["s"]),
+            _number(row["l"], len(layouts)),
+            row.get("g", False) is True,
+            str(row.get("m", "contiguous_format")),
+        )
+        if (entry.layout, entry.size) not in checked:
+            problem = layouts[entry.layout].problem(entry.size, partial)
+            if problem:
+                raise ValueError(f"{fqn}: {problem}")
+            checked.add((entry.layout, entry.size))
+        entries[fqn] = entry
+    return Index(world, partial, files, layouts, entries)
+
+
+def _file(row: Any) -> RankFile:
+    chain = tuple((name, nbytes) for name, nbytes in row["chain"])
+    numbers = (row["rank"], row["raw"], row["carried"], row["since"], row["spent"], *(n for _, n in chain))
+    if not chain or not all(isinstance(name, str) and is_data(name) for name, _ in chain):
+        raise ValueError(f"{str(row['chain'])[:80]} are no names of data files")
+    if len({name for name, _ in chain}) != len(chain) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"the file of rank {str(row['rank'])[:20]}")
+    return RankFile(row["rank"], chain, row["raw"], row["carried"], row["since"], row["spent"])
+
+
+def _row(row: Any, files: int) -> tuple[Offsets, Offsets, int]:
+    offsets, sizes, number = row
+    return _sizes(offsets), _sizes(sizes), _number(number, files)
+
+
+def _sizes(numbers: Any) -> Offsets:
+    if not isinstance(numbers, list) or len(numbers) > 64:
+        raise ValueError(f"{str(numbers)[:60]} is no shape")
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
+        raise ValueError(f"{str(numbers)[:60]} is no shape")
+    return tuple(numbers)
+
+
+def _number(number: Any, limit: int) -> int:
+    if type(number) is not int or not 0 <= number < limit:
+        raise ValueError(f"number {str(number)[:20]} of {limit}")
+    return number

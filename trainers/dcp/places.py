@@ -1,0 +1,116 @@
+"""Where an entry of a distributed state stands in the container of a rank, and what kind of array it is.
+
+A rank's container is an ordinary checkpoint of a nested dict. The entry `optim.state.fc.weight.exp_avg`, which the
+planner flattened from the path `("optim", "state", "fc.weight", "exp_avg")`, stands at that path again, so that rules,
+kinds and the pairing of moments see what they see in a state that was never distributed. Keys that begin with "@" are
+the container's own: "@values" holds what is no tensor, "@1", "@2", ... the second and later shards of an entry.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...codec.errors import BadArgumentError, UnsupportedLeafError
+from ...codec.kinds import Kind, by_path, guess
+from ...codec.leaves import LeafSpec, is_array
+from ...codec.tree import flatten
+
+Place = tuple[str, ...]
+VALUES = "@values"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_FLATTENED = re.compile(r"(?:([^.]*optim[^.]*)\.)?state\.(.+)\.([^.]+)", re.IGNORECASE)
+"""An optimizer entry whose path was flattened (`StateDictOptions(flatten_optimizer_state_dict=True)`)."""
+
+
+def place(fqn: str, path: Sequence[str | int] | None) -> Place:
+    """Keys under which an entry's shard stands.
+
+    Args:
+        fqn: fully qualified name of the entry.
+        path: its path in the nested state where the planner tells it; None: it was flat.
+
+    Example:
+        >>> place("optim.state.fc.weight.exp_avg", ["optim", "state", "fc.weight", "exp_avg"])
+        ('optim', 'state', 'fc.weight', 'exp_avg')
+        >>> place("optim.state.fc.weight.exp_avg", None)
+        ('optim', 'state', 'fc.weight', 'exp_avg')
+    """
+    keys = [str(key) for key in path] if path else [fqn]
+    match = _FLATTENED.fullmatch(keys[-1])
+    if match:
+        owner, parameter, entry = match.groups()
+        keys[-1:] = [*([owner] if owner else []), "state", parameter, entry]
+    if keys[0].startswith("@"):
+        keys[0] = "@" + keys[0]
+    return tuple(keys)
+
+
+def key_of(keys: Sequence[str]) -> str:
+    """The codec's unique name of a place (`ArrayRecord.key`)."""
+    return "\x1f".join(json.dumps(key) for key in keys)
+
+
+def numbered(keys: Place, ordinal: int) -> Place:
+    """The place of an entry's shard number `ordinal` in one container."""
+    return (f"@{ordinal}", *keys) if ordinal else keys
+
+
+def insert(tree: dict[str, Any], keys: Place, value: Any, fqn: str) -> None:
+    """Put a value into nested dicts.
+
+    Raises:
+        BadArgumentError: another entry stands there, above or below it.
+        UnsupportedLeafError: a name that is no text.
+    """
+    if any(_SURROGATE.search(key) for key in keys):
+        raise UnsupportedLeafError(f"{fqn!a}: a name with lone surrogates cannot be stored")
+    node: Any = tree
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise BadArgumentError(f"{fqn}: another entry stands at {'/'.join(keys)} or above it; rename one of them")
+    if keys[-1] in node:
+        raise BadArgumentError(f"{fqn}: another entry stands at {'/'.join(keys)} or below it; rename one of them")
+    node[keys[-1]] = value
+
+
+def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Kinds for `compress`: those given, and what a guess by path would miss.
+
+    Entries of optimizers that are no known moment are exact, however their names were flattened; so is every array
+    inside of what is no tensor.
+
+    Args:
+        shards: tensors by place.
+        values: what is no tensor, by fully qualified name.
+        given: `{path: layer type or Kind}`, as `shrinkpoint.kinds` gives it.
+
+    Raises:
+        UnsupportedLeafError: a distributed tensor inside of what is no tensor: its ranks cannot be told apart there.
+    """
+    table: dict[str, Any] = dict(given or {})
+    for keys, tensor in shards.items():
+        path = "/".join(keys)
+        if by_path(table, path) is None and _is_entry(keys):
+            spec = LeafSpec("torch", "", tuple(tensor.shape))
+            kind = guess(path, spec)
+            table[path] = Kind(kind.layer, "state" if kind.role == "weight" else kind.role, keys[-2])
+    for fqn, value in values.items():
+        for node in flatten([value], is_array)[1]:
+            if hasattr(node.value, "device_mesh"):
+                raise UnsupportedLeafError(f"{fqn}: a DTensor inside of a {type(value).__qualname__}; put it in a dict")
+            # The path of the list that it was wrapped in is left off.
+            below = node.path.partition("/")[2]
+            table["/".join([VALUES, fqn, below] if below else [VALUES, fqn])] = Kind("other", "state")
+    return table
+
+
+def _is_entry(keys: Place) -> bool:
+    """Whether a place is that of an optimizer's entry: `.../state/<parameter>/<entry>`; weights have other names."""
+    return len(keys) >= 3 and keys[-3] == "state" and keys[-1] not in ("weight", "bias")
+
+
+__all__ = ["VALUES", "Place", "insert", "key_of", "kinds_of", "numbered", "place"]

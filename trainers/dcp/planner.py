@@ -1,0 +1,68 @@
+"""A load planner that says everything that does not fit at once, or loads what does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from ...codec.errors import BadArgumentError
+
+
+class PartialLoadWarning(UserWarning):
+    """A load that need not be complete left entries as they were."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's planner, with a full list of what does not fit: `dcp.load(..., planner=LoadPlanner())`.
+
+    Args:
+        strict: True (default): an entry of the state that the checkpoint lacks, or has in another size or kind, is an
+            error. False: such entries stay as they are, and a warning lists them.
+
+    Raises:
+        BadArgumentError: (while planning) the state does not fit.
+
+    Example:
+        >>> LoadPlanner(strict=False).strict
+        False
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self.strict = strict
+
+    def create_local_plan(self) -> LoadPlan:
+        """torch's plan of what fits."""
+        problems = self._problems()
+        if problems:
+            unused = sorted(set(self._stored()) - set(self.state_dict))
+            text = "; ".join(problems.values())
+            if unused:
+                text += f"; in the checkpoint, not in the state: {', '.join(unused[:50])}"
+            if self.strict:
+                raise BadArgumentError(f"the state does not fit the checkpoint: {text}")
+            warnings.warn(f"left as they were: {text}", PartialLoadWarning, stacklevel=2)
+            for fqn in problems:
+                del self.state_dict[fqn]
+        return super().create_local_plan()
+
+    def _stored(self) -> dict[str, Any]:
+        return dict(self.metadata.state_dict_metadata) if self.metadata is not None else {}
+
+    def _problems(self) -> dict[str, str]:
+        """What is wrong, by entry."""
+        stored = self._stored()
+        problems = {}
+        for fqn, value in self.state_dict.items():
+            saved, size = stored.get(fqn), getattr(value, "shape", None)
+            if saved is None:
+                problems[fqn] = f"{fqn} is not in the checkpoint"
+            elif isinstance(saved, TensorStorageMetadata) != (size is not None):
+                problems[fqn] = f"{fqn} is {'a tensor' if size is None else 'no tensor'} in the checkpoint"
+            elif size is not None and tuple(saved.size) != tuple(size):
+                problems[fqn] = f"{fqn} is {tuple(saved.size)} in the checkpoint and {tuple(size)} here"
+        return problems

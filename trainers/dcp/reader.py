@@ -1,0 +1,216 @@
+"""The storage reader: of each rank's container, and of those it is coded against, only the arrays that are needed."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ...codec.errors import BadArgumentError, CorruptDataError
+from ...codec.partial import decode_only
+from ...codec.tree import unflatten
+from ...store.files import Files
+from .chain import open_folder, opener, read_index
+from .metadata import Index, RankFile, Shard
+from .places import VALUES, key_of, numbered, place
+
+BATCH = 1 << 28
+"""Bytes of arrays decoded at a time, a larger array alone: bounds what is held beside the state that is filled."""
+
+
+class Reader(StorageReader):
+    """Distributed checkpoints that `Writer` saved: `dcp.load(state, storage_reader=Reader(path))`.
+
+    Any number of ranks and any mesh may load what any other saved: each reads the shards that overlap with its own, one
+    batch after another. Nothing is unpickled that comes from the checkpoint.
+
+    Args:
+        path: folder or fsspec URL; None: `checkpoint_id` of each load.
+
+    Raises:
+        BadArgumentError: `path` is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        if path is not None:
+            open_folder(path)
+        self.path = None if path is None else os.fspath(path)
+        self._index: Index | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can be a path or a URL of a file system that is installed."""
+        try:
+            open_folder(checkpoint_id)
+        except BadArgumentError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What is loaded next; "" where that is not known yet."""
+        return self.path or ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next load is of `checkpoint_id`; None: of the same again."""
+        self._index = None
+        if checkpoint_id is not None:
+            open_folder(checkpoint_id)
+            self.path = os.fspath(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, or with `rank=` that of a rank that saved for itself.
+
+        Raises:
+            MissingParentError: there is no complete checkpoint.
+            CorruptDataError, NewerFormatError: the metadata is not readable.
+        """
+        metadata = read_index(open_folder(self.path), kwargs.get("rank")).to_torch()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.path)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the metadata that `read_metadata` gave."""
+        if not isinstance(metadata.storage_data, Index):
+            raise BadArgumentError("this metadata was not read by this reader")
+        self._index = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what was planned, one file after another.
+
+        Raises:
+            MissingParentError: a rank's file, or one it is coded against, is gone.
+            CorruptDataError: a file is not what was written, or holds other arrays than the metadata says.
+        """
+        if self._index is None:
+            raise BadArgumentError("set_up_storage_reader comes before read_data")
+        files = open_folder(self.path)
+        wanted: dict[int, list[tuple[ReadItem, Shard | None]]] = {}
+        for item in plan.items:
+            number, shard = _source(self._index, item)
+            wanted.setdefault(number, []).append((item, shard))
+        for number in sorted(wanted):
+            _Source(files, self._index, self._index.files[number]).fill(wanted[number], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _source(index: Index, item: ReadItem) -> tuple[int, Shard | None]:
+    """The file that an item is read from, and for tensors the shard."""
+    fqn, offset = item.storage_index.fqn, item.storage_index.offset
+    entry = index.entries.get(fqn)
+    if entry is None:
+        raise CorruptDataError(f"{fqn}: the metadata has no such entry")
+    if item.type == LoadItemType.BYTE_IO:
+        if entry.file is None:
+            raise BadArgumentError(f"{fqn}: a tensor was saved, another value is asked for")
+        return entry.file, None
+    if entry.file is not None:
+        raise BadArgumentError(f"{fqn}: no tensor was saved, one is asked for")
+    shard = index.layouts[entry.layout].by_offsets.get(tuple(offset or [0] * len(entry.size)))
+    if shard is None:
+        raise CorruptDataError(f"{fqn}: the metadata has no shard at {tuple(offset or ())}")
+    return shard.file, shard
+
+
+class _Source:
+    """One rank's container, as far as it is read."""
+
+    def __init__(self, files: Files, index: Index, file: RankFile) -> None:
+        self._files, self._index, self._file = files, index, file
+        self._top = opener(files, file)(None)
+        self._numbers: dict[str, int] = {}
+        unflatten(self._top.header["tree"], lambda number, spell: self._numbers.setdefault(spell()[1], number))
+
+    def fill(self, items: Sequence[tuple[ReadItem, Shard | None]], planner: LoadPlanner) -> None:
+        """Read these items and hand them to the planner."""
+        tensors: dict[int, list[ReadItem]] = {}
+        for item, shard in items:
+            if shard is None:
+                self._fill_value(item, planner)
+            else:
+                tensors.setdefault(self._number(item.storage_index.fqn, shard), []).append(item)
+        for batch in self._batches(list(tensors)):
+            arrays = self._decoded(batch)
+            for number in batch:
+                array = arrays.pop(number)
+                for item in tensors[number]:
+                    _copy(array, item, planner)
+
+    def _number(self, fqn: str, shard: Shard) -> int:
+        """The number of the array that is a shard."""
+        entry = self._index.entries[fqn]
+        number = self._numbers.get(key_of(numbered(place(fqn, entry.path), shard.ordinal)))
+        record = None if number is None else self._top.records[number]
+        if number is None or record is None:
+            raise CorruptDataError(f"{self._where(fqn)}: the file has no such array")
+        found = (record.spec.library, record.spec.dtype, record.spec.shape)
+        if found != ("torch", entry.dtype, shard.sizes):
+            raise CorruptDataError(f"{self._where(fqn)}: {found}; the metadata says {entry.dtype} {shard.sizes}")
+        return number
+
+    def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Arrays that are decoded together, moments of one parameter beside each other."""
+        batch: list[int] = []
+        size = 0
+        for number in sorted(numbers):
+            nbytes = self._top.records[number].spec.nbytes
+            if batch and size + nbytes > BATCH:
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += nbytes
+        if batch:
+            yield batch
+
+    def _decoded(self, numbers: Sequence[int]) -> dict[int, Any]:
+        # Opened anew for each batch: what was decoded, and fetched, before is let go.
+        top, arrays = decode_only(opener(self._files, self._file), lambda top: [top.records[n] for n in numbers])
+        return {n: arrays[top.records[n].key] for n in numbers}
+
+    def _fill_value(self, item: ReadItem, planner: LoadPlanner) -> None:
+        fqn = item.storage_index.fqn
+        inside = key_of((VALUES, fqn))
+        numbers = [n for key, n in self._numbers.items() if key == inside or key.startswith(inside + "\x1f")]
+        arrays = self._decoded(numbers) if numbers else {}
+        state = unflatten(self._top.header["tree"], lambda number, _: arrays.get(number))
+        try:
+            value = state[VALUES][fqn]
+        except (KeyError, TypeError, IndexError):
+            raise CorruptDataError(f"{self._where(fqn)}: the file has no such value") from None
+        # Planners want what `torch.save` makes; these bytes were made here, of plain values.
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        planner.load_bytes(item, buffer)
+
+    def _where(self, fqn: str) -> str:
+        return f"{fqn}: rank {self._file.rank}: {self._files.path('data/' + self._file.chain[0][0])}"
+
+
+def _copy(array: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    """Copy the asked part of a decoded shard to where it belongs."""
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        array = array.narrow(dim, offset, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != array.shape:
+        raise BadArgumentError(f"{item.dest_index.fqn}: {tuple(target.shape)} asked for, {tuple(array.shape)} stored")
+    target.copy_(array)
+    planner.commit_tensor(item, target)

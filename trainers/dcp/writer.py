@@ -1,0 +1,357 @@
+"""The storage writer: each rank compresses its shards against its own previous ones, into one container a save."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ...codec.checkpoint import Checkpoint
+from ...codec.compress import compress
+from ...codec.config import ChainPolicy, Config, check_config
+from ...codec.errors import BadArgumentError, ShrinkpointError, UnsupportedLeafError
+from ...codec.kinds import check_kinds
+from ...store.chain import carried_by
+from ...store.files import TEMPORARY, Files
+from ...store.manifest import Manifest
+from ...store.policy import wants_base
+from .chain import carry, open_folder, read_index, resolve
+from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
+from .places import VALUES, Place, insert, kinds_of, numbered, place
+
+
+class ParentNotUsedWarning(UserWarning):
+    """The checkpoint that a delta was to be against cannot be its parent; a base is written instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parent:
+    """What a rank's next delta is against.
+
+    Args:
+        checkpoint: resolved.
+        file: where it is.
+        folder: of which checkpoint.
+        shards: sizes of its shards by name and offsets.
+        last: what this rank saved last: the parent itself, or a delta over it.
+    """
+
+    checkpoint: Checkpoint
+    file: RankFile
+    folder: str
+    shards: Mapping[tuple[str, Offsets], Offsets]
+    last: RankFile
+
+
+_MOST_KEPT = 4
+_kept: dict[str, _Parent] = {}
+"""Parents of writers that arrive anew for each save: `async_save` in a process pickles its writer every time."""
+
+
+class Writer(StorageWriter):
+    """Compressed, delta-coded distributed checkpoints: `dcp.save(state, storage_writer=Writer(path))`.
+
+    Each rank writes one container of its own shards, a delta against what it saved before; rank 0 then writes the
+    metadata, which makes the checkpoint exist. Keep one writer for a run, and give each checkpoint a folder of its own
+    by `checkpoint_id`, or save to one folder again and again: the former checkpoint stays whole until the new one is.
+    A folder needs no other one: what its deltas are against is linked (where that cannot be, copied) into it.
+
+    Args:
+        path: folder or fsspec URL; None: `checkpoint_id` of each save.
+        cfg: how to compress, and when to take a base (`cfg.chain`, for each rank); default `Config()`. Thresholds that
+            are global elsewhere (protection, pruning) are over the shards of one rank.
+        parent: folder of the checkpoint that this run resumed from: the first save is a delta against it. None: of the
+            one that is in the folder saved to, if any.
+        kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by name.
+
+    Raises:
+        BadArgumentError: an argument of a wrong kind.
+
+    Example:
+        >>> import tempfile, warnings, torch, torch.distributed.checkpoint as dcp
+        >>> from shrinkpoint.trainers.dcp import Reader, Writer
+        >>> state, folder = {"w": torch.arange(4.0)}, tempfile.mkdtemp()
+        >>> metadata = dcp.save(state, storage_writer=Writer(folder), no_dist=True)
+        >>> loaded = {"w": torch.zeros(4)}
+        >>> dcp.load(loaded, storage_reader=Reader(folder), no_dist=True)
+        >>> loaded["w"].tolist()
+        [0.0, 1.0, 2.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        cfg: Config | None = None,
+        *,
+        parent: str | os.PathLike[str] | None = None,
+        kinds: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.cfg = Config() if cfg is None else check_config(cfg)
+        check_kinds(kinds)
+        for name, value in (("path", path), ("parent", parent)):
+            if value is not None:
+                open_folder(value)
+            setattr(self, name, None if value is None else os.fspath(value))
+        self.path: str | None
+        self.parent: str | None
+        self.kinds = kinds
+        self._head: _Parent | None = None
+        self._token = os.urandom(16).hex()
+        self._travelled = False
+        self._rank, self._collective, self._coordinator = 0, True, True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A parent is as large as its checkpoint: it stays in the process that saves.
+        return self.__dict__ | {"_head": None, "_travelled": True}
+
+    # ---- what torch calls, in this order
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can be a path or a URL of a file system that is installed."""
+        try:
+            open_folder(checkpoint_id)
+        except BadArgumentError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the next save goes; "" where that is not known yet."""
+        return self.path or ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next save goes to `checkpoint_id`; None: to where the last one went."""
+        if checkpoint_id is not None:
+            open_folder(checkpoint_id)
+            self.path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take note of the rank, and whether ranks talk to each other."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._rank = int(kwargs.get("rank", torch.distributed.get_rank() if distributed else 0))
+        self._collective = bool(kwargs.get("use_collectives", True))
+        self._coordinator = is_coordinator
+        self._files()
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What planners are told of this storage."""
+        return StorageMeta(checkpoint_id=self.path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are: a file's name comes from its content."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Compress this rank's items and write their container.
+
+        Raises:
+            UnsupportedLeafError: a value that cannot be stored without pickle; the message has its name.
+            BadArgumentError: two entries with one path.
+            OSError: the bytes could not be written.
+        """
+        files = self._files()
+        state, shards, kinds = self._state(plan, planner)
+        results = []
+        if state:
+            head = self._parent_for(files, shards)
+            parent = None if head is None else head.checkpoint
+            ckpt = compress(state, parent, self.cfg, kinds=kinds)
+            written = _describe(self._rank, ckpt, head)
+            files.write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
+            self._advance(files, ckpt, written, shards, head)
+            names = tuple(i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
+            record = dataclasses.replace(written, shards=tuple(shards), values=names)
+            results = [WriteResult(MetadataIndex(written.chain[0][0]), written.nbytes, record)]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, which commits the checkpoint, then remove what only its predecessor needed.
+
+        Raises:
+            BadArgumentError: what the ranks wrote is not what was planned; nothing is committed.
+            OSError: the metadata could not be written; nothing is committed.
+        """
+        files = self._files()
+        ranks = [result.storage_data for of_rank in results for result in of_rank]
+        index = dataclasses.replace(build(metadata, ranks), world=len(results))
+        if index.partial and len(results) > 1:
+            raise BadArgumentError("the shards of all ranks together do not fill their tensors")
+        name = metadata_name(None if self._collective else self._rank)
+        files.write(name, index.to_bytes())
+        needed = {file for rank in index.files for file, _ in rank.chain}
+        mine = None if self._collective else self._rank
+        garbage = [n for n in files.list(FOLDER) if is_data(n, mine) and n not in needed]
+        if self._collective:
+            garbage += [n for n in files.list(FOLDER) if n.startswith(TEMPORARY)]
+        files.remove([f"{FOLDER}/{n}" for n in garbage])
+        metadata.storage_data = index
+        metadata.storage_meta = self.storage_meta()
+
+    # ---- this rank's state
+
+    def _files(self) -> Files:
+        return open_folder(self.path)
+
+    def _state(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> tuple[dict[str, Any], dict[tuple[str, Offsets], Offsets], dict[str, Any]]:
+        """This rank's items as a nested dict, the sizes of its shards, and kinds."""
+        paths: Mapping[str, Any] = getattr(planner, "mappings", None) or {}
+        seen: dict[str, int] = {}
+        tensors: dict[Place, Any] = {}
+        values: dict[str, Any] = {}
+        shards: dict[tuple[str, Offsets], Offsets] = {}
+        state: dict[str, Any] = {}
+        for item in plan.items:
+            fqn = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                values[fqn] = _value(planner, item)
+                continue
+            tensor: Any = planner.resolve_data(item)
+            keys = numbered(place(fqn, paths.get(fqn)), seen.get(fqn, 0))
+            seen[fqn] = seen.get(fqn, 0) + 1
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            if tuple(tensor.shape) != tuple(chunk.sizes):
+                raise BadArgumentError(f"{fqn}: {tuple(tensor.shape)} was planned as {tuple(chunk.sizes)}")
+            shards[fqn, tuple(chunk.offsets)] = tuple(chunk.sizes)
+            tensors[keys] = tensor.detach()
+            insert(state, keys, tensors[keys], fqn)
+        if values:
+            state[VALUES] = values
+        return state, shards, kinds_of(tensors, values, self.kinds)
+
+    # ---- its chain
+
+    def _parent_for(self, files: Files, shards: Mapping[tuple[str, Offsets], Offsets]) -> _Parent | None:
+        """What this save is a delta against, its containers carried into the folder; None: it is a base."""
+        head = _kept.get(self._token) if self._travelled else self._head
+        asked = head is None
+        if head is None:
+            head = self._stored_parent(files)
+        if head is None:
+            return None
+        if _wants_base(self.cfg.chain, head):
+            return None
+        if not _fits(head.shards, shards):
+            if asked:
+                _warn(f"rank {self._rank}: {head.folder} holds other shards than this rank has now: another mesh")
+            return None
+        if not carry(open_folder(head.folder), files, head.file):
+            _warn(f"rank {self._rank}: the containers in {head.folder} that a delta would need are gone")
+            return None
+        return head
+
+    def _stored_parent(self, files: Files) -> _Parent | None:
+        """The parent as `parent=` names it (its errors are raised), or as the folder saved to holds it."""
+        source = files if self.parent is None else open_folder(self.parent)
+        folder = str(self.path if self.parent is None else self.parent)
+        try:
+            if self.parent is None and not source.exists(metadata_name(None if self._collective else self._rank)):
+                return None
+            index = read_index(source, None if self._collective else self._rank)
+            file, shards = index.of_rank(self._rank)
+            if file is None:
+                _warn(f"rank {self._rank}: {folder} was saved by {index.world} ranks, none of them this one")
+                return None
+            ckpt = resolve(source, file)
+        except ShrinkpointError as e:
+            if self.parent is not None:
+                raise
+            _warn(f"rank {self._rank}: {e}")
+            return None
+        return _Parent(ckpt, file, folder, shards, file)
+
+    def _advance(
+        self,
+        files: Files,
+        ckpt: Checkpoint,
+        written: RankFile,
+        shards: Mapping[tuple[str, Offsets], Offsets],
+        head: _Parent | None,
+    ) -> None:
+        """Let the next delta be against what was just written, or against its base."""
+        folder = str(self.path)
+        if head is not None and self.cfg.chain.against == "base":
+            new = dataclasses.replace(head, folder=folder, last=written)
+        else:
+            new = _Parent(ckpt, written, folder, dict(shards), written)
+        if not self._travelled:
+            self._head = new
+            return
+        _kept.pop(self._token, None)
+        _kept[self._token] = new
+        for old in list(_kept)[:-_MOST_KEPT]:
+            del _kept[old]
+
+
+def _value(planner: SavePlanner, item: Any) -> Any:
+    """The plain value of an item that is no tensor."""
+    if hasattr(planner, "lookup_object"):
+        return planner.lookup_object(item.index)
+    # Other planners only give it pickled: nothing but plain values is read from that.
+    try:
+        return torch.load(planner.resolve_data(item), weights_only=True)  # type: ignore[arg-type]
+    except Exception as e:
+        raise UnsupportedLeafError(f"{item.index.fqn}: cannot be stored without pickle: {str(e)[:200]}") from None
+
+
+def _describe(rank: int, ckpt: Checkpoint, head: _Parent | None) -> RankFile:
+    own = (data_name(rank, ckpt.id), ckpt.nbytes)
+    if head is None:
+        return RankFile(rank, (own,), ckpt.raw_nbytes, 0, 0, 0)
+    return RankFile(
+        rank,
+        (own, *head.file.chain),
+        ckpt.raw_nbytes,
+        head.file.carried + carried_by(head.checkpoint),
+        head.last.since_base + 1,
+        head.last.spent + ckpt.nbytes,
+    )
+
+
+def _wants_base(policy: ChainPolicy, head: _Parent) -> bool:
+    """Whether the next save of this rank is a base, by the policy of stores."""
+    last, raw = head.last, head.checkpoint.raw_nbytes
+    known = Manifest(
+        last.rank,
+        file="",
+        id="",
+        identity="",
+        nbytes=last.nbytes,
+        raw_nbytes=last.raw_nbytes,
+        parents=(),
+        carried=last.carried,
+        since_base=last.since_base,
+        base_nbytes=head.file.chain[-1][1],
+        spent=last.spent,
+    )
+    return wants_base(policy, known, 1.0 + ((head.file.carried + carried_by(head.checkpoint)) / raw if raw else 0.0))
+
+
+def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[str, Offsets], Offsets]) -> bool:
+    """Whether at least half of the elements were in the parent at the same place of the same tensors."""
+    same = sum(math.prod(sizes) for key, sizes in shards.items() if parent.get(key) == sizes)
+    return 2 * same >= sum(math.prod(sizes) for sizes in shards.values())
+
+
+def _warn(why: str) -> None:
+    warnings.warn(f"{why}; a base is written", ParentNotUsedWarning, stacklevel=3)

@@ -1,0 +1,296 @@
+"""A data loader that knows how many of its batches were consumed, so that a resumed run skips none and repeats none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..kernels.errors import BadArgumentError
+from .state import capture_rng, restore_rng
+
+Streams: TypeAlias = tuple[torch.Tensor, Any, Any]
+
+
+class Loader:
+    """Batches of a data loader, counted as they are handed out; `state_dict` is the position of a checkpoint.
+
+    A batch is consumed once the loop has it; those that workers prefetched are not. Shuffling depends on one seed drawn
+    from the global generator (or the loader's own) at the start of each epoch, so the order of a resumed epoch is that
+    of the interrupted one. For a plain `DataLoader` over a map-style dataset the consumed batches are passed over in
+    the sampler, without loading them. Everything else (an `IterableDataset`, a list, a loader of another class) is
+    iterated from the start of the epoch and the consumed batches are dropped. The random numbers that loader workers
+    draw (augmentation) are others after a resume; with `num_workers=0` they are the same ones.
+
+    An epoch that is left early has ended: the next iteration begins another.
+
+    Args:
+        batches: what is iterated once an epoch. Of its sampler `set_epoch` is called with the epoch's number, where
+            it has one (`DistributedSampler`).
+
+    Raises:
+        BadArgumentError: not iterable, an iterator that can be gone through only once, or a loader that hands batches
+            out in no fixed order (`in_order=False`).
+
+    Example:
+        >>> loader = Loader(DataLoader(list(range(6)), batch_size=2))
+        >>> first = next(iter(loader))
+        >>> again = Loader(DataLoader(list(range(6)), batch_size=2))
+        >>> again.load_state_dict(loader.state_dict())
+        >>> [batch.tolist() for batch in again], again.epoch
+        ([[2, 3], [4, 5]], 1)
+
+    Source: Check-N-Run, section 3.4 (the reader's state: batches that reached the trainer).
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        if not isinstance(batches, Iterable):
+            raise BadArgumentError(f"batches must be iterable, not {type(batches).__qualname__}")
+        if isinstance(batches, Iterator):
+            raise BadArgumentError(
+                f"batches is a {type(batches).__qualname__}, which can be gone through only once; give what makes it"
+            )
+        if not getattr(batches, "in_order", True) and getattr(batches, "num_workers", None):
+            raise BadArgumentError("batches has in_order=False: which of its batches were consumed has no position")
+        self.batches = batches
+        """What was given."""
+        self.epoch = 0
+        """Number of the current epoch, or of the next one between two."""
+        self.batch = 0
+        """Batches consumed in this epoch."""
+        self._order: _Order | None = None
+        self._inner: Iterable[Any] = batches
+        if type(batches) is DataLoader and not isinstance(batches.dataset, IterableDataset):
+            self._order = _Order(batches.sampler if batches.batch_sampler is None else batches.batch_sampler)
+            self._seeds = torch.Generator()
+            self._inner = _rebuilt(batches, self._order, self._seeds)
+        self._generators = _generators(batches)
+        self._start: dict[str, Any] | None = None
+        self._resumed = False
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        length = _length(self.batches)
+        if length is None:
+            raise TypeError(f"{type(self.batches).__qualname__} has no length")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._start is not None and not self._resumed:
+            self._end()
+        self._resumed = False
+        self._number += 1
+        _set_epoch(self.batches, self.epoch)
+        iterator = self._passed_over() if self._order is None else self._ordered(self._order)
+        return self._counted(iterator, self._number)
+
+    def _counted(self, iterator: Iterator[Any], number: int) -> Iterator[Any]:
+        for batch in iterator:
+            if number != self._number:
+                raise BadArgumentError("this loader is already iterated anew; its batches are counted in one loop only")
+            self.batch += 1
+            yield batch
+        if number == self._number:
+            self._end()
+
+    def _end(self) -> None:
+        self.epoch, self.batch, self._start = self.epoch + 1, 0, None
+
+    def _begin(self) -> dict[str, Any]:
+        """What the order of this epoch depends on: drawn now, or as it was when the epoch was interrupted."""
+        if self._start is not None:
+            for generator, state in zip(self._generators, self._start["generators"], strict=True):
+                generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
+            return self._start
+        start: dict[str, Any] = {"generators": [generator.get_state() for generator in self._generators]}
+        if self._order is None:
+            start["rng"] = capture_rng()
+        else:
+            start["seed"] = _draw(getattr(self.batches, "generator", None))
+        self._start = start
+        return start
+
+    def _ordered(self, order: _Order) -> Iterator[Any]:
+        resumed = self._start is not None
+        start = self._begin()
+        if resumed:
+            _draw(getattr(self.batches, "generator", None), glob=False)
+        # Of another stream than before the interruption: workers would draw the very same numbers once more.
+        self._seeds.manual_seed((start["seed"] + self.batch) % (1 << 63))
+        order.begin(start["seed"], self.batch)
+        return iter(self._inner)
+
+    def _passed_over(self) -> Iterator[Any]:
+        now = capture_rng() if self._start is not None else None
+        start = self._begin()
+        if now is None:
+            return iter(self._inner)
+        restore_rng(start["rng"])
+        iterator = iter(self._inner)
+        passed = sum(1 for _ in islice(iterator, self.batch))
+        _check_passed(passed, self.batch)
+        restore_rng(now)
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: plain values and generator states."""
+        shape = {"length": _length(self.batches), "batch_size": getattr(self.batches, "batch_size", None)}
+        return {"epoch": self.epoch, "batch": self.batch, "start": self._start, **shape}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position: the next iteration begins with the batch after it.
+
+        Raises:
+            BadArgumentError: not what `state_dict` gives, or of a loader whose batches are others.
+        """
+        if not isinstance(state, Mapping) or {"epoch", "batch", "start", "length", "batch_size"} - set(state):
+            raise BadArgumentError("loader: this is no position of a loader")
+        start = state["start"]
+        if start is not None and state["batch"]:
+            mine = {"length": _length(self.batches), "batch_size": getattr(self.batches, "batch_size", None)}
+            for name, value in mine.items():
+                if state[name] != value:
+                    raise BadArgumentError(
+                        f"loader: {state['batch']} batches of epoch {state['epoch']} were consumed with {name} "
+                        f"{state[name]}; it is {value} now, so they are not the same batches"
+                    )
+        if start is not None and (("seed" in start) != (self._order is not None)):
+            raise BadArgumentError("loader: the position is that of another kind of loader")
+        if start is not None and len(start["generators"]) != len(self._generators):
+            raise BadArgumentError(
+                f"loader: saved with {len(start['generators'])} generators of its own; it has {len(self._generators)}"
+            )
+        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
+        self._start = None if start is None else dict(start)
+        self._resumed = start is not None
+        self._number += 1
+
+
+class _Order:
+    """A sampler whose random numbers come from streams of its own, seeded for each epoch; it begins where it is told.
+
+    A sampler with no generator of its own draws from the global ones, and how far ahead workers prefetch would decide
+    where these stand.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self._streams: Streams | None = None
+        self._skip = 0
+
+    def begin(self, seed: int, skip: int) -> None:
+        """Seed the next iteration, and let it pass over so many."""
+        outside = _streams()
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))  # noqa: NPY002 - what samplers written with the global generator draw from
+        self._streams, self._skip = _streams(), skip
+        _set_streams(outside)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        iterator = self._within(lambda: iter(self.sampler))
+        passed = 0
+        while True:
+            try:
+                item = self._within(lambda: next(iterator))
+            except StopIteration:
+                break
+            if passed < skip:
+                passed += 1
+            else:
+                yield item
+        _check_passed(passed, skip)
+
+    def _within(self, work: Any) -> Any:
+        outside = _streams()
+        if self._streams is not None:
+            _set_streams(self._streams)
+        try:
+            return work()
+        finally:
+            self._streams = _streams()
+            _set_streams(outside)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+def _streams() -> Streams:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def _set_streams(streams: Streams) -> None:
+    torch.set_rng_state(streams[0])
+    random.setstate(streams[1])
+    np.random.set_state(streams[2])  # noqa: NPY002
+
+
+def _rebuilt(loader: DataLoader[Any], order: _Order, generator: torch.Generator) -> DataLoader[Any]:
+    """The same loader over another sampler."""
+    sampling: dict[str, Any] = {"batch_sampler": order}
+    if loader.batch_sampler is None:
+        sampling = {"sampler": order, "batch_size": None}
+    return DataLoader(
+        loader.dataset,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        **sampling,
+    )
+
+
+def _samplers(batches: Any) -> Iterator[Any]:
+    """A loader and the samplers within it."""
+    yield batches
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(batches, name, None)
+        if sampler is not None and sampler is not batches:
+            yield sampler
+            inner = getattr(sampler, "sampler", None)
+            if inner is not None:
+                yield inner
+
+
+def _generators(batches: Any) -> list[torch.Generator]:
+    """The generators that a loader's order depends on, each once."""
+    found = [getattr(one, "generator", None) for one in _samplers(batches)]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def _set_epoch(batches: Any, epoch: int) -> None:
+    for one in {id(s): s for s in _samplers(batches)}.values():
+        if callable(getattr(one, "set_epoch", None)):
+            one.set_epoch(epoch)
+
+
+def _draw(generator: torch.Generator | None, *, glob: bool = True) -> int:
+    if generator is None and not glob:
+        return 0
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def _length(batches: Any) -> int | None:
+    if not isinstance(batches, Sized):
+        return None
+    try:
+        return len(batches)
+    except TypeError:  # a DataLoader over an IterableDataset has the method, and no length
+        return None
+
+
+def _check_passed(passed: int, consumed: int) -> None:
+    if passed < consumed:
+        raise BadArgumentError(f"loader: {consumed} batches of this epoch were consumed, and it has only {passed} now")

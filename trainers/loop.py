@@ -1,0 +1,303 @@
+"""The plain training loop: one call saves everything a resumed run needs, one call puts it back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..kernels.errors import BadArgumentError
+from ..store.saver import Saver, SaveResult
+from ..store.store import Saved, Store
+from . import parts
+from .state import Generator, Stateful, capture, plain, restore
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class RanksChangedWarning(UserWarning):
+    """A run goes on with another number of processes: each one's random numbers and data position start anew."""
+
+
+def training_state(
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    ema: Stateful | None = None,
+    loader: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    more: Mapping[str, Stateful] | None = None,
+) -> dict[str, Any] | None:
+    """The tree that `save` stores: plain dicts, lists, scalars and the live arrays, no copies.
+
+    Under several processes all of them must call it: the whole state comes together on rank 0, the others get None.
+
+    Args: as `save`.
+
+    Raises:
+        BadArgumentError: an argument of the wrong kind; an optimizer with a parameter that is not the model's.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> sorted(training_state(3, model, torch.optim.SGD(model.parameters())))
+        ['model', 'optimizer', 'optimizers', 'ranks', 'step']
+    """
+    optimizers = parts.optimizers_of(optimizer)
+    _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
+    state: dict[str, Any] = {"step": step, "model": parts.model_state(model)}
+    if optimizers:
+        state["optimizers"] = [type(one).__qualname__ for one in optimizers]
+        state["optimizer"] = parts.optimizer_state(model, optimizers)
+    for name, part in (("scheduler", scheduler), ("scaler", scaler), ("ema", ema), ("more", more)):
+        if isinstance(part, Mapping):
+            state[name] = {key: plain(one.state_dict()) for key, one in part.items()}
+        elif part is not None:
+            state[name] = _state_of(part)
+    mine: dict[str, Any] = capture(generators=generators, position=None if loader is None else loader.state_dict())
+    if parts.world() == 1:
+        state["ranks"] = [mine]
+        return state
+    gathered: list[Any] | None = [None] * parts.world() if parts.rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    state["ranks"] = gathered
+    return state if parts.rank() == 0 else None
+
+
+def save(
+    saver: Saver | Store,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    ema: Stateful | None = None,
+    loader: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    more: Mapping[str, Stateful] | None = None,
+    grads: Mapping[str, Any] | None = None,
+    metric: float | None = None,
+) -> Future[SaveResult] | Saved | None:
+    """Save the whole state of a training run: what `resume` puts back.
+
+    Also saved: the global random number generators of torch (and its devices), Python and NumPy. Under several
+    processes (DDP, FSDP2, tensor parallelism) all must call it; rank 0 saves, after the state was put together in its
+    memory. For states larger than that, use `torch.distributed.checkpoint` with this package's storage.
+
+    Args:
+        saver: a Saver: returns as soon as training may go on; or a Store: returns when it is durable.
+        step: training steps done, 0 or more.
+        model: the module, wrapped or not.
+        optimizer: one optimizer or several.
+        scheduler: learning-rate scheduler, or anything with `state_dict` and `load_state_dict`; so are the next three.
+        scaler: gradient scaler of mixed precision.
+        ema: averaged model, such as `torch.optim.swa_utils.AveragedModel`.
+        loader: position in the data: a `Loader`.
+        generators: name -> generator that training draws from beside the global ones.
+        more: name -> anything else with a state.
+        grads: parameter name -> gradient average, as `SensitivityTracker.grads()` gives it.
+        metric: see `Store.save`.
+
+    Returns:
+        What `saver.save` does; None on ranks other than 0.
+
+    Raises:
+        BadArgumentError: an argument of the wrong kind.
+        UnsupportedLeafError: a state holds what cannot be stored without pickle; the path is named.
+        Exception: see `Saver.save`.
+
+    Example:
+        >>> import shrinkpoint as sp
+        >>> model = nn.Linear(2, 1)
+        >>> store = sp.Store("memory://docs-loop")
+        >>> save(store, 3, model).step
+        3
+        >>> resume(store, model)
+        3
+
+    Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
+    """
+    _store_of(saver)
+    state = training_state(
+        step,
+        model,
+        optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        ema=ema,
+        loader=loader,
+        generators=generators,
+        more=more,
+    )
+    if state is None:
+        return None
+    kinds = parts.kinds_of(model, parts.optimizers_of(optimizer))
+    beside = None if grads is None else {"model": dict(grads)}
+    return saver.save(step, state, grads=beside, kinds=kinds, metric=metric)
+
+
+def resume(
+    saver: Saver | Store,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    ema: Stateful | None = None,
+    loader: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    more: Mapping[str, Stateful] | None = None,
+    step: int | str | None = None,
+    strict: bool = True,
+    rng: bool = True,
+) -> int:
+    """Put the newest intact checkpoint, or that of a step, back into freshly built parts; returns the steps done.
+
+    An empty store is the beginning of a run: nothing is changed and 0 returned. With `presets.lossless()` the resumed
+    run computes the very numbers of one that was never interrupted. Parts not given here are left in the checkpoint.
+
+    Args:
+        saver, model, optimizer, scheduler, scaler, ema, loader, generators, more: as for `save`.
+        step: that step (or tag) or an error; None: the newest that is intact.
+        strict: True: a model or optimizer whose parameters were renamed, resized or regrouped, or another optimizer
+            class, is an error that lists them, and nothing is changed. False: what fits is loaded, a parameter that
+            does not keeps its value and has no optimizer state; a StateMismatchWarning lists them.
+        rng: also set the global random number generators.
+
+    Raises:
+        BadArgumentError: the checkpoint lacks a part that is asked for, or does not fit.
+        Exception: see `Store.load`.
+
+    Example:
+        >>> import shrinkpoint as sp
+        >>> resume(sp.Store("memory://docs-empty"), nn.Linear(2, 1))
+        0
+    """
+    optimizers = parts.optimizers_of(optimizer)
+    _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
+    asked = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
+    lists = {"more": more, "generators": generators}
+    wanted = [name for name, part in asked.items() if part is not None]
+
+    def load() -> dict[str, Any] | None:
+        """Read and check on rank 0, before anything is changed anywhere."""
+        store = _store_of(saver)
+        if step is None and not store.steps():
+            return None
+        state = store.load(step)
+        where = f"{store.url}: step {state.get('step') if isinstance(state, dict) else '?'}"
+        _check_parts(state, where, ["model", *["optimizer"] * bool(optimizers), *wanted], lists, loader)
+        lines = parts.mismatches(model, state["model"])
+        if optimizers:
+            classes = state["optimizers"]
+            lines += parts.optimizer_mismatches(model, optimizers, state["optimizer"], classes)
+        if isinstance(ema, nn.Module):
+            lines += [f"ema: {line}" for line in parts.mismatches(ema, state["ema"])]
+        parts.refuse_or_warn(lines, strict, where, stacklevel=5)
+        found: dict[str, Any] = state
+        return found
+
+    state = _on_rank_0(load, ["model", "optimizer", *["ema"] * isinstance(ema, nn.Module)])
+    if state is None:
+        return 0
+    parts.set_model(model, state.get("model", {}))
+    if optimizers:
+        parts.set_optimizers(model, optimizers, state.get("optimizer", {}))
+    for name, part in asked.items():
+        if part is not None:
+            if isinstance(part, nn.Module):
+                parts.set_model(part, state.get(name, {}))
+            else:
+                # A copy: a scheduler keeps the very objects it is given.
+                part.load_state_dict(copy.deepcopy(state[name]))
+    for name, one in (more or {}).items():
+        one.load_state_dict(copy.deepcopy(state["more"][name]))
+    _restore_rank(state["ranks"], loader, generators, rng)
+    return int(state["step"])
+
+
+def _restore_rank(
+    ranks: Sequence[Any], loader: Stateful | None, generators: Mapping[str, Generator] | None, rng: bool
+) -> None:
+    """Random numbers and data position of this process."""
+    if len(ranks) != parts.world():
+        message = (
+            f"saved by {len(ranks)} processes, resumed by {parts.world()}: "
+            "random number generators and data positions start anew"
+        )
+        warnings.warn(message, RanksChangedWarning, stacklevel=3)
+        return
+    mine = ranks[parts.rank()]
+    if loader is not None:
+        loader.load_state_dict(mine["position"])
+    restore(mine, generators=generators, rng=rng)
+
+
+def _on_rank_0(load: Any, left_out: Sequence[str]) -> Any:
+    """What `load` returns on rank 0; the others get it without some parts. Its error is raised on all of them."""
+    if parts.world() == 1:
+        return load()
+    state, error = None, None
+    if parts.rank() == 0:
+        try:
+            state = load()
+        except Exception as e:
+            error = e
+    light = None if state is None else {k: v for k, v in state.items() if k not in left_out}
+    sent: list[Any] = [light, error]
+    dist.broadcast_object_list(sent)
+    if sent[1] is not None:
+        raise sent[1]
+    return state if parts.rank() == 0 else sent[0]
+
+
+def _check_parts(
+    state: Any, where: str, wanted: Sequence[str], lists: Mapping[str, Mapping[str, Any] | None], loader: Any
+) -> None:
+    """Refuse a checkpoint without what is asked for."""
+    if not isinstance(state, dict) or not {"step", "model", "ranks"} <= set(state):
+        held = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__qualname__
+        raise BadArgumentError(f"{where}: no checkpoint of trainers.save; it holds {held}")
+    missing = [name for name in wanted if name not in state]
+    for part, named in lists.items():
+        held_here = state["ranks"][0] if part == "generators" else state
+        missing += [f"{part}/{name}" for name in named or () if name not in held_here.get(part, {})]
+    if loader is not None and any(mine.get("position") is None for mine in state["ranks"]):
+        missing.append("loader")
+    if missing:
+        raise BadArgumentError(f"{where}: the checkpoint has no {', '.join(missing)}; nothing was changed")
+
+
+def _store_of(saver: Any) -> Store:
+    if isinstance(saver, Saver):
+        return saver.store
+    if isinstance(saver, Store):
+        return saver
+    raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+
+
+def _named(more: Any) -> dict[str, Any]:
+    if more is not None and not isinstance(more, Mapping):
+        raise BadArgumentError(f"more must map names to what has a state, not be a {type(more).__qualname__}")
+    return {f"more[{name!r}]": part for name, part in (more or {}).items()}
+
+
+def _check(model: Any, **stateful: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadArgumentError(f"model must be a torch.nn.Module, not {type(model).__qualname__}")
+    for name, part in stateful.items():
+        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise BadArgumentError(f"{name} is a {type(part).__qualname__}, without state_dict and load_state_dict")
+
+
+def _state_of(part: Stateful) -> Any:
+    return parts.model_state(part) if isinstance(part, nn.Module) else plain(part.state_dict())
