@@ -16,6 +16,7 @@ The context is known to both sides (the level in the parent checkpoint). docs/fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -118,7 +119,7 @@ def sampled_bits(counts: I64) -> float:
 
     Source: Miller 1955, Note on the bias of information estimates.
     """
-    return order0_bits(counts) + (np.count_nonzero(counts) - 1) / np.log(4)
+    return order0_bits(counts) + (np.count_nonzero(counts) - 1) / math.log(4)
 
 
 def _entropy(counts: I64, n: int) -> float:

@@ -165,7 +165,7 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
     if old is not None:
         bits = _estimates(u, old, layout)
         near = _NEAR if u.size <= SAMPLE else 1.0
-        chosen = [m for m in chosen if bits[m] <= near * min(bits.values())]
+        chosen = [m for m in chosen if bits[m] <= near * min(bits.values()) + _SMALL]
     found = [bytes([method]) + ways[method]() for method in chosen]
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
     best = min(found, key=len)

@@ -206,7 +206,7 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
     patterns = codebook.dtype.name in ("uint16", "uint32", "uint64")
     if not patterns or codebook.ndim != 1 or not 1 <= codebook.size <= 1 << 16:
         raise BadArgumentError(
-            f"codebook is {codebook.dtype.name} {codebook.shape}; 1 to 65536 patterns (uint16, uint32, uint64) are needed"
+            f"codebook is {codebook.dtype.name} {codebook.shape}; 1 to 65536 uint16, uint32 or uint64 are needed"
         )
     out: Array = back_end(levels, "exponent").exponent_dequantize(levels, codebook)
     return out

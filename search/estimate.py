@@ -207,8 +207,8 @@ def _codebook(
 ) -> tuple[NpArray, Histogram]:
     """The codebook as the codec would have it, and the histogram it was fitted to.
 
-    An optimal codebook may come from the coarser one. Where the parent's may be kept, or an iteration follows that takes
-    small differences to large ones, it must be from what the codec sees.
+    An optimal codebook may come from the coarser one. Where the parent's may be kept, or an iteration follows that
+    makes large differences of small ones, it must be from what the codec sees.
     """
     fine, coarse = histograms
     parent = None if before is None else before.codebook

@@ -90,13 +90,15 @@ def _trend(candidates: Sequence[Candidate]) -> Floats:
 
 
 def _places(candidates: Sequence[Candidate]) -> Floats:
-    """[n, 4]: where points stand in the cube, in units in which they cease to be alike."""
+    """[n, 6]: where points stand in the cube, in units in which they cease to be alike."""
     rows = []
     for c in candidates:
         p = c.point
         side = 1.0 if p.prune and p.metric == "sensitivity" else 0.0
-        rows.append((math.log2(p.bins), p.prune / 0.2, math.log2(1e-4 + p.protect) / 3, side))
-    return np.asarray(rows, np.float64).reshape(-1, 4)
+        protect, rate = math.log2(1e-4 + p.protect) / 3, math.log2(1e-3 + p.rate) / 3
+        embedding = 0.5 * math.log2(p.embedding_bins or p.bins)
+        rows.append((math.log2(p.bins), p.prune / 0.2, protect, rate, embedding, side))
+    return np.asarray(rows, np.float64).reshape(-1, 6)
 
 
 def _covariance(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
@@ -238,7 +240,9 @@ def next_trials(
         if float(saved.mean()) < 0.5 * tolerance:
             return []
     elif float(ranked.any(axis=1).mean()) < HOPELESS:
-        return []
+        # Giving up costs much, so not before the mildest has failed.
+        gentle = sorted(range(len(candidates)), key=lambda i: candidates[i].error)[:at_once]
+        return [candidates[i].point for i in gentle if state.alive[i]] if state.alive[gentle[0]] else []
     elif left is not None and left <= _LATE:
         odds = np.where(state.alive, passing.mean(axis=0), 0.0)
         sure = [i for i in order if odds[i] >= _SURE]

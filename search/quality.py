@@ -46,16 +46,16 @@ class Scale:
     spread: float
     direction: str | None
 
-    def degradation(self, quality: float) -> float:
-        """Relative loss of quality; infinite for what is no number or infinitely bad.
+    def degradation(self, quality: float | None) -> float:
+        """Relative loss of quality; infinite for what is no number (None) or infinitely bad.
 
         Example:
             >>> Scale(0.8, 0.0, "higher").degradation(0.76)  # doctest: +ELLIPSIS
             0.05...
         """
-        change = (quality - self.baseline) / abs(self.baseline)
-        if not math.isfinite(change):
+        if quality is None or not math.isfinite(quality):
             return math.inf
+        change = (quality - self.baseline) / abs(self.baseline)
         if self.direction is None:
             return abs(change)
         return change if self.direction == "lower" else -change

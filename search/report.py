@@ -55,10 +55,9 @@ class Report:
             self._call(trial)
         if not self._silent:
             what = "baseline" if trial.point is None else str(trial.point)
-            LOG.info(
-                "%s: quality %.6g, degradation %+.3f %%, %d bytes, %.2f s: %s",
-                what, trial.quality, 100 * trial.degradation, trial.nbytes, trial.seconds, trial.reason,
-            )  # fmt: skip
+            quality = "nan" if trial.quality is None else f"{trial.quality:.6g}"
+            found = f"quality {quality}, degradation {trial.degradation:+.3%}, {trial.nbytes} bytes"
+            LOG.info("%s: %s, %.2f s: %s", what, found, trial.seconds, trial.reason)
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=trial.reason)
 

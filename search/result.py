@@ -26,7 +26,7 @@ class Trial:
         error: mean squared relative error of the weights, expected without restoring.
         pruned: share of `error` that is pruned weights.
         expected: degradation expected before the trial; None where nothing was.
-        quality: what `evaluate` returned.
+        quality: what `evaluate` returned; None for NaN.
         degradation: relative loss of quality against the baseline; infinite where quality was no number.
         passed: whether that is within the threshold.
         reason: why it was accepted or not, in words.
@@ -42,7 +42,7 @@ class Trial:
     error: float
     pruned: float
     expected: float | None
-    quality: float
+    quality: float | None
     degradation: float
     passed: bool
     reason: str
@@ -179,7 +179,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    return float(value) if value in ("inf", "-inf", "nan") else value
+    return float(value) if value in ("inf", "-inf") else value
 
 
 def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:

@@ -192,13 +192,13 @@ class _Space:
     """The points that make sense for a state, and the trials on them."""
 
     def __init__(self, cube: Cube, trials: Trials, budget: int) -> None:
-        subject = trials.subject
+        subject, asked = trials.subject, cube
         if not subject.has_embeddings:
             cube = dataclasses.replace(cube, embedding_bins=cube.embedding_bins[-1:])
         self.sensitive = subject.sensitive or "magnitude" not in cube.metric
         if not self.sensitive:
             cube = dataclasses.replace(cube, metric=("magnitude",))
-        self.cube, self.trials, self.budget = cube, trials, budget
+        self.asked, self.cube, self.trials, self.budget = asked, cube, trials, budget
         self.notes: list[str] = []
         if not self.sensitive:
             self.notes.append("nothing is pruned by sensitivity: there are arrays without gradients")
@@ -237,7 +237,8 @@ def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Cho
     discarded: dict[str, int] = {}
     while space.left > 0:
         own = [p for p in points if not p.prune or p.metric == metric]
-        first = [p for p in (twin, origin) if p is not None and p not in tried]
+        # Whoever asks for more aggressive points gets them before the last choice itself.
+        first = [p for p in (twin, None if relax else origin) if p is not None and p not in tried]
         queue, discarded = _queue(space, [p for p in own if p not in tried and p not in first], last.trials)
         order = first + queue
         if not order:
@@ -378,7 +379,7 @@ def _result(space: _Space, choice: _Choice, method: str, fell_back: bool, given:
         direction=trials.scale.direction,
         direction_given=given,
         threshold=trials.allowed,
-        cube=space.cube,
+        cube=space.asked,
         discarded={k: n for k, n in choice.discarded.items() if n},
         notes=tuple(notes),
         rounds=trials.rounds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -77,7 +78,7 @@ class Trials:
                     qualities = [sum(qualities) / len(qualities)]
                 seconds = time.perf_counter() - begin
                 found = [self._record(None, 0, q, rank, seconds) for rank, q in enumerate(qualities)]
-            values += [t.quality for t in found]
+            values += [math.nan if t.quality is None else t.quality for t in found]
             self.rounds += 1
             for trial in found:
                 self._add(trial, replayed=replayed)
@@ -151,12 +152,16 @@ class Trials:
         return quality
 
     def _infer(self, found: Sequence[Trial]) -> None:
-        coarsest = max((t for t in found if abs(t.quality) < float("inf")), key=lambda t: t.error, default=None)
-        direction = None if coarsest is None else self.scale.inferred(coarsest.quality, max(self.allowed, _SURELY))
-        if direction is not None and coarsest is not None:
+        """Settle which direction is better, if the coarsest of these trials tells."""
+        numbers = [(t.error, t.quality) for t in found if t.quality is not None and math.isfinite(t.quality)]
+        if not numbers:
+            return
+        _, quality = max(numbers)
+        direction = self.scale.inferred(quality, max(self.allowed, _SURELY))
+        if direction is not None:
             self.scale = Scale(self.scale.baseline, self.scale.spread, direction)
             self._report.say(
-                f"{direction} quality is better, as the coarsest trial gave {coarsest.quality:.6g} "
+                f"{direction} quality is better, as the coarsest trial gave {quality:.6g} "
                 f"and the state itself {self.scale.baseline:.6g}"
             )
 
@@ -169,7 +174,7 @@ class Trials:
             0.0 if c is None else c.error,
             0.0 if c is None else c.pruned,
             None,
-            quality,
+            None if math.isnan(quality) else quality,
             0.0,
             point is None,
             "the state itself",
@@ -183,8 +188,8 @@ class Trials:
         """The trial with its degradation on the scale, and why it passes or not."""
         loss = self.scale.degradation(trial.quality)
         passed = loss <= self.allowed
-        if loss == float("inf"):
-            reason = f"fails: quality is {trial.quality}"
+        if math.isinf(loss):
+            reason = f"fails: quality is {'not a number' if trial.quality is None else trial.quality}"
         else:
             reason = f"{'passes' if passed else 'fails'}: {loss:+.3%} of {self.allowed:.3%} allowed"
             if self.scale.spread and abs(loss - self.allowed) <= self.scale.spread:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .loader import Loader
     from .loop import resume, save, training_state
+    from .online import apply_update
 
-_WHERE = {"Loader": "loader", "resume": "loop", "save": "loop", "training_state": "loop"}
+_WHERE = {"apply_update": "online", "Loader": "loader", "resume": "loop", "save": "loop", "training_state": "loop"}
 
-__all__ = ["Loader", "resume", "save", "training_state"]
+__all__ = ["Loader", "apply_update", "resume", "save", "training_state"]
 
 
 def __getattr__(name: str) -> Any:

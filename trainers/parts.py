@@ -54,6 +54,11 @@ def bare(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def _target(model: nn.Module) -> nn.Module:
+    """The model that torch is asked about: it sees through every wrapper but this one."""
+    return model.module if isinstance(model, nn.DataParallel) else model
+
+
 def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     """One optimizer or several as a tuple.
 
@@ -83,7 +88,7 @@ def kinds_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers by name; whole on rank 0, and empty on others, under several processes."""
-    state: dict[str, Any] = plain(get_model_state_dict(model, options=_options()))
+    state: dict[str, Any] = plain(get_model_state_dict(_target(model), options=_options()))
     return state
 
 
@@ -99,7 +104,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         names = _names(model, one)
         if one.state:
             # One by one: of several optimizers, one that has not stepped yet must not be touched.
-            found: Any = get_optimizer_state_dict(model, one, options=_options())
+            found: Any = get_optimizer_state_dict(_target(model), one, options=_options())
             state |= found.get("state", {})
             groups += found.get("param_groups", [])
         else:
@@ -145,7 +150,7 @@ def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    state = get_model_state_dict(model)
+    state = get_model_state_dict(_target(model))
     return {k: (tuple(v.shape), v.dtype) for k, v in state.items() if isinstance(v, torch.Tensor)}
 
 
@@ -188,11 +193,11 @@ def set_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     if world() > 1:
         shapes = _shapes(model)
         fitting = {k: v for k, v in saved.items() if k not in shapes or tuple(v.shape) == shapes[k][0]}
-        set_model_state_dict(model, fitting, options=_options(load=True))
+        set_model_state_dict(_target(model), fitting, options=_options(load=True))
         return
-    mine: dict[str, Any] = dict(get_model_state_dict(model))
+    mine: dict[str, Any] = dict(get_model_state_dict(_target(model)))
     fitting = {k: v for k, v in saved.items() if k in mine and _fits(v, mine[k])}
-    set_model_state_dict(model, mine | fitting)
+    set_model_state_dict(_target(model), mine | fitting)
 
 
 def _fits(saved: Any, mine: Any) -> bool:
@@ -209,7 +214,7 @@ def set_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     for one in optimizers:
         if world() > 1:
             options = _options(load=True)
-            set_optimizer_state_dict(model, one, dict(saved), options=options)
+            set_optimizer_state_dict(_target(model), one, dict(saved), options=options)
             continue
         shapes = {
             n: p.shape
@@ -224,7 +229,7 @@ def set_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         entries = {n: e for n, e in saved["state"].items() if n in shapes and _entry_fits(e, shapes[n])}
         if entries:
             loadable: Any = {"state": entries, "param_groups": groups}
-            set_optimizer_state_dict(model, one, loadable, options=StateDictOptions(strict=False))
+            set_optimizer_state_dict(_target(model), one, loadable, options=StateDictOptions(strict=False))
         else:
             one.load_state_dict({"state": {}, "param_groups": groups})
 

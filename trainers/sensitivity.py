@@ -4,8 +4,8 @@ A gradient is read when the optimizer is about to step: then it is accumulated o
 processes (DDP, FSDP2), unscaled (AMP) and clipped, and a step that AMP skips is not seen. A training loop that updates
 its weights by hand, without a `torch.optim` optimizer, is followed by post-accumulate hooks instead. On a GPU, reading
 is a copy to pinned memory on a stream of its own beside the optimizer's step, and a thread forms the average on the
-CPU. No gradient, parameter or random number generator is touched: the losses of a run are bit-identical with and without
-the tracker.
+CPU. No gradient, parameter or random number generator is touched: the losses of a run are bit-identical with and
+without the tracker.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class SensitivityTracker:
 
     def _read(self, which: str) -> dict[str, Tensor] | None:
         self._device.wait()
-        return {n: a.read(which) for n, a in self._averages.items()} or None
+        found = self._averages
+        return {n: found[n].read(which) for n in self._names.values() if n in found} or None
 
     # ------------------------------------------------------------------ hooks
 
@@ -191,7 +192,7 @@ class SensitivityTracker:
             into = batch % self._every - (self._every - self._window)
             if into < 0:
                 return
-            if into == 0:
+            if into == 1:
                 self._device.wait()
                 for p in parameters:
                     self._averages.pop(self._names[id(p)], None)

@@ -58,7 +58,7 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
     patterns = floats.view(np.int32)
     open_bits, extra = np.zeros(BLOCK, np.uint32), np.zeros(BLOCK, np.uint32)
     word, fill, total = np.uint64(0), np.uint64(0), np.int64(0)
-    at = 0
+    at = np.int64(0)
     for start in range(0, values.size, BLOCK):
         part = values[start : start + BLOCK]
         # The second bit cleared, so that no rounding reaches the next power of two; halved, so that it is positive.
@@ -78,17 +78,17 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
         if part.size % 2:
             open_bits[part.size] = extra[part.size] = np.uint32(0)  # BLOCK is even
         for i in range((part.size + 1) // 2):
-            k = np.uint64(open_bits[2 * i])
-            x = np.uint64(extra[2 * i]) | np.uint64(extra[2 * i + 1]) << k
-            k += np.uint64(open_bits[2 * i + 1])
+            first = np.uint64(open_bits[2 * i])
+            x = np.uint64(extra[2 * i]) | np.uint64(extra[2 * i + 1]) << first
+            both = first + np.uint64(open_bits[2 * i + 1])
             word |= x << fill
             words[at] = word
-            filled = fill + k
+            filled = fill + both
             full = filled >> np.uint64(6)
             at += np.int64(full)
             word = ((x >> one) >> (sixty - fill)) if full else word
             fill = filled & sixty
-            total += np.int64(k)
+            total += np.int64(both)
     words[at] = word
     return total
 
@@ -103,7 +103,7 @@ def _split_wide(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> An
     patterns = floats.view(np.int64)
     offset = np.int64(1022) + np.int64(bits)
     word, fill, total = np.uint64(0), np.uint64(0), np.int64(0)
-    at = 0
+    at = np.int64(0)
     for start in range(0, values.size, BLOCK):
         part = values[start : start + BLOCK]
         for i in range(part.size):

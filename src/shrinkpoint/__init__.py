@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from .search.result import SearchResult
     from .search.run import search
     from .store.ranks import newest_common_step
+    from .store.retention import Retention
     from .store.saver import Saver, SaveResult
     from .store.store import Store
+    from .trainers.hub import load_pretrained, save_pretrained
     from .trainers.rows import RowTracker
     from .trainers.sensitivity import SensitivityTracker
 
@@ -57,6 +59,7 @@ __all__ = [
     "MissingParentError",
     "NewerFormatError",
     "Quantize",
+    "Retention",
     "RowTracker",
     "Rows",
     "Rule",
@@ -71,8 +74,10 @@ __all__ = [
     "compress",
     "decompress",
     "kinds",
+    "load_pretrained",
     "newest_common_step",
     "presets",
+    "save_pretrained",
     "search",
     "set_threads",
     "threads",
@@ -83,6 +88,8 @@ def __getattr__(name: str) -> Any:
     """`Store` on first use: file systems need not be imported by those who only compress."""
     if name == "Store":
         return import_module(".store.store", __name__).Store
+    if name == "Retention":
+        return import_module(".store.retention", __name__).Retention
     if name in ("SaveResult", "Saver"):
         return getattr(import_module(".store.saver", __name__), name)
     if name == "newest_common_step":
@@ -95,4 +102,6 @@ def __getattr__(name: str) -> Any:
         return import_module(".trainers.sensitivity", __name__).SensitivityTracker
     if name == "RowTracker":
         return import_module(".trainers.rows", __name__).RowTracker
+    if name in ("load_pretrained", "save_pretrained"):
+        return getattr(import_module(".trainers.hub", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

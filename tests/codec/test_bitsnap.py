@@ -216,7 +216,7 @@ def mixed(t: int) -> dict[str, Any]:
     w = w + 1e-3 * t * torch.randn(40, 60, generator=later)
     m = 1e-3 * torch.randn(40, 60, generator=later)
     return {
-        "model": {"fc.weight": w.bfloat16(), "head.weight": w.double(), "norm.weight": torch.ones(40) + t},
+        "model": {"fc.weight": w.bfloat16(), "head.weight": 3 * w.double(), "norm.weight": torch.ones(40) + t},
         "optimizer": {
             "state": {0: {"step": torch.tensor(float(t)), "exp_avg": m, "exp_avg_sq": m.square()}},
             "fp32_from_fp16_params": [[w]],

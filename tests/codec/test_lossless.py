@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import entropy
+from shrinkpoint.codec import entropy, exact
+from shrinkpoint.codec.differences import MANTISSA
+from shrinkpoint.codec.errors import CorruptDataError
+from shrinkpoint.kernels.planes import difference as pattern_difference
+from shrinkpoint.kernels.planes import split_planes
 
-from .common import bits, difference, small_chunks, threads
+from .common import bits, difference, put_together, small_chunks, take_apart, threads, through_bytes
 
 DTYPES = [
     "bool",
@@ -122,6 +126,153 @@ def test_lossless_makes_deltas_small_and_bases_no_larger_than_needed() -> None:
     assert other.nbytes < noise.nbytes + 500
 
 
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+
+
+def floats(x: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
+    real = torch.from_numpy(x)
+    if dtype.startswith("complex"):
+        return torch.complex(real, real.flip(0)).to(getattr(torch, dtype))
+    return real.to(getattr(torch, dtype))
+
+
+def product(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray[Any, Any]:
+    """Normal numbers whose scale is a row's times a column's."""
+    scale = np.exp(rng.normal(-3, 1.5, (rows, 1)) + rng.normal(0, 1.5, (1, columns)))
+    return np.asarray(scale * rng.standard_normal((rows, columns)))
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(FLOATS),
+    st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([0.0, 1e-3, 1.0]),
+    st.sampled_from([256, 2048, 1 << 22]),
+)
+def test_matrices_of_floats_survive(
+    seed: int, dtype: str, shape: tuple[int, int], axes: int, move: float, chunk: int
+) -> None:
+    """Whatever their shape is: also where a chunk begins within a row."""
+    rng = np.random.default_rng(seed)
+    x = product(rng, *shape)
+    form = {1: (-1,), 2: shape, 3: (shape[0], 1, shape[1])}[axes]
+    cfg = sp.presets.lossless()
+    prev = None
+    with small_chunks(chunk):
+        for t in range(3):
+            value = floats((x * 0.95**t + move * t * rng.standard_normal(shape)).reshape(form), dtype)
+            ckpt = sp.compress({"x": value}, prev, cfg)
+            found = sp.Checkpoint.from_bytes(ckpt.to_bytes(), prev)
+            assert bits(sp.decompress(found)["x"]) == bits(value)
+            prev = found
+
+
+def method(ckpt: sp.Checkpoint, path: str) -> int:
+    (record,) = (r for r in ckpt.records if r.path == path)
+    return int(ckpt.pieces_of(record)[0][0])
+
+
+@pytest.mark.parametrize(("dtype", "mantissa"), [("float32", 23), ("bfloat16", 7), ("float16", 10)])
+def test_a_place_says_its_scale(dtype: str, mantissa: int) -> None:
+    """Exponents of a product of scales take the bits of a normal number's exponent, 2.6, not those of all scales."""
+    x = floats(product(np.random.default_rng(0), 400, 300), dtype)
+    cfg = sp.presets.lossless()
+    bits_each = {}
+    shuffled = x.reshape(-1)[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))]
+    for name, value in (("matrix", x), ("flat", x.reshape(-1)), ("shuffled", shuffled)):
+        ckpt = sp.compress({"x": value}, cfg=cfg)
+        assert method(ckpt, "x") == exact.SCALED
+        bits_each[name] = ckpt.summary()[0].bits_per_element
+    assert bits_each["matrix"] < 1 + mantissa + 2.75
+    assert bits_each["matrix"] + 0.3 < bits_each["flat"] < bits_each["shuffled"] - 0.1
+
+
+def test_the_size_of_a_step_depends_on_what_it_is_added_to() -> None:
+    """Steps as large for small weights as for large: the parent's exponent says how many units in the last place."""
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((300, 300)).astype("f4") * np.float32(0.05)
+    later = w + np.float32(1e-4) * rng.standard_normal(w.shape).astype("f4")
+    cfg = sp.presets.lossless()
+    for dtype, limit in (("float32", 0.59), ("bfloat16", 0.33)):
+        a, b = floats(w, dtype), floats(later, dtype)
+        base = sp.compress({"x": a}, cfg=cfg)
+        delta = sp.compress({"x": b}, base, cfg)
+        assert method(delta, "x") == exact.SIZES
+        patterns = [t.view(torch.int16 if dtype == "bfloat16" else torch.int32).numpy().reshape(-1) for t in (a, b)]
+        u, old = (p.view(f"u{p.itemsize}") for p in patterns)
+        planes = split_planes(pattern_difference(u, old, dtype=dtype))
+        before = sum(len(entropy.encode(np.ascontiguousarray(p))) for p in planes)
+        assert delta.summary()[0].stored_bytes < limit * a.nbytes
+        assert delta.summary()[0].stored_bytes < 0.97 * before
+
+
+def test_what_decays_is_told_by_the_mantissa() -> None:
+    rng = np.random.default_rng(0)
+    v = np.exp(rng.normal(-9, 3, 60_000)).astype("f4")
+    base = sp.compress({"x": v}, cfg=sp.presets.lossless())
+    later = (v * np.float32(0.95) + np.float32(1e-5) * v * rng.random(v.size).astype("f4")).astype("f4")
+    delta = sp.compress({"x": later}, base, sp.presets.lossless())
+    assert bytes(delta.pieces_of(delta.records[0])[0][:2]) == bytes([exact.SIZES, MANTISSA])
+    assert bits(through_bytes(delta, base)["x"]) == bits(later)
+
+
+def test_floats_that_are_few_or_narrow_are_not_taken_for_noise() -> None:
+    rng = np.random.default_rng(0)
+    few = rng.choice(np.array([0.0, 1.0, -0.5], "f4"), 50_000)
+    narrow = torch.randn(50_000).bfloat16().float()
+    cfg = sp.presets.lossless()
+    base = sp.compress({"few": few, "narrow": narrow}, cfg=cfg)
+    rows = {r.path: r.stored_bytes / r.raw_bytes for r in base.summary()}
+    assert rows["few"] < 0.085
+    assert rows["narrow"] < 0.36
+    delta = sp.compress({"few": few[::-1].copy(), "narrow": (narrow * 1.5).bfloat16().float()}, base, cfg)
+    rows = {r.path: r.stored_bytes / r.raw_bytes for r in delta.summary()}
+    assert rows["few"] < 0.15
+    assert rows["narrow"] < 0.36
+
+
+SCALED_PIECES = {
+    "more columns than elements": b"\x04\xa1\x1f\x00",
+    "huge number of columns": b"\x04" + b"\xff" * 8 + b"\x7f\x00",
+    "phase beyond the columns": b"\x04\x0a\x0a",
+    "classes missing": b"\x04\x0a\x00",
+    "planes missing": b"\x04\x00\x02\x00\x05",
+    "bytes after": b"\x04\x00" + b"\x02\x00\x05" * 4 + b"\x00",
+    "sizes without a parent": b"\x05\x00\x02\x00\x00",
+    "sizes in an unknown context": b"\x05\x02\x02\x00\x00",
+    "a size that float32 has not": b"\x05\x00\x02\x00\xf0",
+    "extra bits missing": b"\x05\x00\x02\x00\x20",
+    "extra bits too many": b"\x05\x00\x02\x00\x00\x00",
+    "method unknown": b"\x06\x00",
+}
+
+
+@pytest.mark.parametrize("name", SCALED_PIECES)
+def test_hostile_floats(name: str) -> None:
+    x = np.arange(1, 2001, dtype="f4")
+    base = sp.compress({"x": x}, cfg=sp.presets.lossless())
+    header, _ = take_apart(sp.compress({"x": x + 1}, base, sp.presets.lossless()).to_bytes())
+    record, piece = header["arrays"][0], SCALED_PIECES[name]
+    record["b"] = [len(piece)]
+    if name == "sizes without a parent":
+        header["parent"] = None
+        record.pop("p")
+    blob = put_together(header, [piece])
+    prev = base if header["parent"] else None
+    with pytest.raises(CorruptDataError):
+        sp.decompress(sp.Checkpoint.from_bytes(blob, prev), prev)
+    for good in (b"\x04\x00" + b"\x02\x00\x05" * 4, b"\x05\x01\x02\x00\x00"):
+        record["b"] = [len(good)]
+        if prev is not None:
+            assert sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good]), prev))["x"].shape == (2000,)
+    record["d"], record["s"] = "int32", [2000]
+    record["b"] = [len(good)]
+    with pytest.raises((CorruptDataError, sp.MissingParentError)):
+        sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good]), prev), prev)
+
+
+CODERS = ["smallest", "fast", "published"]
 symbols = st.tuples(
     st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2, 15, 16, 17, 100, 1000, 5000]), st.integers(1, 256)
 )
@@ -143,7 +294,12 @@ def test_symbols_without_a_context(case: tuple[int, int, int], skew: float) -> N
         assert encode(x.copy()) == data
 
 
-@given(symbols, st.integers(2, 256), st.sampled_from([0.0, 0.01, 0.5, 1.0]), st.sampled_from(["smallest", "published"]))
+@given(
+    symbols,
+    st.integers(2, 256),
+    st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    st.sampled_from(["smallest", "fast", "published"]),
+)
 def test_levels_in_the_context_of_their_parents(
     case: tuple[int, int, int], parent_size: int, share: float, coder: str
 ) -> None:

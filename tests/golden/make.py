@@ -146,6 +146,21 @@ def everything(t: int) -> dict[Any, Any]:
     }
 
 
+def floats(t: int) -> dict[str, Any]:
+    """Matrices whose rows and columns have scales of their own, and steps as large for small numbers as for large."""
+    rows, columns = (np.ldexp(1.0, (8 * uniform(n, n)).astype(int)) for n in (60, 50))
+    w = bell(3000, 1).reshape(60, 50) * rows[:, None] * columns + t * 0.01 * bell(3000, 5 + t).reshape(60, 50)
+    return {
+        "single": torch.from_numpy(w.astype(np.float32)),
+        "brain": torch.from_numpy(w[::-1].copy()).bfloat16(),
+        "half": torch.from_numpy(w / 1024).half(),
+        "double": w,
+        "complex": (w + 1j * w[::-1]).astype(np.complex64),
+        "decayed": torch.from_numpy((w * w * 0.95**t).astype(np.float32)),
+        "flat": (np.repeat(rows, 60)[:3000] * bell(3000, 3) + t * 1e-4).astype(np.float16),
+    }
+
+
 def cases() -> dict[str, tuple[Any, sp.Config, int]]:
     """Name -> (state at moment t, configuration, length of the chain)."""
     quantize = sp.Quantize(bins=12, prune=0.2, protect=0.02, policy="refit", coder="published")
@@ -171,6 +186,7 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         ),
         "mixed": (mixed, sp.Config(rate=0.003), 3),
         "everything": (everything, sp.presets.lossless(), 3),
+        "floats": (floats, sp.presets.lossless(), 2),
     }
 
 

@@ -45,11 +45,12 @@ def test_sums_beyond_thirty_two_bits() -> None:
         assert (sums == 255 * (200_000 // columns)).all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shift"), [("uint16", 0), ("uint16", 7), ("uint32", 8), ("uint32", 31), ("uint64", 52)]
-)
+@pytest.mark.parametrize("shift", [0, 7, 8, 31, 52])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
 def test_pattern_classes(sequential_back_end: BackEnd, fresh: np.random.Generator, dtype: str, shift: int) -> None:
     width = int(dtype[4:])
+    if not 0 < width - shift <= 24:
+        shift = width - 9
     values = fresh.integers(0, 1 << width, 300, dtype=np.uint64).astype(dtype)
     table = fresh.integers(0, 256, 1 << (width - shift)).astype(np.uint8)
     found = sequential_back_end.module("classes").pattern_classes(

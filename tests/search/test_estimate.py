@@ -112,7 +112,7 @@ def test_rate_lowers_the_size_and_raises_the_error() -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     prev = sp.compress({"w": x})
     moved = x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    points = [Point(24, 0.0, "magnitude", 0.0005, rate, 32) for rate in (0.0, 0.01, 0.1)]
+    points = [Point(24, 0.0, "magnitude", 0.0005, rate, 32) for rate in (0.0, 0.03, 0.1)]
     for state, parent in (({"w": x}, None), ({"w": moved}, prev)):
         subject = Subject.of(state, SOME[0], parent, None, None)
         found = estimator(subject)(points)

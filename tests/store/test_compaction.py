@@ -217,6 +217,22 @@ def test_a_restated_file_that_is_not_the_same_is_refused(tmp_path: Path, monkeyp
     assert listing(tmp_path) == before
 
 
+def test_few_checkpoints_are_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those below no more than a step may be coded against: as many as its number has non-zero digits."""
+    held: list[int] = []
+    real = compaction.Compaction._step
+
+    def step(self: Any, *arguments: Any) -> Any:
+        live = real(self, *arguments)
+        held.append(len(live))
+        return live
+
+    monkeypatch.setattr(compaction.Compaction, "_step", step)
+    fill(sp.Store(tmp_path, lossless()), *range(40)).compact(3.0)
+    assert len(held) == 40
+    assert max(held) == 3
+
+
 @pytest.mark.parametrize("cost", [0.9, 0, -1, 2e6, float("nan"), "3", None, True])
 def test_costs_that_are_none(cost: Any, tmp_path: Path) -> None:
     with pytest.raises(sp.BadArgumentError, match="max_cost"):

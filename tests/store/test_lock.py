@@ -125,6 +125,24 @@ def test_what_a_crash_leaves_of_a_lock(kind: str, tmp_path: Path, monkeypatch: p
     assert [n for n in files.list("locks") if n.startswith("shared")] == []
 
 
+def test_a_saver_that_was_taken_for_dead_commits_nothing() -> None:
+    """Its lock went while it wrote: what its manifest would name may have been collected."""
+    url = f"memory://{uuid.uuid4()}"
+    store = fill(sp.Store(url, lossless()), 0)
+    files, write = store._files, store._files.write
+
+    def writing(name: str, data: bytes) -> None:
+        write(name, data)
+        if name.startswith("data/"):
+            files.remove([f"locks/{n}" for n in files.list("locks")])
+
+    files.write = writing  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match="lost its lock"):
+        fill(store, 1)
+    assert sp.Store(url).steps() == [0]
+    assert files.list("data") == [sp.Store(url).describe(0).file]
+
+
 def test_a_clock_that_goes_backwards(tmp_path: Path) -> None:
     """What seems to be from the future is not stale: waiting is the safe side."""
     one, two, files = locks("files", tmp_path)

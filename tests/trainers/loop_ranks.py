@@ -1,4 +1,4 @@
-"""One of two processes that train together, for the tests: `python loop_ranks.py KIND PHASE FOLDER RANK ADDRESS`."""
+"""One of two processes that train together, for the tests: `python loop_ranks.py FOLDER RANK`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import shrinkpoint as sp
 from shrinkpoint import trainers
 
 
-def main(kind: str, phase: str, folder: Path, rank: int, address: str) -> None:
+def train(kind: str, phase: str, folder: Path, rank: int) -> None:
     """Train three steps and save, or resume; then write the losses of three more."""
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     torch.manual_seed(3 if phase == "first" else 4)
     model: Any = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 4))
     if kind == "ddp":
@@ -28,7 +27,7 @@ def main(kind: str, phase: str, folder: Path, rank: int, address: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
     loader = trainers.Loader([[i] for i in range(9)])
-    store = sp.Store(folder / "s", cfg=sp.presets.lossless())
+    store = sp.Store(folder / kind, cfg=sp.presets.lossless())
 
     if phase == "first":
         assert trainers.resume(store, model, optimizer, loader=loader) == 0
@@ -41,8 +40,7 @@ def main(kind: str, phase: str, folder: Path, rank: int, address: str) -> None:
         assert trainers.resume(store, model, optimizer, loader=loader) == 3
         iterator = iter(loader)
     losses = [step(model, optimizer, next(iterator)[0] + rank) for _ in range(3)]
-    (folder / f"{phase}-{rank}.txt").write_text("\n".join(losses))
-    dist.destroy_process_group()
+    (folder / f"{kind}-{phase}-{rank}.txt").write_text("\n".join(losses))
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, target: int) -> str:
@@ -55,4 +53,10 @@ def step(model: Any, optimizer: torch.optim.Optimizer, target: int) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    home, number = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{home}/meet", rank=number, world_size=2)
+    for wrapper in ("ddp", "fsdp2"):
+        for part in ("first", "second"):
+            train(wrapper, part, home, number)
+            dist.barrier()
+    dist.destroy_process_group()

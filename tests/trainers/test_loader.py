@@ -59,7 +59,9 @@ def numbers(batch: Any) -> Any:
     """The samples of a batch, without what was drawn as they were loaded."""
     if isinstance(batch, (list, tuple)) and isinstance(batch[0], torch.Tensor):
         batch = batch[0]
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch[0]
+    return (
+        batch.tolist() if isinstance(batch, torch.Tensor) else batch[0] if isinstance(batch, (list, tuple)) else batch
+    )
 
 
 def make(kind: str, workers: int = 0) -> Any:

@@ -255,18 +255,14 @@ def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
     Raises:
         BadArgumentError: shards that were planned were not written, or cannot be described.
     """
-    ranks: dict[tuple[str, Offsets], int] = {}
     placed: dict[str, list[tuple[Offsets, int]]] = {}
     values: dict[str, int] = {}
     for number, file in enumerate(files):
         for fqn, offsets in file.shards:
-            if (fqn, offsets) in ranks:
-                raise BadArgumentError(f"{fqn}: ranks {ranks[fqn, offsets]} and {file.rank} wrote its shard {offsets}")
-            ranks[fqn, offsets] = file.rank
             placed.setdefault(fqn, []).append((offsets, number))
         values |= dict.fromkeys(file.values, number)
     paths: Mapping[str, Any] = metadata.planner_data or {}
-    numbers: dict[tuple[Shard, ...], int] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
     layouts: list[Layout] = []
     entries: dict[str, Entry] = {}
     holes = ""
@@ -277,26 +273,41 @@ def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
                 raise BadArgumentError(f"{fqn}: no rank wrote it")
             entries[fqn] = Entry(path, file=values[fqn])
             continue
-        sizes = {tuple(c.offsets): tuple(c.sizes) for c in planned.chunks}
-        written = placed.get(fqn, [])
-        missing = sorted(set(sizes) - {offsets for offsets, _ in written})
-        if missing:
-            raise BadArgumentError(f"{fqn}: no rank wrote its shards at {missing[:5]}")
-        shards = _shards((offsets, sizes[offsets], number) for offsets, number in written)
-        if shards not in numbers:
-            numbers[shards] = len(layouts)
-            layouts.append(Layout(shards))
+        rows = _rows(fqn, {tuple(c.offsets): tuple(c.sizes) for c in planned.chunks}, placed.get(fqn, []), files)
+        if rows not in numbers:
+            numbers[rows] = len(layouts)
+            layouts.append(Layout(_shards(rows)))
         size = tuple(planned.size)
-        holes = holes or layouts[numbers[shards]].problem(size, False)
+        holes = holes or layouts[numbers[rows]].problem(size, False)
         entries[fqn] = Entry(
             path,
             str(planned.properties.dtype).removeprefix("torch."),
             size,
-            numbers[shards],
+            numbers[rows],
             bool(planned.properties.requires_grad),
             str(planned.properties.memory_format).removeprefix("torch."),
         )
     return Index(len(files), bool(holes), tuple(files), tuple(layouts), entries)
+
+
+def _rows(
+    fqn: str, sizes: Mapping[Offsets, Offsets], written: Sequence[tuple[Offsets, int]], files: Sequence[RankFile]
+) -> tuple[tuple[Offsets, Offsets, int], ...]:
+    """Offsets, sizes and file of each shard of an entry; of empty ones at one place, the first."""
+    ranks: dict[Offsets, int] = {}
+    rows = []
+    for offsets, number in written:
+        if offsets not in sizes:
+            raise BadArgumentError(f"{fqn}: rank {files[number].rank} wrote a shard at {offsets} that was not planned")
+        first = ranks.setdefault(offsets, number)
+        if first == number:
+            rows.append((offsets, sizes[offsets], number))
+        elif math.prod(sizes[offsets]):
+            raise BadArgumentError(f"{fqn}: ranks {files[first].rank} and {files[number].rank} wrote shard {offsets}")
+    missing = sorted(sizes.keys() - ranks.keys())
+    if missing:
+        raise BadArgumentError(f"{fqn}: no rank wrote its shards at {missing[:5]}")
+    return tuple(rows)
 
 
 def _shards(rows: Any) -> tuple[Shard, ...]:

@@ -98,13 +98,10 @@ def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapp
             spec = LeafSpec("torch", "", tuple(tensor.shape))
             kind = guess(path, spec)
             table[path] = Kind(kind.layer, "state" if kind.role == "weight" else kind.role, keys[-2])
-    for fqn, value in values.items():
-        for node in flatten([value], is_array)[1]:
-            if hasattr(node.value, "device_mesh"):
-                raise UnsupportedLeafError(f"{fqn}: a DTensor inside of a {type(value).__qualname__}; put it in a dict")
-            # The path of the list that it was wrapped in is left off.
-            below = node.path.partition("/")[2]
-            table["/".join([VALUES, fqn, below] if below else [VALUES, fqn])] = Kind("other", "state")
+    for node in flatten({VALUES: dict(values)}, is_array)[1]:
+        if hasattr(node.value, "device_mesh"):
+            raise UnsupportedLeafError(f"{node.path}: a DTensor inside of a tuple or list of values; put it in a dict")
+        table[node.path] = Kind("other", "state")
     return table
 
 

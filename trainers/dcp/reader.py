@@ -18,7 +18,7 @@ from ...codec.partial import decode_only
 from ...codec.tree import unflatten
 from ...store.files import Files
 from .chain import open_folder, opener, read_index
-from .metadata import Index, RankFile, Shard
+from .metadata import FOLDER, Index, RankFile, Shard
 from .places import VALUES, key_of, numbered, place
 
 BATCH = 1 << 28
@@ -182,7 +182,10 @@ class _Source:
 
     def _decoded(self, numbers: Sequence[int]) -> dict[int, Any]:
         # Opened anew for each batch: what was decoded, and fetched, before is let go.
-        top, arrays = decode_only(opener(self._files, self._file), lambda top: [top.records[n] for n in numbers])
+        try:
+            top, arrays = decode_only(opener(self._files, self._file), lambda top: [top.records[n] for n in numbers])
+        except CorruptDataError as e:
+            raise CorruptDataError(f"rank {self._file.rank}: {self._path} or one it is coded against: {e}") from None
         return {n: arrays[top.records[n].key] for n in numbers}
 
     def _fill_value(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -202,7 +205,11 @@ class _Source:
         planner.load_bytes(item, buffer)
 
     def _where(self, fqn: str) -> str:
-        return f"{fqn}: rank {self._file.rank}: {self._files.path('data/' + self._file.chain[0][0])}"
+        return f"{fqn}: rank {self._file.rank}: {self._path}"
+
+    @property
+    def _path(self) -> str:
+        return self._files.path(f"{FOLDER}/{self._file.chain[0][0]}")
 
 
 def _copy(array: Any, item: ReadItem, planner: LoadPlanner) -> None:

@@ -80,6 +80,7 @@ class Writer(StorageWriter):
     Example:
         >>> import tempfile, warnings, torch, torch.distributed.checkpoint as dcp
         >>> from shrinkpoint.trainers.dcp import Reader, Writer
+        >>> warnings.simplefilter("ignore")  # torch warns where there is but one process
         >>> state, folder = {"w": torch.arange(4.0)}, tempfile.mkdtemp()
         >>> metadata = dcp.save(state, storage_writer=Writer(folder), no_dist=True)
         >>> loaded = {"w": torch.zeros(4)}
@@ -308,8 +309,10 @@ def _value(planner: SavePlanner, item: Any) -> Any:
     if hasattr(planner, "lookup_object"):
         return planner.lookup_object(item.index)
     # Other planners only give it pickled: nothing but plain values is read from that.
+    data: Any = planner.resolve_data(item)
+    data.seek(0)
     try:
-        return torch.load(planner.resolve_data(item), weights_only=True)  # type: ignore[arg-type]
+        return torch.load(data, weights_only=True)
     except Exception as e:
         raise UnsupportedLeafError(f"{item.index.fqn}: cannot be stored without pickle: {str(e)[:200]}") from None
 

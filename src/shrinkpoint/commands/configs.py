@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from ..codec import presets
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
-
-PRESETS: dict[str, Callable[[], Config]] = {
-    "default": Config,
-    "lossless": presets.lossless,
-    "inshrinkerator": presets.inshrinkerator,
-    "lc-checkpoint": presets.lc_checkpoint,
-    "check-n-run": presets.check_n_run,
-    "bitsnap": presets.bitsnap,
-}
-"""What `--preset` takes."""
+from ..demo.config import presets
 
 
 def config(
@@ -27,7 +16,7 @@ def config(
     """The configuration that is asked for.
 
     Args:
-        preset: a name of `PRESETS`; None: as `file` says, else "default".
+        preset: a name of `demo.config.presets`; None: as `file` says, else "default".
         file: JSON of `Config.to_json`, or None.
         rate: in place of the configuration's own, or None.
         max_rel_error: in place of the configuration's own, or None.
@@ -40,10 +29,11 @@ def config(
         raise BadArgumentError("--preset and --config are both given; say one of them")
     if file is not None:
         found = _read(file)
-    elif (preset or "default") not in PRESETS:
-        raise BadArgumentError(f"--preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
     else:
-        found = PRESETS[preset or "default"]()
+        known = presets()
+        if (preset or "default") not in known:
+            raise BadArgumentError(f"--preset is {preset!r}; it must be one of {', '.join(known)}")
+        found = known[preset or "default"]()
     return Config(
         found.rules,
         max_rel_error=found.max_rel_error if max_rel_error is None else max_rel_error,

@@ -53,7 +53,8 @@ def compress(
 ) -> None:
     """Compress a checkpoint of another format.
 
-    Nothing in the source is executed: a .pt file or DCP folder with more in it than tensors and plain values is refused.
+    Nothing in the source is executed: a .pt file or DCP folder that holds more than tensors and plain values is
+    refused.
     """
     from ..codec.errors import BadArgumentError
     from .configs import config as configured

@@ -13,8 +13,10 @@ import logging
 import math
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,14 @@ class _Unpickler(pickle.Unpickler):
             if found is torch.Size or isinstance(found, torch.dtype):
                 return found
         elif module == "pathlib" and name in _ALLOWED[module]:
-            return str  # where the checkpoint once lay: of no use here, and a Windows path cannot be made elsewhere
+            return _nowhere
         elif name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise UnsupportedLeafError(f"its metadata names {module}.{name}, which no checkpoint needs")
+
+
+def _nowhere(*_parts: object) -> None:
+    """In place of the path where the checkpoint once lay: of no use here, and one of Windows cannot be made."""
 
 
 def is_dcp(path: Path) -> bool:
@@ -71,16 +77,19 @@ def load_dcp(folder: Path) -> dict[str, Any]:
         UnsupportedLeafError: it needs more of pickle than plain values.
     """
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    metadata = _metadata(folder)
+    metadata: Metadata = _metadata(folder)
 
-    class Reader(dcp.FileSystemReader):
+    class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             return metadata
 
-    class Planner(dcp.DefaultLoadPlanner):
+    class Planner(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
             name = read_item.dest_index.fqn
             values[name] = load_plain(value, f"{folder}: {name}")
@@ -97,8 +106,8 @@ def load_dcp(folder: Path) -> dict[str, Any]:
             flat[name] = None
     try:
         with _quiet():
-            dcp.load(flat, storage_reader=Reader(folder), planner=Planner(flatten_state_dict=False), no_dist=True)
-    except Exception as error:
+            load(flat, storage_reader=Reader(folder), planner=Planner(flatten_state_dict=False), no_dist=True)
+    except (Exception, CheckpointException) as error:
         raise _plain_error(folder, error) from None
     missing = [name for name, value in flat.items() if value is None and name not in values]
     if missing:
@@ -113,19 +122,22 @@ def load_plain(file: Any, where: str) -> Any:
         CorruptDataError: it is no such file, or damaged.
         UnsupportedLeafError: it holds other objects.
     """
-    import re
-
     import torch
 
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with _quiet(), torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"(?:GLOBAL|allowed: |Trying to (?:call|instantiate) [^']*?)\s*([\w.]+\.[\w.]+)", str(error))
+        named = re.search(r"GLOBAL (\S+)", str(error))
         if named is not None:
-            what = named.group(1).rstrip(".")
-            raise UnsupportedLeafError(f"{where}: holds {what}, which is no tensor or plain value") from None
-        raise CorruptDataError(f"{where}: cannot be loaded without pickle: {_first_line(error)}") from None
+            raise UnsupportedLeafError(f"{where}: holds {named.group(1)}, which is no tensor or plain value") from None
+        # The reason stands last in a page of advice.
+        reasons = str(error).partition("Check the documentation")[0].strip().split("\n")
+        raise CorruptDataError(f"{where}: cannot be loaded without pickle: {reasons[-1][:300]}") from None
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise CorruptDataError(f"{where}: cannot be read as a file of torch.save: {_first_line(error)}") from None
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise CorruptDataError(f"{where}: {_first_line(error)}") from None
 
@@ -134,7 +146,7 @@ def _numpy_globals() -> list[Any]:
     """What a pickle of NumPy arrays of numbers needs, by the names of NumPy 1 and 2."""
     import numpy as np
 
-    core = np._core.multiarray
+    core = import_module("numpy._core.multiarray")
     found: list[Any] = [np.ndarray, np.dtype, *(type(np.dtype(c)) for c in "?bBhHiIlLqQefdFD")]
     for name in ("_reconstruct", "scalar"):
         function = getattr(core, name)
@@ -179,15 +191,16 @@ def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
 
 def save_dcp(state: dict[str, Any], folder: Path) -> None:
     """Write a state as a folder of torch.distributed.checkpoint, synced."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with _quiet():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch warns that one process works alone, which is as it should be here, and logs what it raises."""
+    """Torch warns that one process works alone and of how a file was pickled, and logs what it raises."""
     logger = logging.getLogger("torch.distributed")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -199,11 +212,13 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _plain_error(folder: Path, error: Exception) -> Exception:
-    """What lies beneath the wrapping of torch, as one of our errors."""
+def _plain_error(folder: Path, error: BaseException) -> BaseException:
+    """What lies beneath the wrapping of torch (a Ctrl-C too), as one of our errors."""
     causes = list(getattr(error, "failures", {}).values())
     cause = causes[0][0] if causes else error
     if isinstance(cause, (UnsupportedLeafError, CorruptDataError, OSError, MemoryError)):
+        return cause
+    if not isinstance(cause, Exception):
         return cause
     return CorruptDataError(f"{folder}: {type(cause).__name__}: {_first_line(cause)}")
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from .options import AsJson, Parents
 from .output import busy, emit, line, size, table
 
 if TYPE_CHECKING:
-    from ..codec.checkpoint import Checkpoint
+    from ..codec.checkpoint import ArrayRecord, Checkpoint
     from ..codec.leaves import LeafSpec
 
 SHOWN = 40
@@ -158,13 +159,20 @@ def _of_path(path: Path, parents: list[Path]) -> Side:
 def _of_checkpoint(ckpt: Checkpoint) -> Side:
     from ..codec import tree
 
-    values: list[tuple[str, Any]] = []
     skeleton = tree.unflatten(ckpt.header["tree"], lambda _number, _place: _ARRAY)
-    values = list(_plain_values(skeleton))
-    arrays = {}
+    values = dict(_plain_values(skeleton))
+    arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
     for name, record in _named(ckpt.records, lambda r: (r.path, r.key)):
-        arrays[name] = (record.spec, record.nbytes, lambda r=record: ckpt.memory_of(r).values(r.spec))
-    return Side(arrays, dict(values), ckpt.nbytes)
+        arrays[name] = (record.spec, record.nbytes, partial(_values, ckpt, record))
+    return Side(arrays, values, ckpt.nbytes)
+
+
+def _values(ckpt: Checkpoint, record: ArrayRecord) -> Any:
+    return ckpt.memory_of(record).values(record.spec)
+
+
+def _itself(flat: Any) -> Any:
+    return flat
 
 
 def _of_state(state: Any) -> Side:
@@ -179,10 +187,10 @@ def _of_state(state: Any) -> Side:
         if key is None or key not in seen:
             unique.append(node)
             seen.add(key)
-    arrays = {}
+    arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
     for name, node in _named(unique, lambda n: (n.path, n.key)):
         spec, flat = read_leaf(node.value, node.path)
-        arrays[name] = (spec, None, lambda flat=flat: flat)
+        arrays[name] = (spec, None, partial(_itself, flat))
     return Side(arrays, dict(_plain_values(state)), None)
 
 
@@ -261,6 +269,7 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
     from ..codec.base import CHUNK
     from ..codec.leaves import as_bytes
     from ..codec.parallel import map_chunks
+    from ..report.histogram import widened
 
     if not spec.size:
         return 0.0, 0.0
@@ -272,7 +281,7 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
         differs = (as_bytes(a).reshape(-1, width) != as_bytes(b).reshape(-1, width)).any(axis=1)
         if not numbers:
             return int(differs.sum()), 0.0, 0.0
-        x, y = _wide(a), _wide(b)
+        x, y = widened(a), widened(b)
         with np.errstate(all="ignore"):
             miss = np.abs(y[differs] - x[differs])
             return int(differs.sum()), float((miss * miss).sum()), float((np.abs(x[np.isfinite(x)]) ** 2).sum())
@@ -293,16 +302,3 @@ def _is_numeric(flat: Any) -> bool:
 
     name = str(flat.dtype).removeprefix("torch.") if is_torch(flat) else flat.dtype.name
     return re.fullmatch(r"u?int(8|16|32|64)|b?float(16|32|64|8_\w+)|complex(64|128)", name) is not None
-
-
-def _wide(flat: Any) -> Any:
-    """As float64 or complex128 NumPy."""
-    import numpy as np
-
-    from ..kernels.arrays import is_torch
-
-    if is_torch(flat):
-        import torch
-
-        return flat.to(torch.complex128 if flat.dtype.is_complex else torch.float64).numpy()
-    return flat.astype(np.complex128 if flat.dtype.kind == "c" else np.float64)

@@ -11,34 +11,11 @@ from typing import Any
 
 import typer
 
+from .text import printable as printable
+from .text import size as size
+
 LINES = 20
 """Where there is no terminal, progress over many steps is told in at most so many lines."""
-
-
-def printable(text: object) -> str:
-    """Text as it can be shown: names come from files, and control characters could rewrite a terminal.
-
-    Example:
-        >>> printable("a\\x1b[31m/b")
-        'a\\\\x1b[31m/b'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
-
-
-def size(nbytes: float) -> str:
-    """Bytes in decimal units.
-
-    Example:
-        >>> size(999), size(1234), size(56_700_000)
-        ('999 B', '1.23 kB', '56.7 MB')
-    """
-    if abs(nbytes) < 1000:
-        return f"{nbytes:.0f} B"
-    unit = min(int(math.log10(abs(nbytes)) // 3), 5)
-    value = nbytes / 1000**unit
-    if abs(value) >= 999.5 and unit < 5:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.{max(0, 2 - int(math.log10(abs(value))))}f} {'kMGTP'[unit - 1]}B"
 
 
 def line(text: str = "") -> None:

@@ -1,0 +1,288 @@
+"""`python -m bench search`: what a search costs, how near it comes to brute force, and what is lost after a restore.
+
+Each workload is trained once, with a `SensitivityTracker`; at ten checkpoints from early to late its weights are
+searched for thresholds of 0.1, 1 and 5 %, each search starting from the last one's choice and counting sizes as deltas
+against the checkpoint before, as a trainer would. `evaluate` sees one part of the held-out data; what is lost on
+another part is reported beside it. At the first checkpoint and at one in the middle every point of the cube is
+compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. Calls of `evaluate` are all
+counted, those with the state itself too. Only weights are in the states: moments would hide differences in size.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.search.cube import Cube, Point, normal
+
+from . import workloads
+from .devices import threads
+from .harness import ROUNDS, Options, Row, interleave, wall_clock
+from .plot import Bars, draw
+from .workloads import Run, State, Workload
+
+TITLE = "evaluations, seconds and size of searched configurations, and what is lost after a restore"
+THRESHOLDS = (0.001, 0.01, 0.05)
+CHECKPOINTS = 10
+MIDDLE = 5
+FIXED = "Config()"
+_DEVICE = "cpu, 1 thread"
+_BATCHES = {"GPT": 6}
+"""Batches of the held-out set that `evaluate` sees; by default half of them."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state along a training, and the gradient averages before it."""
+
+    step: int
+    state: State
+    grads: dict[str, torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """A workload's checkpoints, and its loss on two parts of the held-out data."""
+
+    name: str
+    size: int
+    checkpoints: list[Checkpoint]
+    evaluate: Callable[[State], float]
+    elsewhere: Callable[[State], float]
+
+
+def trained(workload: Workload, checkpoints: int) -> Training:
+    """Train a workload to its end, keeping its weights at equal distances."""
+    run = Run(workload, 0)
+    every = workload.steps // checkpoints
+    kept = []
+    with sp.SensitivityTracker(run.model, every) as tracker:
+        for step in range(every, every * checkpoints + 1, every):
+            run.train(step)
+            kept.append(Checkpoint(step, {"model": copy.deepcopy(run.model.state_dict())}, tracker.grads()))
+    held_out = workload.held_out()
+    count = _BATCHES.get(workload.name, len(held_out) // 2)
+    probe = copy.deepcopy(run.model).eval()
+
+    def loss(batches: list[Any]) -> Callable[[State], float]:
+        @torch.no_grad()
+        def mean(state: State) -> float:
+            probe.load_state_dict(state["model"])
+            return statistics.fmean(float(workload.loss(probe, batch)) for batch in batches)
+
+        return mean
+
+    size = sum(p.numel() for p in run.model.parameters())
+    return Training(workload.name, size, kept, loss(held_out[:count]), loss(held_out[count : 2 * count]))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One search along a chain, and what came of it."""
+
+    found: sp.SearchResult
+    stored: sp.Checkpoint
+    elsewhere: float
+
+
+def chain(training: Training, threshold: float, say: Callable[[str], None]) -> list[Step]:
+    """Search at every checkpoint, each from the last choice, and compress with what was found."""
+    steps: list[Step] = []
+    prev, last = None, None
+    for checkpoint in training.checkpoints:
+        say(f"{training.name}: {threshold:.1%} at step {checkpoint.step}")
+        state, grads = checkpoint.state, checkpoint.grads
+        last = sp.search(state, training.evaluate, threshold, prev=prev, last=last, grads=grads, progress=False)
+        prev = sp.compress(state, prev, last.config, grads=grads)
+        exact, restored = (training.elsewhere(s) for s in (state, sp.decompress(prev)))
+        steps.append(Step(last, prev, restored / exact - 1))
+    return steps
+
+
+def fixed(training: Training) -> int:
+    """Bytes of the chain with the default configuration throughout."""
+    prev, total = None, 0
+    for checkpoint in training.checkpoints:
+        prev = sp.compress(checkpoint.state, prev, grads=checkpoint.grads)
+        total += prev.nbytes
+    return total
+
+
+def brute_force(
+    training: Training, number: int, prev: sp.Checkpoint | None, say: Callable[[str], None]
+) -> list[tuple[int, float]]:
+    """(bytes, degradation) of every point of the cube at one checkpoint."""
+    checkpoint = training.checkpoints[number]
+    exact = training.evaluate(checkpoint.state)
+    found = []
+    for point in dict.fromkeys(normal(p) for p in Cube()):
+        say(f"{training.name}: brute force at step {checkpoint.step}, {point}")
+        ckpt = sp.compress(checkpoint.state, prev, point.config(), grads=checkpoint.grads)
+        found.append((ckpt.nbytes, training.evaluate(sp.decompress(ckpt)) / exact - 1))
+    return found
+
+
+def against_brute_force(training: Training, say: Callable[[str], None]) -> list[Row]:
+    """The size chosen against the least that passes, at the first checkpoint and at a delta in the middle."""
+    rows = []
+    for number, what in ((0, "first checkpoint"), (MIDDLE, "delta in the middle")):
+        prev = None
+        if number:
+            before = training.checkpoints[number - 1]
+            prev = sp.compress(before.state, cfg=Point(16, 0.0, "magnitude", 0.0005).config(), grads=before.grads)
+        points = brute_force(training, number, prev, say)
+        checkpoint = training.checkpoints[number]
+        for threshold in THRESHOLDS:
+            found = sp.search(
+                checkpoint.state, training.evaluate, threshold, prev=prev, grads=checkpoint.grads, progress=False
+            )
+            least = min((n for n, loss in points if loss <= threshold), default=None)
+            own = found.nbytes if found.met else None
+            share = own / least if own and least else None
+            passing = sum(loss <= threshold for _, loss in points)
+            rows.append(
+                Row(
+                    f"{training.name}, {threshold:.1%}: size at the {what}",
+                    _DEVICE,
+                    training.size,
+                    own,
+                    "bytes",
+                    f"the least of {len(points)}",
+                    least,
+                    share,
+                    "<= 1.03 x",
+                    None if least is None else share is not None and share <= 1.03,
+                    f"{found.evaluations} evaluations, not {len(points) + 1}; {passing} points pass; {found.point}",
+                )
+            )
+    return rows
+
+
+def of_chain(training: Training, threshold: float, steps: list[Step], default: int) -> list[Row]:
+    """The rows of one chain of searches."""
+    name = f"{training.name}, {threshold:.1%}"
+    first, later = steps[0].found, [s.found for s in steps[1:]]
+    whole = sum(s.found.is_exhaustive for s in steps)
+    seconds = [r.seconds for r in later]
+    own = [r.seconds - sum(t.seconds for t in r.trials) for r in later]
+    worst = max(s.found.degradation or 0.0 for s in steps)
+    elsewhere = [s.elsewhere for s in steps]
+    stored = sum(s.stored.nbytes for s in steps)
+    lossless = sum(not s.found.met for s in steps)
+    note = f"{len(steps)} checkpoints" + (f", {lossless} lossless for want of a point that passes" if lossless else "")
+    counts = [r.evaluations for r in later]
+    median, usual = statistics.median(seconds), statistics.median(counts)
+
+    def row(what: str, value: float, unit: str, target: str | None, met: bool | None, more: str = note) -> Row:
+        return Row(f"{name}: {what}", _DEVICE, training.size, value, unit, None, None, None, target, met, more)
+
+    return [
+        row("evaluations, first checkpoint", first.evaluations, "calls", "<= 12", first.evaluations <= 12),
+        row("evaluations, later checkpoints", usual, "calls", "<= 2", usual <= 2, f"median; {_counted(counts)}"),
+        row("searches of the whole cube", whole, "times", "<= 3", whole <= 3),
+        row("seconds to the choice, first", first.seconds, "s", None, None),
+        row("seconds to the choice, later", median, "s", None, None, f"median; without trials {max(own):.2f} at most"),
+        row("largest loss on the data evaluated", 100 * worst, "%", f"<= {threshold:.1%}", worst <= threshold),
+        row("largest loss on other held-out data", 100 * max(elsewhere), "%", None, None, _spread(elsewhere)),
+        Row(
+            f"{name}: bytes of the chain",
+            _DEVICE,
+            training.size,
+            stored,
+            "bytes",
+            FIXED,
+            default,
+            default / stored,
+            None,
+            None,
+            note,
+        ),
+    ]
+
+
+def _counted(counts: list[int]) -> str:
+    return f"mean {statistics.fmean(counts):.1f}, at most {max(counts)}, {len(counts)} checkpoints"
+
+
+def _spread(values: list[float]) -> str:
+    mean = 100 * statistics.fmean(values)
+    return f"mean {mean:+.2f}, {100 * min(values):+.2f} ... {100 * max(values):+.2f} %, {len(values)} checkpoints"
+
+
+def tracker_cost(workload: Workload, say: Callable[[str], None]) -> list[Row]:
+    """Time of a training step with the tracker recording, against one without, in turn."""
+    say(f"{workload.name}: cost of the tracker")
+    plain, tracked = Run(workload, 0), Run(workload, 0)
+    tracker = sp.SensitivityTracker(tracked.model, every=None)
+    plain.train(3)
+    tracked.train(3)
+    same = all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), tracked.model.parameters(), strict=True))
+    size = sum(p.numel() for p in plain.model.parameters())
+    if not same:
+        note = "CHECK FAILED: the tracker changed the training"
+        return [Row(f"{workload.name}: tracker", _DEVICE, size, None, "%", None, None, None, "<= 1 %", False, note)]
+    times = interleave(
+        {
+            "plain": (lambda: plain.train(plain.step + 1), 4),
+            "tracked": (lambda: tracked.train(tracked.step + 1), 4),
+        },
+        rounds=3 * ROUNDS,
+        clock=wall_clock,
+        budget=4.0,
+    )
+    tracker.remove()
+    without, recording = times["plain"], times["tracked"]
+    share = 100 * (recording.median / without.median - 1)
+    whole, name = share * 50 / 500, f"{workload.name}: tracker"
+    note = (
+        f"step {1e3 * without.median:.2f} ms, {len(without.seconds)} rounds, quartiles {without.spread:.1%} apart; "
+        "checked: weights equal to the bit"
+    )
+    return [
+        Row(f"{name}, batches of the window", _DEVICE, size, share, "%", None, None, None, None, None, note),
+        Row(f"{name}, 50 of 500 batches", _DEVICE, size, whole, "%", None, None, None, "<= 1 %", whole <= 1.0, note),
+    ]
+
+
+def run(options: Options) -> list[Row]:
+    """All rows: of one small model, without brute force, with `--quick`."""
+    rows: list[Row] = []
+    for name in ("MLP",) if options.quick else ("MLP", "CNN", "GPT"):
+        if not options.wanted(name):
+            continue
+        workload = workloads.WORKLOADS[name]()
+        if options.quick:
+            workload = dataclasses.replace(workload, steps=80)
+        with threads(1):
+            begin = time.perf_counter()
+            options.say(f"training {name}")
+            training = trained(workload, 4 if options.quick else CHECKPOINTS)
+            options.say(f"trained in {time.perf_counter() - begin:.0f} s")
+            default = fixed(training)
+            for threshold in (0.01,) if options.quick else THRESHOLDS:
+                rows += of_chain(training, threshold, chain(training, threshold, options.say), default)
+            if not options.quick:
+                rows += against_brute_force(training, options.say)
+            rows += tracker_cost(workload, options.say)
+    return rows
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Evaluations of each search, and its size against the least possible."""
+    calls = [
+        (r.row, r.value, 12.0 if "first" in r.row else 2.0) for r in rows if r.unit == "calls" and r.value is not None
+    ]
+    sizes = [(r.row, r.ratio, 1.03) for r in rows if r.peer and r.peer.startswith("the least") and r.ratio is not None]
+    panels = [Bars("calls of evaluate", "calls", calls)]
+    if sizes:
+        panels.append(Bars("size against brute force", "times the least", sizes))
+    draw(path, panels)

@@ -1,0 +1,1 @@
+"""One page about a run: what is collected of a store, the charts, the page."""

@@ -1,0 +1,179 @@
+"""The charts of the page, as SVG to stand inside HTML; the same input gives the same text."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..codec.errors import ShrinkpointError
+from .collect import HEADER, Run
+
+if TYPE_CHECKING:
+    from .collect import StepRow
+
+_INK, _FAINT, _RED = "#22252b", "#9aa3af", "#c8102e"
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7a5195", "#999999", "#44aa99")
+"""Told apart by the colour-blind too (Okabe and Ito), in the order in which they are used."""
+_STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e8eb",
+    "legend.frameon": False,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+}
+
+
+def sizes(run: Run) -> str:
+    """Bytes and ratio of each step, bases marked."""
+
+    def draw(figure: Any) -> None:
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        steps = [s.step for s in run.steps]
+        top.plot(steps, [s.raw_nbytes / 1e6 for s in run.steps], color=_FAINT, label="state")
+        top.plot(steps, [s.nbytes / 1e6 for s in run.steps], color=COLOURS[0], marker=".", label="stored")
+        bases = [s for s in run.steps if not s.delta]
+        top.plot(
+            [s.step for s in bases], [s.nbytes / 1e6 for s in bases], "s", color=COLOURS[1], label="stored as a base"
+        )
+        _log_axis(top)
+        top.set_ylabel("MB")
+        top.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        bottom.plot(steps, [s.ratio for s in run.steps], color=COLOURS[0], marker=".")
+        bottom.set_ylim(bottom=0)
+        bottom.set_ylabel("ratio")
+        for axes in (top, bottom):
+            _mark_restores(axes, run)
+        _step_axis(bottom)
+        bottom.set_xlabel("step" + (" (dashed: restored from)" if run.restored else ""))
+
+    return _svg(draw, "sizes", 4.6)
+
+
+def parts(run: Run) -> str:
+    """Stored bytes of each step by what they are."""
+    names = categories(run.steps)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        places = list(range(len(run.steps)))
+        below = [0.0] * len(places)
+        for number, name in enumerate(names):
+            heights = [s.parts.get(name, 0) / 1e6 for s in run.steps]
+            axes.bar(places, heights, 0.9, bottom=below, color=COLOURS[number % len(COLOURS)], label=name)
+            below = [a + b for a, b in zip(below, heights, strict=True)]
+        shown = places[:: max(1, -(-len(places) // 12))]
+        axes.set_xticks(shown, [str(run.steps[i].step) for i in shown])
+        axes.set_xlabel("step")
+        axes.set_ylabel("stored MB")
+        axes.grid(axis="x", visible=False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+    return _svg(draw, "parts", 3.4)
+
+
+def errors(run: Run) -> str:
+    """Median and largest error of the arrays of each role; "" where every array is exact."""
+    names = sorted({name for s in run.steps for name in s.errors})
+    if not names:
+        return ""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for number, name in enumerate(names):
+            found = [(s.step, s.errors[name]) for s in run.steps if name in s.errors]
+            colour = COLOURS[number % len(COLOURS)]
+            steps = [step for step, _ in found]
+            axes.plot(steps, [e.median for _, e in found], color=colour, marker=".", label=f"{name}: median")
+            axes.plot(steps, [e.largest for _, e in found], color=colour, ls=":", label=f"{name}: largest")
+        if any(e.median > 0 for s in run.steps for e in s.errors.values()):
+            _log_axis(axes)
+        axes.set_ylabel("error of an array")
+        _step_axis(axes)
+        axes.set_xlabel("step")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+    return _svg(draw, "errors", 3.4)
+
+
+def quality(run: Run) -> str:
+    """The metric of the steps, and losses measured beside; "" where there are none."""
+    rated = [(s.step, s.metric) for s in run.steps if s.metric is not None]
+    if not rated and not run.curves:
+        return ""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        if rated:
+            axes.plot(*zip(*rated, strict=True), color=COLOURS[0], marker=".", label="metric of the step")
+        for number, (name, points) in enumerate(run.curves.items(), 1):
+            axes.plot(*zip(*points, strict=True), color=COLOURS[number], label=f"held-out loss, {name}")
+        _mark_restores(axes, run)
+        _step_axis(axes)
+        axes.set_xlabel("step" + (" (dashed: restored from)" if run.restored else ""))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+    return _svg(draw, "quality", 3.0)
+
+
+def categories(steps: Sequence[StepRow]) -> list[str]:
+    """All categories, the largest first, the header last."""
+    total: dict[str, int] = {}
+    for step in steps:
+        for name, nbytes in step.parts.items():
+            total[name] = total.get(name, 0) + nbytes
+    return sorted(total, key=lambda name: (name == HEADER, -total[name], name))
+
+
+def _log_axis(axes: Any) -> None:
+    """A logarithmic axis with plain numbers: powers of ten need mathematical text, which is off."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _step_axis(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _mark_restores(axes: Any, run: Run) -> None:
+    for step in sorted(set(run.restored)):
+        axes.axvline(step, color=_RED, lw=1, ls="--")
+
+
+def _svg(draw: Callable[[Any], None], name: str, height: float) -> str:
+    """A drawn figure as an SVG element; `name` keeps the ids of several apart."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ShrinkpointError("the report needs Matplotlib: pip install 'shrinkpoint[report]'") from None
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    out = io.StringIO()
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(10, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match.group(1)}{name}-", text)
+    return re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg role="img" aria-label="{name}" \1>', text, count=1)

@@ -1,0 +1,289 @@
+"""What a page about a run shows, read from its store: headers of all steps, and the arrays of one."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..codec.checkpoint import ArrayRecord, Checkpoint
+from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
+from ..codec.kinds import guess
+from ..codec.parallel import map_chunks
+from ..store import restores
+from ..store.chain import opener
+from ..store.files import Files, open_files
+from .histogram import Histogram, histogram
+
+if TYPE_CHECKING:
+    from ..store.store import Store
+
+MAX_STEPS = 500
+"""Steps shown; of more, evenly spaced ones, the first and the last among them."""
+MAX_TENSORS = 300
+"""Histograms shown: those of the largest float arrays."""
+MAX_NOTES = 40
+"""Different choices of codecs shown."""
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+HEADER = "header and checksums"
+DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
+Progress = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Errors of the arrays of one role in one step.
+
+    Args:
+        measure: "relative L2" or "relative".
+        median: of the arrays.
+        largest: of them.
+    """
+
+    measure: str
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step.
+
+    Args:
+        step: its number.
+        delta: whether it is stored as a delta.
+        nbytes: stored bytes.
+        raw_nbytes: bytes of the state.
+        restore_cost: of restoring it, in multiples of a base.
+        metric: how good the model is, or None.
+        labels: "pinned", and tags.
+        parts: category -> stored bytes; they sum to `nbytes`.
+        raw_parts: category -> bytes of the arrays.
+        errors: role and measure -> errors.
+        choices: (category, codec, note) -> number of arrays.
+    """
+
+    step: int
+    delta: bool
+    nbytes: int
+    raw_nbytes: int
+    restore_cost: float
+    metric: float | None
+    labels: tuple[str, ...]
+    parts: dict[str, int]
+    raw_parts: dict[str, int]
+    errors: dict[str, Error]
+    choices: Counter[tuple[str, str, str]]
+
+    @property
+    def ratio(self) -> float:
+        """`raw_nbytes / nbytes`."""
+        return self.raw_nbytes / self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One array of the step whose histograms are shown."""
+
+    record: ArrayRecord
+    category: str
+    histogram: Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that a page shows.
+
+    Args:
+        name: what the user called it.
+        steps: those shown.
+        all_steps: how many there are.
+        restored: the steps that were restored from, in order, where that is known.
+        restores: how often there was a restore.
+        tensors: largest first.
+        all_tensors: how many float arrays there are.
+        tensor_step: whose they are; None where no step is intact.
+        curves: name -> (step, value) of quality measured beside the store.
+        searches: results of configuration searches, as they were read.
+        problems: what could not be read.
+    """
+
+    name: str
+    steps: tuple[StepRow, ...]
+    all_steps: int
+    restored: tuple[int, ...]
+    restores: int
+    tensors: tuple[Tensor, ...]
+    all_tensors: int
+    tensor_step: int | None
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    searches: tuple[tuple[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def collect(
+    store: Store,
+    *,
+    name: str,
+    step: int | str | None = None,
+    searches: Iterable[Path] = (),
+    results: Path | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Read what a page shows: of every step the header, of one the arrays.
+
+    Args:
+        store: the run's.
+        name: what to call it.
+        step: step or tag whose arrays are shown; None: the newest that is intact.
+        searches: files with JSON of `SearchResult.to_json`.
+        results: a file that may hold results of the demo, for its losses; passed over where there is none.
+        progress: called with (step, done, total) after each step.
+
+    Raises:
+        BadArgumentError: no such step; a file that is no search result.
+        CorruptDataError, MissingParentError, NewerFormatError: the step that is asked for cannot be read.
+    """
+    files = open_files(store.url)
+    numbers = store.steps()
+    shown = _spread(numbers, MAX_STEPS)
+    pins, tags = set(store.pins()), store.tags()
+    rows: list[StepRow] = []
+    problems: dict[int, str] = {}
+    for done, number in enumerate(shown, 1):
+        labels = (*(["pinned"] if number in pins else []), *(t for t, at in tags.items() if at == number))
+        try:
+            rows.append(_row(store, files, number, labels))
+        except DAMAGE as error:
+            problems[number] = str(error)
+        if progress is not None:
+            progress(number, done, len(shown))
+    at, ckpt = _arrays_of(store, step, problems)
+    tensors, all_tensors = _tensors(ckpt)
+    return Run(
+        name=name,
+        steps=tuple(rows),
+        all_steps=len(numbers),
+        restored=_restored(files),
+        restores=store.restores(),
+        tensors=tensors,
+        all_tensors=all_tensors,
+        tensor_step=at,
+        curves=_curves(results),
+        searches=tuple((str(path), _search(path)) for path in searches),
+        problems=tuple(problems.values()),
+    )
+
+
+def _spread(numbers: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, evenly spaced, with both ends.
+
+    Example:
+        >>> _spread(range(10), 4)
+        [0, 3, 6, 9]
+    """
+    if len(numbers) <= most:
+        return list(numbers)
+    return [numbers[i * (len(numbers) - 1) // (most - 1)] for i in range(most)]
+
+
+def category(record: ArrayRecord) -> str:
+    """What kind of array it is, by its name and shape."""
+    kind = guess(record.path, record.spec)
+    if kind.role == "weight" and record.spec.dtype not in FLOATS:
+        return "other state"
+    return {"weight": f"{kind.layer} weights", "state": "other state"}.get(kind.role, f"{kind.role}s")
+
+
+def _row(store: Store, files: Files, number: int, labels: tuple[str, ...]) -> StepRow:
+    manifest = store.describe(number)
+    ckpt = opener(files, manifest)(None)
+    parts: Counter[str] = Counter()
+    raw: Counter[str] = Counter()
+    errors: dict[str, list[float]] = {}
+    choices: Counter[tuple[str, str, str]] = Counter()
+    for record in ckpt.records:
+        kind = category(record)
+        parts[kind] += record.nbytes
+        raw[kind] += record.spec.nbytes
+        choices[kind, record.stream, record.note.partition(":")[0]] += 1
+        if record.measure != "exact":
+            role = kind if kind.endswith("moments") else "weights"
+            errors.setdefault(f"{role}, {record.measure}", []).append(record.error)
+    parts[HEADER] = manifest.nbytes - sum(parts.values())
+    return StepRow(
+        number,
+        manifest.is_delta,
+        manifest.nbytes,
+        manifest.raw_nbytes,
+        manifest.restore_cost,
+        manifest.metric,
+        labels,
+        dict(parts),
+        dict(raw),
+        {k: Error(k.rpartition(", ")[2], statistics.median(v), max(v)) for k, v in errors.items()},
+        choices,
+    )
+
+
+def _arrays_of(store: Store, step: int | str | None, problems: dict[int, str]) -> tuple[int | None, Checkpoint | None]:
+    """The step whose arrays are shown, resolved."""
+    if step is not None:
+        return store.describe(step).step, store.read(step)
+    for number in reversed(store.steps()):
+        try:
+            return number, store.read(number)
+        except DAMAGE as error:
+            problems.setdefault(number, str(error))
+    return None, None
+
+
+def _tensors(ckpt: Checkpoint | None) -> tuple[tuple[Tensor, ...], int]:
+    if ckpt is None:
+        return (), 0
+    found = [r for r in ckpt.records if r.spec.dtype in FLOATS and r.spec.size]
+    largest = sorted(found, key=lambda r: -r.spec.size)[:MAX_TENSORS]
+
+    def one(record: ArrayRecord) -> Tensor:
+        return Tensor(record, category(record), histogram(ckpt.memory_of(record), record.spec))
+
+    return tuple(map_chunks(one, largest)), len(found)
+
+
+def _restored(files: Files) -> tuple[int, ...]:
+    """The steps restored from, in order; a record that cannot be read is left out: the count stands beside."""
+    found = []
+    for name in files.list(restores.FOLDER):
+        try:
+            step = json.loads(files.read(f"{restores.FOLDER}/{name}"))["step"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if type(step) is int and step >= 0:
+            found.append(step)
+    return tuple(found)
+
+
+def _curves(results: Path | None) -> dict[str, list[tuple[float, float]]]:
+    """Losses that the demo measured on held-out data; nothing where there is no such file."""
+    if results is None or not results.is_file():
+        return {}
+    try:
+        data = json.loads(results.read_bytes())["curves"]
+        curves = {name: data[key]["readings"] for key, name in (("run", "this run"), ("baseline", "never killed"))}
+        return {name: [(float(x), float(y)) for x, y in points] for name, points in curves.items() if points}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _search(path: Path) -> Any:
+    from ..codec.errors import BadArgumentError
+    from ..search.result import SearchResult
+
+    try:
+        return SearchResult.from_json(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, KeyError, RecursionError, ShrinkpointError) as error:
+        raise BadArgumentError(f"{path}: no search result: {str(error)[:200]}") from None

@@ -1,0 +1,105 @@
+"""The distribution of one array as it is restored, and the codebook it is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..codec.base import CHUNK, Memory
+from ..codec.leaves import LeafSpec
+from ..codec.quantize import LevelsMemory
+from ..kernels.arrays import is_torch
+
+BINS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Equal bins over the finite values of an array, and its codebook.
+
+    Args:
+        low: the least finite value.
+        high: the largest one.
+        counts: values in each of `BINS` bins from low to high; of one only where they are equal; none where no value
+            is finite.
+        zeros: values that are zero.
+        odd: values that are not finite.
+        codebook: ascending entries; empty where the array has none.
+        uses: how often each entry is used.
+        protected: values kept beside the codebook; 0 where there is none.
+        pruned: values set to zero; 0 where there is no codebook.
+    """
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+    zeros: int
+    odd: int
+    codebook: tuple[float, ...] = ()
+    uses: tuple[int, ...] = ()
+    protected: int = 0
+    pruned: int = 0
+
+
+def widened(flat: Any) -> Any:
+    """A flat array of numbers, NumPy or torch, as float64 (or complex128) NumPy."""
+    if is_torch(flat):
+        import torch
+
+        return flat.to(torch.complex128 if flat.dtype.is_complex else torch.float64).numpy()
+    with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs
+        return flat.astype(np.complex128 if flat.dtype.kind == "c" else np.float64)
+
+
+def histogram(memory: Memory, spec: LeafSpec) -> Histogram:
+    """The histogram of a decoded array of floats.
+
+    Args:
+        memory: the array, as `Checkpoint.memory_of` gives it.
+        spec: its dtype and shape.
+
+    Example:
+        >>> import shrinkpoint as sp
+        >>> ckpt = sp.compress([np.array([0.0, 1.0, 1.0, 4.0])])
+        >>> found = histogram(ckpt.memory_of(ckpt.records[0]), ckpt.records[0].spec)
+        >>> found.low, found.high, found.counts[0], found.counts[16], found.zeros
+        (0.0, 4.0, 1, 2, 1)
+    """
+    flat = memory.values(spec)
+    starts = range(0, spec.size, CHUNK)
+    low, high, odd, zeros = np.inf, -np.inf, 0, 0
+    for start in starts:
+        x = widened(flat[start : start + CHUNK])
+        finite = x[np.isfinite(x)]
+        odd += x.size - finite.size
+        zeros += int((finite == 0).sum())
+        low, high = float(finite.min(initial=low)), float(finite.max(initial=high))
+    counts: Any = np.zeros(0, np.int64)
+    if low == high:
+        counts = np.array([spec.size - odd])
+    elif low < high:
+        # Scaled so that the width of a bin is a finite number whatever the values are.
+        scale = 2.0 ** -max(0, int(np.frexp(max(abs(low), abs(high)))[1]) - 1000)
+        edges = np.linspace(low * scale, high * scale, BINS + 1)
+        counts = np.zeros(BINS, np.int64)
+        if (np.diff(edges) > 0).all():
+            for start in starts:
+                x = widened(flat[start : start + CHUNK])
+                counts += np.histogram(x[np.isfinite(x)] * scale, bins=edges)[0]
+        else:
+            counts = np.array([spec.size - odd])  # the values are closer than float64 can divide
+    shape = (low, high) if low <= high else (0.0, 0.0)
+    found = Histogram(*shape, tuple(map(int, counts)), zeros, odd)
+    if not isinstance(memory, LevelsMemory):
+        return found
+    uses = np.bincount(memory.levels, minlength=memory.size)
+    return dataclasses.replace(
+        found,
+        codebook=tuple(map(float, memory.codebook)),
+        uses=tuple(map(int, uses[2:])),
+        protected=int(uses[1]),
+        pruned=int(uses[0]),
+    )

@@ -1,0 +1,282 @@
+"""The page: one HTML file that loads nothing. Paths, tags and notes are data: they are text wherever they stand."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..commands.text import printable, size
+from . import charts
+from .collect import MAX_NOTES, MAX_STEPS, MAX_TENSORS, Run, Tensor
+from .histogram import BINS
+from .script import SCRIPT
+
+LONGEST = 300
+"""Characters of a name that are shown."""
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #22252b; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+svg { width: 100%; height: auto; }
+table { border-collapse: collapse; font-size: 0.92em; }
+th, td { padding: 2px 10px 2px 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+th { font-weight: 600; } thead th { border-bottom: 1px solid #9aa3af; overflow-wrap: normal; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+.note { color: #5d6675; } .problem { color: #c8102e; }
+.scroll { max-height: 30em; overflow: auto; }
+select { max-width: 100%; font: inherit; }
+.bar { fill: #9cc3dd; } .axis { stroke: #9aa3af; } .entry line { stroke: #d55e00; } .entry circle { fill: #d55e00; }
+#histogram text { font-size: 12px; fill: #22252b; }
+"""
+
+
+def page(run: Run) -> str:
+    """The page about a run, complete.
+
+    Args:
+        run: of `collect`.
+
+    Raises:
+        ShrinkpointError: Matplotlib is not installed.
+    """
+    body = [
+        f"<h1>{text(run.name)}</h1>",
+        *_summary(run),
+        *(f'<p class="problem">Not readable: {text(problem)}</p>' for problem in run.problems),
+        *_charts(run),
+        *_choices(run),
+        *_searches(run),
+        *_histograms(run),
+        *_steps(run),
+    ]
+    script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    # Should an escape ever be forgotten, nothing but this one script may run, and nothing may be loaded.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; base-uri 'none'"
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{text(run.name)} - shrinkpoint report</title>",
+            f"<style>{_STYLE}</style></head><body>",
+            *body,
+            f'<script type="application/json" id="tensors">{data(list(map(_tensor, run.tensors)))}</script>',
+            f"<script>{SCRIPT}</script>",
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def shown(name: object) -> str:
+    """A name of reasonable length without control characters."""
+    told = printable(name)
+    return told if len(told) <= LONGEST else f"{told[: LONGEST - 30]}...{told[-27:]}"
+
+
+def text(name: object) -> str:
+    """The same as HTML text, or inside a quoted attribute.
+
+    Example:
+        >>> text("<b>&'")
+        '&lt;b&gt;&amp;&#x27;'
+    """
+    return html.escape(shown(name))
+
+
+def data(value: Any) -> str:
+    """JSON that may stand inside a script element: no "<" ends it early or opens a comment.
+
+    Example:
+        >>> data(["</script><!--"])
+        '["\\\\u003c/script>\\\\u003c!--"]'
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], scroll: bool = False) -> str:
+    """A table; a column whose name begins with ">" is aligned right."""
+    kinds = [' class="n"' if c.startswith(">") else "" for c in columns]
+    head = "".join(f"<th{k}>{text(c.removeprefix('>'))}</th>" for k, c in zip(kinds, columns, strict=True))
+    lines = [
+        "<tr>" + "".join(f"<td{k}>{text(cell)}</td>" for k, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in rows
+    ]
+    made = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<div class="scroll">{made}</div>' if scroll else made
+
+
+def _summary(run: Run) -> list[str]:
+    if not run.steps:
+        return ["<p>No step can be read.</p>"]
+    raw, stored = (sum(getattr(s, name) for s in run.steps) for name in ("raw_nbytes", "nbytes"))
+    deltas = sum(s.delta for s in run.steps)
+    told = [
+        f"{run.all_steps} steps, {run.steps[0].step} to {run.steps[-1].step}",
+        f"bases: {len(run.steps) - deltas}, deltas: {deltas}",
+        f"{size(raw)} of state in {size(stored)}, ratio {raw / stored:.2f}",
+        f"restores: {run.restores}",
+    ]
+    if len(run.steps) + len(run.problems) < run.all_steps:
+        told.append(f"{len(run.steps)} of the steps are shown, evenly spaced (at most {MAX_STEPS}); sums are of those")
+    return [f"<p>{text('; '.join(told))}.</p>"]
+
+
+def _charts(run: Run) -> list[str]:
+    if not run.steps:
+        return []
+    found = [("Size and ratio", charts.sizes(run)), ("Where the bytes are", charts.parts(run) + _parts(run))]
+    found += [("Error", charts.errors(run)), ("Quality", charts.quality(run))]
+    notes = {
+        "Where the bytes are": "By the kind of the arrays, guessed from their names and shapes.",
+        "Error": "As the codecs measured it when they stored the arrays. Relative L2: of a whole array; relative: the "
+        "largest of any of its elements.",
+    }
+    absent = {
+        "Error": "Every array of every step is exact.",
+        "Quality": "None is recorded: Store.save(..., metric=) or shrinkpoint rate does so.",
+    }
+    return [
+        f"<h2>{title}</h2>"
+        + (f'<p class="note">{notes[title]}</p>' if title in notes and svg else "")
+        + (svg or f'<p class="note">{absent[title]}</p>')
+        for title, svg in found
+    ]
+
+
+def _parts(run: Run) -> str:
+    raw: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
+    for step in run.steps:
+        raw.update(step.raw_parts)
+        stored.update(step.parts)
+    total = max(1, sum(stored.values()))
+    rows = [
+        (
+            name,
+            size(raw[name]) if raw[name] else "",
+            size(stored[name]),
+            f"{raw[name] / stored[name]:.2f}" if stored[name] and raw[name] else "",
+            f"{100 * stored[name] / total:.1f} %",
+        )
+        for name in charts.categories(run.steps)
+    ]
+    return _table(("kind", ">raw", ">stored", ">ratio", ">share of the bytes"), rows)
+
+
+def _choices(run: Run) -> list[str]:
+    arrays: Counter[tuple[str, str, str]] = Counter()
+    steps: dict[tuple[str, str, str], list[int]] = {}
+    for step in run.steps:
+        arrays.update(step.choices)
+        for choice in step.choices:
+            steps.setdefault(choice, []).append(step.step)
+    most = arrays.most_common(MAX_NOTES)
+    rows = [(*choice, count, len(steps[choice]), _range(steps[choice])) for choice, count in sorted(most)]
+    left = len(arrays) - len(most)
+    columns = ("kind", "codec", "what it chose", ">arrays", ">in steps", "which")
+    more = [f'<p class="note">{left} rarer choices are left out (at most {MAX_NOTES}).</p>'] if left else []
+    return ["<h2>What was chosen</h2>", _table(columns, rows), *more]
+
+
+def _range(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps)) if len(steps) <= 6 else f"{steps[0]} to {steps[-1]}"
+
+
+def _searches(run: Run) -> list[str]:
+    out = []
+    for path, result in run.searches:
+        out += [
+            f"<h2>Configuration search: {text(path)}</h2>",
+            f"<p>{text(result)}</p>",
+            _table(
+                (">round", "configuration", ">bytes", ">quality", ">degradation", "passed", "why"),
+                [
+                    (
+                        t.round,
+                        "the state itself" if t.point is None else t.point,
+                        t.nbytes or "",
+                        f"{t.quality:.6g}",
+                        f"{t.degradation:+.3%}",
+                        "yes" if t.passed else "no",
+                        t.reason,
+                    )
+                    for t in result.trials
+                ],
+                scroll=True,
+            ),
+            f"<details><summary>Its configuration</summary><pre>{html.escape(_json(result.config))}</pre></details>",
+        ]
+    return out
+
+
+def _json(config: Any) -> str:
+    return json.dumps(config.to_json(), indent=1)
+
+
+def _histograms(run: Run) -> list[str]:
+    if not run.tensors:
+        return ["<h2>Histograms</h2>", '<p class="note">No float array can be read.</p>']
+    capped = ""
+    if len(run.tensors) < run.all_tensors:
+        capped = f" The largest {len(run.tensors)} of {run.all_tensors} float arrays (at most {MAX_TENSORS})."
+    told = (
+        f"Values of step {run.tensor_step} as they are restored, in up to {BINS} equal bins; an orange stem is an "
+        f"entry of the codebook, as high as it is often used.{capped}"
+    )
+    return [
+        "<h2>Histograms</h2>",
+        f'<p class="note">{text(told)}</p>',
+        '<p><label>Tensor <select id="tensor"></select></label></p>',
+        '<div id="histogram"></div><table><tbody id="facts"></tbody></table>',
+        "<noscript><p>The histograms need JavaScript; nothing else does.</p></noscript>",
+    ]
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    record, h = tensor.record, tensor.histogram
+    return {
+        "path": shown(record.path),
+        "kind": tensor.category,
+        "dtype": record.spec.dtype,
+        "shape": "x".join(map(str, record.spec.shape)) or "()",
+        "codec": record.stream,
+        "note": shown(record.note),
+        "sizes": f"{size(record.spec.nbytes)}, {size(record.nbytes)}",
+        "error": "exact" if record.measure == "exact" else f"{record.error:.3g} ({shown(record.measure)})",
+        "low": h.low,
+        "high": h.high,
+        "counts": h.counts,
+        "zeros": h.zeros,
+        "odd": h.odd,
+        "codebook": h.codebook,
+        "uses": h.uses,
+        "protected": h.protected,
+        "pruned": h.pruned,
+    }
+
+
+def _steps(run: Run) -> list[str]:
+    restored = Counter(run.restored)
+    rows = [
+        (
+            s.step,
+            "delta" if s.delta else "base",
+            size(s.raw_nbytes),
+            size(s.nbytes),
+            f"{s.ratio:.2f}",
+            f"{s.restore_cost:.2f}",
+            "" if s.metric is None else f"{s.metric:g}",
+            restored[s.step] or "",
+            " ".join(s.labels),
+        )
+        for s in run.steps
+    ]
+    columns = (">step", "kind", ">state", ">stored", ">ratio", ">restore cost", ">metric", ">restored", "labels")
+    told = "Restore cost: bytes decoded to restore it, in multiples of a base."
+    return ["<h2>Steps</h2>", f'<p class="note">{told}</p>', _table(columns, rows, scroll=True)]

@@ -1,0 +1,838 @@
+"""The command line: what it does, what it says, its exit codes, and what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import shrinkpoint as sp
+from shrinkpoint.__main__ import app
+from shrinkpoint.commands.files import write_file, write_folder
+from shrinkpoint.commands.foreign import load_state, save_state
+from shrinkpoint.commands.text import printable, size
+from shrinkpoint.demo.config import presets
+from tests.codec.common import difference
+
+RUNNER = CliRunner()
+Run = tuple[int, str, str]
+
+
+def run(*words: object) -> Run:
+    """Exit code, standard output, standard error."""
+    result = RUNNER.invoke(app, [str(w) for w in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def good(*words: object) -> str:
+    """Standard output of a command that must succeed."""
+    code, out, err = run(*words)
+    assert code == 0, err
+    return out
+
+
+def parsed(*words: object) -> Any:
+    """The JSON document of a command that must succeed, with nothing else on standard output."""
+    return json.loads(good(*words, "--json"))
+
+
+def bad(code: int, says: str, *words: object) -> None:
+    """A command fails with this code and one line that says this, without a traceback."""
+    got, out, err = run(*words)
+    assert (got, out) == (code, ""), err
+    assert re.search(says, err), err
+    assert err.startswith("shrinkpoint: ")
+    assert err.count("\n") == 1
+
+
+def shell(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    """The real thing, in a process of its own."""
+    command = [sys.executable, "-m", "shrinkpoint", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **more)
+
+
+def state(step: int = 1) -> dict[str, Any]:
+    """A training state with a little of everything; later steps are a little further on."""
+    rng = np.random.default_rng(0)
+    weight = torch.from_numpy(rng.normal(size=(48, 64)).astype(np.float32))
+    drift = torch.from_numpy(rng.normal(size=(48, 64)).astype(np.float32)) * 0.01 * step
+    moment = (weight * 0.01 + drift).abs()
+    return {
+        "model": {"fc.weight": weight + drift, "fc.bias": torch.arange(64.0) + step},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(float(step)), "exp_avg": moment - 0.005, "exp_avg_sq": moment**2}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
+        },
+        "rng": [torch.arange(8, dtype=torch.uint8), torch.ones(3, dtype=torch.bfloat16)],
+        "step": step,
+        "name": "a run",
+    }
+
+
+def weights(step: int = 1) -> dict[str, torch.Tensor]:
+    return dict(state(step)["model"])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> sp.Store:
+    made = sp.Store(tmp_path / "store", sp.presets.lossless())
+    for step in (10, 20, 30):
+        made.save(step, state(step), metric=1 / step)
+    return made
+
+
+def data_file(store: sp.Store, step: int) -> Path:
+    return Path(store.url) / "data" / store.describe(step).file
+
+
+def break_step(store: sp.Store, step: int) -> None:
+    file = data_file(store, step)
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+# --- what is there ---
+
+
+def test_ls(store: sp.Store) -> None:
+    store.pin(10)
+    store.tag("best", 30)
+    lines = good("ls", store.url).splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["10", "base"], ["20", "delta"], ["30", "delta"]]
+    assert lines[1].endswith("pinned")
+    assert lines[3].endswith("best")
+    found = parsed("ls", store.url)
+    assert [s["step"] for s in found["steps"]] == [10, 20, 30]
+    assert [s["nbytes"] for s in found["steps"]] == [data_file(store, s).stat().st_size for s in (10, 20, 30)]
+    assert found["steps"][1]["metric"] == 0.05
+    assert found["restores"] == 0
+
+
+def test_ls_tells_of_a_step_it_cannot_read(store: sp.Store) -> None:
+    (Path(store.url) / "steps" / "000000000020.json").write_bytes(b"{}")
+    code, out, err = run("ls", store.url)
+    assert code == 1
+    assert "step 20: its manifest is malformed" in err
+    assert [line.split()[1] for line in out.splitlines()[1:4]] == ["base", "unreadable", "delta"]
+
+
+def test_info_of_a_step(store: sp.Store) -> None:
+    out = good("info", store.url, "--step", 20)
+    assert "step 20: delta of" in out
+    found = parsed("info", store.url, "--step", 20)
+    ckpt = store.read(20)
+    assert found["rows"] == json.loads(json.dumps([dict(r) for r in ckpt.summary()]))
+    assert found["id"] == ckpt.id
+    assert found["step"] == 20
+    assert all(row["path"] in out for row in found["rows"])
+    assert parsed("info", store.url)["step"] == 30
+
+
+def test_info_reads_only_the_header_of_a_step(store: sp.Store) -> None:
+    """A base that is gone, and a damaged body, do not matter to it."""
+    break_step(store, 20)
+    data_file(store, 10).unlink()
+    assert parsed("info", store.url, "--step", 20)["arrays"] == 7
+
+
+def test_info_chooses_and_sorts(store: sp.Store) -> None:
+    rows = parsed("info", store.url, "--paths", "model/*", "--paths", "*exp_avg")["rows"]
+    assert [r["path"] for r in rows] == ["model/fc.weight", "model/fc.bias", "optimizer/state/0/exp_avg"]
+    by_bytes = [r["stored_bytes"] for r in parsed("info", store.url, "--sort", "bytes")["rows"]]
+    assert by_bytes == sorted(by_bytes, reverse=True)
+    bad(2, "no array matches", "info", store.url, "--paths", "nothing*")
+    bad(2, "--sort is 'size'; it must be one of path, bytes, error", "info", store.url, "--sort", "size")
+
+
+def test_info_of_a_file(store: sp.Store) -> None:
+    found = parsed("info", data_file(store, 30))
+    assert found["delta"]
+    assert found["parent"] == store.read(20).identity
+    bad(2, "is a file, no store", "info", data_file(store, 30), "--step", 1)
+
+
+def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    hostile = "a\x1b]0;pwned\x07\r\u202eb\n"
+    sp.Store(tmp_path / "s").save(1, {hostile: torch.zeros(3), "v": "\x1b[2J"})
+    sp.Store(tmp_path / "s").save(2, {hostile: torch.zeros(4), "v": "\x1b[3J"})
+    for words in (("info", tmp_path / "s"), ("diff", tmp_path / "s", 1, 2)):
+        out = good(*words)
+        assert "\\x1b]0;pwned\\x07\\r\\u202eb\\n" in out
+        assert not set("\x1b\x07\r\u202e") & set(out)
+    _, _, err = run("info", tmp_path / "\x1b[31m")
+    assert "\x1b" not in err
+
+
+@given(st.text())
+def test_printable_is_printable(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    shown.encode()
+    if text.isprintable():
+        assert shown == text
+
+
+@given(st.integers(0, 10**17))
+def test_sizes_keep_three_digits(nbytes: int) -> None:
+    number, unit = size(nbytes).split()
+    assert float(number) < 1000
+    assert len(number.replace(".", "")) <= 3
+    scale = 1000 ** ("B", "kB", "MB", "GB", "TB", "PB").index(unit)
+    assert float(number) * scale == pytest.approx(nbytes, rel=0.006, abs=0.5)
+
+
+# --- verify ---
+
+
+def test_verify_a_store(store: sp.Store) -> None:
+    code, out, err = run("verify", store.url)
+    assert code == 0
+    assert out == "3 checkpoints checked, 0 not intact\n"
+    assert [line.rpartition(": ")[2] for line in err.splitlines()] == [
+        "step 10 (1 of 3)",
+        "step 20 (2 of 3)",
+        "step 30 (3 of 3)",
+    ]
+    break_step(store, 20)
+    code, out, _ = run("verify", store.url)
+    assert code == 1
+    assert "NOT INTACT: step 20:" in out
+    assert "3 checkpoints checked, 2 not intact" in out
+    code, out, err = run("verify", store.url, "--json")
+    assert (code, err) == (1, "")
+    found = json.loads(out)
+    assert not found["intact"]
+    assert [p["step"] for p in found["problems"]] == [20, 30]
+
+
+def test_verify_files(store: sp.Store) -> None:
+    files = [data_file(store, s) for s in (30, 10, 20)]
+    assert [c["how"] for c in parsed("verify", *files)["checked"]] == ["decoded"] * 3
+    assert [c["how"] for c in parsed("verify", files[0], files[1])["checked"]] == ["checksums", "decoded"]
+    assert parsed("verify", files[0], "--parent", files[1], "--parent", files[2])["checked"][0]["how"] == "decoded"
+    break_step(store, 10)
+    code, out, _ = run("verify", *files)
+    assert code == 1
+    assert f"NOT INTACT: {files[1]}: chunk 0" in out
+    assert "3 checkpoints checked, 1 not intact" in out
+    files[0].write_bytes(b"\x89PNG")
+    assert run("verify", files[0])[0] == 1
+
+
+def test_many_steps_are_told_in_few_lines(tmp_path: Path) -> None:
+    made = sp.Store(tmp_path, sp.presets.lossless())
+    for step in range(45):
+        made.save(step, [torch.tensor(step)])
+    _, _, err = run("verify", tmp_path)
+    assert len(err.splitlines()) <= 20
+    assert err.splitlines()[-1].endswith("(45 of 45)")
+
+
+# --- compress and restore ---
+
+
+def save_pt(value: Any, path: Path) -> Path:
+    torch.save(value, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp"])
+def test_there_and_back_to_the_bit(kind: str, tmp_path: Path) -> None:
+    """From .pt to a store, out as each format, in again losslessly, and out as .pt: the same state."""
+    first = state()
+    if kind == "dcp":  # which has no other keys than text
+        first["optimizer"]["state"] = {"0": first["optimizer"]["state"][0]}
+    good("compress", save_pt(first, tmp_path / "a.pt"), tmp_path / "s", "--step", 5, "--preset", "lossless")
+    out = tmp_path / ("out" if kind == "dcp" else f"out.{kind}")
+    good("restore", tmp_path / "s", out, "--to", kind)
+    good("compress", out, tmp_path / "b.spt", "--preset", "lossless")
+    good("restore", tmp_path / "b.spt", tmp_path / "b.pt")
+    again = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert difference(first, again) == ""
+    assert parsed("diff", tmp_path / "a.pt", tmp_path / "b.spt", "--changed")["values"] == []
+
+
+def test_others_read_what_is_restored(store: sp.Store, tmp_path: Path) -> None:
+    good("restore", store.url, tmp_path / "m.safetensors", "--under", "model", "--step", 20)
+    assert difference(load_file(tmp_path / "m.safetensors"), dict(sorted(weights(20).items()))) == ""
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    good("restore", store.url, tmp_path / "d", "--to", "dcp", "--step", 20)
+    into = {"model": {name: torch.zeros_like(t) for name, t in weights().items()}, "step": 0}
+    dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "d"), no_dist=True)
+    assert difference(into["model"], weights(20)) == ""
+    assert into["step"] == 20
+
+
+def test_safetensors_keeps_the_whole_tree(tmp_path: Path) -> None:
+    tied = torch.arange(4.0)
+    odd = {"a": (tied, tied, {}), 3: [None, b"\x00", float("nan"), "x"], "n": np.arange(3), "z": torch.zeros(0, 2)}
+    save_state(odd, tmp_path / "x.safetensors", "safetensors", False)
+    again = load_state(tmp_path / "x.safetensors")
+    odd["n"] = torch.arange(3)
+    assert difference(odd, again) == ""
+
+
+def test_two_arrays_of_one_path_are_refused(tmp_path: Path) -> None:
+    made = {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}
+    with pytest.raises(sp.BadArgumentError, match="two arrays have the path 'a/b'"):
+        save_state(made, tmp_path / "x.safetensors", "safetensors", False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compress_along_a_store(tmp_path: Path) -> None:
+    files = {step: save_pt(state(step), tmp_path / f"{step}.pt") for step in (1, 2, 3, 4)}
+    done = {s: parsed("compress", files[s], tmp_path / "s", "--step", s, "--metric", s) for s in (1, 2, 3)}
+    assert [done[s]["delta"] for s in done] == [False, True, True]
+    store = sp.Store(tmp_path / "s")
+    assert store.describe(3).chain == (*(store.describe(s).file for s in (3, 2, 1)),)
+    assert store.describe(2).metric == 2
+    assert store.restores() == 0
+    assert not parsed("compress", files[4], tmp_path / "s", "--step", 4, "--base")["delta"]
+    good("compress", files[4], tmp_path / "s", "--step", 5, "--against", 2)
+    assert len(store.describe(5).chain) == 3
+    bad(2, "has a step 3; say --force", "compress", files[1], tmp_path / "s", "--step", 3)
+    good("compress", files[1], tmp_path / "s", "--step", 3, "--force", "--base")
+    assert store.load(3)["step"] == 1
+    assert store.verify() == {}
+
+
+def test_compress_files_along_a_chain(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_pt(state(step), tmp_path / f"{step}.pt")
+    a, b, c = (tmp_path / f"{n}.spt" for n in "abc")
+    good("compress", tmp_path / "1.pt", a, "--preset", "lossless")
+    good("compress", tmp_path / "2.pt", b, "--parent", a, "--preset", "lossless")
+    good("compress", tmp_path / "3.pt", c, "--parent", b, "--parent", a, "--preset", "lossless")
+    good("restore", c, tmp_path / "o.pt", "--parent", a, "--parent", b)
+    assert difference(torch.load(tmp_path / "o.pt", weights_only=True), state(3)) == ""
+    bad(1, r"c\.spt: needs the checkpoint .*; say --parent FILE", "restore", c, tmp_path / "p.pt", "--parent", a)
+    assert not (tmp_path / "p.pt").exists()
+    assert (
+        c.read_bytes()
+        == sp.compress(
+            state(3),
+            sp.Checkpoint.from_bytes(b.read_bytes(), sp.Checkpoint.from_bytes(a.read_bytes())),
+            sp.presets.lossless(),
+        ).to_bytes()
+    )
+
+
+@pytest.mark.parametrize("preset", sorted(presets()))
+def test_every_preset(preset: str, tmp_path: Path) -> None:
+    assert preset in good("compress", "--help")
+    good("compress", save_pt(state(), tmp_path / "a.pt"), tmp_path / "a.spt", "--preset", preset)
+    assert (tmp_path / "a.spt").read_bytes() == sp.compress(state(), cfg=presets()[preset]()).to_bytes()
+
+
+def test_configurations(tmp_path: Path) -> None:
+    save_pt(state(), tmp_path / "a.pt")
+    cfg = sp.Config([("model/*", sp.Quantize(bins=8))], rate=0.5)
+    (tmp_path / "c.json").write_text(json.dumps(cfg.to_json()))
+
+    def made(*words: object) -> bytes:
+        good("compress", tmp_path / "a.pt", tmp_path / "a.spt", "--force", *words)
+        return (tmp_path / "a.spt").read_bytes()
+
+    assert made("--config", tmp_path / "c.json") == sp.compress(state(), cfg=cfg).to_bytes()
+    other = sp.Config(cfg.rules, rate=0.25, max_rel_error=0.2)
+    both = made("--config", tmp_path / "c.json", "--rate", 0.25, "--max-rel-error", 0.2)
+    assert both == sp.compress(state(), cfg=other).to_bytes()
+    compress = ("compress", tmp_path / "a.pt", tmp_path / "b.spt")
+    bad(2, "must be one of default, inshrinkerator", *compress, "--preset", "best")
+    bad(2, "say one of them", *compress, "--preset", "default", "--config", tmp_path / "c.json")
+    bad(2, r"max_rel_error is 2\.0", *compress, "--max-rel-error", 2)
+    bad(2, "rate is -1", *compress, "--rate", -1)
+    (tmp_path / "c.json").write_text('{"rules": []}')
+    bad(2, r"c\.json: no configuration", *compress, "--config", tmp_path / "c.json")
+    (tmp_path / "c.json").write_text("[" * 100_000)
+    bad(2, r"c\.json: no JSON", *compress, "--config", tmp_path / "c.json")
+    bad(1, r"none\.json: No such file", *compress, "--config", tmp_path / "none.json")
+    assert not (tmp_path / "b.spt").exists()
+
+
+def test_a_part_of_a_state(store: sp.Store, tmp_path: Path) -> None:
+    good("restore", store.url, tmp_path / "o.pt", "--under", "optimizer/state/0")
+    assert sorted(torch.load(tmp_path / "o.pt")) == ["exp_avg", "exp_avg_sq", "step"]
+    good("restore", store.url, tmp_path / "w.pt", "--under", "model/fc.weight")
+    assert list(torch.load(tmp_path / "w.pt")) == ["fc.weight"]
+    good("restore", store.url, tmp_path / "p.pt", "--paths", "model/*.bias", "--paths", "step")
+    found = torch.load(tmp_path / "p.pt")
+    assert (list(found), list(found["model"])) == (["model", "step"], ["fc.bias"])
+    bad(
+        2,
+        "there is no such part; here are fc.weight, fc.bias",
+        "restore",
+        store.url,
+        tmp_path / "q.pt",
+        "--under",
+        "model/x",
+    )
+
+
+def test_restore_passes_over_what_is_broken(store: sp.Store, tmp_path: Path) -> None:
+    break_step(store, 30)
+    code, out, err = run("restore", store.url, tmp_path / "o.pt", "--json")
+    assert code == 0
+    assert json.loads(out)["step"] == 20
+    assert "warning: skipped step 30:" in err
+    assert torch.load(tmp_path / "o.pt")["step"] == 20
+    bad(1, "step 30:.*checksum", "restore", store.url, tmp_path / "p.pt", "--step", 30)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.pt", "store"]
+
+
+def test_restoring_is_not_counted(store: sp.Store, tmp_path: Path) -> None:
+    good("restore", store.url, tmp_path / "o.pt")
+    assert store.restores() == 0
+
+
+def test_numpy_arrays(tmp_path: Path) -> None:
+    """Those of numbers are read, as random number generators keep them; those of objects are not."""
+    made = {"keys": np.arange(7, dtype=np.uint32), "x": np.float64(2.5), "w": np.ones((2, 3), np.float16)}
+    good("compress", save_pt(made, tmp_path / "a.pt"), tmp_path / "a.spt")
+    code, _, err = run("restore", tmp_path / "a.spt", tmp_path / "b.pt")
+    assert code == 0
+    assert "3 NumPy arrays" in err
+    assert difference(torch.load(tmp_path / "b.pt", weights_only=False), made) == ""
+    save_pt({"x": np.array([{}, 1], object)}, tmp_path / "c.pt")
+    bad(1, r"c\.pt: ", "compress", tmp_path / "c.pt", tmp_path / "c.spt")
+
+
+def test_what_dcp_does_not_keep_is_told(store: sp.Store, tmp_path: Path) -> None:
+    made = sp.Store(tmp_path / "s")
+    made.save(1, {"a": {1: torch.ones(2)}, "b": {}})
+    code, _, err = run("restore", tmp_path / "s", tmp_path / "d", "--to", "dcp")
+    assert code == 0
+    assert "1 keys that are no text become text" in err
+    assert "left out: b" in err
+    made.save(2, {"a": {1: torch.ones(2), "1": 3}})
+    bad(2, "two keys become the same text", "restore", tmp_path / "s", tmp_path / "e", "--to", "dcp")
+    made.save(3, [torch.ones(2)])
+    bad(2, "a DCP folder holds a dict", "restore", tmp_path / "s", tmp_path / "e", "--to", "dcp")
+
+
+# --- what is refused ---
+
+
+class Malicious:
+    """Unpickled without care, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("where", ["pt", "legacy", "metadata", "value"])
+def test_nothing_in_a_file_is_executed(where: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    evil = tmp_path / "evil"
+    if where == "pt":
+        evil = save_pt({"w": torch.zeros(2), "x": Malicious(mark)}, tmp_path / "evil.pt")
+    elif where == "legacy":
+        evil.write_bytes(pickle.dumps({"x": Malicious(mark)}, 2))
+    elif where == "metadata":
+        evil.mkdir()
+        (evil / ".metadata").write_bytes(pickle.dumps(Malicious(mark)))
+    else:
+        save_state({"w": torch.zeros(2), "x": "y"}, evil, "dcp", False)
+        dcp.save({"x": Malicious(mark)}, storage_writer=_Writer(evil), no_dist=True)
+    bad(1, "evil.*(holds|names .*Path|without pickle)", "compress", evil, tmp_path / "o.spt")
+    assert not mark.exists()
+    assert not (tmp_path / "o.spt").exists()
+    if where != "value":
+        return
+    into = {"x": None}
+    dcp.load(into, storage_reader=dcp.FileSystemReader(evil), no_dist=True)
+    assert mark.exists()  # what torch does with the same folder
+
+
+class _Writer(dcp.FileSystemWriter):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_of_one_process(recwarn: pytest.WarningsRecorder) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "", "."])
+def test_a_dcp_folder_reads_nothing_outside_itself(path: str, tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    save_state({"w": torch.zeros(4)}, folder, "dcp", False)
+    (file,) = folder.glob("*.distcp")
+    (tmp_path / "secret").write_bytes(file.read_bytes())
+    (folder / "link").symlink_to(tmp_path / "secret")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    bad(1, "is not in the folder", "compress", folder, tmp_path / "o.spt")
+
+
+def test_a_dcp_folder_cannot_ask_for_all_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    save_state({"w": torch.zeros(4)}, folder, "dcp", False)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size([1 << 50])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    bad(1, "needs .* bytes, this machine has", "compress", folder, tmp_path / "o.spt")
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp", "spt"])
+def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
+    """Cut short anywhere, or with a byte changed at any of many places: an error or the file, never a traceback."""
+    path = tmp_path / ("f" if kind == "dcp" else f"f.{kind}")
+    if kind == "spt":
+        good("compress", save_pt(weights(), tmp_path / "a.pt"), path)
+    else:
+        save_state(state(), path, kind, False)
+    target = path / ".metadata" if kind == "dcp" else path
+    data = target.read_bytes()
+    reads = (path, tmp_path / "o.spt") if kind != "spt" else (path, tmp_path / "o.pt")
+    rng = np.random.default_rng(1)
+    failed = 0
+    for number in range(30):
+        at = int(rng.integers(len(data) if number % 2 else min(len(data), 600)))
+        changed = data[:at] if number % 3 == 0 else data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+        target.write_bytes(changed)
+        code, _, err = run("restore" if kind == "spt" else "compress", *reads, "--force")
+        assert code in (0, 1, 2), err
+        if code:
+            failed += 1
+            assert err.count("\n") == 1
+            assert str(tmp_path) in err
+    assert failed >= 10
+    target.write_bytes(b"")
+    assert run("restore" if kind == "spt" else "compress", *reads, "--force")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "words"),
+    [
+        (1, "nowhere: No such file or directory", "ls nowhere"),
+        (1, "nowhere: No such file or directory", "verify nowhere"),
+        (1, "nowhere: No such file or directory", "info nowhere"),
+        (1, r"\.: no store: it has no folder 'steps'", "ls ."),
+        (1, "memory://nothing: holds no checkpoint", "gc memory://nothing"),
+        (2, "url 'nosuch://x'", "ls nosuch://x"),
+        (1, r"a\.pt: no shrinkpoint file", "info a.pt"),
+        (1, r"a\.pt: no shrinkpoint file", "restore a.pt b.pt"),
+        (2, "step 7 is not in .*; it has 10, 20, 30", "info store --step 7"),
+        (2, "step 'best' is not in", "restore store o.pt --step best"),
+        (2, "ends in none of", "restore store out"),
+        (2, "--to is 'zip'; it must be one of pt, safetensors, dcp", "restore store out --to zip"),
+        (2, "exists; say --force", "restore store a.pt"),
+        (2, "exists; say --force", "report store -o a.pt"),
+        (2, "--step is needed", "compress a.pt fresh"),
+        (2, "--step: the target x.spt is a single file", "compress a.pt x.spt --step 3"),
+        (2, "--parent: the target store is a store", "compress a.pt store --step 4 --parent x.spt"),
+        (2, "--base and --against", "compress a.pt store --step 4 --base --against 10"),
+        (2, "step is -1", "compress a.pt fresh --step -1"),
+        (2, "--under 'no': there is no such part", "compress a.pt x.spt --under no"),
+        (1, r"none\.pt: No such file", "compress none.pt x.spt"),
+        (1, "neither a store nor a folder of torch", "compress . x.spt"),
+        (2, "4 arguments; say STORE OLD NEW", "diff a b c d"),
+        (2, "max_cost is 0", "compact store --max-cost 0"),
+        (2, "last is 0", "gc store --keep-last 0"),
+        (2, "--largest says nothing", "gc store --largest"),
+        (2, "20 is not pinned", "unpin store 20"),
+        (2, "a tag is 1 to 100 letters", "tag store 7 10"),
+        (2, "has no tag 'x'", "untag store x"),
+        (2, "metric is nan", "rate store 10 nan"),
+        (1, "store: no search result", "report store -o r.html --search a.pt"),
+    ],
+)
+def test_mistakes_are_told_plainly(
+    code: int, says: str, words: str, store: sp.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_pt(state(), Path("a.pt"))
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    got, out, err = run(*words.split())
+    assert got == (2 if "no search result" in says else code), err
+    assert re.search(says.removeprefix("store: "), err), err
+    assert "Traceback" not in err
+    assert out == ""
+    after = [p for p in sorted(str(p) for p in tmp_path.rglob("*")) if "/locks" not in p and "/lock" not in p]
+    assert [p for p in after if p not in before] == []
+
+
+def test_wrong_options_are_usage() -> None:
+    for words in (["nosuch"], ["ls"], ["ls", "x", "--nosuch"], ["compress", "a", "b", "--step", "x"]):
+        assert run(*words)[0] == 2
+
+
+def test_an_object_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    save_pt({"a": {"size": torch.Size([2])}, "w": torch.zeros(2)}, tmp_path / "a.pt")
+    bad(1, "a/size: torch.Size", "compress", tmp_path / "a.pt", tmp_path / "o.spt")
+    save_pt(torch.zeros(2), tmp_path / "b.pt")
+    bad(1, "holds a Tensor, not a dict", "compress", tmp_path / "b.pt", tmp_path / "o.spt")
+
+
+# --- diff ---
+
+
+def test_diff(store: sp.Store) -> None:
+    found = parsed("diff", store.url, 10, 30)
+    arrays = {c["path"]: c for c in found["arrays"]}
+    a, b = weights(10)["fc.weight"].double(), weights(30)["fc.weight"].double()
+    entry = arrays["model/fc.weight"]
+    assert entry["relative_l2"] == pytest.approx(float((b - a).norm() / a.norm()), rel=1e-9)
+    assert entry["changed_share"] == float((a != b).double().mean())
+    rows = {r.path: r.stored_bytes for r in store.read(30).summary()}
+    assert entry["stored_new"] == rows["model/fc.weight"]
+    assert (arrays["rng/0"]["what"], arrays["rng/0"]["relative_l2"]) == ("same", 0)
+    assert found["values"] == [{"path": "step", "old": 10, "new": 30}]
+    out = good("diff", store.url, 10, 30)
+    assert "step: 10 -> 30" in out
+    assert "5 changed, 2 same" in out
+    assert "rng/0" not in good("diff", store.url, 10, 30, "--changed")
+
+
+def test_diff_of_what_is_not_the_same_kind(tmp_path: Path) -> None:
+    nan = torch.tensor([float("nan"), 1.0, float("inf"), 0.0])
+    old = {"gone": torch.zeros(2), "shape": torch.zeros(2), "dtype": torch.zeros(2), "nan": nan, "zero": torch.zeros(2)}
+    new = {"shape": torch.zeros(3), "dtype": torch.zeros(2).double(), "nan": nan.clone(), "zero": torch.ones(2)}
+    new |= {"fresh": torch.zeros(1), "b": torch.tensor([True])}
+    old["b"] = torch.tensor([False])
+    found = parsed("diff", save_pt(old, tmp_path / "a.pt"), save_pt(new, tmp_path / "b.pt"))
+    what = {c["path"]: (c["what"], c["relative_l2"], c["changed_share"]) for c in found["arrays"]}
+    assert what == {
+        "shape": ("other", None, None),
+        "dtype": ("other", None, None),
+        "nan": ("same", 0.0, 0.0),
+        "zero": ("changed", None, 1.0),  # infinitely far, which JSON does not have
+        "fresh": ("added", None, None),
+        "gone": ("removed", None, None),
+        "b": ("changed", None, 1.0),
+    }
+    assert "inf" in good("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+
+
+# --- a store is changed ---
+
+
+def test_housekeeping(store: sp.Store) -> None:
+    assert parsed("pin", store.url, 10)["pins"] == [10]
+    assert parsed("tag", store.url, "best", 20)["tags"] == {"best": 20}
+    assert parsed("info", store.url, "--step", "best")["step"] == 20
+    assert parsed("rate", store.url, "best", 0.25)["metric"] == 0.25
+    assert store.describe(20).metric == 0.25
+    assert parsed("gc", store.url)["removed_steps"] == []
+    assert parsed("untag", store.url, "best")["tags"] == {}
+    assert parsed("gc", store.url, "--keep-last", 1)["removed_steps"] == [20]
+    assert store.steps() == [10, 30]
+    assert parsed("unpin", store.url, 10)["pins"] == []
+    assert good("gc", store.url, "--keep-best", 1, "--largest").startswith("0 steps")
+    assert good("drop", store.url, 10) == "removed 10\n"
+    assert store.steps() == [30]
+    assert store.load(30)["step"] == 30
+
+
+def test_compact(store: sp.Store) -> None:
+    before = store.describe(30).restore_cost
+    assert before > 1
+    assert parsed("compact", store.url, "--max-cost", 1)["changed"] == [20, 30]
+    assert store.describe(30).restore_cost == 1
+    good("gc", store.url)
+    assert difference(store.load(30), state(30)) == ""
+
+
+def test_copy(store: sp.Store, tmp_path: Path) -> None:
+    store.tag("best", 20)
+    good("copy", store.url, tmp_path / "other", "--step", 20)
+    other = sp.Store(tmp_path / "other")
+    assert (other.steps(), other.tags()) == ([20], {"best": 20})
+    assert difference(other.load(20), state(20)) == ""
+    assert parsed("copy", store.url, tmp_path / "other")["steps"] == [10, 20, 30]
+    other.save(40, state(4))
+    bad(2, "step 50 is not in", "copy", store.url, tmp_path / "x", "--step", 50)
+
+
+# --- output files ---
+
+
+def test_an_output_is_whole_or_not_there(tmp_path: Path) -> None:
+    def halfway(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def halfway_folder(path: Path) -> None:
+        path.mkdir()
+        halfway(path / "x")
+
+    (tmp_path / "old").write_bytes(b"old")
+    for name, force in (("new", False), ("old", True)):
+        with pytest.raises(OSError, match="No space"):
+            write_file(tmp_path / name, force, halfway)
+        with pytest.raises(OSError, match="No space"):
+            write_folder(tmp_path / name, force, halfway_folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_bytes() == b"old"
+
+
+def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    def meanwhile(path: Path) -> None:
+        path.write_bytes(b"ours")
+        (tmp_path / "x").write_bytes(b"theirs")
+
+    with pytest.raises(sp.BadArgumentError, match="--force"):
+        write_file(tmp_path / "x", False, meanwhile)
+    assert (tmp_path / "x").read_bytes() == b"theirs"
+
+    def meanwhile_folder(path: Path) -> None:
+        path.mkdir()
+        (tmp_path / "y").mkdir()
+
+    with pytest.raises(sp.BadArgumentError, match="--force"):
+        write_folder(tmp_path / "y", False, meanwhile_folder)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "y"]
+
+
+def test_force_replaces_files_and_folders(store: sp.Store, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x").write_text("x")
+    good("restore", store.url, out, "--to", "dcp", "--force")
+    assert not (out / "x").exists()
+    good("restore", store.url, out, "--to", "dcp", "--force")
+    assert load_state(out)["step"] == 30
+    good("restore", store.url, tmp_path / "sub" / "deep" / "o.pt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "store", "sub"]
+
+
+# --- the real thing ---
+
+
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "w.safetensors")
+    done = shell("compress", "w.safetensors", "run", "--step", 1, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ratio"] > 2
+    wrong = shell("restore", "run", "w.safetensors", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "shrinkpoint: w.safetensors exists; say --force to replace it\n"
+    store = sp.Store(tmp_path / "run")
+    store.save(2, weights(2))
+    break_step(store, 2)
+    done = shell("restore", "run", "o.pt", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "warning: skipped step 2" in done.stderr
+
+
+def test_ctrl_c_is_130(tmp_path: Path) -> None:
+    """In the middle of reading a pipe that never ends."""
+    os.mkfifo(tmp_path / "a.pt")
+    command = [sys.executable, "-m", "shrinkpoint", "compress", "a.pt", "o.spt"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # The pipe has a writer as soon as the command has opened it.
+    writer = os.open(tmp_path / "a.pt", os.O_WRONLY)
+    try:
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        os.close(writer)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert not (tmp_path / "o.spt").exists()
+
+
+def test_a_reader_that_has_had_enough_is_no_error(store: sp.Store) -> None:
+    command = [sys.executable, "-m", "shrinkpoint", "ls", store.url]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+
+
+def test_a_terminal_gets_a_progress_bar(store: sp.Store) -> None:
+    import pty
+
+    main, side = pty.openpty()
+    command = [sys.executable, "-m", "shrinkpoint", "verify", store.url]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=side, text=True, env=environment)
+    os.close(side)
+    shown = b""
+    while True:
+        try:
+            part = os.read(main, 4096)
+        except OSError:  # the other side has been closed
+            break
+        if not part:
+            break
+        shown += part
+    out, _ = process.communicate(timeout=60)
+    os.close(main)
+    assert process.returncode == 0
+    assert out == "3 checkpoints checked, 0 not intact\n"
+    assert b"3/3" in shown
+    assert b"\x1b[" in shown
+
+
+def test_shell_completion() -> None:
+    environment = {
+        **os.environ,
+        "_SHRINKPOINT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "shrinkpoint ver",
+        "COMP_CWORD": "1",
+    }
+    code = "import sys; sys.argv = ['shrinkpoint']; from shrinkpoint.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.split() == ["verify"], done.stderr
+    assert "--install-completion" in good("--help")
+
+
+def test_every_command_has_help_and_is_documented() -> None:
+    names = sorted(c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None)
+    assert {"demo", "info", "ls", "verify", "restore", "compress", "diff", "compact", "gc", "report", "bench"} <= set(
+        names
+    )
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    for name in names:
+        assert f"`{name}" in page
+        if name != "bench":
+            out = good(name, "--help")
+            assert "--json" in out
+
+
+def test_help_of_every_command_is_quick() -> None:
+    """Neither torch, Numba, matplotlib nor fsspec is imported for it."""
+    code = (
+        "import sys, shrinkpoint.__main__ as m\n"
+        "for name in ('compress', 'restore', 'info', 'report', 'gc'):\n"
+        "    sys.argv = ['shrinkpoint', name, '--help']\n"
+        "    try: m.main()\n    except SystemExit: pass\n"
+        "assert not {'torch', 'numba', 'rich.progress', 'matplotlib', 'fsspec', 'safetensors'} & set(sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,544 @@
+"""`search`: the smallest configuration that keeps the threshold, in few evaluations; and what it says to bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec.errors import BadArgumentError
+from shrinkpoint.search.cube import Cube, Point, normal
+from shrinkpoint.search.result import SearchResult, Trial
+
+from .common import brute_force, optimum, perceptron
+
+SMALL = Cube(bins=(4, 8, 16, 32, 64), prune=(0.0, 0.2), protect=(0.0005, 0.005))
+State = dict[str, Any]
+
+
+def random_state(seed: int = 0, **more: Any) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"{i}.weight": torch.randn(48, 64, generator=generator) for i in range(3)} | more
+
+
+class Loss:
+    """One plus `scale` times the mean squared relative error; counts its calls."""
+
+    def __init__(self, exact: State, scale: float = 1.0, sign: float = 1.0) -> None:
+        self.exact = {k: x.clone() for k, x in exact.items() if isinstance(x, torch.Tensor)}
+        self.scale, self.sign, self.calls = scale, sign, 0
+
+    def __call__(self, restored: State) -> float:
+        self.calls += 1
+        errors = [float(((restored[k] - x) ** 2).mean() / (x**2).mean()) for k, x in self.exact.items()]
+        return 1.0 + self.sign * self.scale * sum(errors) / len(errors)
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize(
+    ("number", "cube"), [(1, Cube(prune=(0.0, 0.2, 0.4), protect=(0.0005, 0.01))), (2, Cube())], ids=["base", "delta"]
+)
+def test_the_choice_is_within_three_percent_of_brute_force(number: int, cube: Cube) -> None:
+    chain = perceptron()
+    prev = None
+    if number == 2:
+        published = Point(16, 0.0, "magnitude", 0.0005, 0.0, 32).config()
+        prev = sp.compress(chain.states[1], cfg=published, grads=chain.grads[1])
+    measured = brute_force(chain, number, cube, prev)
+    # Of 216 points 18 are there twice, for nothing is pruned.
+    assert len(measured) == len(cube) - 6 * len(cube.protect)
+    baseline = chain.evaluate(chain.states[number])
+    for threshold in (0.03, 0.1):
+        found = sp.search(
+            chain.states[number], chain.evaluate, threshold, prev=prev, grads=chain.grads[number], cube=cube
+        )
+        best = optimum(measured, baseline, threshold)
+        assert best is not None
+        assert found.met
+        assert found.is_exhaustive
+        # What a user gets who compresses with the result.
+        ckpt = sp.compress(chain.states[number], prev, found.config, grads=chain.grads[number])
+        assert ckpt.nbytes <= 1.03 * best
+        assert ckpt.nbytes == found.nbytes
+        quality = chain.evaluate(sp.decompress(ckpt))
+        assert (quality - baseline) / baseline <= threshold
+        assert found.degradation == pytest.approx((quality - baseline) / baseline)
+        assert found.evaluations <= 12
+
+
+def test_in_the_steady_state_two_evaluations_are_enough() -> None:
+    chain = perceptron()
+    last, prev = None, None
+    counts = []
+    for number in (1, 2, 3):
+        state, grads = chain.states[number], chain.grads[number]
+        last = sp.search(state, chain.evaluate, 0.05, prev=prev, last=last, grads=grads)
+        assert last.met
+        counts.append(last.evaluations)
+        prev = sp.compress(state, prev, last.config, grads=grads)
+    assert last is not None
+    assert last.method == "neighbourhood"
+    assert counts[0] <= 12
+    assert counts[2] <= 2
+
+
+def test_the_same_arguments_give_the_same_trials_and_the_search_changes_nothing() -> None:
+    state = random_state()
+    before = {k: x.clone() for k, x in state.items()}
+    found = [sp.search(state, Loss(state), 0.02, cube=SMALL) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0].seconds != found[1].seconds
+    assert all(torch.equal(state[k], x) for k, x in before.items())
+
+
+def test_evaluate_gets_what_a_reader_would_see_and_may_keep_it() -> None:
+    state = random_state(step=7, ids=np.arange(5), tied=None)
+    state["tied"] = state["0.weight"]
+    state["optimizer"] = {"state": {0: {"exp_avg": torch.randn(48, 64), "exp_avg_sq": torch.rand(48, 64)}}}
+    seen: list[State] = []
+
+    def evaluate(restored: State) -> float:
+        seen.append(restored)
+        value = Loss({"0.weight": state["0.weight"]})(restored)
+        restored["1.weight"].zero_()
+        restored["optimizer"]["state"][0]["exp_avg"].zero_()
+        return value
+
+    found = sp.search(state, evaluate, 0.02, cube=SMALL)
+    assert torch.equal(seen[0]["0.weight"], state["0.weight"])
+    tried = [t for t in found.trials if t.point is not None]
+    assert len(seen) == len(found.trials)
+    for trial, restored in zip(tried, seen[-len(tried) :], strict=True):
+        assert trial.point is not None
+        ckpt = sp.compress(state, cfg=trial.point.config())
+        back = sp.decompress(ckpt)
+        assert torch.equal(restored["0.weight"], back["0.weight"])
+        assert restored["tied"] is restored["0.weight"]
+        assert torch.equal(restored["optimizer"]["state"][0]["exp_avg_sq"], back["optimizer"]["state"][0]["exp_avg_sq"])
+        assert restored["step"] == 7
+        assert trial.nbytes == pytest.approx(ckpt.nbytes, rel=0.02)
+
+
+def test_arrays_of_numpy() -> None:
+    state = {"w": np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)}
+
+    def evaluate(restored: State) -> float:
+        assert isinstance(restored["w"], np.ndarray)
+        return 1.0 + float(((restored["w"] - state["w"]) ** 2).mean())
+
+    assert sp.search(state, evaluate, 0.02, cube=SMALL).met
+
+
+def test_the_published_system() -> None:
+    state = random_state()
+    cube = dataclasses.replace(SMALL, system="inshrinkerator")
+    found = sp.search(state, Loss(state), 0.02, cube=cube)
+    assert found.point is not None
+    assert found.config == found.point.config()
+    assert found.config.rules[0].codec.coder == "published"  # type: ignore[attr-defined]
+
+
+def test_rate_is_an_axis_like_the_others() -> None:
+    state = random_state()
+    moments = {"state": {i: {"exp_avg_sq": torch.rand(48, 64) ** 4} for i in range(3)}}
+    cube = Cube(bins=(16, 64), prune=(0.0,), protect=(0.0005,), rate=(0.0, 0.02))
+    found = sp.search(state | {"optimizer": moments}, Loss(state), 0.02, cube=cube)
+    assert 0.02 in {t.point.rate for t in found.trials if t.point is not None}
+    assert found.met
+
+
+# ---------------------------------------------------------------------- quality
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_direction_is_inferred_and_stated(sign: float) -> None:
+    state = random_state()
+    found = sp.search(state, Loss(state, sign=sign), 0.02, cube=SMALL)
+    assert found.direction == ("lower" if sign > 0 else "higher")
+    assert not found.direction_given
+    assert any("as inferred" in note for note in found.notes)
+    assert found.met
+    assert 0 <= (found.degradation or 0.0) <= 0.02
+    given = sp.search(state, Loss(state, sign=sign), 0.02, cube=SMALL, direction=found.direction)
+    assert given.direction_given
+    assert given.point == found.point
+    again = sp.search(state, Loss(state, sign=sign), 0.02, last=given)
+    assert (again.direction, again.direction_given) == (given.direction, True)
+
+
+def test_a_wrong_direction_makes_every_loss_a_gain() -> None:
+    state = random_state()
+    found = sp.search(state, Loss(state), 0.02, cube=SMALL, direction="higher")
+    assert found.degradation is not None
+    assert found.degradation < 0
+
+
+def test_what_makes_no_difference_is_taken_at_its_smallest() -> None:
+    state = random_state()
+    found = sp.search(state, lambda restored: 3.0, 0.01, cube=SMALL)
+    assert found.direction is None
+    assert found.within_spread
+    assert found.nbytes == min(t.nbytes for t in found.trials if t.point is not None)
+    assert any("not known" in note for note in found.notes)
+
+
+def test_a_spread_is_measured_and_reported() -> None:
+    state = random_state()
+    loss = Loss(state, scale=0.0)
+    noise = iter([0.0, 0.004] + [0.002] * 20)
+    found = sp.search(state, lambda restored: loss(restored) + next(noise), 0.02, cube=SMALL)
+    assert found.spread == pytest.approx(0.004)
+    assert found.within_spread
+    assert any("within the spread" in note for note in found.notes)
+
+
+def test_expected_restores_share_the_threshold() -> None:
+    state = random_state()
+    all_of_it = sp.search(state, Loss(state), 0.04, cube=SMALL)
+    for restores, allowed in ((0.3, 0.04), (4, 0.01)):
+        found = sp.search(state, Loss(state), 0.04, cube=SMALL, expected_restores=restores)
+        assert found.threshold == pytest.approx(allowed)
+        assert found.degradation is not None
+        assert found.degradation * max(1.0, restores) <= 0.04
+    assert found.nbytes > all_of_it.nbytes
+
+
+def test_without_evaluate_it_is_an_error_target() -> None:
+    state = random_state()
+    found = sp.search(state, None, 0.03)
+    assert found.method == "error target"
+    assert found.evaluations == 0
+    assert found.config.max_rel_error == 0.03
+    assert all(row.error <= 0.03 for row in sp.compress(state, cfg=found.config).summary())
+    published = sp.search(state, None, 0.03, cube=Cube(system="inshrinkerator"))
+    assert published.config.rules[0].codec.solver == "kmeans++"  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- neighbourhood
+
+
+def searched(state: State, point: Point, **more: Any) -> SearchResult:
+    """A result as if the last search had chosen this point."""
+    found = sp.search(state, Loss(state), 0.05, cube=more.pop("cube", SMALL))
+    return dataclasses.replace(found, point=point, config=point.config(), trials=(), **more)
+
+
+def test_the_neighbourhood_is_never_more_aggressive_unless_relaxed() -> None:
+    state = random_state()
+    last = searched(state, Point(32, 0.0, "magnitude", 0.0005, 0.0, 32))
+    held = sp.search(state, Loss(state), 0.05, last=last)
+    assert (held.method, held.evaluations, held.point) == ("neighbourhood", 2, last.point)
+    relaxed = sp.search(state, Loss(state), 0.05, last=last, relax=True)
+    assert relaxed.point is not None
+    assert relaxed.nbytes < held.nbytes
+    assert not relaxed.point.at_least(held.point or relaxed.point)
+
+
+def test_milder_neighbours_by_falling_ratio() -> None:
+    state = random_state()
+    last = searched(state, Point(8, 0.2, "magnitude", 0.0005, 0.0, 32))
+    found = sp.search(state, Loss(state), 0.02, last=last)
+    assert (found.method, found.fell_back) == ("neighbourhood", False)
+    tried = [t for t in found.trials if t.point is not None]
+    assert tried[0].point == last.point
+    assert [t.passed for t in tried] == [False] * (len(tried) - 1) + [True]
+    assert [t.nbytes for t in tried] == sorted(t.nbytes for t in tried)
+    assert all(t.point is not None and t.point.at_least(last.point) for t in tried if last.point is not None)
+
+
+def test_where_no_neighbour_fits_the_whole_cube_is_searched() -> None:
+    state = random_state()
+    last = searched(state, Point(4, 0.2, "magnitude", 0.0005, 0.0, 32))
+    found = sp.search(state, Loss(state), 0.002, last=last, steps=1)
+    assert (found.method, found.fell_back, found.met) == ("exhaustive", True, True)
+    assert found.point is not None
+    assert found.point.bins >= 32
+
+
+def test_the_other_metric_is_switched_to_only_on_a_stated_improvement() -> None:
+    state = random_state()
+    grads = {k: torch.randn(x.shape, generator=torch.Generator().manual_seed(5)) for k, x in state.items()}
+    origin = Point(32, 0.2, "magnitude", 0.0005, 0.0, 32)
+    last = searched(state, origin)
+
+    def by_metric(better: str) -> Callable[[State], float]:
+        weak = {k: (x * grads[k]).abs() for k, x in state.items()}
+        order = weak if better == "magnitude" else {k: x.abs() for k, x in state.items()}
+
+        def evaluate(restored: State) -> float:
+            # What is pruned costs more, the less it is in favour.
+            lost = [float((order[k][restored[k] == 0] ** 0.5).sum()) for k in state]
+            return 1.0 + 1e-5 * sum(lost)
+
+        return evaluate
+
+    kept = sp.search(state, by_metric("magnitude"), 0.5, last=last, grads=grads)
+    # Both were tried, the other first.
+    tried = [t.point for t in kept.trials if t.point is not None]
+    assert [p.metric for p in tried[:2]] == ["sensitivity", "magnitude"]
+    assert dataclasses.replace(tried[0], metric="magnitude") == origin
+    outcome = {t.point.metric: t.degradation for t in kept.trials[1:] if t.point is not None}
+    switched = [n for n in kept.notes if "switched" in n]
+    assert bool(switched) == (outcome["sensitivity"] <= 0.9 * outcome["magnitude"])
+    other = sp.search(state, by_metric("sensitivity"), 0.5, last=last, grads=grads)
+    metrics = {kept.point.metric if kept.point else "", other.point.metric if other.point else ""}
+    assert metrics == {"magnitude", "sensitivity"}
+    # What was tried in vain is not tried again at once.
+    stayed = kept if kept.point == origin else other
+    following = sp.search(state, by_metric("magnitude"), 0.5, last=stayed, grads=grads)
+    assert stayed.patience > 0
+    assert following.patience == stayed.patience - 1
+    assert following.evaluations == 2
+
+
+def test_without_gradients_nothing_is_pruned_by_sensitivity_and_that_is_said() -> None:
+    state = random_state()
+    found = sp.search(state, Loss(state), 0.05)
+    assert all(t.point is None or not t.point.prune or t.point.metric == "magnitude" for t in found.trials)
+    assert any("without gradients" in note for note in found.notes)
+    grads = {k: torch.randn_like(x) for k, x in state.items()}
+    known = sp.search(state, Loss(state), 0.05, grads=grads)
+    assert not any("without gradients" in note for note in known.notes)
+    # A last choice by sensitivity is of no use without gradients.
+    last = searched(state, Point(32, 0.2, "sensitivity", 0.0005, 0.0, 32), cube=Cube())
+    assert sp.search(state, Loss(state), 0.05, last=last).is_exhaustive
+
+
+def test_embeddings_have_their_own_bins() -> None:
+    state = {"embedding.weight": torch.randn(256, 64), "0.weight": torch.randn(64, 64)}
+    body = Loss({"0.weight": state["0.weight"]})
+    coarse = sp.search(state, body, 0.02, cube=SMALL)
+    assert coarse.point is not None
+    assert coarse.point.embedding_bins == 16
+
+    def careful(restored: State) -> float:
+        return body(restored) + 4 * (Loss({"e": state["embedding.weight"]})({"e": restored["embedding.weight"]}) - 1)
+
+    fine = sp.search(state, careful, 0.02, cube=SMALL)
+    assert fine.point is not None
+    assert fine.point.embedding_bins == 32
+    following = sp.search(state, careful, 0.02, last=coarse)
+    assert following.point is not None
+    assert following.point.embedding_bins == 32
+
+
+# ---------------------------------------------------------------------- interruptions, reports, records
+
+
+def test_an_interrupted_search_goes_on_where_it_stopped() -> None:
+    state = random_state()
+    whole = Loss(state)
+    expected = sp.search(state, whole, 0.02, cube=SMALL)
+    for until in range(whole.calls):
+        done: list[Trial] = []
+        loss = Loss(state)
+
+        def stopping(restored: State, loss: Loss = loss, until: int = until) -> float:
+            if loss.calls == until:
+                raise KeyboardInterrupt
+            return loss(restored)
+
+        with pytest.raises(KeyboardInterrupt):
+            sp.search(state, stopping, 0.02, cube=SMALL, progress=done.append)
+        assert len(done) == until
+        later = Loss(state)
+        kept = [Trial.from_json(json.loads(json.dumps(t.to_json()))) for t in done]
+        assert sp.search(state, later, 0.02, cube=SMALL, resume=kept) == expected
+        assert later.calls == whole.calls - until
+    other = random_state(seed=1)
+    with pytest.raises(BadArgumentError, match="another state"):
+        sp.search(other, Loss(other), 0.02, cube=SMALL, resume=expected.trials)
+
+
+def test_results_go_through_json() -> None:
+    state = random_state()
+    for found in (
+        sp.search(state, Loss(state), 0.02, cube=SMALL),
+        sp.search(state, Loss(state, scale=1e9), 0.02, cube=SMALL),
+        sp.search(state, lambda r: 1.0 if (r["0.weight"] == state["0.weight"]).all() else math.nan, 0.1, cube=SMALL),
+        sp.search(state, None, 0.1),
+    ):
+        text = json.dumps(found.to_json(), allow_nan=False)
+        assert SearchResult.from_json(json.loads(text)) == found
+    for bad in (None, {}, {**found.to_json(), "more": 1}, {**found.to_json(), "trials": [3]}):
+        with pytest.raises(BadArgumentError):
+            SearchResult.from_json(bad)
+
+
+def test_every_trial_is_recorded_with_its_reason() -> None:
+    state = random_state()
+    loss = Loss(state)
+    found = sp.search(state, loss, 0.02, cube=SMALL)
+    assert found.evaluations == len(found.trials) == loss.calls
+    assert [t.point for t in found.trials[:2]] == [None, None]
+    for trial in found.trials[2:]:
+        assert trial.passed == (trial.degradation <= 0.02)
+        assert trial.reason.startswith("passes" if trial.passed else "fails")
+        assert trial.quality is not None
+        assert trial.degradation == pytest.approx(trial.quality - 1.0)
+        assert trial.nbytes == pytest.approx(trial.estimated, rel=0.05)
+        assert trial.seconds > 0
+    passing = [t.nbytes for t in found.trials if t.passed and t.point is not None]
+    assert found.nbytes == min(passing)
+    points = len({normal(p) for p in SMALL if p.metric == "magnitude"})
+    untried = points - len({t.point for t in found.trials if t.point is not None and t.point.embedding_bins == 32})
+    assert sum(found.discarded.values()) == untried
+
+
+def test_a_log_line_a_trial_and_a_bar(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    state = random_state()
+    with caplog.at_level(logging.INFO, logger="shrinkpoint.search"):
+        found = sp.search(state, Loss(state), 0.02, cube=SMALL, progress=True)
+    lines = [r.getMessage() for r in caplog.records]
+    assert sum("quality" in line and "bytes" in line for line in lines) == found.evaluations
+    assert lines[-1].startswith("search: ")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_cost_is_reported_as_a_share_of_training_time() -> None:
+    state = random_state()
+    first = sp.search(state, Loss(state), 0.02, cube=SMALL)
+    assert first.share is None
+    training = 100.0
+    later = sp.search(state, Loss(state), 0.02, last=dataclasses.replace(first, finished=first.finished - training))
+    assert later.share == pytest.approx(later.seconds / training, rel=0.1)
+    assert "of training time" in str(later)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_a_threshold_that_nothing_meets_means_lossless_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    state = random_state()
+    found = sp.search(state, Loss(state, scale=1e6), 0.01, cube=SMALL)
+    assert not found.met
+    assert found.point is None
+    assert found.config == sp.presets.lossless()
+    assert any("lossless" in note for note in found.notes)
+    assert any(r.levelno == logging.WARNING and "lossless" in r.getMessage() for r in caplog.records)
+    assert found.rounds < 12
+    # The next search has no neighbourhood to start from.
+    assert sp.search(state, Loss(state), 0.05, last=found).is_exhaustive
+
+
+def test_a_trial_that_is_no_number_fails_and_the_search_goes_on() -> None:
+    state = random_state()
+    loss = Loss(state)
+
+    def overflowing(restored: State) -> float:
+        value = loss(restored)
+        return value if value < 1.02 else (math.nan if loss.calls % 2 else math.inf)
+
+    found = sp.search(state, overflowing, 0.01, cube=SMALL)
+    assert found.met
+    bad = [t for t in found.trials if t.quality is None or not math.isfinite(t.quality)]
+    assert bad
+    assert all(not t.passed and t.degradation == math.inf for t in bad)
+    assert {t.quality for t in bad} <= {None, math.inf}
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "message"),
+    [
+        (lambda s: 1 / 0, "evaluate raised ZeroDivisionError at the state itself"),
+        (lambda s: math.nan, "returned nan for the state itself"),
+        (lambda s: math.inf, "returned inf for the state itself"),
+        (lambda s: 0.0, "returned 0 for the state itself"),
+        (lambda s: None, "returned None"),
+        (lambda s: "0.3", "returned 0.3"),
+        (lambda s: True, "returned True"),
+        (lambda s: 1j, "returned 1j"),
+        (lambda s: torch.ones(3), "must return a number"),
+        (lambda s: {"loss": 1.0}, "must return a number"),
+    ],
+)
+def test_an_evaluate_that_is_of_no_use(evaluate: Any, message: str) -> None:
+    with pytest.raises(BadArgumentError, match=message):
+        sp.search(random_state(), evaluate, 0.01)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2.5), torch.tensor([[2.5]]), np.float32(2.5), np.array([2.5]), 2])
+def test_one_number_in_any_wrapping(value: Any) -> None:
+    found = sp.search(random_state(), lambda s: value, 0.01, cube=SMALL)
+    assert found.baseline == float(np.ravel(value)[0])
+
+
+def test_an_evaluate_that_changes_the_state_is_told_where() -> None:
+    model = torch.nn.Linear(64, 64)
+    state = {"model": model.state_dict(), "step": 3}
+
+    def evaluate(restored: State) -> float:
+        model.load_state_dict(restored["model"])
+        return float(model.weight.detach().sum())
+
+    with pytest.raises(BadArgumentError, match="evaluate changed model/weight of the state"):
+        sp.search(state, evaluate, 0.01, cube=SMALL)
+
+
+def test_an_evaluate_that_is_not_comparable_between_calls() -> None:
+    values = iter([1.0, 1.05])
+    with pytest.raises(BadArgumentError, match="not comparable between calls"):
+        sp.search(random_state(), lambda s: next(values), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"threshold": 0.0}, "threshold"),
+        ({"threshold": math.nan}, "threshold"),
+        ({"threshold": "1 %"}, "threshold"),
+        ({"evaluate": None, "threshold": 1.0}, "threshold"),
+        ({"evaluate": 3}, "evaluate"),
+        ({"direction": "down"}, "direction"),
+        ({"expected_restores": -1}, "expected_restores"),
+        ({"steps": -1}, "steps"),
+        ({"budget": 2}, "budget"),
+        ({"budget": 5.0}, "budget"),
+        ({"last": Point(4, 0.0, "magnitude", 0.0)}, "last"),
+        ({"cube": 216}, "cube"),
+        ({"resume": [3]}, "resume"),
+        ({"progress": "yes"}, "progress"),
+        ({"group": object()}, "group"),
+        ({"state": 3}, "state"),
+        ({"grads": {"nothing": torch.ones(3)}}, "grads/nothing"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"state": random_state(), "evaluate": lambda s: 1.0, "threshold": 0.01} | change
+    with pytest.raises(BadArgumentError, match=message):
+        sp.search(**arguments)
+
+
+def test_a_delta_needs_a_resolved_parent() -> None:
+    state = random_state()
+    base = sp.compress(state)
+    loose = sp.Checkpoint.from_bytes(sp.compress(state, base).to_bytes())
+    with pytest.raises(sp.MissingParentError):
+        sp.search(state, Loss(state), 0.01, prev=loose)
+
+
+def test_a_state_in_which_there_is_nothing_to_choose() -> None:
+    found = sp.search({"step": 1, "bias": torch.ones(5)}, lambda s: 1 / 0, 0.01)
+    assert (found.method, found.met, found.evaluations) == ("nothing to choose", True, 0)
+    assert sp.compress({"step": 1, "bias": torch.ones(5)}, cfg=found.config).nbytes > 0
+
+
+def test_the_budget_is_kept_and_what_it_leaves_is_said() -> None:
+    state = random_state()
+    loss = Loss(state)
+    found = sp.search(state, loss, 0.004, cube=SMALL, budget=5)
+    assert loss.calls <= 5
+    assert found.rounds <= 5
+    assert found.met
+    if found.rounds == 5:
+        assert any("budget" in note for note in found.notes)

@@ -1,0 +1,150 @@
+"""A real S3 server: conditional puts, ranges, racing writers, a whole life of a store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.store.files import Files, open_files
+from shrinkpoint.store.lock import ObjectLock
+from shrinkpoint.store.objects import ObjectFiles
+from shrinkpoint.store.retention import Retention
+from tests.store import ceph
+from tests.store.common import fill, lossless, same
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A fresh bucket on a server of its own."""
+    s3fs: Any = pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
+    reason = ceph.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with ceph.running(tmp_path_factory.mktemp("ceph")) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", server.key)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret)
+        patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        fs = s3fs.S3FileSystem()
+        name = f"b{uuid.uuid4().hex}"
+        fs.mkdir(name)
+        yield f"s3://{name}"
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    return f"{bucket}/{uuid.uuid4().hex}"
+
+
+def files(url: str) -> Files:
+    found = open_files(url)
+    assert isinstance(found, ObjectFiles)
+    assert found._conditional
+    return found
+
+
+def test_files(url: str) -> None:
+    """What the store needs of a file system."""
+    f = files(url)
+    assert f.list("data") == []
+    assert not f.exists("data/x")
+    for read in (lambda: f.read("data/x"), lambda: f.size("data/x")):
+        with pytest.raises(FileNotFoundError):
+            read()
+    f.write("data/x", bytes(range(100)))
+    assert f.read("data/x") == bytes(range(100))
+    assert f.read_range("data/x", 10, 20) == bytes(range(10, 20))
+    assert f.size("data/x") == 100
+    assert f.exists("data/x")
+    assert f.create("data/y", b"a")
+    assert f.create("data/y", b"a")
+    assert not f.create("data/y", b"b")
+    assert f.read("data/y") == b"a"
+    assert f.list("data") == ["x", "y"]
+    assert abs(f.modified("data/x") - f.modified("data/y")) < 60
+    f.write("data/empty", b"")
+    assert f.read("data/empty") == b""
+    f.remove(["data/x", "data/y", "data/never", "data/empty"])
+    assert f.list("data") == []
+
+
+def test_a_whole_life(url: str) -> None:
+    store = fill(sp.Store(url, lossless()), *range(6))
+    other = sp.Store(url, lossless())
+    assert other.steps() == list(range(6))
+    assert same(other.load(), 5)
+    assert same(other.load(2, "*"), 2)
+    assert list(other.load(5, "ids")) == ["ids"]
+    assert other.compact(2.0)
+    store.tag("best", 1)
+    store.pin(2)
+    store.rate(3, 0.5)
+    store.gc(Retention(last=1, best=1))
+    assert other.steps() == [1, 2, 3, 5]
+    assert other.verify() == {}
+    assert all(same(other.load(step), step) for step in other.steps())
+    assert store.save(6, {"x": 1}).is_delta
+    assert sp.Store(url).restores() == 5
+    assert other.copy(f"memory://{uuid.uuid4()}").verify() == {}
+    other.drop(6)
+    assert files(url).list("locks") == []
+
+
+def test_a_large_file_in_parts(url: str) -> None:
+    """Over the size at which s3fs puts an object in parts."""
+    f = files(url)
+    data = os.urandom(1 << 20) * 101
+    f.write("data/x", data)
+    assert f.size("data/x") == len(data)
+    assert f.read_range("data/x", len(data) - 10, len(data)) == data[-10:]
+    assert f.create("data/y", data)
+    assert not f.create("data/y", data[:-1])
+
+
+def test_locks(url: str) -> None:
+    one, two = ObjectLock(files(url), patience=0.1), ObjectLock(files(url), patience=0.1)
+    with one.shared() as lease, two.shared():
+        lease.renew()
+        with pytest.raises(TimeoutError), two.alone(0.2):
+            raise AssertionError
+    with one.alone(5.0), pytest.raises(TimeoutError), two.shared():
+        raise AssertionError
+
+
+_WRITER = """
+import sys
+import shrinkpoint as sp
+from tests.store.common import fill, lossless
+url, first, stride = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+store = sp.Store(url, lossless())
+for i in range(6):
+    fill(store, first + stride * i)
+    if i == 3 and stride:
+        store.compact(2.0)
+"""
+
+
+@pytest.mark.parametrize("stride", [2, 0], ids=["steps of their own", "the same step"])
+def test_racing_writers(url: str, stride: int) -> None:
+    """Two processes commit at once; a third collects. Nothing that was saved is lost."""
+    starts = (0, 1) if stride else (5, 5)
+    command = [sys.executable, "-c", _WRITER, url]
+    running = [subprocess.Popen([*command, str(first), str(stride)], cwd=ROOT) for first in starts]
+    store = sp.Store(url)
+    store.gc()
+    assert [process.wait(200) for process in running] == [0, 0]
+    expected = sorted({first + stride * i for first in starts for i in range(6)})
+    assert store.steps() == expected
+    store.gc()
+    assert store.verify() == {}
+    assert all(same(store.load(step, count=False), step) for step in expected)

@@ -1,0 +1,96 @@
+"""Accelerate as it is on the registry: save_state and load_state over our hooks, killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from shrinkpoint.trainers.accelerate import compress_states  # noqa: E402
+
+from .accelerate_run import main  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RUN = Path(__file__).with_name("accelerate_run.py")
+
+
+def by_step(folder: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for line in (folder / "losses.txt").read_text().splitlines():
+        assert found.setdefault(int(line.split()[0]), line) == line
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "5000"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    limit = time.monotonic() + 120
+    while not (tmp_path / "killed" / "losses.txt").exists() or len(by_step(tmp_path / "killed")) < 11:
+        assert process.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    # A folder whose save was cut off: Accelerate itself refuses to write into it.
+    for folder in (tmp_path / "killed" / "checkpoints").iterdir():
+        if not (folder / "random_states_0.pkl").exists():
+            shutil.rmtree(folder)
+    steps = len(by_step(tmp_path / "killed")) + 7
+    main(tmp_path / "killed", steps)
+    main(tmp_path / "whole", steps)
+    assert by_step(tmp_path / "killed") == by_step(tmp_path / "whole")
+
+
+def test_nothing_raw_is_written_and_rotation_reaches_the_store(tmp_path: Path) -> None:
+    accelerator, store = main(tmp_path / "run", 12, limit=2)
+    folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [f.name for f in folders] == ["checkpoint_2", "checkpoint_3"]
+    for folder in folders:
+        assert not (folder / "model.safetensors").exists()
+        assert (folder / "optimizer.bin").stat().st_size < 2000
+    assert len(store.steps()) == 2
+    assert store.describe(store.steps()[-1]).is_delta
+    held = store.load()
+    for name, tensor in accelerator._models[0].state_dict().items():
+        assert torch.equal(held["models"][0][name], tensor)
+    # The stand-in is gone: optimizers answer for themselves again.
+    assert set(accelerator._optimizers[0].state_dict()) == {"state", "param_groups"}
+
+
+def test_folders_without_a_pointer_and_other_models(tmp_path: Path) -> None:
+    def fresh(width: int, *more: torch.nn.Module) -> accelerate.Accelerator:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = torch.nn.Linear(width, 2)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *more)
+        return accelerator
+
+    plain = fresh(5)
+    plain.save_state(str(tmp_path / "raw"))
+    ours = fresh(5)
+    hooks = compress_states(ours, sp.Store(tmp_path / "store"))
+    ours.load_state(str(tmp_path / "raw"))
+    assert torch.equal(ours._models[0].weight, plain._models[0].weight)
+    ours.save_state(str(tmp_path / "small"))
+    assert (tmp_path / "small" / "shrinkpoint.json").exists()
+    other = fresh(5, torch.nn.Linear(1, 1))
+    compress_states(other, sp.Store(tmp_path / "store"))
+    with pytest.raises(sp.BadArgumentError, match="1 models were saved, 2 are prepared"):
+        other.load_state(str(tmp_path / "small"))
+    hooks.remove()
+    hooks.remove()
+    ours.save_state(str(tmp_path / "again"))
+    assert (tmp_path / "again" / "model.safetensors").exists()
+    with pytest.raises(sp.BadArgumentError, match="store must be a Store"):
+        compress_states(ours, tmp_path)  # type: ignore[arg-type]

@@ -1,0 +1,867 @@
+"""The storage writer and reader of torch.distributed.checkpoint: real ranks over gloo, and one process by itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import shrinkpoint as sp
+from shrinkpoint.store.local import LocalFiles
+from shrinkpoint.trainers.dcp import (
+    CompressedCheckpoints,
+    LoadPlanner,
+    ParentNotUsedWarning,
+    PartialLoadWarning,
+    Reader,
+    Writer,
+)
+from shrinkpoint.trainers.dcp import reader as reader_module
+from shrinkpoint.trainers.dcp.metadata import Index, Layout, RankFile, Shard, build, parse
+from shrinkpoint.trainers.dcp.places import place
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+]
+EXACT = sp.presets.lossless()
+Tree = dict[str, Any]
+
+
+def save(state: Tree, folder: Any, writer: Writer | None = None, **options: Any) -> None:
+    dcp.save(state, storage_writer=writer or Writer(cfg=EXACT), checkpoint_id=folder, no_dist=True, **options)
+
+
+def load(state: Tree, folder: Any, **options: Any) -> Tree:
+    dcp.load(state, storage_reader=Reader(folder), no_dist=True, **options)
+    return state
+
+
+def index_of(folder: Path) -> Index:
+    return parse((folder / ".metadata").read_bytes(), "test")
+
+
+def everything(reader: Any) -> Tree:
+    """Whatever a checkpoint holds, in this process."""
+    return _load_state_dict_from_keys(storage_reader=reader)
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from flat(value, f"{path}/{key}")
+    else:
+        yield path, tree
+
+
+def same(a: Any, b: Any) -> None:
+    left, right = dict(flat(a)), dict(flat(b))
+    assert left.keys() == right.keys()
+    for path, value in left.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == right[path].dtype, path
+            assert torch.equal(value, right[path]), path
+        else:
+            assert (type(value), value) == (type(right[path]), right[path]), path
+
+
+def trained(steps: int = 1, width: int = 64) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: Any, optimizer: Any, flattened: bool = False) -> Tree:
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    return {"model": weights, "optim": moments}
+
+
+# ---- several ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
+    """What the scenarios of `dcp_worker.py` left behind, and how their ranks ended."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("dcp_worker.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = [json.loads(line) for line in done.stdout.splitlines()]
+    return folder, {run["scenario"]: run for run in runs}
+
+
+def test_ranks_save_and_reshard(ranks: Any) -> None:
+    _, runs = ranks
+    for scenario in ("save", "reshard"):
+        assert set(runs[scenario]["codes"]) == {0}, "\n".join(runs[scenario]["logs"])
+
+
+def test_one_process_loads_what_two_ranks_saved(ranks: Any) -> None:
+    folder, _ = ranks
+    for ours, theirs in (("exact-2", "torch"), ("tp", "tp-torch")):
+        found = everything(Reader(folder / ours))
+        same(found, everything(dcp.FileSystemReader(folder / theirs)))
+    assert found["run"]["betas"] == (0.9, 0.95)
+
+
+def test_each_checkpoint_of_a_chain_stands_alone(ranks: Any, tmp_path: Path) -> None:
+    folder, _ = ranks
+    expected = everything(Reader(folder / "exact-2"))
+    shutil.copytree(folder / "exact-2", tmp_path / "moved")
+    same(everything(Reader(tmp_path / "moved")), expected)
+    index = index_of(folder / "exact-2")
+    assert [(f.rank, len(f.chain), f.since_base) for f in index.files] == [(0, 3, 2), (1, 3, 2)]
+    for file in index.files:
+        assert file.chain[0][1] < file.chain[-1][1]
+        base = folder / "exact-2" / "data" / file.chain[-1][0]
+        assert base.samefile(folder / "exact-0" / "data" / file.chain[-1][0])
+
+
+def test_lossy_shards_hold_their_bound(ranks: Any) -> None:
+    folder, _ = ranks
+    exact, lossy = everything(Reader(folder / "exact-2")), everything(Reader(folder / "lossy"))
+    weight, rough = exact["model"]["up.weight"], lossy["model"]["up.weight"]
+    assert 0 < float((weight - rough).norm() / weight.norm()) < 0.15
+    assert torch.equal(exact["model"]["norm.weight"], lossy["model"]["norm.weight"])
+    spent = [sum(f.chain[0][1] for f in index_of(folder / name).files) for name in ("lossy", "exact-2")]
+    assert 4 * spent[0] < spent[1]
+    # One container a rank and step, deltas and base, and nothing of what was there before.
+    assert len(os.listdir(folder / "lossy" / "data")) == 6
+
+
+def test_asynchronous_saves_are_of_the_state_as_it_was(ranks: Any) -> None:
+    folder, _ = ranks
+    for step in range(2):
+        found = everything(Reader(folder / f"thread-{step}"))
+        assert torch.equal(found["w"], torch.arange(4096.0).view(64, 64) + step)
+        assert torch.equal(found["s"], torch.arange(8192.0).view(128, 64) + step)
+        found = everything(Reader(folder / f"process-{step}"))
+        assert torch.equal(found["w"], torch.full((2048,), 1.5 + step))
+        assert found["step"] == step
+    for kind in ("thread", "process"):
+        assert {len(f.chain) for f in index_of(folder / f"{kind}-1").files} == {2}
+
+
+def test_a_rank_that_dies_leaves_the_former_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    folder, runs = ranks
+    assert runs["killed"]["codes"] == [0, 17], runs["killed"]["logs"]
+    assert "noticed: " in runs["killed"]["logs"][0]
+    shutil.copytree(folder / "killed", tmp_path / "c")
+    whole = torch.arange(8192.0).view(128, 64)
+    assert torch.equal(load({"s": torch.zeros(128, 64)}, tmp_path / "c")["s"], whole)
+    assert len(os.listdir(tmp_path / "c" / "data")) == 4
+    # Another world size goes on in the same place: what the dead one left is swept away.
+    with pytest.warns(ParentNotUsedWarning, match="another mesh"):
+        save({"s": whole + 2}, tmp_path / "c")
+    assert torch.equal(load({"s": torch.zeros(128, 64)}, tmp_path / "c")["s"], whole + 2)
+    assert len(os.listdir(tmp_path / "c" / "data")) == 1
+
+
+def test_a_missing_shard_is_named(ranks: Any, tmp_path: Path) -> None:
+    folder, _ = ranks
+    shutil.copytree(folder / "exact-2", tmp_path / "c")
+    name = index_of(tmp_path / "c").files[1].chain[-1][0]
+    (tmp_path / "c" / "data" / name).unlink()
+    with pytest.raises(dcp.CheckpointException, match=rf"MissingParentError.*rank 1.*{name} is gone"):
+        everything(Reader(tmp_path / "c"))
+
+
+def test_only_what_is_needed_is_read(ranks: Any, monkeypatch: Any) -> None:
+    folder, _ = ranks
+    read = []
+    monkeypatch.setattr(
+        LocalFiles,
+        "read_range",
+        lambda self, name, start, stop, f=LocalFiles.read_range: read.append(name) or f(self, name, start, stop),
+    )
+    monkeypatch.setattr("shrinkpoint.codec.ranged.FRONT", 1 << 12)
+    decoded = []
+    monkeypatch.setattr(
+        "shrinkpoint.codec.checkpoint.Checkpoint.decode",
+        lambda self, wanted, prev, f=sp.Checkpoint.decode: (
+            decoded.extend(r.path for r in wanted) or f(self, wanted, prev)
+        ),
+    )
+    first_rows = torch.zeros(130)
+    load({"model": {"norm.weight": first_rows}}, folder / "exact-2")
+    assert set(decoded) == {"model/norm.weight"}
+    assert len(decoded) == 6
+    assert {Path(name).parent.name for name in read} == {"data"}
+
+
+# ---- one process
+
+
+def test_states_come_back_to_the_bit(tmp_path: Path) -> None:
+    state: Tree = {
+        "model": {
+            "bf": torch.randn(70, 30).bfloat16(),
+            "half": torch.randn(5).half(),
+            "int": torch.arange(7),
+            "bool": torch.tensor([True, False]),
+            "zero": torch.tensor(2.5, dtype=torch.float64),
+            "empty": torch.zeros(0, 4),
+            "strided": torch.randn(20, 30).t(),
+        },
+        "lists": [{"x": torch.ones(2)}, {"x": torch.zeros(2), "lr": 0.1}],
+        "plain": {"s": "text", "none": None, "t": (1, (2.5, b"x")), "big": 1 << 80, "nan": float("inf"), "e": []},
+        "mixed": (torch.arange(3), "a"),
+    }
+    state["model"]["tied"] = state["model"]["bf"]
+    save(state, tmp_path)
+
+    def cleared(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {k: cleared(v) for k, v in tree.items()}
+        if isinstance(tree, list) and tree and isinstance(tree[0], dict):
+            return [cleared(v) for v in tree]
+        return torch.ones_like(tree) if isinstance(tree, torch.Tensor) else 0
+
+    back = load(cleared(state), tmp_path)
+    assert torch.equal(back["mixed"][0], state["mixed"][0])
+    back["mixed"] = state["mixed"] = None
+    same(back, state)
+    found = everything(Reader(tmp_path))
+    assert found["plain"] == state["plain"]
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    state = state_of(*trained())
+    for name in "ab":
+        save(state, tmp_path / name, Writer())
+    files = [{p.relative_to(tmp_path / n): p.read_bytes() for p in (tmp_path / n).rglob("*.*")} for n in "ab"]
+    assert files[0] == files[1]
+    assert len(files[0]) == 2
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_optimizer_entries_are_known_by_their_names(tmp_path: Path, flattened: bool) -> None:
+    model, optimizer = trained(width=128)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["factor"] = torch.randn(parameter.shape)
+    save(state_of(model, optimizer, flattened), tmp_path, Writer())
+    (name,) = os.listdir(tmp_path / "data")
+    rows = {r.path: r for r in sp.Checkpoint.from_bytes((tmp_path / "data" / name).read_bytes()).summary()}
+    assert rows["model/0.weight"].codec == "levels"
+    assert rows["model/1.weight"].codec == "bytes"
+    assert rows["optim/state/0.weight/exp_avg_sq"].codec == "rank-one"
+    assert rows["optim/state/0.weight/exp_avg"].codec == "grid"
+    assert rows["optim/state/0.weight/factor"].codec == "bytes"
+
+
+def test_rules_and_kinds_are_heeded(tmp_path: Path) -> None:
+    model, optimizer = trained(width=128)
+    cfg = sp.Config([("model/2.*", sp.Exact()), ("embedding", sp.Exact())])
+    save(state_of(model, optimizer), tmp_path, Writer(cfg=cfg, kinds={"0.weight": "embedding"}))
+    (name,) = os.listdir(tmp_path / "data")
+    rows = {r.path: r for r in sp.Checkpoint.from_bytes((tmp_path / "data" / name).read_bytes()).summary()}
+    assert rows["model/0.weight"].codec == rows["model/2.weight"].codec == "bytes"
+
+
+def chain(folder: Path) -> int:
+    (file,) = index_of(folder).files
+    assert set(os.listdir(folder / "data")) == {name for name, _ in file.chain}
+    return len(file.chain)
+
+
+def test_saving_to_one_place_again_and_again(tmp_path: Path) -> None:
+    w = torch.randn(64, 64)
+    writer = Writer(tmp_path, sp.Config(EXACT.rules, chain=sp.ChainPolicy(3)))
+    lengths = []
+    for step in range(5):
+        dcp.save({"w": w + step}, storage_writer=writer, no_dist=True)
+        lengths.append(chain(tmp_path))
+        assert torch.equal(load({"w": torch.zeros(64, 64)}, tmp_path)["w"], w + step)
+    assert lengths == [1, 2, 3, 1, 2]
+    against_base = Writer(tmp_path, sp.Config(EXACT.rules, chain=sp.ChainPolicy(4, against="base")))
+    lengths = []
+    for step in range(5):
+        # The first is a delta over what the other writer left: a chain of three.
+        dcp.save({"w": w + step}, storage_writer=against_base, no_dist=True)
+        lengths.append(chain(tmp_path))
+    assert lengths == [3, 3, 1, 2, 2]
+    assert torch.equal(load({"w": torch.zeros(64, 64)}, tmp_path)["w"], w + 4)
+
+
+def test_a_run_that_starts_anew_goes_on_with_deltas(tmp_path: Path) -> None:
+    w = torch.randn(64, 64)
+    save({"w": w}, tmp_path / "1")
+    save({"w": w + 1}, tmp_path / "2", Writer(cfg=EXACT, parent=tmp_path / "1"))
+    assert chain(tmp_path / "2") == 2
+    save({"w": w + 2}, tmp_path / "2")
+    assert chain(tmp_path / "2") == 3
+    shutil.rmtree(tmp_path / "1")
+    assert torch.equal(load({"w": torch.zeros(64, 64)}, tmp_path / "2")["w"], w + 2)
+    with pytest.raises(dcp.CheckpointException, match=r"MissingParentError.*no checkpoint"):
+        save({"w": w}, tmp_path / "3", Writer(cfg=EXACT, parent=tmp_path / "1"))
+    assert not (tmp_path / "3").exists()
+
+
+def test_a_parent_that_is_damaged_or_gone(tmp_path: Path) -> None:
+    w = torch.randn(64, 64)
+    writer = Writer(cfg=EXACT)
+    save({"w": w}, tmp_path / "1", writer)
+    (name,) = os.listdir(tmp_path / "1" / "data")
+    file = tmp_path / "1" / "data" / name
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(dcp.CheckpointException, match=r"CorruptDataError.*checksum"):
+        save({"w": w}, tmp_path / "2", Writer(cfg=EXACT, parent=tmp_path / "1"))
+    # What merely lies where the save goes is no reason not to save.
+    with pytest.warns(ParentNotUsedWarning, match="checksum"):
+        save({"w": w}, tmp_path / "1")
+    shutil.rmtree(tmp_path / "1")
+    with pytest.warns(ParentNotUsedWarning, match="gone"):
+        save({"w": w + 1}, tmp_path / "2", writer)
+    assert chain(tmp_path / "2") == 1
+    with pytest.warns(ParentNotUsedWarning, match="another mesh"):
+        save({"v": torch.randn(64, 64)}, tmp_path / "3", Writer(cfg=EXACT, parent=tmp_path / "2"))
+
+
+def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    writer = Writer(cfg=EXACT)
+    state = {"w": torch.ones(2000), "run": {"step": 1}}
+    save(state, tmp_path, writer)
+    with pytest.raises(dcp.CheckpointException, match=r"UnsupportedLeafError: @values/run\.hook: builtins\.object"):
+        save({"w": torch.zeros(2000), "run": {"hook": object()}}, tmp_path, writer)
+    before = load({"w": torch.zeros(2000)}, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr("shrinkpoint.trainers.dcp.writer.build", lambda *_: 1 / 0)
+        with pytest.raises(dcp.CheckpointException, match="ZeroDivisionError"):
+            save({"w": torch.zeros(2000)}, tmp_path, writer)
+    same(load({"w": torch.zeros(2000)}, tmp_path), before)
+    save({"w": torch.full((2000,), 3.0)}, tmp_path, writer)
+    assert torch.equal(load({"w": torch.zeros(2000)}, tmp_path)["w"], torch.full((2000,), 3.0))
+    chain(tmp_path)
+
+
+class Halves(DefaultSavePlanner):
+    """Saves each matrix as two shards of this one rank, and hides how states were nested."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for item in super().create_local_plan().items:
+            if item.tensor_data is None or len(item.tensor_data.size) != 2:
+                items.append(item)
+                continue
+            rows, columns = item.tensor_data.size
+            for begin, end in ((0, rows // 3), (rows // 3, rows)):
+                chunk = ChunkStorageMetadata(torch.Size([begin, 0]), torch.Size([end - begin, columns]))
+                data = TensorWriteData(chunk, item.tensor_data.properties, item.tensor_data.size)
+                items.append(
+                    WriteItem(MetadataIndex(item.index.fqn, [begin, 0]), WriteItemType.SHARD, tensor_data=data)
+                )
+        return SavePlan(items, planner_data=self.mappings)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        if index.offset is None or len(index.offset) != 2:
+            return value
+        begin, third = index.offset[0], value.shape[0] // 3
+        return value[third:] if begin else value[:third]
+
+
+def test_several_shards_of_one_tensor_on_a_rank(tmp_path: Path) -> None:
+    state = {"a": {"w": torch.randn(30, 40), "b": torch.randn(3)}, "n": 5}
+    writer = Writer(cfg=EXACT)
+    for step in range(2):
+        state["a"]["w"] += step
+        save(state, tmp_path, writer, planner=Halves())
+    assert len(index_of(tmp_path).layouts) == 2
+    back = load({"a": {"w": torch.zeros(30, 40), "b": torch.zeros(3)}, "n": 0}, tmp_path)
+    same(back, state)
+
+
+class Pickles(dcp.SavePlanner):
+    """A planner of one's own, without nesting, that gives what is no tensor only as torch's pickle."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.inner = DefaultSavePlanner(flatten_state_dict=False)
+        self.inner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return self.inner.create_local_plan()
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        return self.inner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return self.inner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self.inner.resolve_data(write_item)
+
+
+class Armed:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("echo armed > /dev/null",)
+
+
+def test_other_planners(tmp_path: Path) -> None:
+    save({"w": torch.arange(5.0), "n": [1, 2]}, tmp_path, planner=Pickles())
+    back = load({"w": torch.zeros(5), "n": None}, tmp_path)
+    assert back["n"] == [1, 2]
+    assert back["w"].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(dcp.CheckpointException, match="UnsupportedLeafError: n: cannot be stored without pickle"):
+        save({"n": Armed()}, tmp_path, planner=Pickles())
+    with pytest.raises(dcp.CheckpointException, match="UnsupportedLeafError"):
+        save({"n": Armed()}, tmp_path)
+
+
+def test_cached_plans(tmp_path: Path) -> None:
+    writer = Writer(cfg=EXACT)
+    try:
+        for step in range(3):
+            state = {"w": torch.full((2000,), float(step)), "n": step}
+            save(state, tmp_path / str(step), writer, planner=DefaultSavePlanner(enable_plan_caching=True))
+            same(load({"w": torch.zeros(2000), "n": 9}, tmp_path / str(step)), state)
+    finally:
+        for name in [n for n in vars(dcp.SavePlanner) if n.startswith("_cached_")]:
+            getattr(dcp.SavePlanner, name).clear()
+    assert chain(tmp_path / "2") == 3
+
+
+def test_ranks_that_do_not_talk_write_their_own_metadata(tmp_path: Path) -> None:
+    save({"w": torch.arange(5.0)}, tmp_path, use_collectives=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["__0.metadata", "data"]
+    assert load({"w": torch.zeros(5)}, tmp_path)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_other_file_systems(tmp_path: Path) -> None:
+    writer = Writer(cfg=EXACT)
+    for step in range(2):
+        save({"w": torch.arange(2000.0) + step}, f"memory://dcp/{step}", writer)
+    assert torch.equal(load({"w": torch.zeros(2000)}, "memory://dcp/1")["w"], torch.arange(2000.0) + 1)
+    (file,) = index_of_memory("memory://dcp/1").files
+    assert len(file.chain) == 2
+    assert Writer.validate_checkpoint_id("memory://x")
+    assert not Reader.validate_checkpoint_id("nosuch://x")
+    for bad in ("nosuch://x", "", 3):
+        with pytest.raises(sp.BadArgumentError):
+            Writer(bad)
+        with pytest.raises(sp.BadArgumentError):
+            Reader(bad)
+    with pytest.raises(dcp.CheckpointException, match="BadArgumentError: None is no path"):
+        dcp.save({"w": torch.ones(1)}, storage_writer=Writer(), no_dist=True)
+
+
+def index_of_memory(url: str) -> Index:
+    import fsspec
+
+    with fsspec.open(f"{url}/.metadata") as file:
+        return parse(file.read(), url)
+
+
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    save({"a": torch.ones(3), "b": torch.ones(4), "n": 1, "old": torch.ones(2)}, tmp_path)
+    state = {"a": torch.zeros(3), "b": torch.zeros(5), "n": torch.zeros(1), "new": torch.zeros(2)}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load(dict(state), tmp_path, planner=LoadPlanner())
+    for part in (
+        r"b is (4,) in the checkpoint and (5,) here",
+        "n is no tensor",
+        "new is not in",
+        "not in the state: old",
+    ):
+        assert part in str(caught.value)
+    with pytest.warns(PartialLoadWarning, match=r"new is not in the checkpoint"):
+        back = load(dict(state), tmp_path, planner=LoadPlanner(strict=False))
+    assert back["a"].tolist() == [1, 1, 1]
+    assert back["b"].tolist() == [0] * 5
+    assert load({"a": torch.zeros(3)}, tmp_path, planner=LoadPlanner())["a"].tolist() == [1, 1, 1]
+
+
+def test_arrays_are_decoded_in_batches(tmp_path: Path, monkeypatch: Any) -> None:
+    state = {f"w{i}": torch.randn(50, 50) for i in range(6)}
+    save(state, tmp_path)
+    batches = []
+    monkeypatch.setattr(
+        reader_module, "decode_only", lambda f, c, g=reader_module.decode_only: batches.append(1) or g(f, c)
+    )
+    monkeypatch.setattr(reader_module, "BATCH", 25_000)
+    same(load({name: torch.zeros(50, 50) for name in state}, tmp_path), state)
+    assert len(batches) == 3
+
+
+# ---- hostile metadata
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("sample")
+    save({"m": {"w": torch.randn(30, 40), "b": torch.randn(3)}, "n": 5, "l": [{"x": torch.ones(2)}]}, folder)
+    return folder
+
+
+def sealed(fields: Any) -> bytes:
+    body = json.dumps({k: v for k, v in fields.items() if k != "checksum"}, separators=(",", ":")).encode()
+    return b'{"checksum":"%s",' % xxhash.xxh3_128_hexdigest(body).encode() + body[1:]
+
+
+def test_every_altered_byte_of_the_metadata_is_noticed(sample: Path) -> None:
+    data = (sample / ".metadata").read_bytes()
+    assert sealed(json.loads(data)) == data
+    assert parse(data, "x").to_bytes() == data
+    for i in range(len(data)):
+        for mask in (1, 128):
+            changed = data[:i] + bytes([data[i] ^ mask]) + data[i + 1 :]
+            with pytest.raises(sp.CorruptDataError):
+                parse(changed, "x")
+        with pytest.raises(sp.CorruptDataError):
+            parse(data[:i], "x")
+
+
+def put(fields: Any, path: str, value: Any) -> Any:
+    *above, last = [int(k) if k.isdigit() else k for k in path.split("/")]
+    node = fields
+    for key in above:
+        node = node[key]
+    node[last] = value
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        ("files/0/chain/0/0", "../../etc/passwd", "no names of data files"),
+        ("files/0/chain/0/0", "000000-0123456789abcdef.spt/../x", "no names of data files"),
+        ("files/0/chain", [], "no names of data files"),
+        ("files/0/rank", -1, "the file of rank"),
+        ("files/0/chain/0/1", 1.5, "the file of rank"),
+        ("layouts/0/0/1", [20, 40], "a shard is missing or there twice"),
+        ("layouts/0/0/0", [1, 0], "out of bounds"),
+        ("layouts/0/0/0", [-1, 0], "no shape"),
+        ("layouts/0/0/2", 1, "number 1 of 1"),
+        ("layouts/0", [[[0, 0], [20, 40], 0], [[10, 0], [10, 40], 0]], "overlap"),
+        ("layouts/0", [[[0, 0], [30, 40], 0], [[0], [0], 0]], "overlap"),
+        ("entries/m.w/s", [1 << 50, 40], "no shape"),
+        ("entries/m.w/d", "load", "no dtype"),
+        ("entries/m.w/l", 99, "number 99"),
+        ("entries/l.0.x/p", ["l", 1 << 40, "x"], "its path"),
+        ("entries/l.0.x/p", [0, 1, "x"], "its path"),
+        ("entries/n/b", 7, "number 7"),
+        ("partial", 1, "partial"),
+        ("version", 0, "version 0"),
+        ("format", "pickle", "pickle"),
+        ("entries", [], "malformed"),
+    ],
+)
+def test_metadata_that_lies_is_refused(sample: Path, path: str, value: Any, match: str) -> None:
+    fields = put(json.loads((sample / ".metadata").read_bytes()), path, value)
+    with pytest.raises(sp.CorruptDataError, match=match):
+        parse(sealed(fields), "x")
+
+
+def test_newer_metadata_is_refused_by_name(sample: Path) -> None:
+    fields = put(json.loads((sample / ".metadata").read_bytes()), "version", 2)
+    with pytest.raises(sp.NewerFormatError, match="version 2"):
+        parse(sealed(fields), "x")
+
+
+@given(st.data())
+def test_random_metadata_never_surprises(sample: Path, data: st.DataObject) -> None:
+    fields = json.loads((sample / ".metadata").read_bytes())
+    node: Any = fields
+    while True:
+        key = data.draw(st.sampled_from(list(node)) if isinstance(node, dict) else st.integers(0, len(node) - 1))
+        below = node[key]
+        if not isinstance(below, dict | list) or not below or data.draw(st.booleans()):
+            break
+        node = below
+    leaves = st.none() | st.booleans() | st.integers(-2, 1 << 60) | st.text(max_size=4) | st.floats()
+    node[key] = data.draw(
+        st.recursive(leaves, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x), max_leaves=5)
+    )
+    try:
+        index = parse(sealed(fields), "x")
+    except (sp.CorruptDataError, sp.NewerFormatError):
+        return
+    index.to_torch()
+
+
+def test_torch_pickles_are_not_unpickled(tmp_path: Path) -> None:
+    tmp_path.joinpath(".metadata").write_bytes(pickle.dumps(Armed()))
+    with pytest.raises(dcp.CheckpointException, match="no metadata of a shrinkpoint checkpoint"):
+        load({"w": torch.ones(1)}, tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="no checkpoint, or one that was not completed"):
+        load({"w": torch.ones(1)}, tmp_path / "nothing")
+
+
+def test_containers_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
+    w = torch.randn(64, 64)
+    writer = Writer(cfg=EXACT)
+    save({"w": w}, tmp_path, writer)
+    save({"w": w + 1}, tmp_path, writer)
+    (file,) = index_of(tmp_path).files
+    top, base = (tmp_path / "data" / name for name, _ in file.chain)
+    good = top.read_bytes(), base.read_bytes()
+    for path, data, match in (
+        (top, good[0][:-1], "bytes; the metadata says"),
+        (top, good[0][:-1] + bytes([good[0][-1] ^ 1]), "checksum"),
+        (base, good[1][:-1] + bytes([good[1][-1] ^ 1]), "checksum"),
+        (base, b"x" * len(good[1]), "magic"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(dcp.CheckpointException, match=rf"CorruptDataError: rank 0: .*{top.name}.*{match}"):
+            load({"w": torch.zeros(64, 64)}, tmp_path)
+        top.write_bytes(good[0])
+        base.write_bytes(good[1])
+    fields = json.loads((tmp_path / ".metadata").read_bytes())
+    for at, value, match in (
+        ("entries/w/d", "int32", "the metadata says int32"),
+        ("files/0/chain/1/0", "000000-0123456789abcdef.spt", "is gone"),
+        ("files/0/chain", fields["files"][0]["chain"][:1], "names no parent"),
+        (
+            "files/0/chain",
+            [fields["files"][0]["chain"][0], ["000000-0123456789abcdef.spt", len(good[1])]],
+            "the parent",
+        ),
+    ):
+        (tmp_path / ".metadata").write_bytes(sealed(put(json.loads(json.dumps(fields)), at, value)))
+        if match == "the parent":
+            base.with_name("000000-0123456789abcdef.spt").write_bytes(good[1])
+        with pytest.raises(dcp.CheckpointException, match=match):
+            load({"w": torch.zeros(64, 64)}, tmp_path)
+    base.unlink()
+    base.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(good[1])
+    (tmp_path / ".metadata").write_bytes(sealed(fields))
+    with pytest.raises(dcp.CheckpointException, match="OSError"):
+        load({"w": torch.zeros(64, 64)}, tmp_path)
+
+
+# ---- parts
+
+
+@given(
+    size=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    cuts=st.tuples(st.lists(st.integers(0, 12), max_size=3), st.lists(st.integers(0, 12), max_size=3)),
+)
+def test_grids_fill_a_tensor_and_anything_moved_does_not(size: tuple[int, int], cuts: Any) -> None:
+    edges = [sorted({0, n, *(c for c in cut if c < n)}) for n, cut in zip(size, cuts, strict=True)]
+    boxes = [
+        ((a, c), (b - a, d - c))
+        for a, b in zip(edges[0], edges[0][1:], strict=False)
+        for c, d in zip(edges[1], edges[1][1:], strict=False)
+    ]
+    layout = Layout(tuple(Shard(o, s, i, 0) for i, (o, s) in enumerate(boxes)))
+    assert layout.problem(size, False) == ""
+    assert not layout.overlap()
+    assert layout.problem((size[0] + 1, size[1]), False)
+    if len(boxes) > 1:
+        assert Layout(layout.shards[1:]).problem(size, False)
+        moved = Layout((Shard(boxes[1][0], boxes[1][1], 0, 0), *layout.shards[1:]))
+        assert moved.overlap()
+    assert sum(math.prod(s) for _, s in boxes) == math.prod(size)
+
+
+def written(ranks: int, entries: int, rows: int = 1000) -> tuple[Metadata, list[RankFile]]:
+    """What ranks wrote of matrices cut by rows as FSDP2 cuts them; the last ranks may have none."""
+    each = -(-rows // ranks)
+    edges = [min(rows, each * r) for r in range(ranks + 1)]
+    boxes = [((a, 0), (b - a, 64)) for a, b in itertools.pairwise(edges)]
+    chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
+    names = [f"model.layers.{i}.weight" for i in range(entries)]
+    planned = {n: TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([rows, 64]), chunks) for n in names}
+    files = [
+        RankFile(r, ((f"{r:06d}-{r:016x}.spt", 10**6),), 10**7, 0, 0, 0, tuple((n, boxes[r][0]) for n in names))
+        for r in range(ranks)
+    ]
+    return Metadata(planned), files
+
+
+def test_metadata_grows_with_ranks_plus_entries() -> None:
+    sizes = {(r, e): len(build(*written(r, e)).to_bytes()) for r in (4, 64) for e in (50, 500)}
+    a_rank = (sizes[64, 50] - sizes[4, 50]) / 60
+    assert a_rank < 200
+    assert (sizes[64, 500] - sizes[4, 500]) / 60 == a_rank
+    assert (sizes[64, 500] - sizes[64, 50]) / 450 < 100
+
+
+@given(st.integers(1, 40), st.integers(1, 45))
+def test_what_ranks_wrote_is_what_is_read(ranks: int, rows: int) -> None:
+    index = build(*written(ranks, 2, rows))
+    back = parse(index.to_bytes(), "x")
+    assert (back.layouts, back.entries) == (index.layouts, index.entries)
+    (layout,) = back.layouts
+    assert layout.problem((rows, 64), False) == ""
+    # Empty shards stand where the tensor ends, once.
+    assert len(layout.by_offsets) == len(layout.shards)
+
+
+def test_what_was_planned_and_not_written_is_not_committed() -> None:
+    metadata, files = written(4, 2)
+    with pytest.raises(sp.BadArgumentError, match=r"no rank wrote its shards at \[\(250, 0\)\]"):
+        build(metadata, [files[0], *files[2:]])
+    with pytest.raises(sp.BadArgumentError, match="ranks 0 and 9 wrote shard"):
+        build(metadata, [*files, replace(files[0], rank=9)])
+    with pytest.raises(sp.BadArgumentError, match="not planned"):
+        build(metadata, [*files, replace(files[0], shards=(("model.layers.0.weight", (1, 0)),))])
+
+
+@pytest.mark.parametrize(
+    ("fqn", "path", "expected"),
+    [
+        ("model.fc.weight", ("model", "fc.weight"), "model/fc.weight"),
+        ("fc.weight", None, "fc.weight"),
+        ("state.fc.weight.exp_avg", None, "state/fc.weight/exp_avg"),
+        ("optimizer.state.fc.weight.step", ("optimizer", "state.fc.weight.step"), "optimizer/state/fc.weight/step"),
+        ("o.l.0.x", ("o", "l", 0, "x"), "o/l/0/x"),
+        ("@values.x", ("@values", "x"), "@@values/x"),
+        ("mystate.fc.w", None, "mystate.fc.w"),
+    ],
+)
+def test_places(fqn: str, path: Any, expected: str) -> None:
+    assert "/".join(place(fqn, path)) == expected
+
+
+def test_two_entries_of_one_place_are_refused(tmp_path: Path) -> None:
+    state = {"state.w.exp_avg": torch.ones(2), "state": {"w": {"exp_avg": torch.zeros(2)}}}
+    with pytest.raises((dcp.CheckpointException, ValueError)):
+        save(state, tmp_path)
+
+
+class Manager:
+    """What torchtitan's manager has of its own, as far as the mix-in meets it."""
+
+    pg = None
+
+    def __init__(self, model: Any) -> None:
+        self.states = {"model": model}
+        self.exported: list[str] = []
+
+    def dcp_save(self, state_dict: Any, checkpoint_id: str, *rest: Any) -> None:
+        self.exported.append(checkpoint_id)
+
+    def dcp_load(self, state_dict: Any, checkpoint_id: str, *rest: Any) -> None:
+        self.exported.append(checkpoint_id)
+
+
+class Compressed(CompressedCheckpoints, Manager):
+    compression = EXACT
+
+
+def test_torchtitan_mix_in(tmp_path: Path) -> None:
+    model, _ = trained()
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    first = Compressed(model)
+    first.dcp_save(dict(model.state_dict()), str(tmp_path / "step-1"), "disabled")
+    first.dcp_save(dict(model.state_dict()), str(tmp_path / "step-2"), "async", True).result()
+    assert (tmp_path / "step-2" / ".metadata").is_file()
+    second = Compressed(
+        torch.nn.Sequential(*[type(m)(*a) for m, a in zip(model, [(32, 64), (64,), (64, 32)], strict=True)])
+    )
+    second.dcp_load({k: torch.zeros_like(v) for k, v in expected.items()}, str(tmp_path / "step-2"), False, False)
+    same(second.states["model"].state_dict(), expected)
+    second.dcp_save(expected, str(tmp_path / "step-3"), "disabled")
+    assert chain(tmp_path / "step-3") == 3
+    second.dcp_save(expected, "hf", "disabled", to_hf=True)
+    second.dcp_load(expected, "hf", True, False)
+    assert second.exported == ["hf", "hf"]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+def test_torchtitan_itself(tmp_path: Path) -> None:
+    """Its own manager, mixed: saves, retention, resuming."""
+    titan = pytest.importorskip("torchtitan.components.checkpointer.dcp")
+    model, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    class Optimizers:
+        def state_dict(self) -> Tree:
+            return get_state_dict(model, optimizer, options=options)[1]
+
+        def load_state_dict(self, state: Tree) -> None:
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+
+    class Mixed(CompressedCheckpoints, titan.CheckpointManager):  # type: ignore[misc, name-defined]
+        compression = EXACT
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(titan.CheckpointManager.Config):  # type: ignore[misc, name-defined]
+            pass
+
+    class Step:
+        n = 0
+
+        def state_dict(self) -> Tree:
+            return {"n": self.n}
+
+        def load_state_dict(self, state: Tree) -> None:
+            self.n = state["n"]
+
+    step, scheduler, data = Step(), Step(), Step()
+    manager = Mixed(
+        Mixed.Config(enable=True, folder="checkpoint", interval=1, keep_latest_k=2),
+        dataloader=data,
+        model_parts=[model],
+        optimizers=Optimizers(),
+        lr_schedulers=scheduler,
+        states={"train_state": step},
+        sd_adapter=None,
+        base_folder=str(tmp_path),
+    )
+    for n in range(1, 5):
+        step.n = n
+        manager.save(n)
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    step.n = 0
+    assert manager.load(step=-1)
+    assert step.n == 4
+    same(dict(model.state_dict()), expected)
+    manager.close()
+    assert chain(tmp_path / "checkpoint" / "step-4") == 4

@@ -1,0 +1,52 @@
+"""The section of a model card that says how its weights are compressed and what was lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .hub import Transfer
+
+NAME = "README.md"
+_BEGIN, _END = "\n<!-- shrinkpoint: begin -->\n", "<!-- shrinkpoint: end -->\n"
+
+
+def has_section(card: bytes) -> bool:
+    """Whether a card is that of a compressed model already."""
+    return _BEGIN.encode() in card
+
+
+def without_section(card: bytes) -> bytes:
+    """The card as it was."""
+    begin, end = card.find(_BEGIN.encode()), card.rfind(_END.encode())
+    return card[:begin] + card[end + len(_END) :] if 0 <= begin < end else card
+
+
+def section(done: Transfer, base: str | None) -> str:
+    """The section of the model card: what is stored, what is lost."""
+    lines = [
+        "## Compressed weights",
+        "",
+        f"Weights of {done.raw_nbytes:,} bytes in {done.nbytes:,} ({done.ratio:.2f} to 1) by shrinkpoint. "
+        f'Read them with `shrinkpoint.load_pretrained("{done.path.name}"{", base=..." if base else ""})`.',
+        "",
+    ]
+    if base is not None:
+        lines += [f"Stored as the difference to a base model, which is needed to read it: `{base}`.", ""]
+    lossy = [row for row in done.rows if row.measure != "exact"]
+    if not lossy:
+        lines += ["**Lossless**: every bit of every weight comes back.", ""]
+        return _BEGIN + "\n".join(lines) + _END
+    share = sum(row.raw_bytes for row in lossy) / max(1, done.raw_nbytes)
+    worst = max(lossy, key=lambda row: row.error)
+    lines += [
+        f"**Lossy**: {len(lossy)} of {len(done.rows)} arrays ({share:.1%} of the bytes) come back with an error, "
+        f"at most {worst.error:g} ({worst.measure}, `{worst.path.removeprefix('tensors/')}`). The others are exact.",
+        "",
+        "| weight | dtype | bits per element | error | measure |",
+        "|---|---|---|---|---|",
+    ]
+    for row in lossy:
+        name = row.path.removeprefix("tensors/")
+        lines.append(f"| `{name}` | {row.dtype} | {row.bits_per_element:.2f} | {row.error:g} | {row.measure} |")
+    return _BEGIN + "\n".join([*lines, ""]) + _END

@@ -1,0 +1,249 @@
+"""Model folders compressed for transfer: the safetensors files of a model, alone or against a base model.
+
+A folder of a model hub (`config.json`, tokenizer, `*.safetensors`) becomes a folder where each safetensors file is a
+checkpoint, `NAME.safetensors.spt`; everything else is copied as it is. What it saved and lost stands in the model card.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..codec.checkpoint import Row
+from ..codec.compress import compress
+from ..codec.config import Config, check_config
+from ..codec.presets import lossless
+from ..kernels.errors import BadArgumentError
+from . import card as cards
+from .folders import SUFFIX, ModelFolder, PathLike, base_parent, copy_file, new_folder, sort_of, write_file
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What `save_pretrained` wrote.
+
+    Args:
+        path: the folder.
+        nbytes: bytes of its compressed files.
+        raw_nbytes: bytes of the weights.
+        rows: one a weight, see `Checkpoint.summary`.
+        has_base: whether the base model is needed to read it.
+    """
+
+    path: Path
+    nbytes: int
+    raw_nbytes: int
+    rows: tuple[Row, ...]
+    has_base: bool
+
+    @property
+    def ratio(self) -> float:
+        """`raw_nbytes / nbytes`."""
+        return self.raw_nbytes / self.nbytes
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every bit comes back."""
+        return all(row.measure == "exact" for row in self.rows)
+
+
+def save_pretrained(
+    model_or_folder: Any, dir: PathLike, base: PathLike | None = None, cfg: Config | None = None
+) -> Transfer:
+    """Compress a model for transfer; `load_pretrained` is the inverse.
+
+    One safetensors file is in memory at a time, and the part of the base that it is compared with.
+
+    Args:
+        model_or_folder: a folder with `*.safetensors` files, or a model: one with `save_pretrained` (Transformers,
+            Diffusers) with all it writes there, of any other `torch.nn.Module` the state dict.
+        dir: folder to write, new or empty. It appears when it is complete.
+        base: folder of the model that this one was made from (by fine-tuning), raw or compressed: only what differs
+            is stored, and the same base is needed to read it. None: it stands alone.
+        cfg: how to compress; default `presets.lossless()`: every bit comes back.
+
+    Raises:
+        BadArgumentError: no such folder, one without safetensors, or a target that is not empty.
+        CorruptDataError, MissingParentError: the base is compressed and not readable.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> done = save_pretrained(torch.nn.Linear(64, 64), folder + "/small")
+        >>> done.is_lossless, sorted(load_pretrained(folder + "/small"))
+        (True, ['bias', 'weight'])
+    """
+    cfg = lossless() if cfg is None else check_config(cfg)
+    _need_safetensors()
+    target = new_folder(dir)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        source = _folder_of(model_or_folder, work / "source")
+        result = _compress_folder(source, work / "result", None if base is None else ModelFolder(base), cfg, target)
+        shutil.rmtree(work / "source", ignore_errors=True)
+        os.replace(work / "result", target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return result
+
+
+def load_pretrained(
+    dir: PathLike, base: PathLike | None = None, *, model: Any = None, to: PathLike | None = None
+) -> Any:
+    """Read a model that `save_pretrained` compressed.
+
+    Args:
+        dir: the compressed folder.
+        base: folder of its base model, raw or compressed; needed where `save_pretrained` was given one.
+        model: a class with `from_pretrained` (`AutoModelForCausalLM`): that model is made and returned; a
+            `torch.nn.Module`: the weights are loaded into it, and it is returned.
+        to: folder to write, new or empty: the model folder as it was, for every program that reads safetensors.
+
+    Returns:
+        The model; else the folder `to` as a Path; else the weights, `{name: tensor}`.
+
+    Raises:
+        BadArgumentError: no such folder, or nothing compressed in it; `model` and `to` together; a model whose
+            parameters are others.
+        MissingParentError: the base is missing, or is not the one it was compressed against.
+        CorruptDataError, NewerFormatError: the folder is not readable.
+
+    Example:
+        >>> import tempfile
+        >>> folder, layer = tempfile.mkdtemp(), torch.nn.Linear(3, 2)
+        >>> _ = save_pretrained(layer, folder + "/small")
+        >>> bool((load_pretrained(folder + "/small", model=torch.nn.Linear(3, 2)).weight == layer.weight).all())
+        True
+    """
+    source = ModelFolder(dir, base)
+    if not source.compressed:
+        raise BadArgumentError(f"{source.folder}: no *.safetensors{SUFFIX} in it; it is not compressed")
+    if model is not None and to is not None:
+        raise BadArgumentError("give model or to, not both")
+    if to is not None:
+        _need_safetensors()
+        target = new_folder(to)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _restore_folder(source, work / "result")
+            os.replace(work / "result", target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return target
+    if model is None:
+        return source.all()
+    if isinstance(model, torch.nn.Module):
+        return _into(model, source)
+    if not hasattr(model, "from_pretrained"):
+        raise BadArgumentError(f"model is {model!r:.80}; it must be a torch.nn.Module or have from_pretrained")
+    _need_safetensors()
+    with tempfile.TemporaryDirectory(prefix="shrinkpoint-") as scratch:
+        _restore_folder(source, Path(scratch) / "model")
+        return model.from_pretrained(Path(scratch) / "model")
+
+
+def _compress_folder(
+    source: ModelFolder, result: Path, base: ModelFolder | None, cfg: Config, target: Path
+) -> Transfer:
+    if not source.raw:
+        why = "it is compressed already" if source.compressed else "only safetensors are compressed"
+        raise BadArgumentError(f"{source.folder}: no *.safetensors in it; {why}")
+    result.mkdir()
+    nbytes = raw = 0
+    rows: list[Row] = []
+    for file in source.raw:
+        metadata, tensors = source.read(file)
+        state = {"metadata": metadata, "tensors": tensors}
+        parent = (
+            None if base is None else base_parent(base.some(tensors, file), {n: sort_of(t) for n, t in tensors.items()})
+        )
+        ckpt = compress(state, parent, cfg)
+        write_file(result / f"{file}{SUFFIX}", ckpt.to_bytes())
+        nbytes, raw = nbytes + ckpt.nbytes, raw + ckpt.raw_nbytes
+        rows += ckpt.summary()
+    for file in source.rest:
+        copy_file(source.folder / file, result / file)
+    done = Transfer(target, nbytes, raw, tuple(rows), base is not None)
+    card = result / cards.NAME
+    before = card.read_bytes() if card.exists() else b""
+    if cards.has_section(before):
+        raise BadArgumentError(f"{source.folder / cards.NAME} is the card of a compressed model already")
+    card.write_bytes(before + cards.section(done, None if base is None else base.folder.name).encode())
+    return done
+
+
+def _restore_folder(source: ModelFolder, result: Path) -> None:
+    from safetensors.torch import save_file
+
+    result.mkdir()
+    for file in source.compressed:
+        metadata, tensors = source.read(file)
+        out = result / str(file).removesuffix(SUFFIX)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, out, metadata or None)
+    for file in [*source.raw, *source.rest]:
+        copy_file(source.folder / file, result / file)
+    card = result / cards.NAME
+    if card.exists():
+        text = cards.without_section(card.read_bytes())
+        if text:
+            card.write_bytes(text)
+        else:
+            card.unlink()
+
+
+def _need_safetensors() -> None:
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError:
+        raise ImportError("model folders need safetensors: pip install 'shrinkpoint[hub]'") from None
+
+
+def _folder_of(model_or_folder: Any, scratch: Path) -> ModelFolder:
+    """The model's folder; of a model in memory one is written to `scratch`."""
+    if isinstance(model_or_folder, (str, os.PathLike)):
+        return ModelFolder(model_or_folder)
+    scratch.mkdir()
+    if hasattr(model_or_folder, "save_pretrained"):
+        model_or_folder.save_pretrained(scratch)
+    elif isinstance(model_or_folder, torch.nn.Module):
+        from safetensors.torch import save_model
+
+        save_model(model_or_folder, str(scratch / "model.safetensors"))
+    else:
+        raise BadArgumentError(
+            f"model_or_folder is a {type(model_or_folder).__qualname__}; it must be a folder, a torch.nn.Module, "
+            "or have save_pretrained"
+        )
+    return ModelFolder(scratch)
+
+
+def _into(model: torch.nn.Module, source: ModelFolder) -> torch.nn.Module:
+    """Load into a module; tied weights are in the file once."""
+    tensors = source.all()
+    state = model.state_dict()
+    places: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        places.setdefault((tensor.data_ptr(), sort_of(tensor), tensor.stride()) if tensor.numel() else name, []).append(
+            name
+        )
+    for names in places.values():
+        present = next((name for name in names if name in tensors), None)
+        if present is not None:
+            tensors |= {name: tensors[present] for name in names if name not in tensors}
+    lines = [f"{name}: not in the folder" for name in state if name not in tensors]
+    lines += [f"{name}: not in the model" for name in tensors if name not in state]
+    for name, tensor in state.items():
+        if name in tensors and sort_of(tensors[name]) != sort_of(tensor):
+            lines.append(f"{name}: {sort_of(tensors[name])} in the folder, {sort_of(tensor)} in the model")
+    if lines:
+        shown = "\n  ".join(lines[:20])
+        raise BadArgumentError(f"{source.folder}: the weights do not fit; nothing was changed\n  {shown}")
+    model.load_state_dict(tensors)
+    return model

@@ -1,0 +1,242 @@
+"""Transformers: a `Trainer` whose checkpoints are compressed, deltas of one another, and resumed from as ever.
+
+`class MyTrainer(CompressedCheckpoints, Trainer)` writes no raw weights or moments at all. Those who cannot subclass add
+`CompressCallback()`, which compresses what Trainer has written. Needs `transformers` and `accelerate`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..codec.config import Config, check_config
+from ..codec.kinds import kinds
+from ..kernels.errors import BadArgumentError
+from ..store.store import Store
+from .pointers import PathLike, drop, load_at, read_pointer, save_at
+from .state import plain
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+else:
+    try:
+        from transformers import TrainerCallback
+    except ImportError:
+        raise ImportError("this adapter needs Transformers: pip install 'shrinkpoint[transformers]'") from None
+
+FOLDER = "shrinkpoint"
+POINTER = "shrinkpoint.json"
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
+_WEIGHTS = "model.safetensors"
+_PARTS = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt"}
+
+
+class CompressedCheckpoints:
+    """Mixin before `Trainer`: its checkpoint folders hold a pointer into the store `output_dir/shrinkpoint`.
+
+    The rest of a folder (configuration, tokenizer, trainer state, random number generators) is as Trainer writes it;
+    `trainer.train(resume_from_checkpoint=...)`, `save_total_limit`, `load_best_model_at_end` and `save_only_model`
+    work. `save_model()` outside a checkpoint writes an ordinary model. Not for DeepSpeed, FSDP or PEFT, whose states
+    Trainer does not hold itself: these are refused.
+
+    Attributes:
+        compression: how to compress, a class attribute or one set before training; default `Config()`.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> class SmallTrainer(CompressedCheckpoints, Trainer):
+        ...     compression = Config(max_rel_error=0.05)
+    """
+
+    compression: Config = Config()
+
+    args: Any
+    state: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+
+    _store: Store | None = None
+    _weights: dict[str, Any] | None = None
+
+    def _the_store(self, folder: PathLike) -> Store:
+        home = os.path.join(os.path.dirname(os.path.abspath(folder)), FOLDER)
+        if self._store is None or self._store.url != home:
+            self._store = Store(home, check_config(self.compression))
+        return self._store
+
+    def _bare(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _refuse_foreign(self) -> None:
+        trainer: Any = self
+        found = [name for name in ("deepspeed", "fsdp") if getattr(trainer, f"is_{name}_enabled", False)]
+        if hasattr(self._bare(), "peft_config"):
+            found.append("PEFT")
+        if found:
+            raise BadArgumentError(f"compressed checkpoints do not work with {', '.join(found)}; use Trainer's own")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Called by Trainer."""
+        if output_dir is None or not _CHECKPOINT.fullmatch(os.path.basename(output_dir)):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        self._refuse_foreign()
+        if not self.args.should_save:
+            return
+        os.makedirs(output_dir, exist_ok=True)
+        model = self._bare()
+        parts: list[Any] = [
+            getattr(model, "config", None),
+            getattr(model, "generation_config", None),
+            self._processing(),
+        ]
+        for part in parts:
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
+        self._weights = plain(model.state_dict() if state_dict is None else state_dict)
+        if self.args.save_only_model:
+            self._finish(output_dir, {})
+
+    def _processing(self) -> Any:
+        trainer: Any = self
+        processing = trainer.processing_class
+        return processing if processing is not None else getattr(trainer.data_collator, "tokenizer", None)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Called by Trainer, after `_save`."""
+        self._refuse_foreign()
+        if not self.args.should_save:
+            return
+        rest = {"optimizer": plain(self.optimizer.state_dict())}
+        if self.lr_scheduler is not None:
+            rest["scheduler"] = plain(self.lr_scheduler.state_dict())
+        self._finish(output_dir, rest)
+
+    def _finish(self, output_dir: str, rest: dict[str, Any]) -> None:
+        model, self._weights = self._weights, None
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        table = kinds(self._bare(), optimizer if rest else None)
+        save_at(os.path.join(output_dir, POINTER), self._the_store(output_dir), {"model": model, **rest}, kinds=table)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Called by Trainer; what its rotation removed is removed from the store as well."""
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if self._store is not None and self.args.should_save and self.args.save_total_limit:
+            drop_unreferenced(self._store)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Called by Trainer."""
+        pointer = os.path.join(resume_from_checkpoint, POINTER)
+        if read_pointer(pointer) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        target = self._bare() if model is None else self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        store = self._the_store(resume_from_checkpoint)
+        self._load_weights(target, load_at(pointer, "model/*", store=store))
+
+    def _load_weights(self, model: Any, state: Any) -> None:
+        trainer: Any = self
+        trainer._issue_warnings_after_load(model.load_state_dict(state["model"], False))
+
+    def _load_best_model(self) -> None:
+        """Called by Trainer."""
+        pointer = os.path.join(self.state.best_model_checkpoint, POINTER)
+        if read_pointer(pointer) is None:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        self._load_weights(self._bare(), load_at(pointer, "model/*"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called by Trainer."""
+        pointer = None if checkpoint is None else os.path.join(checkpoint, POINTER)
+        if pointer is None or read_pointer(pointer) is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        # Whole, so that the next save is a delta over it.
+        state = load_at(pointer, store=self._the_store(str(checkpoint)))
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if "scheduler" in state:
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+
+
+class CompressCallback(TrainerCallback):  # type: ignore[misc]
+    """For those who cannot subclass: replaces the weights and moments in a checkpoint folder once Trainer wrote them.
+
+    To resume, give `expand(folder)` to `resume_from_checkpoint`. Not with `load_best_model_at_end`, which reads raw
+    files; such a Trainer is refused. Trainer's rotation works; what it removed leaves the store at the next save.
+
+    Args:
+        cfg: how to compress; default `Config()`.
+
+    Example:
+        >>> CompressCallback().cfg == Config()
+        True
+    """
+
+    def __init__(self, cfg: Config | None = None) -> None:
+        self.cfg = Config() if cfg is None else check_config(cfg)
+        self._store: Store | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        """Called by Trainer."""
+        if args.load_best_model_at_end:
+            raise BadArgumentError("load_best_model_at_end reads raw files; use the mixin CompressedCheckpoints")
+
+    def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        """Called by Trainer, after a checkpoint was written."""
+        if not args.should_save:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if not (folder / _WEIGHTS).is_file():
+            raise BadArgumentError(f"{folder}: no {_WEIGHTS}; sharded or foreign checkpoints need the mixin")
+        from safetensors.torch import load_file
+
+        tree: dict[str, Any] = {"model": load_file(folder / _WEIGHTS)}
+        for part, name in _PARTS.items():
+            if (folder / name).is_file():
+                tree[part] = plain(torch.load(folder / name, map_location="cpu", weights_only=True))
+        home = os.path.join(os.path.abspath(args.output_dir), FOLDER)
+        if self._store is None or self._store.url != home:
+            self._store = Store(home, self.cfg)
+        save_at(folder / POINTER, self._store, tree)
+        for name in (_WEIGHTS, *_PARTS.values()):
+            (folder / name).unlink(missing_ok=True)
+        if args.save_total_limit:
+            drop_unreferenced(self._store)
+
+
+def expand(folder: PathLike) -> str:
+    """Write the raw files of a compressed checkpoint folder back into it, so that any Trainer resumes from it.
+
+    Raises:
+        BadArgumentError: not a compressed checkpoint.
+        MissingParentError, CorruptDataError: see `Store.load`.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(folder)
+    state = load_at(path / POINTER)
+    seen: set[int] = set()
+    # Tied weights once, as Transformers writes them.
+    tensors = {n: t for n, t in state["model"].items() if not (t.data_ptr() in seen or seen.add(t.data_ptr()))}  # type: ignore[func-returns-value]
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path / _WEIGHTS, {"format": "pt"})
+    for part, name in _PARTS.items():
+        if part in state:
+            torch.save(state[part], path / name)
+    return str(path)
+
+
+def drop_unreferenced(store: Store) -> None:
+    """Remove the steps of a run's store that none of its checkpoint folders points to any more."""
+    home = Path(store.url).parent
+    found = [read_pointer(path) for path in home.glob(f"checkpoint-*/{POINTER}")]
+    kept = {pointer.step for pointer in found if pointer is not None}
+    drop(store, set(store.steps()) - kept)
