@@ -28,7 +28,8 @@ SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "default": sp.Config,
     "rate 0.0003": lambda: sp.Config(rate=0.0003),
     "rate 0.001": lambda: sp.Config(rate=0.001),
-    "rate 0.003": lambda: sp.Config(rate=0.003),
+    "rate 0.002": lambda: sp.Config(rate=0.002),
+    "rate 0.004": lambda: sp.Config(rate=0.004),
     "rate 0.01": lambda: sp.Config(rate=0.01),
     "inshrinkerator 16": lambda: sp.presets.inshrinkerator(16),
     "inshrinkerator 32": lambda: sp.presets.inshrinkerator(32),
@@ -196,7 +197,7 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-_QUICK = ("default", "rate 0.003", "inshrinkerator 32")
+_QUICK = ("default", "rate 0.004", "inshrinkerator 32")
 _DEVICE = "cpu, 1 thread"
 
 

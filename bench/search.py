@@ -3,9 +3,10 @@
 Each workload is trained once, with a `SensitivityTracker`; at ten checkpoints from early to late its weights are
 searched for thresholds of 0.1, 1 and 5 %, each search starting from the last one's choice and counting sizes as deltas
 against the checkpoint before, as a trainer would. `evaluate` sees one part of the held-out data; what is lost on
-another part is reported beside it. At the first checkpoint and at one in the middle every point of the cube is
-compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. Calls of `evaluate` are all
-counted, those with the state itself too. Only weights are in the states: moments would hide differences in size.
+another part is reported beside it. At the first checkpoint and at one in the middle (of the two small models) every
+point of the cube is compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. Calls of
+`evaluate` are all counted, those with the state itself too. Only weights are in the states: moments would hide
+differences in size.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def run(options: Options) -> list[Row]:
             default = fixed(training)
             for threshold in (0.01,) if options.quick else THRESHOLDS:
                 rows += of_chain(training, threshold, chain(training, threshold, options.say), default)
-            if not options.quick:
+            if not options.quick and name != "GPT":
                 rows += against_brute_force(training, options.say)
             rows += tracker_cost(workload, options.say)
     return rows

@@ -80,46 +80,40 @@ def _pieces(data: NpArray, spec: LeafSpec, parent: Memory | None, coder: str) ->
     def one(start: int) -> tuple[bytes, int]:
         own = data[start : start + step]
         if before is None:
-            return _full(own, spec, coder), 0
-        return _masked(own, before[start : start + step], spec, coder)
+            return _full(own, spec, coder, start // spec.itemsize), 0
+        return _masked(own, before[start : start + step], spec, coder, start // spec.itemsize)
 
     parts = map_chunks(one, range(0, data.size, step))
     return [p for p, _ in parts], [] if before is None else [n for _, n in parts]
 
 
-def _values(data: NpArray, spec: LeafSpec, coder: str) -> bytes:
+def _values(data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> bytes:
+    """Values, a stretch of the array from its element `start` on, or (None) from all over it."""
     if coder == "published":
         return bytes([PLAIN, entropy.STORED]) + data.tobytes()
-    return encode_chunk(data, spec, None) if data.size else b""
+    return encode_chunk(data, spec, None, start)
 
 
-def _full(data: NpArray, spec: LeafSpec, coder: str) -> bytes:
-    return bytes([FULL]) + _values(data, spec, coder)
+def _full(data: NpArray, spec: LeafSpec, coder: str, start: int) -> bytes:
+    return bytes([FULL]) + _values(data, spec, coder, start)
 
 
-def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str) -> tuple[bytes, int]:
+def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> tuple[bytes, int]:
     """A chunk against its parent, and how many elements changed."""
     width = f"<u{spec.itemsize}"
     new = data.view(width)
     mask = changed_mask(new, before.view(width))
     values = gather(new, mask)
-    if coder == "published":
-        mask_bytes = bytes([entropy.STORED]) + mask.tobytes()
-        full = 2 + data.size
-    else:
-        mask_bytes = entropy.encode(mask)
-        full = data.size
     out = Writer()
     out.byte(MASKED)
-    out.block(mask_bytes)
+    out.block(bytes([entropy.STORED]) + mask.tobytes() if coder == "published" else entropy.encode(mask))
     if values.size:
-        out.raw(_values(values.view(np.uint8), spec, coder))
+        out.raw(_values(values.view(np.uint8), spec, coder, None))
     masked = out.done()
-    # Entropy coded values are a share of their size that all values would have, too, so that sizes before coding decide
-    # which is tried at all.
-    if mask.size + values.nbytes < data.size and len(masked) < full:
+    # Entropy coding leaves the same share of the changed values as of all, so that sizes before it decide.
+    if mask.size + values.nbytes < data.size:
         return masked, int(values.size)
-    return min(masked, _full(data, spec, coder), key=len), int(values.size)
+    return min(masked, _full(data, spec, coder, start), key=len), int(values.size)
 
 
 def restate_changed(

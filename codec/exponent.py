@@ -415,7 +415,7 @@ def restate_exponent(
         part = _bytes_of(start, spec)
         own = memory.data[part]
         old = None if before is None else before[part]
-        exact = bytes([EXACTLY]) + encode_chunk(own, spec, old)
+        exact = bytes([EXACTLY]) + encode_chunk(own, spec, old, start)
         added = None if old is None else encode_addends(own, old, spec)
         return exact if added is None else min(exact, bytes([BY_ADDENDS]) + added, key=len)
 

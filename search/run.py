@@ -254,7 +254,8 @@ def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Cho
                 space.notes.append(f"pruning metric switched to {metric}: {other:+.3%} instead of {same:+.3%}")
             twin = None
         passing = [t for p, t in tried.items() if t.passed and (not p.prune or p.metric == metric)]
-        if passing and (twin is None or twin not in tried):
+        undecided = twin is not None and twin in tried and not relax
+        if passing and not undecided:
             return _Choice(min(passing, key=lambda t: t.nbytes), discarded, patience=patience)
     return _Choice(None, discarded)
 

@@ -19,8 +19,8 @@ class Retention:
         largest: whether a large metric is a good one; default False (a loss).
 
     Example:
-        >>> Retention(last=2, every=100, best=1).kept({90: None, 100: 0.5, 110: 0.3, 120: 0.4, 130: None})
-        {130, 100, 110, 120}
+        >>> sorted(Retention(last=2, every=100, best=1).kept({90: None, 100: 0.5, 110: 0.3, 120: 0.4, 130: None}))
+        [100, 110, 120, 130]
     """
 
     last: int = 1

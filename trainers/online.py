@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..codec import tree
-from ..codec.checkpoint import ArrayRecord, Checkpoint
+from ..codec.checkpoint import ArrayRecord, Checkpoint, check_resolved
 from ..codec.leaves import build_leaf
 from ..kernels.errors import BadArgumentError
 
@@ -102,18 +102,12 @@ def apply_update(
 def _resolved(update: Any, current: Checkpoint | None) -> Checkpoint:
     if isinstance(update, (bytes, bytearray, memoryview)):
         ckpt = Checkpoint.from_bytes(update)
-        return Checkpoint.from_bytes(update, current) if ckpt.is_delta and current is not None else _check(ckpt)
+        return Checkpoint.from_bytes(update, current) if ckpt.is_delta and current is not None else check_resolved(ckpt)
     if not isinstance(update, Checkpoint):
         raise BadArgumentError(f"update must be bytes or a Checkpoint, not {type(update).__qualname__}")
     if not update.is_resolved and current is not None:
         return Checkpoint.from_bytes(update.to_bytes(), current)
-    return _check(update)
-
-
-def _check(ckpt: Checkpoint) -> Checkpoint:
-    from ..codec.checkpoint import check_resolved
-
-    return check_resolved(ckpt)
+    return check_resolved(update)
 
 
 class _Array:

@@ -192,7 +192,7 @@ class SensitivityTracker:
             into = batch % self._every - (self._every - self._window)
             if into < 0:
                 return
-            if into == 1:
+            if into == 0:
                 self._device.wait()
                 for p in parameters:
                     self._averages.pop(self._names[id(p)], None)

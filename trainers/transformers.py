@@ -91,12 +91,8 @@ class CompressedCheckpoints:
             return
         os.makedirs(output_dir, exist_ok=True)
         model = self._bare()
-        parts: list[Any] = [
-            getattr(model, "config", None),
-            getattr(model, "generation_config", None),
-            self._processing(),
-        ]
-        for part in parts:
+        beside: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+        for part in [*beside, self._processing()]:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(output_dir)
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))

@@ -233,9 +233,9 @@ def test_floats_that_are_few_or_narrow_are_not_taken_for_noise() -> None:
 
 
 SCALED_PIECES = {
-    "more columns than elements": b"\x04\xa1\x1f\x00",
-    "huge number of columns": b"\x04" + b"\xff" * 8 + b"\x7f\x00",
-    "phase beyond the columns": b"\x04\x0a\x0a",
+    "more columns than elements": b"\x04\xa1\x1f\x00" + b"\x02\x00\x05" * 6,
+    "huge number of columns": b"\x04" + b"\xff" * 7 + b"\x7f\x00" + b"\x02\x00\x05" * 6,
+    "phase beyond the columns": b"\x04\x0a\x0a" + b"\x02\x00\x05" * 6,
     "classes missing": b"\x04\x0a\x00",
     "planes missing": b"\x04\x00\x02\x00\x05",
     "bytes after": b"\x04\x00" + b"\x02\x00\x05" * 4 + b"\x00",
@@ -262,7 +262,8 @@ def test_hostile_floats(name: str) -> None:
     prev = base if header["parent"] else None
     with pytest.raises(CorruptDataError):
         sp.decompress(sp.Checkpoint.from_bytes(blob, prev), prev)
-    for good in (b"\x04\x00" + b"\x02\x00\x05" * 4, b"\x05\x01\x02\x00\x00"):
+    rows = b"\x04\x0a\x09" + b"\x02\x00\x05" * 6
+    for good in (rows, b"\x04\x00" + b"\x02\x00\x05" * 4, b"\x05\x01\x02\x00\x00"):
         record["b"] = [len(good)]
         if prev is not None:
             assert sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good]), prev))["x"].shape == (2000,)

@@ -7,10 +7,12 @@ import json
 import os
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,15 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
+from shrinkpoint.commands import convert
 from shrinkpoint.commands.files import write_file, write_folder
 from shrinkpoint.commands.foreign import load_state, save_state
 from shrinkpoint.commands.text import printable, size
 from shrinkpoint.demo.config import presets
 from tests.codec.common import difference
 
+# Torch says so where DCP is used without processes.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 RUNNER = CliRunner()
 Run = tuple[int, str, str]
 
@@ -342,7 +347,8 @@ def test_compress_files_along_a_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", sorted(presets()))
 def test_every_preset(preset: str, tmp_path: Path) -> None:
-    assert preset in good("compress", "--help")
+    option = typing.get_type_hints(convert.compress, include_extras=True)["preset"].__metadata__[0]
+    assert preset in option.help
     good("compress", save_pt(state(), tmp_path / "a.pt"), tmp_path / "a.spt", "--preset", preset)
     assert (tmp_path / "a.spt").read_bytes() == sp.compress(state(), cfg=presets()[preset]()).to_bytes()
 
@@ -458,8 +464,7 @@ def test_nothing_in_a_file_is_executed(where: str, tmp_path: Path) -> None:
         evil.mkdir()
         (evil / ".metadata").write_bytes(pickle.dumps(Malicious(mark)))
     else:
-        save_state({"w": torch.zeros(2), "x": "y"}, evil, "dcp", False)
-        dcp.save({"x": Malicious(mark)}, storage_writer=_Writer(evil), no_dist=True)
+        dcp.save({"w": torch.zeros(2), "x": Malicious(mark)}, storage_writer=dcp.FileSystemWriter(evil), no_dist=True)
     bad(1, "evil.*(holds|names .*Path|without pickle)", "compress", evil, tmp_path / "o.spt")
     assert not mark.exists()
     assert not (tmp_path / "o.spt").exists()
@@ -468,17 +473,6 @@ def test_nothing_in_a_file_is_executed(where: str, tmp_path: Path) -> None:
     into = {"x": None}
     dcp.load(into, storage_reader=dcp.FileSystemReader(evil), no_dist=True)
     assert mark.exists()  # what torch does with the same folder
-
-
-class _Writer(dcp.FileSystemWriter):
-    pass
-
-
-@pytest.fixture(autouse=True)
-def _no_warning_of_one_process(recwarn: pytest.WarningsRecorder) -> None:
-    import warnings
-
-    warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "", "."])
@@ -517,7 +511,7 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
     reads = (path, tmp_path / "o.spt") if kind != "spt" else (path, tmp_path / "o.pt")
     rng = np.random.default_rng(1)
     failed = 0
-    for number in range(30):
+    for number in range(18):
         at = int(rng.integers(len(data) if number % 2 else min(len(data), 600)))
         changed = data[:at] if number % 3 == 0 else data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
         target.write_bytes(changed)
@@ -527,7 +521,7 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
             failed += 1
             assert err.count("\n") == 1
             assert str(tmp_path) in err
-    assert failed >= 10
+    assert failed >= 6
     target.write_bytes(b"")
     assert run("restore" if kind == "spt" else "compress", *reads, "--force")[0] == 1
 
@@ -697,6 +691,24 @@ def test_an_output_is_whole_or_not_there(tmp_path: Path) -> None:
     assert (tmp_path / "old").read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp", "spt"])
+def test_a_full_disk_is_told_plainly(kind: str, tmp_path: Path) -> None:
+    """The system lets no file grow beyond a limit: each library fails in the middle of writing."""
+    sp.Store(tmp_path / "store").save(1, {"w": torch.zeros(1 << 20)})
+    save_pt({"w": torch.randint(1 << 40, (1 << 18,))}, tmp_path / "a.pt")
+    restored = ("restore", tmp_path / "store", tmp_path / "out", "--to", kind)
+    words = ("compress", tmp_path / "a.pt", tmp_path / "out.spt") if kind == "spt" else restored
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        code, out, err = run(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (code, out) == (1, ""), err
+    assert re.fullmatch(r"shrinkpoint: .*(File too large|could not be written).*\n", err)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "store"]
+
+
 def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
     def meanwhile(path: Path) -> None:
         path.write_bytes(b"ours")
@@ -738,13 +750,6 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     wrong = shell("restore", "run", "w.safetensors", cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "shrinkpoint: w.safetensors exists; say --force to replace it\n"
-    store = sp.Store(tmp_path / "run")
-    store.save(2, weights(2))
-    break_step(store, 2)
-    done = shell("restore", "run", "o.pt", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-    assert "warning: skipped step 2" in done.stderr
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:

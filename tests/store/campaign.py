@@ -24,8 +24,8 @@ def main() -> None:
     begin = time.monotonic()
     # On a real disk: what a call means is the same in memory, when it comes is not.
     with tempfile.TemporaryDirectory() as folder:
-        random = run_module("random_kills", f"{folder}/random", kills)
-        injected = run_module("injection", f"{folder}/injected", "all")
+        random = run_module("random_kills", f"{folder}/random", kills, timeout=7200)
+        injected = run_module("injection", f"{folder}/injected", "all", timeout=7200)
     planned, hit = (sum(row[k] for row in injected["rows"]) for k in ("planned", "hit"))
     result = {
         "machine": machine.machine(),

@@ -115,11 +115,11 @@ def main() -> None:
         lost = kept_by(sorted({*before, *range(before[-1], newest + 1)})) - set(steps)
         assert not lost, f"{where}: lost {sorted(lost)}"
         torn += bool(set(leftovers(root)) - litter)
-        assert reader.verify() == {}, where
         for step in rng.sample(steps, min(3, len(steps))):
             assert right(reader.load(step, count=False)), f"{where}: step {step} is wrong"
             loaded += 1
         if trial % 5 == 4:
+            assert reader.verify() == {}, where
             garbage += len(reader.gc(timeout=0.0))
             assert leftovers(root) == []
             assert reader.verify() == {}, where

@@ -138,10 +138,10 @@ def save(folder: Path) -> None:
     set_state_dict(again, other, model_state_dict=weights, optim_state_dict=moments, options=options)
     assert train(again, other, 3) == train(model, optimizer, 3)
 
-    tp, optimizer = sharded(init_device_mesh("cpu", (WORLD,)), "tp")
-    train(tp, optimizer, 0)
+    tp, of_tp = sharded(init_device_mesh("cpu", (WORLD,)), "tp")
+    train(tp, of_tp, 0)
     # Nested optimizer state, with the parameters' names as keys; a rank's own tensors beside sharded ones.
-    state = state_of(tp, optimizer, 0, flat=False)
+    state = state_of(tp, of_tp, 0, flat=False)
     dcp.save(state, storage_writer=Writer(folder / "tp", sp.presets.lossless()))
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "tp-torch"))
     replicated = {"w": torch.arange(4096.0).view(64, 64), "n": torch.tensor(3)}
@@ -155,7 +155,8 @@ def save(folder: Path) -> None:
         state["w"] += 1000
         future.result()
     for step in range(2):
-        plain = {"w": torch.full((2048,), 1.5 + step), "step": step}
+        train(model, optimizer, 10 + step)
+        plain = {"w": torch.full((2048,), 1.5 + step), "step": step, **state_of(model, optimizer, step, flat=True)}
         future = dcp.async_save(
             plain,
             storage_writer=writer,
@@ -164,6 +165,10 @@ def save(folder: Path) -> None:
         )
         plain["w"] += 1000
         future.result()
+    back = cleared(plain)
+    dcp.load(back, storage_reader=Reader(folder / "process-1"))
+    same(back["model"], plain["model"])
+    same(back["optim"], plain["optim"])
 
 
 def reshard(folder: Path) -> None:

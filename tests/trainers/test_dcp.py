@@ -140,6 +140,9 @@ def test_one_process_loads_what_two_ranks_saved(ranks: Any) -> None:
         found = everything(Reader(folder / ours))
         same(found, everything(dcp.FileSystemReader(folder / theirs)))
     assert found["run"]["betas"] == (0.9, 0.95)
+    found = everything(Reader(folder / "ddp"))
+    assert torch.equal(found["w"], torch.arange(4096.0).view(64, 64))
+    assert found["n"] == 3
 
 
 def test_each_checkpoint_of_a_chain_stands_alone(ranks: Any, tmp_path: Path) -> None:
@@ -272,20 +275,22 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     assert len(files[0]) == 2
 
 
-@pytest.mark.parametrize("flattened", [False, True])
-def test_optimizer_entries_are_known_by_their_names(tmp_path: Path, flattened: bool) -> None:
+@pytest.mark.parametrize("form", ["nested", "flattened", "bare"])
+def test_optimizer_entries_are_known_by_their_names(tmp_path: Path, form: str) -> None:
     model, optimizer = trained(width=128)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["factor"] = torch.randn(parameter.shape)
-    save(state_of(model, optimizer, flattened), tmp_path, Writer())
+    state = state_of(model, optimizer, flattened=form != "nested")
+    save(state | state.pop("optim") if form == "bare" else state, tmp_path, Writer())
     (name,) = os.listdir(tmp_path / "data")
     rows = {r.path: r for r in sp.Checkpoint.from_bytes((tmp_path / "data" / name).read_bytes()).summary()}
+    entries = "state/0.weight" if form == "bare" else "optim/state/0.weight"
     assert rows["model/0.weight"].codec == "levels"
     assert rows["model/1.weight"].codec == "bytes"
-    assert rows["optim/state/0.weight/exp_avg_sq"].codec == "rank-one"
-    assert rows["optim/state/0.weight/exp_avg"].codec == "grid"
-    assert rows["optim/state/0.weight/factor"].codec == "bytes"
+    assert rows[f"{entries}/exp_avg_sq"].codec == "rank-one"
+    assert rows[f"{entries}/exp_avg"].codec == "grid"
+    assert rows[f"{entries}/factor"].codec == "bytes"
 
 
 def test_rules_and_kinds_are_heeded(tmp_path: Path) -> None:

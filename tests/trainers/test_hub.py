@@ -159,6 +159,14 @@ def test_a_wrong_or_missing_base_is_an_error(tmp_path: Path) -> None:
         sp.load_pretrained(tmp_path / "small", folder(tmp_path / "u"))
 
 
+def test_what_was_written_into_the_card_afterwards_stays(tmp_path: Path) -> None:
+    done = sp.save_pretrained(folder(tmp_path / "m", weights(), card=b"before"), tmp_path / "small")
+    with (done.path / "README.md").open("ab") as card:
+        card.write(b"after")
+    again = sp.load_pretrained(done.path, to=tmp_path / "again")
+    assert (again / "README.md").read_bytes() == b"beforeafter"
+
+
 @pytest.mark.parametrize("against", [False, True])
 def test_what_is_lost_stands_in_the_card(tmp_path: Path, against: bool) -> None:
     model = {"a.weight": torch.randn(200, 100), "b.weight": torch.randn(100, 100), "norm.weight": torch.ones(64)}

@@ -41,6 +41,16 @@ class Stream(IterableDataset[int]):
         return iter(range(worker, 23, workers))
 
 
+class Shuffled:
+    """Shuffled with the global generators as it is iterated, as loaders of other libraries are."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(11).tolist()
+        random.shuffle(order)
+        for i in order:
+            yield [i]
+
+
 class PythonOrder(Sampler[int]):
     """Shuffles with the generators of Python and NumPy."""
 
@@ -86,6 +96,8 @@ def make(kind: str, workers: int = 0) -> Any:
         return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=True), **more)
     if kind == "stream":
         return DataLoader(Stream(), batch_size=4, **more)
+    if kind == "shuffled":
+        return Shuffled()
     return [[i, i + 1] for i in range(9)]
 
 
@@ -108,7 +120,7 @@ def through_a_checkpoint(state: Any) -> Any:
     return sp.decompress(sp.compress(state, cfg=sp.presets.lossless()))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "list"])
+@pytest.mark.parametrize("kind", [*KINDS, "shuffled", "list"])
 def test_a_resumed_loader_goes_on_with_the_next_batch(kind: str) -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
     expected = drawn(Loader(make(kind)), 3)

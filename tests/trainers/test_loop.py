@@ -332,3 +332,9 @@ def test_two_processes(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RanksChangedWarning)
             assert trainers.resume(sp.Store(tmp_path / kind), model, torch.optim.AdamW(model.parameters())) == 3
+
+
+def test_the_loop_of_the_readme_has_at_most_six_added_lines() -> None:
+    blocks = (Path(__file__).parents[2] / "README.md").read_text().split("```")
+    (loop,) = [block for block in blocks if "trainers.resume" in block]
+    assert 0 < sum("# +" in line for line in loop.splitlines()) <= 6

@@ -94,7 +94,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     cases: list[tuple[Any, Any, type[Exception], str]] = [
         (blob, None, sp.MissingParentError, "without its parent"),
         (blob, other, sp.MissingParentError, "the parent is"),
-        (blob[:-1] + bytes([blob[-1] ^ 1]), base, sp.CorruptDataError, ""),
+        (blob[:-1] + bytes([blob[-1] ^ 1]), base, sp.CorruptDataError, "check"),
         (sp.compress({"model": {"weight": moved["weight"]}}), None, sp.BadArgumentError, "bias: not in the update"),
         (sp.compress({"model": moved | {"x": torch.ones(1)}}), None, sp.BadArgumentError, "x: not in the model"),
         (sp.compress({"model": moved | {"bias": torch.ones(41)}}), None, sp.BadArgumentError, r"\(41,\) in the update"),

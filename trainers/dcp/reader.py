@@ -142,11 +142,14 @@ class _Source:
     def fill(self, items: Sequence[tuple[ReadItem, Shard | None]], planner: LoadPlanner) -> None:
         """Read these items and hand them to the planner."""
         tensors: dict[int, list[ReadItem]] = {}
+        values = []
         for item, shard in items:
             if shard is None:
-                self._fill_value(item, planner)
+                values.append(item)
             else:
                 tensors.setdefault(self._number(item.storage_index.fqn, shard), []).append(item)
+        if values:
+            self._fill_values(values, planner)
         for batch in self._batches(list(tensors)):
             arrays = self._decoded(batch)
             for number in batch:
@@ -188,21 +191,22 @@ class _Source:
             raise CorruptDataError(f"rank {self._file.rank}: {self._path} or one it is coded against: {e}") from None
         return {n: arrays[top.records[n].key] for n in numbers}
 
-    def _fill_value(self, item: ReadItem, planner: LoadPlanner) -> None:
-        fqn = item.storage_index.fqn
-        inside = key_of((VALUES, fqn))
-        numbers = [n for key, n in self._numbers.items() if key == inside or key.startswith(inside + "\x1f")]
-        arrays = self._decoded(numbers) if numbers else {}
+    def _fill_values(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Read what is no tensor: plain values stand in the header, arrays inside of them are decoded."""
+        wanted = {key_of((VALUES, item.storage_index.fqn)) for item in items}
+        inside = [n for key, n in self._numbers.items() if "\x1f".join(key.split("\x1f", 2)[:2]) in wanted]
+        arrays = self._decoded(inside) if inside else {}
         state = unflatten(self._top.header["tree"], lambda number, _: arrays.get(number))
-        try:
-            value = state[VALUES][fqn]
-        except (KeyError, TypeError, IndexError):
-            raise CorruptDataError(f"{self._where(fqn)}: the file has no such value") from None
-        # Planners want what `torch.save` makes; these bytes were made here, of plain values.
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        planner.load_bytes(item, buffer)
+        stored = state.get(VALUES) if isinstance(state, dict) else None
+        for item in items:
+            fqn = item.storage_index.fqn
+            if not isinstance(stored, dict) or fqn not in stored:
+                raise CorruptDataError(f"{self._where(fqn)}: the file has no such value")
+            # Planners want what `torch.save` makes; these bytes were made here, of plain values.
+            buffer = io.BytesIO()
+            torch.save(stored[fqn], buffer)
+            buffer.seek(0)
+            planner.load_bytes(item, buffer)
 
     def _where(self, fqn: str) -> str:
         return f"{fqn}: rank {self._file.rank}: {self._path}"

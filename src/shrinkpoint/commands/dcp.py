@@ -191,11 +191,15 @@ def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
 
 def save_dcp(state: dict[str, Any], folder: Path) -> None:
     """Write a state as a folder of torch.distributed.checkpoint, synced."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _quiet():
-        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    try:
+        with _quiet():
+            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as error:
+        raise _plain_error(folder, error) from None
 
 
 @contextlib.contextmanager

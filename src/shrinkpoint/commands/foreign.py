@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,15 @@ def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
     """Write a state as `kind` (one of `FORMATS`), whole or not at all."""
     if kind == "safetensors":
         arrays, metadata = _for_safetensors(state)
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        write_file(target, force, lambda path: save_file(arrays, path, metadata))
+        with _as_os_error(target, SafetensorError):
+            write_file(target, force, lambda path: save_file(arrays, path, metadata))
     elif kind == "dcp":
         _check_dcp(state)
-        write_folder(target, force, lambda path: save_dcp(state, path))
+        with _as_os_error(target, CorruptDataError):
+            write_folder(target, force, lambda path: save_dcp(state, path))
     else:
         import numpy as np
         import torch
@@ -106,7 +110,17 @@ def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
             raise UnsupportedLeafError(f"{target}: arrays that are neither torch's nor NumPy's would be pickled")
         if foreign:
             note(f"{foreign} NumPy arrays are written as such: torch.load needs weights_only=False to read them")
-        write_file(target, force, lambda path: torch.save(state, path))
+        with _as_os_error(target, RuntimeError):
+            write_file(target, force, lambda path: torch.save(state, path))
+
+
+@contextlib.contextmanager
+def _as_os_error(target: Path, kind: type[Exception]) -> Iterator[None]:
+    """What a library makes of a full disk is said as what it is: the output could not be written."""
+    try:
+        yield
+    except kind as error:
+        raise OSError(f"{target} could not be written: {str(error).strip().splitlines()[0][:300]}") from None
 
 
 def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -28,4 +28,4 @@ def size(nbytes: float) -> str:
     value = nbytes / 1000**unit
     if abs(value) >= 999.5 and unit < 5:
         value, unit = value / 1000, unit + 1
-    return f"{value:.{max(0, 2 - int(math.log10(abs(value))))}f} {'kMGTP'[unit - 1]}B"
+    return f"{value:#.3g}".rstrip(".") + f" {'kMGTP'[unit - 1]}B"

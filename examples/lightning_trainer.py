@@ -1,0 +1,52 @@
+"""Lightning with compressed checkpoints: one plugin; `ModelCheckpoint` stays as it is.
+
+pip install 'shrinkpoint[lightning]'
+python examples/lightning_trainer.py run/
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
+
+
+class Model(pl.LightningModule):
+    """A small network."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.GELU(), torch.nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        """Squared error."""
+        return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters())
+
+
+def main(folder: str, epochs: int = 3) -> Model:
+    """Train, resuming from the newest checkpoint of the folder."""
+    x = torch.randn(1024, 32)
+    data = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=64, shuffle=True)
+    newest = max(Path(folder).glob("*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
+    keep = ModelCheckpoint(folder, save_top_k=2, monitor="epoch", mode="max")
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=epochs, plugins=[CompressedIO()], callbacks=[keep, CompressedCheckpoints()]
+    )
+    trainer.fit(Model(), data, ckpt_path=newest)
+    return load_from_checkpoint(Model, keep.best_model_path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "run")

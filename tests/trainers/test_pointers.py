@@ -1,0 +1,88 @@
+"""Pointer files: what they name is what was saved there, or an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.trainers.pointers import Pointer, drop, load_at, read_pointer, save_at
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"model": {"w": np.full(500, value)}, "step": value}
+
+
+def test_files_point_into_one_store_of_deltas(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "store")
+    for i in range(4):
+        save_at(tmp_path / f"run-{i}" / "p.json", store, state(i))
+    assert store.steps() == [0, 1, 2, 3]
+    assert all(store.describe(i).is_delta for i in (1, 2, 3))
+    for i in range(4):
+        assert load_at(tmp_path / f"run-{i}" / "p.json")["step"] == i
+    assert list(load_at(tmp_path / "run-2" / "p.json", "model/*")) == ["model"]
+    drop(store, [0, 2, 17])
+    assert load_at(tmp_path / "run-3" / "p.json")["model"]["w"][0] == 3
+    with pytest.raises(sp.MissingParentError, match="points to step 2 of .*store, which has no such checkpoint"):
+        load_at(tmp_path / "run-2" / "p.json")
+
+
+def test_a_file_saved_again_replaces_its_step(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "store")
+    for i in range(3):
+        save_at(tmp_path / "p.json", store, state(i))
+    assert load_at(tmp_path / "p.json")["step"] == 2
+    assert len(store.steps()) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json", "store"]
+
+
+def test_another_checkpoint_of_that_number_is_not_taken_for_it(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "store")
+    save_at(tmp_path / "p.json", store, state(1))
+    store.save(0, state(2))
+    with pytest.raises(sp.MissingParentError, match="no such checkpoint"):
+        load_at(tmp_path / "p.json")
+
+
+def test_pinned_and_tagged_steps_stay(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "store")
+    for i in range(3):
+        save_at(tmp_path / f"{i}.json", store, state(i))
+    store.pin(0)
+    store.tag("best", 1)
+    drop(store, [0, 1, 2])
+    assert store.steps() == [0, 1]
+
+
+def test_urls_and_moved_folders(tmp_path: Path) -> None:
+    store = sp.Store("memory://pointers/store")
+    save_at(tmp_path / "p.json", store, state(1))
+    save_at("memory://pointers/p.json", store, state(2))
+    assert read_pointer(tmp_path / "p.json").store == store.url  # type: ignore[union-attr]
+    assert [load_at(p)["step"] for p in (tmp_path / "p.json", "memory://pointers/p.json")] == [1, 2]
+    save_at(tmp_path / "a" / "x" / "p.json", sp.Store(tmp_path / "a" / "store"), state(3))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert load_at(tmp_path / "b" / "x" / "p.json")["step"] == 3
+
+
+def test_other_files_are_no_pointers(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    good = json.loads(Pointer("store", 1, "ab").to_bytes())
+    assert read_pointer(path) is None
+    for data in (b"", b"{", b"[1]", b"\xff\xfe", json.dumps({"format": "x"}).encode(), b" " * 70_000, b"[" * 50_000):
+        path.write_bytes(data)
+        assert read_pointer(path) is None
+        with pytest.raises(sp.BadArgumentError, match="not a checkpoint of shrinkpoint"):
+            load_at(path)
+    for change in ({"version": 2}, {"step": "1"}, {"step": True}, {"store": None}, {"identity": 3}):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(sp.CorruptDataError, match="malformed, or of a newer version"):
+            read_pointer(path)
+    path.write_text(json.dumps(good | {"step": 10**30}))
+    with pytest.raises(sp.MissingParentError):
+        load_at(path)
