@@ -127,8 +127,9 @@ def bitsnap(
         BadArgumentError: a value out of range.
 
     Example:
-        >>> bitsnap(max_cached_iteration=5).chain
-        ChainPolicy(base_every=5, against='base')
+        >>> chain = bitsnap(max_cached_iteration=5).chain
+        >>> chain.base_every, chain.against
+        (5, 'base')
 
     Source: BitSnap, sections 3.3, 3.4 and 4.4.
     """

@@ -57,7 +57,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
         >>> import numpy as np
         >>> categories, extra = split_categories(np.asarray([0, 7, 8, 9, 21], np.uint16), 1)
         >>> categories.tolist(), extra.tolist()  # 7: 1 open bit, 1; 8 and 9: 2 open bits, 0 and 1; 21: 3 open bits, 5
-        ([0, 5, 6, 6, 8], [171])
+        ([0, 5, 6, 6, 8], [169])
 
     Source: Elias (1975), universal codes; additional bits as in JPEG (ITU T.81, F.1.2).
     """
@@ -86,7 +86,7 @@ def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: s
 
     Example:
         >>> import numpy as np
-        >>> join_categories(np.asarray([0, 5, 6, 6, 8], np.uint8), bytes([171]), 1, "uint16").tolist()
+        >>> join_categories(np.asarray([0, 5, 6, 6, 8], np.uint8), bytes([169]), 1, "uint16").tolist()
         [0, 7, 8, 9, 21]
     """
     categories = vector("categories", categories, ("uint8",))

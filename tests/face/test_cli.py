@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,12 +100,19 @@ def weights(step: int = 1) -> dict[str, torch.Tensor]:
     return dict(state(step)["model"])
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> sp.Store:
-    made = sp.Store(tmp_path / "store", sp.presets.lossless())
+@pytest.fixture(scope="module")
+def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "store"
+    made = sp.Store(path, sp.presets.lossless())
     for step in (10, 20, 30):
         made.save(step, state(step), metric=1 / step)
-    return made
+    return path
+
+
+@pytest.fixture
+def store(model_store: Path, tmp_path: Path) -> sp.Store:
+    """A store of three steps, to do with as a test likes."""
+    return sp.Store(shutil.copytree(model_store, tmp_path / "store"), sp.presets.lossless())
 
 
 def data_file(store: sp.Store, step: int) -> Path:

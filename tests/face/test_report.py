@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import lru_cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,18 @@ def state(step: int, *, hostile: bool = False) -> dict[str, Any]:
 
 
 def made_store(path: Path, steps: int = 4, *, hostile: bool = False) -> sp.Store:
-    store = sp.Store(path, sp.Config(chain=sp.ChainPolicy(base_every=3)))
-    for step in range(1, steps + 1):
+    """A store of so many steps, 10 apart; the first of those made once for all tests."""
+    model = _model_store(hostile)
+    path.parent.mkdir(exist_ok=True)
+    store = model.copy(path, [10 * step for step in range(1, steps + 1)])
+    assert len(store.steps()) == steps
+    return store
+
+
+@lru_cache(None)
+def _model_store(hostile: bool) -> sp.Store:
+    store = sp.Store(f"memory://face-report-{hostile}", sp.Config(chain=sp.ChainPolicy(base_every=3)))
+    for step in range(1, 3 if hostile else 8):
         store.save(10 * step, state(step, hostile=hostile), metric=2.0 / step if step % 2 else None)
     return store
 

@@ -28,7 +28,7 @@ def test_files_point_into_one_store_of_deltas(tmp_path: Path) -> None:
     assert list(load_at(tmp_path / "run-2" / "p.json", "model/*")) == ["model"]
     drop(store, [0, 2, 17])
     assert load_at(tmp_path / "run-3" / "p.json")["model"]["w"][0] == 3
-    with pytest.raises(sp.MissingParentError, match="points to step 2 of .*store, which has no such checkpoint"):
+    with pytest.raises(sp.MissingParentError, match=r"points to step 2 of .*store, which has no such checkpoint"):
         load_at(tmp_path / "run-2" / "p.json")
 
 

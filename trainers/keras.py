@@ -1,0 +1,120 @@
+"""Keras 3 on the torch back end: a callback that saves compressed checkpoints at the end of epochs, and resumes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..kernels.errors import BadArgumentError
+from ..store.saver import Saver
+from ..store.store import Store
+from .state import capture_rng, restore_rng
+
+if TYPE_CHECKING:
+    import keras
+else:
+    try:
+        import keras
+    except ImportError:
+        raise ImportError("this adapter needs Keras 3: pip install keras, with KERAS_BACKEND=torch") from None
+
+
+class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves the variables of model and optimizer and the random number generators at the end of each epoch.
+
+    `model.fit(..., callbacks=[backup], initial_epoch=backup.resume(model))` goes on where the newest checkpoint is.
+
+    Args:
+        saver: a Saver, in the background; or a Store.
+        every: epochs from one save to the next, 1 or more.
+
+    Raises:
+        BadArgumentError: another back end than torch; an argument of the wrong kind.
+    """
+
+    def __init__(self, saver: Saver | Store, every: int = 1) -> None:
+        super().__init__()
+        if keras.backend.backend() != "torch":
+            raise BadArgumentError(f"the Keras back end is {keras.backend.backend()}; set KERAS_BACKEND=torch")
+        if not isinstance(saver, (Saver, Store)):
+            raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+        if type(every) is not int or every < 1:
+            raise BadArgumentError(f"every is {every!r}; it must be an integer of at least 1")
+        self.saver = saver
+        self.every = every
+        self._rng: Any = None
+
+    def resume(self, model: Any, epoch: int | str | None = None) -> int:
+        """Put a checkpoint into a built and compiled model; returns the epochs done, 0 for an empty store.
+
+        Args:
+            model: as when it was saved.
+            epoch: that one (or a tag) or an error; None: the newest that is intact.
+
+        Raises:
+            BadArgumentError: the variables are others, which are listed; nothing is changed then.
+        """
+        store = self.saver.store if isinstance(self.saver, Saver) else self.saver
+        if epoch is None and not store.steps():
+            return 0
+        state = store.load(epoch)
+        parts = _variables(model)
+        lines = []
+        for part, mine in parts.items():
+            saved = state[part]
+            lines += [f"{part}: {name}: not in the checkpoint" for name in mine if name not in saved]
+            lines += [f"{part}: {name}: not in the model" for name in saved if name not in mine]
+            for name, variable in mine.items():
+                if name in saved and tuple(variable.shape) != tuple(saved[name].shape):
+                    before, now = tuple(saved[name].shape), tuple(variable.shape)
+                    lines.append(f"{part}: {name}: shape {before} in the checkpoint, {now} in the model")
+        if lines:
+            shown = "\n  ".join(lines[:20])
+            raise BadArgumentError(f"{store.url}: the checkpoint does not fit; nothing was changed\n  {shown}")
+        with torch.no_grad():
+            for part, mine in parts.items():
+                for name, variable in mine.items():
+                    variable.assign(state[part][name])
+        self._rng = state["rng"]
+        return int(state["epoch"])
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._rng is not None:
+            restore_rng(self._rng)
+            self._rng = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if (epoch + 1) % self.every:
+            return
+        parts = {
+            part: {name: variable.value.detach() for name, variable in mine.items()}
+            for part, mine in _variables(self.model).items()
+        }
+        self.saver.save(epoch + 1, {**parts, "epoch": epoch + 1, "rng": capture_rng()})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Called by Keras; what is in flight is durable afterwards."""
+        if isinstance(self.saver, Saver):
+            self.saver.wait()
+
+
+def _variables(model: Any) -> dict[str, dict[str, Any]]:
+    """Variables by their paths; of several of one path (Keras allows it) the later ones have a number."""
+    optimizer = model.optimizer
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    table: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for part, found in (
+        ("model", model.variables),
+        ("optimizer", optimizer.variables if optimizer is not None else []),
+    ):
+        for variable in found:
+            name, number = variable.path, 1
+            while name in table[part]:
+                number += 1
+                name = f"{variable.path}:{number}"
+            table[part][name] = variable
+    return table
