@@ -31,32 +31,47 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
     Of equal arrays the first is the original, of casts the wider one. A copy is taken only where it loses nothing that
     storing it by its own codec would have kept: the original is stored exactly, or both by the same codec.
     """
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.spec.nbytes >= _LEAST and leaf.kind.role in ("weight", "state") and _castable(leaf.spec):
-            groups.setdefault((leaf.spec.library, leaf.spec.shape), []).append(i)
+    able = [
+        i
+        for i, leaf in enumerate(leaves)
+        if leaf.spec.nbytes >= _LEAST and leaf.kind.role in ("weight", "state") and _castable(leaf.spec)
+    ]
     found: dict[int, int] = {}
-    for group in groups.values():
-        # The widest first, then in the order of the state.
-        for at, i in enumerate(ranked := sorted(group, key=lambda i: (-leaves[i].spec.itemsize, i))):
-            for j in ranked[:at]:
-                same = codecs[i] == codecs[j] or isinstance(codecs[j], Exact)
-                if j not in found and same and _is_cast(leaves[i], leaves[j]):
-                    found[i] = j
-                    break
+    # By their first elements in every dtype they may be cast to: equal ones are looked at in full.
+    originals: dict[tuple[Any, ...], list[int]] = {}
+    # The widest first, then in the order of the state.
+    for i in sorted(able, key=lambda i: (-leaves[i].spec.itemsize, i)):
+        for j in originals.get(_glance(leaves[i], leaves[i].spec.dtype), []):
+            if (codecs[i] == codecs[j] or isinstance(codecs[j], Exact)) and _is_cast(leaves[i], leaves[j]):
+                found[i] = j
+                break
+        else:
+            for dtype in _casts(leaves[i].spec):
+                originals.setdefault(_glance(leaves[i], dtype), []).append(i)
     return found
 
 
+def _casts(spec: LeafSpec) -> tuple[str, ...]:
+    """The dtypes a copy of such an array may have; NumPy knows no bfloat16."""
+    casts = _HALVES.get(spec.dtype, (spec.dtype,))
+    return casts if spec.library == "torch" else tuple(dtype for dtype in casts if dtype != "bfloat16")
+
+
+def _glance(leaf: Leaf, dtype: str) -> tuple[Any, ...]:
+    """What a copy in `dtype` and this array have in common, if it is one: library, device, shape, first elements."""
+    spec = LeafSpec(leaf.spec.library, dtype, leaf.spec.shape)
+    device = str(leaf.flat.device) if is_torch(leaf.flat) else ""
+    return (spec, device, as_bytes(cast(leaf.flat[:_GLANCE], spec)).tobytes())
+
+
 def _castable(spec: LeafSpec) -> bool:
-    return spec.library in ("torch", "numpy") and (spec.dtype in _HALVES or spec.dtype in ("bfloat16", "float16"))
+    halves = ("bfloat16", "float16") if spec.library == "torch" else ("float16",)
+    return spec.library in ("torch", "numpy") and (spec.dtype in _HALVES or spec.dtype in halves)
 
 
 def _is_cast(copy: Leaf, original: Leaf) -> bool:
-    if copy.spec.dtype not in _HALVES.get(original.spec.dtype, (original.spec.dtype,)):
-        return False
-    if is_torch(copy.flat) and copy.flat.device != original.flat.device:
-        return False
-    for part in (slice(0, _GLANCE), *(slice(at, at + CHUNK) for at in range(0, copy.spec.size, CHUNK))):
+    for at in range(0, copy.spec.size, CHUNK):
+        part = slice(at, at + CHUNK)
         if not np.array_equal(as_bytes(copy.flat[part]), as_bytes(cast(original.flat[part], copy.spec))):
             return False
     return True

@@ -7,8 +7,9 @@ the histograms predict, a Gaussian process with a linear trend:
     ln D = a + p ln E + c[metric] f + local + noise,
 
 E the mean squared relative error, f the share of it that is pruned weights; `local` is alike for points that are near
-each other in the cube. Draws from it, given the trials, say where the smallest passing point may be. The next trial is
-the median of these places, the next m are their (m + 1)-quantiles: each round divides what is left into equal parts.
+each other in the cube. Where trials *gained* by compression, a signed part s sqrt(E) of pure chance is added to D. Draws
+from it, given the trials, say where the smallest passing point may be. The next trial is the median of these places, the
+next m are their (m + 1)-quantiles: each round divides what is left into equal parts.
 
 Everything here is a pure function of its arguments; the draws come from a generator with a fixed seed.
 """
@@ -43,6 +44,8 @@ _CLEARLY = 1.25
 """A degradation beyond so many times the threshold rules out more aggressive points; a near miss does not."""
 _REFERENCE = math.log(0.01)
 _LARGEST = math.log(100.0)
+_STEPS = np.array([-1.59, -0.97, -0.59, -0.28, 0.0, 0.28, 0.59, 0.97, 1.59])
+"""Middles of nine parts of a normal distribution that are equally likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,23 @@ def posterior(candidates: Sequence[Candidate], known: Sequence[Known], floor: fl
     return mean + gain @ (target - _mean(seen)), covariance - gain @ between.T
 
 
+def luck(known: Sequence[Known]) -> float:
+    """Deviation s of a signed part of the degradation, s sqrt(E): what compression does by chance, for better or worse.
+
+    The model has no gains. Where trials show some, they are half of what chance does: s^2 = 2 mean(min(D, 0)^2 / E).
+    """
+    fresh = [k for k in known if not k.stale and math.isfinite(k.degradation)]
+    if not fresh:
+        return 0.0
+    gains = [min(k.degradation, 0.0) ** 2 / max(k.candidate.error, 1e-12) for k in fresh]
+    return math.sqrt(2 * sum(gains) / len(gains))
+
+
+def _chance(candidates: Sequence[Candidate], known: Sequence[Known]) -> Floats:
+    """Deviation of the signed part for each candidate."""
+    return luck(known) * np.sqrt([c.error for c in candidates])
+
+
 def degradations(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     """Expected degradation of each candidate (the median of its distribution); arguments as for `posterior`."""
     mean, _ = posterior(candidates, known, floor)
@@ -148,8 +168,16 @@ def degradations(candidates: Sequence[Candidate], known: Sequence[Known], floor:
 def chances(candidates: Sequence[Candidate], known: Sequence[Known], threshold: float, floor: float) -> Floats:
     """Probability of each candidate to pass, by the model alone; other arguments as for `posterior`."""
     mean, covariance = posterior(candidates, known, floor)
-    z = (math.log(threshold) - mean) / np.sqrt(np.diag(covariance))
-    return np.array([0.5 * math.erfc(-v / math.sqrt(2)) for v in z])
+    deviation, chance = np.sqrt(np.diag(covariance)), _chance(candidates, known)
+    if not chance.any():
+        return np.array([_below(z) for z in (math.log(threshold) - mean) / deviation])
+    steps = np.exp(np.minimum(mean[:, None] + deviation[:, None] * _STEPS, _LARGEST))
+    return np.array([np.mean([_below(z) for z in row]) for row in (threshold - steps) / chance[:, None]])
+
+
+def _below(z: float) -> float:
+    """Probability that a standard normal number is at most z."""
+    return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
 def milder(a: Candidate, b: Candidate) -> bool:
@@ -183,7 +211,12 @@ def open_points(candidates: Sequence[Candidate], known: Sequence[Known], thresho
     """
     n = len(candidates)
     fresh = [k for k in known if not k.stale]
-    failed = [k.candidate for k in fresh if not k.passed and k.degradation > _CLEARLY * threshold]
+    s = luck(known)
+    failed = [
+        k.candidate
+        for k in fresh
+        if not k.passed and k.degradation > max(_CLEARLY * threshold, threshold + s * math.sqrt(k.candidate.error))
+    ]
     best = min((k.candidate.nbytes for k in fresh if k.passed), default=math.inf)
     tried = {normal(k.candidate.point) for k in fresh}
     ruled_out = np.array([any(milder(f, c) for f in failed) for c in candidates], bool).reshape(n)
@@ -260,8 +293,10 @@ def _drawn(candidates: Sequence[Candidate], known: Sequence[Known], threshold: f
     """[SAMPLES, candidates]: who passes, in draws from the model."""
     mean, covariance = posterior(candidates, known, floor)
     root = np.linalg.cholesky(covariance + 1e-9 * np.eye(len(candidates)))
-    normals = np.random.default_rng(0).standard_normal((SAMPLES, len(candidates)))
-    passing: Flags = mean + normals @ root.T <= math.log(threshold)
+    rng = np.random.default_rng(0)
+    losses = mean + rng.standard_normal((SAMPLES, len(candidates))) @ root.T
+    by_chance = _chance(candidates, known) * rng.standard_normal((SAMPLES, len(candidates)))
+    passing: Flags = np.exp(np.minimum(losses, _LARGEST)) + by_chance <= threshold
     return passing
 
 

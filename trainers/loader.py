@@ -9,11 +9,22 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from ..kernels.errors import BadArgumentError
 from .state import capture_rng, restore_rng
 
+_INDEPENDENT = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_AHEAD = 64
 Streams: TypeAlias = tuple[torch.Tensor, Any, Any]
 
 
@@ -183,6 +194,10 @@ class _Order:
         self.sampler = sampler
         self._streams: Streams | None = None
         self._skip = 0
+        # Setting generators back and forth takes far longer than drawing an index. A sampler that may depend on what
+        # training has done meanwhile is asked for one item at a time all the same.
+        inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+        self._ahead = _AHEAD if type(inner) in _INDEPENDENT else 1
 
     def begin(self, seed: int, skip: int) -> None:
         """Seed the next iteration, and let it pass over so many."""
@@ -197,15 +212,12 @@ class _Order:
         skip, self._skip = self._skip, 0
         iterator = self._within(lambda: iter(self.sampler))
         passed = 0
-        while True:
-            try:
-                item = self._within(lambda: next(iterator))
-            except StopIteration:
-                break
-            if passed < skip:
-                passed += 1
-            else:
-                yield item
+        while items := self._within(lambda: list(islice(iterator, self._ahead))):
+            for item in items:
+                if passed < skip:
+                    passed += 1
+                else:
+                    yield item
         _check_passed(passed, skip)
 
     def _within(self, work: Any) -> Any:

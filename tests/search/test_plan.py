@@ -15,6 +15,7 @@ from shrinkpoint.search.plan import (
     Known,
     chances,
     degradations,
+    luck,
     milder,
     next_trials,
     open_points,
@@ -150,6 +151,22 @@ def test_the_model_learns_from_trials_and_less_from_stale_ones() -> None:
     stale = degradations([target], [Known(near, 0.2, False, stale=True)], 1e-4)[0]
     assert before < stale < fresh
     assert fresh == pytest.approx(0.2 * target.error / near.error, rel=0.3)
+
+
+def test_where_trials_gained_by_compression_chance_is_reckoned_with() -> None:
+    target = next(c for c in CANDIDATES if c.point == Point(6, 0.0, "magnitude", 0.0005, 0.0, 32))
+    near = next(c for c in CANDIDATES if c.point == Point(8, 0.0, "magnitude", 0.0005, 0.0, 32))
+    worse = next(c for c in CANDIDATES if c.point == Point(4, 0.0, "magnitude", 0.0005, 0.0, 32))
+    failed = Known(target, 0.03, False)
+    assert luck([failed, Known(near, 0.001, True)]) == 0.0
+    gained = [failed, Known(near, -0.02, True)]
+    assert luck(gained) == pytest.approx(math.sqrt(0.02**2 / near.error))
+    assert luck([Known(near, -0.02, True, stale=True)]) == 0.0
+    # What is a little more aggressive than a failure may pass, and is not ruled out by it.
+    assert open_points([worse], [failed], 0.01, 0.01).ruled_out.all()
+    assert not open_points([worse], gained, 0.01, 0.01).ruled_out.any()
+    plain = [failed, Known(near, 1e-4, True)]
+    assert chances([worse], gained, 0.01, 1e-4)[0] > 2 * chances([worse], plain, 0.01, 1e-4)[0]
 
 
 def test_chances_fall_with_aggressiveness_and_what_is_no_number_fails() -> None:

@@ -207,6 +207,21 @@ def test_the_order_does_not_depend_on_workers() -> None:
     assert orders[0] == orders[1]
 
 
+def test_a_sampler_that_follows_training_is_asked_in_time() -> None:
+    hard: list[int] = [0]
+
+    class Hardest(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(5):
+                yield hard[-1]
+
+    seen = []
+    for batch in Loader(DataLoader(range(9), sampler=Hardest())):  # type: ignore[arg-type]
+        seen += batch.tolist()
+        hard.append(len(seen))
+    assert seen == [0, 1, 2, 3, 4]
+
+
 def test_an_epoch_left_early_has_ended() -> None:
     loader = Loader(DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
     for _ in loader:
