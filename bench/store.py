@@ -47,7 +47,8 @@ def run(options: Options) -> list[Row]:
     real = data.trained(quick=True) if options.state is None else data.read(options.state)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for parameters in (1_000_000,) if options.quick else (5_000_000, 50_000_000):
+        sizes = (1_000_000,) if options.quick else (5_000_000, 50_000_000) if options.large else (5_000_000,)
+        for parameters in sizes:
             pair = data.drawn_state(real, parameters)
             rows += _throughput(pair, parameters, Path(folder), options)
         small = few_arrays(data.drawn_state(real, 400_000 if options.quick else 5_000_000), 4)

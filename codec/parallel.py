@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -88,25 +89,32 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
             raise Stopped
         return work(item)
 
-    n = threads()
-    if n == 1 or len(items) <= 1 or _inside.get():
+    n = min(threads(), len(items))
+    if n <= 1 or _inside.get():
         return [checked(i) for i in items]
 
-    def marked(item: A) -> B:
+    results: dict[int, B] = {}
+    errors: dict[int, BaseException] = {}
+    numbers = itertools.count()
+
+    def run() -> None:
+        """Take one item after another. Nothing is begun after an error, so the first of all is among the errors."""
         token = _inside.set(True)
         try:
-            return checked(item)
+            while not errors and (i := next(numbers)) < len(items):
+                try:
+                    results[i] = checked(items[i])
+                except BaseException as e:
+                    errors[i] = e
         finally:
             _inside.reset(token)
 
-    futures = [_executor(n).submit(marked, item) for item in items]
-    results: list[B] = []
-    error: BaseException | None = None
-    for future in futures:
-        try:
-            results.append(future.result())
-        except BaseException as e:
-            error = error or e
-    if error is not None:
-        raise error
-    return results
+    # The calling thread works too: little work is done before another thread has woken up, and never waits for it.
+    helpers = [_executor(threads()).submit(run) for _ in range(n - 1)]
+    run()
+    for helper in helpers:
+        if not helper.cancel():
+            helper.result()
+    if errors:
+        raise errors[min(errors)]
+    return [results[i] for i in range(len(items))]

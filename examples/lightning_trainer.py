@@ -42,7 +42,11 @@ def main(folder: str, epochs: int = 3) -> Model:
     newest = max(Path(folder).glob("*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
     keep = ModelCheckpoint(folder, save_top_k=2, monitor="epoch", mode="max")
     trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=epochs, plugins=[CompressedIO()], callbacks=[keep, CompressedCheckpoints()]
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        plugins=[CompressedIO()],
+        callbacks=[keep, CompressedCheckpoints()],
     )
     trainer.fit(Model(), data, ckpt_path=newest)
     return load_from_checkpoint(Model, keep.best_model_path)

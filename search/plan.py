@@ -7,9 +7,9 @@ the histograms predict, a Gaussian process with a linear trend:
     ln D = a + p ln E + c[metric] f + local + noise,
 
 E the mean squared relative error, f the share of it that is pruned weights; `local` is alike for points that are near
-each other in the cube. Where trials *gained* by compression, a signed part s sqrt(E) of pure chance is added to D. Draws
-from it, given the trials, say where the smallest passing point may be. The next trial is the median of these places, the
-next m are their (m + 1)-quantiles: each round divides what is left into equal parts.
+each other in the cube. Where trials *gained* by compression, a signed part s sqrt(E) of chance is added to D. Draws
+from it, given the trials, say where the smallest passing point may be. The next trial is the median of these places,
+the next m are their (m + 1)-quantiles: each round divides what is left into equal parts.
 
 Everything here is a pure function of its arguments; the draws come from a generator with a fixed seed.
 """

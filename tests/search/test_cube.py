@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.codec.config import Config
@@ -81,6 +81,7 @@ def test_more_aggressive_axes_are_never_at_least() -> None:
         assert worse.metric != base.metric or base.at_least(worse)
 
 
+@settings(max_examples=20)
 @given(st.sampled_from(POINTS), st.integers(0, 4))
 def test_neighbours_are_near_and_never_more_aggressive(point: Point, steps: int) -> None:
     found = CUBE.neighbours(point, steps)
