@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test frameworks lint bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -35,6 +35,14 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(PY) -m pytest $(ARGS)
 
+# The adapters against the real frameworks, in an environment of their own.
+FRAMEWORKS := .frameworks-venv
+frameworks:
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hub,lightning,transformers,accelerate,keras]' pytest hypothesis
+	$(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider $(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py keras.py hub.py examples.py)
+
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -44,4 +52,4 @@ bench: $(VENV)/.bench
 	$(PY) -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .wheel-venv build dist
+	rm -rf $(VENV) $(FRAMEWORKS) .wheel-venv build dist

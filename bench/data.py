@@ -153,7 +153,9 @@ def read(path: Path) -> Pair:
     if len(steps) == 1:
         return Pair(before, _moved(before), f"{path.name} step {steps[0]}, the next drawn {DRIFT:.0%} away")
     return Pair(
-        before, store.load(steps[-1], count=False), f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them"
+        before,
+        store.load(steps[-1], count=False),
+        f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them",
     )
 
 

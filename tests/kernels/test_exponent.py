@@ -160,7 +160,9 @@ def test_kept_values_keep_sign_and_exponent(values: list[float], bits: int) -> N
     assert (np.frexp(out[normal])[1] == np.frexp(x[normal])[1]).all()
     assert (out[~kept] == 0).all()
     if kept.any() and not kept.all():
-        assert float(np.abs(x[~kept]).max()) < float(np.abs(x[kept]).min()) * 2  # what is dropped is no larger by an exponent
+        assert (
+            float(np.abs(x[~kept]).max()) < float(np.abs(x[kept]).min()) * 2
+        )  # what is dropped is no larger by an exponent
     assert len(p.codebook) <= 2**bits
 
 
