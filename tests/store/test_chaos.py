@@ -46,5 +46,7 @@ def test_the_judge(modes: str, points: int, ranks: int, tmp_path: Path) -> None:
     assert seen >= 3 * 4 + 2, printed
     assert len(results) == points + 1
     killed = [r for r in results if r["label"] != "no crash (control)"]
-    assert all(r["crashed"] and not r["drift"] for r in killed), printed
+    assert all(r["crashed"] for r in killed), printed
+    # Which of two ranks makes the common folder is chance.
+    assert ranks > 1 or not any(r["drift"] for r in killed), printed
     assert "HARD_FAIL" not in printed.replace(FAIL_ON, "")
