@@ -95,7 +95,7 @@ def rate_distortion_levels(
             before,
             torch.from_numpy(np.ascontiguousarray(codebook)).to(t.device),
             torch.from_numpy(np.ascontiguousarray(prices)).to(t.device),
-            own if importance is None else tensor(importance),
+            torch.empty(0, device=t.device) if importance is None else tensor(importance),
             t.numel(),
             codebook.shape[0] + 1,
             prices.shape[0],
@@ -103,7 +103,7 @@ def rate_distortion_levels(
             out,
             outside,
             # constants
-            importance is not None,
+            WEIGHTED=importance is not None,
             **CHOOSE.constants(t.numel()),
         )
     if outside.item():

@@ -192,7 +192,10 @@ def _call_everything(rng: np.random.Generator) -> None:
         back_end("rows").row_dequantize(codes_, scale, minimum)
         prices = np.zeros((5, 5), np.float32)
         fine = torch.from_numpy(rng.integers(0, 5, 600).astype(np.uint8))
-        back_end("ratedistortion").rate_distortion_levels(x, fine, fine, codebook.astype(np.float32), prices)
+        for importance in (None, torch.ones(x.shape[0], dtype=torch.float32, device=x.device)):
+            back_end("ratedistortion").rate_distortion_levels(
+                x, fine, fine, codebook.astype(np.float32), prices, importance
+            )
     back_end("cluster").cluster_quantize(wide.repeat(2), 4)
     flags = back_end("mask").unpack_mask(mask, 600)
     back_end("mask").pack_mask(flags)
