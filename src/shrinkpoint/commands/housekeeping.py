@@ -14,7 +14,7 @@ StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag
 
 def compact(
     store: StoreUrl,
-    max_cost: Annotated[float, typer.Option(help="Of restoring any step, in multiples of a base, at least 1.")] = 3.0,
+    max_cost: Annotated[float, typer.Option(help="Of restoring any step, in multiples of a base, at least 1.")] = 2.5,
     as_json: AsJson = False,
 ) -> None:
     """Shorten long chains, so that restoring is quick. Every step stays loadable meanwhile; `gc` frees what is left."""
