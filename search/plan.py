@@ -145,13 +145,12 @@ def posterior(candidates: Sequence[Candidate], known: Sequence[Known], floor: fl
 def luck(known: Sequence[Known]) -> float:
     """Deviation s of a signed part of the degradation, s sqrt(E): what compression does by chance, for better or worse.
 
-    The model has no gains. Where trials show some, they are half of what chance does: s^2 = 2 mean(min(D, 0)^2 / E).
+    The model has no gains. Where n trials show some, they are half of what chance does: s^2 = 2 sum(min(D, 0)^2 / E) /
+    (n + 2), as if two more had shown none.
     """
     fresh = [k for k in known if not k.stale and math.isfinite(k.degradation)]
-    if not fresh:
-        return 0.0
     gains = [min(k.degradation, 0.0) ** 2 / max(k.candidate.error, 1e-12) for k in fresh]
-    return math.sqrt(2 * sum(gains) / len(gains))
+    return math.sqrt(2 * sum(gains) / (len(gains) + 2))
 
 
 def _chance(candidates: Sequence[Candidate], known: Sequence[Known]) -> Floats:

@@ -22,7 +22,7 @@ from .report import Progress, Report
 from .result import DIRECTIONS, SearchResult, Trial
 from .subject import Subject
 from .team import Team
-from .trials import Trials
+from .trials import Trials, is_wreck
 
 TOLERANCE = 0.01
 """Share of the bytes that is not worth another trial."""
@@ -221,7 +221,11 @@ class _Space:
         """Try the points, each with its expected degradation."""
         candidates = self.trials.candidates(points)
         expected = degradations(candidates, self.trials.known(stale), self.floor)
-        return self.trials.round(points, [float(d) for d in expected])
+        self.trials.round(points, [float(d) for d in expected])
+        if self.left > 0:
+            self.trials.settle()
+        wanted = {normal(p) for p in points}
+        return [t for t in self.trials.found if t.point in wanted]
 
 
 def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Choice:
@@ -310,7 +314,8 @@ def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
             smallest = min(candidates, key=lambda c: c.nbytes).point
             chosen = [smallest, *(p for p in chosen if p != smallest)][: trials.at_once]
         space.round(chosen, stale)
-    best = min((t for t in trials.found if t.point and t.passed), key=lambda t: t.nbytes, default=None)
+    passing = [t for t in trials.found if t.passed and t.point is not None and not is_wreck(t.point)]
+    best = min(passing, key=lambda t: t.nbytes, default=None)
     notes = []
     if space.left <= 0:
         notes.append(f"the budget of {space.budget} evaluations one after another is spent")

@@ -51,6 +51,7 @@ class Subject:
         leaves: those arrays, with gradients where given.
         parents: what a delta of each of them is coded against.
         codec: what encodes them, at some point of the cube.
+        system: the cube's.
         rest: the configuration of all others, the same at every point.
         prev: the parent checkpoint, or None.
         grads: gradients by full path.
@@ -65,6 +66,7 @@ class Subject:
     leaves: list[Leaf]
     parents: list[Memory | None]
     codec: Quantize
+    system: str
     rest: Config
     prev: Checkpoint | None
     grads: dict[str, Array]
@@ -91,7 +93,9 @@ class Subject:
         chosen = [leaves[i] for i in numbers]
         parents = [None if prev is None else prev.parent_memory(leaf.key, leaf.spec) for leaf in chosen]
         own = {x.path: x.gradient.reshape(x.spec.shape) for x in chosen if x.gradient is not None}
-        return Subject(nodes, unique, watched, numbers, small, chosen, parents, point.codec(), cfg, prev, own, kinds)
+        return Subject(
+            nodes, unique, watched, numbers, small, chosen, parents, point.codec(), point.system, cfg, prev, own, kinds
+        )
 
     @property
     def is_sharded(self) -> bool:

@@ -18,6 +18,7 @@ from .subject import Subject, changed
 from .team import Team
 
 _REPEATS = 2
+_WRECK = Point(2, 0.9, "magnitude", 0.0)
 _SURELY = 0.01
 """A difference from the baseline up to which a trial may be better as well as worse."""
 
@@ -90,15 +91,17 @@ class Trials:
         for point, found in zip(missing, self._estimate(missing), strict=True):
             nbytes = found.nbytes + self.subject.rest_nbytes
             self._candidates[point] = Candidate(point, nbytes, found.error, found.pruned)
-        off = [t.nbytes / t.estimated for t in self.found if t.point is not None and t.estimated]
+        off = [k.candidate.nbytes / self._candidates[k.candidate.point].nbytes for k in self.known()]
         factor = sum(off) / len(off) if off else 1.0
         known = (self._candidates[normal(p)] for p in points)
         return [Candidate(c.point, factor * c.nbytes, c.error, c.pruned) for c in known]
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
         """What the trials tell the plan; `stale` ones are of an earlier checkpoint."""
-        tried = [t for t in self.found if t.point is not None]
-        return [_known(t, stale=False) for t in tried] + [_known(t, stale=True) for t in stale if t.point is not None]
+        tried = [t for t in self.found if t.point is not None and not is_wreck(t.point)]
+        return [_known(t, stale=False) for t in tried] + [
+            _known(t, stale=True) for t in stale if t.point is not None and not is_wreck(t.point)
+        ]
 
     def round(self, points: Sequence[Point], expected: Sequence[float | None]) -> list[Trial]:
         """Try up to `at_once` points beside each other; those of an interrupted search are only read."""
@@ -113,7 +116,7 @@ class Trials:
             self._infer(found)
         places = {p: i for i, p in enumerate(points)}
         found.sort(key=lambda t: places[t.point] if t.point is not None else -1)
-        scored = [self._scored(t, expected[places[t.point]]) for t in found if t.point is not None]
+        scored = [self._scored(t, expected[places[t.point]], self.rounds) for t in found if t.point is not None]
         self.rounds += 1
         for trial in scored:
             self._add(trial, replayed=trial.point in before)
@@ -151,6 +154,16 @@ class Trials:
             )
         return quality
 
+    def settle(self) -> None:
+        """Find out which direction is better from a state compressed beyond use, and score the trials so far by it."""
+        wreck = dataclasses.replace(_WRECK, system=self.subject.system)
+        tried = [t for t in self.found if t.point is not None]
+        # What is no different either way passes either way.
+        if self.scale.direction is not None or any(t.passed or t.point == wreck for t in tried):
+            return
+        self.round([wreck], [None])
+        self.found = [t if t.point is None else self._scored(t, t.expected, t.round) for t in self.found]
+
     def _infer(self, found: Sequence[Trial]) -> None:
         """Settle which direction is better, if the coarsest of these trials tells."""
         numbers = [(t.error, t.quality) for t in found if t.quality is not None and math.isfinite(t.quality)]
@@ -184,7 +197,7 @@ class Trials:
             seconds,
         )
 
-    def _scored(self, trial: Trial, expected: float | None) -> Trial:
+    def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:
         """The trial with its degradation on the scale, and why it passes or not."""
         loss = self.scale.degradation(trial.quality)
         passed = loss <= self.allowed
@@ -195,13 +208,18 @@ class Trials:
             if self.scale.spread and abs(loss - self.allowed) <= self.scale.spread:
                 reason += f", within the spread of {self.scale.spread:.3%}"
         return dataclasses.replace(
-            trial, expected=expected, degradation=loss, passed=passed, reason=reason, round=self.rounds
+            trial, expected=expected, degradation=loss, passed=passed, reason=reason, round=number
         )
 
     def _add(self, trial: Trial, *, replayed: bool) -> None:
         self.found.append(trial)
         if not replayed:
             self._report.trial(trial)
+
+
+def is_wreck(point: Point) -> bool:
+    """Whether a trial was only made to see which direction is worse."""
+    return dataclasses.replace(point, system=_WRECK.system) == _WRECK
 
 
 def _known(trial: Trial, *, stale: bool) -> Known:

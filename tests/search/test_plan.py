@@ -160,8 +160,8 @@ def test_where_trials_gained_by_compression_chance_is_reckoned_with() -> None:
     worse = next(c for c in CANDIDATES if c.point == Point(4, 0.0, "magnitude", 0.0005, 0.0, 32))
     failed = Known(target, 0.03, False)
     assert luck([failed, Known(near, 0.001, True)]) == 0.0
-    gained = [failed, Known(near, -0.02, True)]
-    assert luck(gained) == pytest.approx(math.sqrt(0.02**2 / near.error))
+    gained = [failed, Known(near, -0.03, True)]
+    assert luck(gained) == pytest.approx(math.sqrt(0.03**2 / near.error / 2))
     assert luck([Known(near, -0.02, True, stale=True)]) == 0.0
     # What is a little more aggressive than a failure may pass, and is not ruled out by it.
     assert open_points([worse], [failed], 0.01, 0.01).ruled_out.all()

@@ -175,6 +175,27 @@ def test_the_direction_is_inferred_and_stated(sign: float) -> None:
     assert (again.direction, again.direction_given) == (given.direction, True)
 
 
+def test_where_the_first_trials_tell_nothing_a_ruined_state_tells_the_direction() -> None:
+    state = random_state()
+    exact = Loss(state)
+
+    def helped_a_little(restored: State) -> float:
+        # A little compression is a gain, as early in training; much is a loss.
+        error = exact(restored) - 1.0
+        return 1.0 + error - 0.5 * math.sqrt(error) if error > 0.5 else 1.0 - 0.02 * math.sqrt(error)
+
+    found = sp.search(state, helped_a_little, 0.001, cube=SMALL)
+    assert found.direction == "lower"
+    ruined = [t for t in found.trials if t.point is not None and t.point.bins == 2]
+    assert len(ruined) == 1
+    assert not ruined[0].passed
+    # What looked like a failure while the direction was not known is a gain.
+    first = next(t for t in found.trials if t.point is not None)
+    assert first.degradation < 0
+    assert first.passed
+    assert (found.met, found.nbytes) == (True, min(t.nbytes for t in found.trials if t.passed and t.nbytes))
+
+
 def test_a_wrong_direction_makes_every_loss_a_gain() -> None:
     state = random_state()
     found = sp.search(state, Loss(state), 0.02, cube=SMALL, direction="higher")
