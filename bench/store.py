@@ -29,7 +29,20 @@ import shrinkpoint as sp
 from . import data
 from .codec import check_errors
 from .data import Pair
-from .harness import Case, CheckFailed, Job, Options, Peer, Row, Target, at_most, run_cases, wall_clock
+from .devices import threads
+from .harness import (
+    Case,
+    CheckFailed,
+    Job,
+    Options,
+    Peer,
+    Row,
+    Target,
+    at_most,
+    one_thread_clock,
+    run_cases,
+    wall_clock,
+)
 from .plot import Bars, draw
 
 TITLE = "save, load, restore after compaction, flipped bits; against torch.save, safetensors, DCP, npz"
@@ -91,7 +104,7 @@ def _row(
 ) -> Row:
     """A row that no clock of the harness made."""
     text, met = (target.text(unit), target.met(value, None)) if target is not None else (None, None)
-    return Row(name, "cpu, all cores", size, value, unit, peer, peer_value, None, text, met, note)
+    return Row(name, "cpu, 1 thread", size, value, unit, peer, peer_value, None, text, met, note)
 
 
 # ---------------------------------------------------------------------------------------------- saving and loading
@@ -298,12 +311,10 @@ def _moving(pair: Pair, step: int) -> Any:
 
 
 def _seconds(call: Callable[[], object], rounds: int) -> float:
-    found = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
+    """Processor seconds on one thread."""
+    with threads(1):
         call()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+        return statistics.median(one_thread_clock()(call, 1) for _ in range(rounds))
 
 
 def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
