@@ -72,6 +72,17 @@ def variance(histogram: Histogram) -> float:
     return float((counts * (values - mean) ** 2).sum()) / n
 
 
+def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floats, Floats]:
+    """Means and counts of buckets put together by fours or twos, as long as 16 times `bins` are left; or as they are."""
+    fraction, exponent = np.frexp(values)
+    for parts in (1 << kept for kept in (bits - 1, bits) if kept > 0):
+        first = np.flatnonzero(np.diff(np.ldexp(np.trunc(fraction * parts) / parts, exponent), prepend=-np.inf))
+        if first.size >= 16 * bins:
+            number = np.add.reduceat(counts, first)
+            return np.add.reduceat(counts * values, first) / number, number
+    return values, counts
+
+
 def uniform(values: Floats, counts: Floats, bins: int, bits: int) -> Floats:
     """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
 
@@ -89,18 +100,19 @@ def uniform(values: Floats, counts: Floats, bins: int, bits: int) -> Floats:
 
     Source: Gish and Pierce 1968 (asymptotically efficient quantizing).
     """
-    exact: Floats = weighted_kmeans(values, counts, bins)
-    if exact.size >= values.size:
-        return exact
+    if bins >= values.size:
+        return weighted_kmeans(values, counts, bins)
     scale = unit(float(np.abs(values).max()))
     scaled = values * scale
-    loss = quantization_loss(scaled, counts, exact * scale) + _spread_within(scaled, counts, bits)
+    # Boundaries of the best codebook need not be found to a bucket: its error is flat there.
+    exact: Floats = weighted_kmeans(*_coarser(scaled, counts, bits, bins), bins)
+    loss = quantization_loss(scaled, counts, exact) + _spread_within(scaled, counts, bits)
     low, high = float(values[0]), float(values[-1])
     step = max(math.sqrt(12 * loss / float(counts.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
     mantissa, exponent = math.frexp(step)
     step = math.ldexp(math.ceil(mantissa * 256), exponent - 8)
     if not 0 < step < math.inf:
-        return exact
+        return exact / scale
     first, last = math.floor(low / step + 0.5), math.ceil(high / step - 0.5)
     return np.arange(first, last + 1, dtype=np.float64) * step
 

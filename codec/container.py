@@ -52,8 +52,8 @@ def write(header: dict[str, Any], pieces: list[bytes]) -> bytes:
         raise BadArgumentError(
             f"tree and scalars take {len(plain)} bytes, the limit is {MAX_HEADER}: store large ones as arrays"
         )
-    # The best level is worth its time where a header is a good part of a small file.
-    level = 19 if len(plain) <= _SMALL_HEADER else 3
+    # A good level is worth its time where a header is a good part of a small file; the best is 20 times slower.
+    level = 12 if len(plain) <= _SMALL_HEADER else 3
     stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
     chunks: list[bytes] = []
     group: list[bytes] = []

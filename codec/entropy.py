@@ -45,7 +45,7 @@ CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, 
 PRECISIONS = (12, 15)
 _STATES = 16
 _SHORT, _MODEST = 2048, 4096
-_BINCOUNT = 1 << 16
+_BINCOUNT = 1 << 12
 _HIGH_ENTROPY = 2.5
 """Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
 _LEAST_TABLE = 8
@@ -128,24 +128,27 @@ def _entropy(counts: I64, n: int) -> float:
 
 
 class _Model:
-    """A table of frequencies and what coding with it costs, in bytes."""
+    """A table of frequencies and what coding with it costs, in bytes; contexts beyond those of `counts` do not occur."""
 
-    def __init__(self, counts: I64, precision: int) -> None:
+    def __init__(self, counts: I64, precision: int, contexts: int) -> None:
         self.precision = precision
         self.symbols = int(np.flatnonzero(counts.any(axis=0))[-1]) + 1 if counts.any() else 1
         self.frequencies = rans_frequencies(counts[:, : self.symbols], precision)
-        self.table = pack_frequencies(self.frequencies, precision)
+        rest = np.zeros((contexts - counts.shape[0], self.symbols), self.frequencies.dtype)
+        self.table = pack_frequencies(
+            np.concatenate((self.frequencies, rest)) if rest.size else self.frequencies, precision
+        )
         self.cost = (
             coding_cost(counts[:, : self.symbols], self.frequencies, precision) / 8 + len(self.table) + _STATES + 4
         )
 
     @staticmethod
-    def best(counts: I64, slack: float = 1.0) -> _Model:
+    def best(counts: I64, slack: float = 1.0, contexts: int = 1) -> _Model:
         """The cheaper of the precisions on offer; the coarse one, which is decoded faster, where it costs `slack`."""
-        coarse = _Model(counts, PRECISIONS[0])
+        coarse = _Model(counts, PRECISIONS[0], contexts)
         if coarse.cost < _MODEST:
             return coarse
-        fine = _Model(counts, PRECISIONS[1])
+        fine = _Model(counts, PRECISIONS[1], contexts)
         return coarse if coarse.cost <= slack * fine.cost else fine
 
     def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
@@ -221,14 +224,14 @@ def encode_levels(levels: U8, size: int, parent: U8 | None, parent_size: int, co
         return encode_huffman(levels) if parent is None else encode_rearranged(levels, size, parent, parent_size)
     if parent is None:
         return encode(levels)
-    counts = joint_counts(parent, levels, parent_size, max(size, parent_size))
+    counts = joint_counts(parent, levels, *(max(2, int(a.max(initial=0)) + 1) for a in (parent, levels)))
     if int(np.trace(counts)) == levels.size:
         return bytes([UNCHANGED])
-    model = _Model.best(counts, _SLACK if coder == "fast" else 1.0)
+    model = _Model.best(counts, _SLACK if coder == "fast" else 1.0, parent_size)
     total = np.zeros(256, np.int64)
     total[: counts.shape[1]] = counts.sum(axis=0)
-    order0 = _Model.best(total[None, :])
-    if order0.cost <= model.cost:
+    # Without the context it takes its entropy at least: where that is more, its table need not be made.
+    if order0_bits(total) / 8 < model.cost and _Model.best(total[None, :]).cost <= model.cost:
         return _encode_plain(levels, total)
     out = Writer()
     out.byte(CONDITIONAL)

@@ -85,7 +85,7 @@ class SecondMoment:
             if before is not None:
                 old = before.symbols[start : start + CHUNK]
                 _settle(x, symbols, old, rows, columns, start, self.octaves, sums, estimates, counts)
-            return symbols, sums, estimates, counts, x[symbols == NO_RESIDUAL]
+            return symbols, sums, estimates, counts, _escaped(x, symbols, NO_RESIDUAL, counts)
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         counts = sum((p[3] for p in parts), np.zeros(256))
@@ -93,17 +93,25 @@ class SecondMoment:
             ratio = sum((p[1] for p in parts), np.zeros(256)) / sum((p[2] for p in parts), np.zeros(256))
         table = _rounded(np.where(counts > 0, ratio, 0.0))
         table[:FIRST] = 0.0
-        symbols = np.concatenate([p[0] for p in parts])
+        symbols = np.concatenate([p[0] for p in parts]) if len(parts) > 1 else parts[0][0]
         memory = RankOneMemory(symbols, indices[0], indices[1], table, np.concatenate([p[4] for p in parts]))
+        # The first moment beside it needs the decoded values: they are at hand here, where their error is measured.
+        data = np.empty((leaf.spec.size, leaf.spec.itemsize), np.uint8)
 
         def met(start: int) -> Distortion:
             restored = memory.chunk(start)
+            data[start : start + CHUNK] = narrowed(restored, leaf.spec).reshape(-1, leaf.spec.itemsize)
             return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
 
         error = sum(map_chunks(met, range(0, leaf.spec.size, CHUNK)), Distortion(0.0, 0.0, 0.0))
         pieces = _rank_one_pieces(memory, before)
-        decoded = partial(memory.values, leaf.spec)
+        decoded = partial(from_bytes, data.reshape(-1), leaf.spec)
         return Stored("rank-one", {}, pieces, memory, error.largest_relative, "relative", decoded=decoded)
+
+
+def _escaped(x: NpArray, symbols: NpArray, escape: int, counts: NpArray) -> NpArray:
+    """The values without a symbol of their own, in order."""
+    return x[symbols == escape] if counts[escape] else x[:0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +245,7 @@ class FirstMoment:
         def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
             symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], step)
-            return symbols, sums, counts, x[symbols == OFF_GRID]
+            return symbols, sums, counts, _escaped(x, symbols, OFF_GRID, counts)
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         counts = sum((p[2] for p in parts), np.zeros(256))
@@ -252,7 +260,8 @@ class FirstMoment:
             start = number * CHUNK
             symbols, escaped = parts[number][0], parts[number][3]
             restored = grid_values(symbols, square[start : start + CHUNK], table)
-            restored[symbols == OFF_GRID] = escaped
+            if escaped.size:
+                restored[symbols == OFF_GRID] = escaped
             return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
@@ -298,9 +307,14 @@ def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArra
     rows = np.empty(shape[0])
     columns = np.zeros(shape[1])
     for start in range(0, shape[0], step):
-        part = np.where(np.isfinite(matrix[start : start + step]), matrix[start : start + step], 0).astype(np.float64)
-        rows[start : start + step] = part.mean(axis=1)
-        columns += part.sum(axis=0)
+        part = matrix[start : start + step]
+        with np.errstate(invalid="ignore"):
+            by_row = part.sum(axis=1, dtype=np.float64)
+        if not np.isfinite(by_row).all():
+            part = np.where(np.isfinite(part), part, 0)
+            by_row = part.sum(axis=1, dtype=np.float64)
+        rows[start : start + step] = by_row / shape[1]
+        columns += part.sum(axis=0, dtype=np.float64)
     columns /= shape[0]
     mean = rows.mean()
     columns = columns / mean if mean > 0 else columns
@@ -452,7 +466,8 @@ def decode_grid(
     def one(piece: memoryview, start: int, n: int) -> NpArray:
         symbols, escaped = _read_chunk(piece, n, OFF_GRID)
         values: NpArray = grid_values(symbols, sibling[start : start + n], table)
-        values[symbols == OFF_GRID] = escaped
+        if escaped.size:
+            values[symbols == OFF_GRID] = escaped
         return values
 
     return _decode(spec, pieces, one)

@@ -100,9 +100,11 @@ def pruning(sketches: Sequence[Sketch], fraction: float, metric: str) -> dict[st
 
 def kept(histogram: Histogram, thresholds: Thresholds) -> Histogram:
     """What is left of a signed histogram when magnitude thresholds on bucket boundaries are taken off."""
-    middle = np.abs(histogram.values())
-    keep = (middle < thresholds.protect_magnitude) & (middle >= thresholds.prune_magnitude)
-    counts = np.where(np.append(keep, False), histogram.counts, 0)
+    values, counts = histogram.values(), histogram.counts.copy()
+    low, high = thresholds.prune_magnitude, thresholds.protect_magnitude
+    counts[: values.searchsorted(-high, "right")] = 0
+    counts[values.searchsorted(high) :] = 0
+    counts[values.searchsorted(-low, "right") : values.searchsorted(low)] = 0
     return Histogram(counts, histogram.bits, histogram.format, histogram.signed)
 
 

@@ -305,7 +305,7 @@ def _quantize(
                 matters = weights_of(leaf.importance[start : start + CHUNK], plan.trade.mean, plan.trade.scale)
             parent_size = 1 if before is None else before.size
             own = cheapest_levels(x, own, parent, parent_size, codebook, plan.trade.price, matters)
-        held = bfloat16.held(x[own == 1], leaf.spec)
+        held = bfloat16.held(_where_protected(x, own), leaf.spec)
         values = native.to(x.device) if is_torch(x) else native
         protected = from_bytes(held, leaf.spec)
         restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
@@ -319,6 +319,16 @@ def _quantize(
     protected = np.concatenate([h for h, _ in parts]) if parts else np.empty(0, np.uint8)
     met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
     return LevelsMemory(levels, codebook, protected, plan.thresholds), met
+
+
+def _where_protected(x: Array, levels: Array) -> Array:
+    """The elements of level 1, in order."""
+    if not is_torch(x) or x.is_cuda:
+        return x[levels == 1]
+    import torch
+
+    # A mask would be read twice, and slowly: hardly any element is protected.
+    return x[torch.from_numpy(np.flatnonzero(levels.numpy() == 1))]
 
 
 def _level_chunks(memory: LevelsMemory, before: LevelsMemory | None, coder: str) -> list[bytes]:

@@ -69,8 +69,8 @@ class Histogram:
         A bucket narrower than one unit in the last place (among the smallest subnormals, or at full mantissa) holds one
         value, which is its value; one that can hold none takes the next value above.
         """
-        magnitude = _bucket_edges(FORMATS[self.format], self.bits, midpoint=True)
-        return np.concatenate([-magnitude[:0:-1], magnitude]) if self.signed else magnitude
+        fmt = FORMATS[self.format]
+        return _both_signs(fmt, self.bits) if self.signed else _bucket_edges(fmt, self.bits, midpoint=True)
 
     def lower_bounds(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Smallest magnitude in each bucket but the last (float64, ascending; 0 for the zero bucket).
@@ -112,6 +112,15 @@ def _bucket_edges(fmt: FloatFormat, bits: int, *, midpoint: bool) -> np.ndarray[
     edges = np.concatenate([np.zeros(1), np.ldexp(units, scale + fmt.lowest_exponent)])
     edges.flags.writeable = False  # shared by all histograms of this layout
     return edges
+
+
+@lru_cache(16)
+def _both_signs(fmt: FloatFormat, bits: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Midpoints of all buckets of a signed histogram."""
+    magnitude = _bucket_edges(fmt, bits, midpoint=True)
+    values = np.concatenate([-magnitude[:0:-1], magnitude])
+    values.flags.writeable = False
+    return values
 
 
 def target(x: Array, gradient: Array | None, bits: int) -> tuple[FloatFormat, int]:

@@ -97,25 +97,43 @@ def _merge(grouped: Any, keys: Any, places: Any, out: Any) -> None:
 
 
 @njit
-def _pairs(previous: Any, current: Any, lanes: Any) -> None:
-    """Count each pair in `lanes[4 * (256 * previous + current) + lane]`, the lanes taking turns.
+def _pairs(previous: Any, current: Any, previous_size: int, current_size: int, shift: int, lanes: Any) -> Any:
+    """Count each pair in `lanes[4 * (previous << shift | current) + lane]`, the lanes taking turns; whether all did.
 
-    By short blocks, first the pairs, then the counters: the first loop is vectorized, the second only counts.
+    By short blocks, first the pairs, then the counters: the first loop is vectorized, the second only counts. A level
+    beyond its size is found in the first, before it could lead outside the counters.
     """
-    one, two = np.uint32(1), np.uint64(2)
+    one, two, by = np.uint32(1), np.uint64(2), np.uint16(shift)
+    top_previous, top_current = np.uint8(previous_size - 1), np.uint8(current_size - 1)
     pairs = np.empty(256, np.uint16)
     whole = previous.size // 256 * 256
     for begin in range(0, whole, 256):
         p, c = previous[begin : begin + 256], current[begin : begin + 256]
+        above = np.uint8(0)
         for i in range(256):
-            pairs[i] = np.uint16(np.uint16(p[i]) << np.uint16(8) | np.uint16(c[i]))
+            above |= np.uint8(p[i] > top_previous) | np.uint8(c[i] > top_current)
+            pairs[i] = np.uint16(np.uint16(p[i]) << by | np.uint16(c[i]))
+        if above:
+            return False
         for i in range(0, 256, 4):
             lanes[np.uint64(pairs[i]) << two] += one
             lanes[(np.uint64(pairs[i + 1]) << two) + np.uint64(1)] += one
             lanes[(np.uint64(pairs[i + 2]) << two) + np.uint64(2)] += one
             lanes[(np.uint64(pairs[i + 3]) << two) + np.uint64(3)] += one
     for i in range(whole, previous.size):
-        lanes[(np.uint64(previous[i]) << np.uint64(8) | np.uint64(current[i])) << two] += one
+        if previous[i] > top_previous or current[i] > top_current:
+            return False
+        lanes[(np.uint64(previous[i]) << np.uint64(shift) | np.uint64(current[i])) << two] += one
+    return True
+
+
+@njit
+def _add_lanes(lanes: Any, counts: Any) -> None:
+    """Add the four lanes of each pair to `counts`, whose rows may be shorter than those of `lanes`."""
+    for row in range(counts.shape[0]):
+        own, out = lanes[row], counts[row]
+        for k in range(out.size):
+            out[k] += np.int64(own[k, 0]) + np.int64(own[k, 1]) + np.int64(own[k, 2]) + np.int64(own[k, 3])
 
 
 def _flat(x: Array) -> Bytes:
@@ -181,12 +199,13 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
     """See `shrinkpoint.kernels.levels.joint_counts`."""
     a, b = _flat(previous), _flat(current)
     counts = np.zeros((previous_size, current_size), dtype=np.int64)
+    shift = (current_size - 1).bit_length()
     for begin in range(0, a.size, CHUNK):
-        lanes = np.zeros((256, 256, 4), dtype=np.uint32)
-        _pairs(a[begin : begin + CHUNK], b[begin : begin + CHUNK], lanes.reshape(-1))
-        counts += lanes[:previous_size, :current_size].sum(axis=2, dtype=np.int64)
-    if int(counts.sum()) != a.size:
-        raise BadArgumentError(
-            f"a previous level is not below {previous_size} or a current one not below {current_size}"
-        )
+        lanes = np.zeros((previous_size, 1 << shift, 4), dtype=np.uint32)
+        part = slice(begin, begin + CHUNK)
+        if not _pairs(a[part], b[part], previous_size, current_size, shift, lanes.reshape(-1)):
+            raise BadArgumentError(
+                f"a previous level is not below {previous_size} or a current one not below {current_size}"
+            )
+        _add_lanes(lanes, counts)
     return like(counts, current)

@@ -1,4 +1,4 @@
-"""Residuals on the CPU: one pass, the estimate never stored."""
+"""Residuals on the CPU: one pass by short blocks, the estimate never stored."""
 
 from __future__ import annotations
 
@@ -14,50 +14,86 @@ if TYPE_CHECKING:
     from ..arrays import Array
     from ..residual import Factors
 
-_NORMAL = 1 << 23
-_INFINITE = 255 << 23
+_NORMAL = np.uint32(1 << 23)
+_INFINITE = np.uint32(255 << 23)
+_MAGNITUDE = np.uint32((1 << 31) - 1)
+_CENTRE, _ESCAPED, _NOTHING = 512, 1024, 1025
+"""Places in the look-up: no half octave off, no residual, zero."""
 
 
 @njit
 def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
     """Fill `out` with the next estimates from row i, column j; returns where the following ones start."""
-    r = rows[i]
-    for t in range(out.size):
-        out[t] = r * columns[j]
-        j += 1
+    t = 0
+    while t < out.size:
+        n = min(out.size - t, columns.size - j)
+        r = rows[i]
+        of, to = columns[j : j + n], out[t : t + n]
+        for k in range(n):
+            to[k] = r * of[k]
+        t += n
+        j += n
         if j == columns.size:
             j = 0
             i += 1
-            if i < rows.size:
-                r = rows[i]
     return i, j
 
 
 @njit
 def _symbols(
-    x: Any, keys: Any, rows: Any, columns: Any, start: int, cell: int, estimates: Any, estimate_keys: Any, out: Any,
-    sums: Any, bases: Any, counts: Any,
+    x: Any, keys: Any, rows: Any, columns: Any, start: int, lookup: Any, estimates: Any, estimate_keys: Any,
+    places: Any, out: Any, sums: Any, bases: Any, counts: Any,
 ) -> None:  # fmt: skip
-    half = cell // 2
+    """By short blocks: half octaves from the estimate (vectorized), then symbols and sums.
+
+    The sums lie in `[4 * symbol + lane]`: an element need not wait for the one before it.
+    """
     i, j = start // columns.size, start % columns.size
     for at in range(0, x.size, estimates.size):
         n = min(estimates.size, x.size - at)
         i, j = _estimates(rows, columns, i, j, estimates[:n])
+        own = keys[at : at + n]
         for t in range(n):
-            key: Any = np.int64(keys[at + t])
-            base: Any = np.int64(estimate_keys[t])
-            if key == 0 or key == 0x80000000:
-                symbol = ZERO
-            elif key < _NORMAL or key >= _INFINITE or base < _NORMAL or base >= _INFINITE:
-                symbol = ESCAPE
-            else:
-                k = (key - base + half) // cell
-                symbol = FIRST + FARTHEST + k if abs(k) <= FARTHEST else ESCAPE
-            out[at + t] = symbol
-            if symbol >= FIRST:
-                sums[symbol] += np.float64(x[at + t])
-                bases[symbol] += np.float64(estimates[t])
-            counts[symbol] += 1.0
+            key, base = own[t], estimate_keys[t]
+            off = np.int32(np.int32(np.int32(key) - np.int32(base)) >> np.int32(22))
+            fits = (key >= _NORMAL) & (key < _INFINITE) & (base >= _NORMAL) & (base < _INFINITE)
+            place = np.int32(off + np.int32(_CENTRE)) if fits else np.int32(_ESCAPED)
+            places[t] = np.int32(_NOTHING) if key & _MAGNITUDE == 0 else place
+        values, symbols = x[at : at + n], out[at : at + n]
+        for t in range(n):
+            symbols[t] = lookup[places[t]]
+        whole = n // 4 * 4
+        for t in range(0, whole, 4):
+            a, b = np.uint64(symbols[t]) << np.uint64(2), np.uint64(symbols[t + 1]) << np.uint64(2)
+            c, d = np.uint64(symbols[t + 2]) << np.uint64(2), np.uint64(symbols[t + 3]) << np.uint64(2)
+            b, c, d = b + np.uint64(1), c + np.uint64(2), d + np.uint64(3)
+            sums[a] += np.float64(values[t])
+            sums[b] += np.float64(values[t + 1])
+            sums[c] += np.float64(values[t + 2])
+            sums[d] += np.float64(values[t + 3])
+            bases[a] += np.float64(estimates[t])
+            bases[b] += np.float64(estimates[t + 1])
+            bases[c] += np.float64(estimates[t + 2])
+            bases[d] += np.float64(estimates[t + 3])
+            counts[a] += 1.0
+            counts[b] += 1.0
+            counts[c] += 1.0
+            counts[d] += 1.0
+        for t in range(whole, n):
+            a = np.uint64(symbols[t]) << np.uint64(2)
+            sums[a] += np.float64(values[t])
+            bases[a] += np.float64(estimates[t])
+            counts[a] += 1.0
+
+
+def _lookup(octaves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The symbol of each number of half octaves, floored, from the estimate: floors of floors are floors."""
+    cells = ((np.arange(_ESCAPED) - _CENTRE + octaves) >> 1) // octaves
+    table = np.full(_NOTHING + 1, ESCAPE, np.uint8)
+    near = np.abs(cells) <= FARTHEST
+    table[:_ESCAPED][near] = cells[near] + (FIRST + FARTHEST)
+    table[_NOTHING] = ZERO
+    return table
 
 
 @njit
@@ -66,8 +102,9 @@ def _values(symbols: Any, rows: Any, columns: Any, start: int, table: Any, estim
     for at in range(0, symbols.size, estimates.size):
         n = min(estimates.size, symbols.size - at)
         i, j = _estimates(rows, columns, i, j, estimates[:n])
+        own, values = symbols[at : at + n], out[at : at + n]
         for t in range(n):
-            out[at + t] = estimates[t] * table[symbols[at + t]]
+            values[t] = estimates[t] * table[own[t]]
 
 
 _STEP = 1 << 12
@@ -80,15 +117,16 @@ def residual_symbols(
     """See `kernels.residual`."""
     values = to_numpy(x)
     out = np.empty(values.size, np.uint8)
-    sums, bases, counts = np.zeros(256), np.zeros(256), np.zeros(256)
+    sums, bases, counts = np.zeros((256, 4)), np.zeros((256, 4)), np.zeros((256, 4))
     estimates = np.empty(_STEP, np.float32)
-    cell = octaves * _NORMAL
     if values.size:
         _symbols(
-            values, values.view(np.uint32), rows, columns, start, cell, estimates, estimates.view(np.uint32), out, sums,
-            bases, counts,
+            values, values.view(np.uint32), rows, columns, start, _lookup(octaves), estimates,
+            estimates.view(np.uint32), np.empty(_STEP, np.int32), out, sums.reshape(-1), bases.reshape(-1),
+            counts.reshape(-1),
         )  # fmt: skip
-    return like(out, x), sums, bases, counts
+    sums[:FIRST], bases[:FIRST] = 0.0, 0.0
+    return like(out, x), sums.sum(axis=1), bases.sum(axis=1), counts.sum(axis=1)
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:

@@ -107,7 +107,7 @@ def test_moments_keep_their_relative_bound(
     assert ((b == 0) == (a == 0)).all()
     row = ckpt.summary()[0]
     met = float((abs(b - a)[a != 0] / abs(a)[a != 0]).max()) if (a != 0).any() else 0.0
-    assert met * (1 - 0.006) <= row.error <= alpha
+    assert met * (1 - 0.006) <= row.error <= 1.01 * alpha  # reported with three digits, rounded up
     if row.codec == "bytes":
         assert bits(x) == bits(y)
     assert ckpt.to_bytes() == sp.compress({"x": as_torch(x) if torches else x}, cfg=cfg).to_bytes() or chunk == 500
