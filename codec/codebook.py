@@ -73,7 +73,7 @@ def variance(histogram: Histogram) -> float:
 
 
 def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floats, Floats]:
-    """Means and counts of buckets put together by fours or twos, as long as 16 times `bins` are left; or as they are."""
+    """Means and counts of buckets put together by fours or twos, as long as 16 times `bins` are left; or all."""
     fraction, exponent = np.frexp(values)
     for parts in (1 << kept for kept in (bits - 1, bits) if kept > 0):
         first = np.flatnonzero(np.diff(np.ldexp(np.trunc(fraction * parts) / parts, exponent), prepend=-np.inf))
@@ -101,7 +101,8 @@ def uniform(values: Floats, counts: Floats, bins: int, bits: int) -> Floats:
     Source: Gish and Pierce 1968 (asymptotically efficient quantizing).
     """
     if bins >= values.size:
-        return weighted_kmeans(values, counts, bins)
+        best: Floats = weighted_kmeans(values, counts, bins)
+        return best
     scale = unit(float(np.abs(values).max()))
     scaled = values * scale
     # Boundaries of the best codebook need not be found to a bucket: its error is flat there.

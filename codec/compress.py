@@ -7,27 +7,19 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from ..kernels.arrays import is_torch
 from ..kernels.floats import FORMATS
 from . import container, tree
 from .base import CHUNK, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
-from .clusters import Clusters
 from .config import Config, check_config
 from .copies import copies, store_copy
-from .errors import BadArgumentError
-from .exact import Exact
-from .exponent import ExponentDelta
 from .importance import second_moments
-from .kinds import by_path, check_kinds, kind_of, touched_rows
-from .leaves import is_array, read_leaf, same_storage_key
-from .moments import FINEST, LogBuckets
-from .optimizer import FirstMoment, SecondMoment, grid_step, square_of
+from .kinds import check_kinds
+from .leaves import is_array
+from .matching import beside, gradients_by_path, matched, tie
+from .optimizer import FirstMoment, square_of
 from .parallel import map_chunks
 from .quantize import Quantize
-from .rows import Rows
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
 
@@ -72,8 +64,8 @@ def compress(
         check_resolved(prev)
     check_kinds(kinds)
     nodes, found = tree.flatten(state, is_array)
-    nodes, unique = _tie(nodes, found)
-    leaves, codecs = _leaves(unique, cfg, kinds, _gradients(grads, found), prev is None or not prev.is_delta)
+    nodes, unique = tie(nodes, found)
+    leaves, codecs = matched(unique, cfg, kinds, gradients_by_path(grads, found), prev is None or not prev.is_delta)
     leaves = _with_importance(leaves, codecs)
     parents: list[Memory | None] = [None] * len(leaves)
     if prev is not None:
@@ -94,66 +86,6 @@ def compress(
     return Checkpoint(data, memory)
 
 
-def _tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
-    """Let array nodes that are the same memory refer to one array."""
-    first: dict[Any, int] = {}
-    number: list[int] = []
-    unique: list[tree.ArrayNode] = []
-    for node in found:
-        key = same_storage_key(node.value)
-        if key is not None and key in first:
-            number.append(first[key])
-            continue
-        if key is not None:
-            first[key] = len(unique)
-        number.append(len(unique))
-        unique.append(node)
-    renumbered = [{"a": number[n["a"]]} if isinstance(n, dict) and "a" in n else n for n in nodes]
-    return renumbered, unique
-
-
-def _gradients(grads: Any, found: list[tree.ArrayNode]) -> dict[str, Any]:
-    """Gradients by path; each must belong to an array of the state, if only to the second name of a tied one."""
-    if grads is None:
-        return {}
-    _, arrays = tree.flatten(grads, is_array)
-    table = {a.path: a.value for a in arrays}
-    matches = (by_path(table, node.path) for node in found)
-    used = {match[0] for match in matches if match is not None}
-    for name in table:
-        if name not in used:
-            raise BadArgumentError(f"grads/{name}: the state has no such weight")
-    return table
-
-
-def _leaves(
-    found: list[tree.ArrayNode], cfg: Config, kinds: Mapping[str, Any] | None, grads: dict[str, Any], over_base: bool
-) -> tuple[list[Leaf], list[Codec]]:
-    leaves: list[Leaf] = []
-    codecs: list[Codec] = []
-    touched = touched_rows((node.path for node in found), kinds, over_base)
-    for node in found:
-        spec, flat = read_leaf(node.value, node.path)
-        kind = kind_of(node.path, spec, kinds)
-        codec = cfg.codec_for(node.path, spec, kind)
-        gradient = None
-        match = by_path(grads, node.path) if grads and kind.role == "weight" else None
-        if match is not None:
-            grad_spec, gradient = read_leaf(match[1], f"grads/{match[0]}")
-            if grad_spec.shape != spec.shape:
-                raise BadArgumentError(f"{node.path}: its gradient has shape {grad_spec.shape}, not {spec.shape}")
-            if grad_spec.dtype not in FORMATS:
-                raise BadArgumentError(
-                    f"{node.path}: its gradient has dtype {grad_spec.dtype}; one of {', '.join(FORMATS)} is needed"
-                )
-            gradient = _beside(gradient, flat)
-        codec = _with_targets(codec, cfg)
-        gradient = gradient if isinstance(codec, Quantize) else None
-        leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient, touched=touched.get(node.path)))
-        codecs.append(codec)
-    return leaves, codecs
-
-
 def _with_importance(leaves: list[Leaf], codecs: list[Codec]) -> list[Leaf]:
     """Beside each weight that the rate-distortion encoder will code, the second moment of its parameter."""
     wanted = [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs]
@@ -161,38 +93,9 @@ def _with_importance(leaves: list[Leaf], codecs: list[Codec]) -> list[Leaf]:
         return leaves
     pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
     return [
-        dataclasses.replace(leaf, importance=_beside(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
+        dataclasses.replace(leaf, importance=beside(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
         for i, leaf in enumerate(leaves)
     ]
-
-
-def _with_targets(codec: Codec, cfg: Config) -> Codec:
-    """The codec under the configuration's error target and rate, where it has none of its own."""
-    if isinstance(codec, Quantize):
-        max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
-        return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)
-    if isinstance(codec, FirstMoment) and codec.step is None:
-        codec = dataclasses.replace(codec, step=grid_step(cfg.rate))
-    target = cfg.max_rel_error
-    if isinstance(codec, ExponentDelta | Clusters | Rows) and codec.max_error is None:
-        return dataclasses.replace(codec, max_error=target)
-    if target is not None and isinstance(codec, LogBuckets | FirstMoment | SecondMoment):
-        if isinstance(codec, LogBuckets) and target >= codec.alpha:
-            return codec
-        return LogBuckets(min(target, codec.alpha)) if target >= FINEST else Exact()
-    return codec
-
-
-def _beside(gradient: Any, flat: Any) -> Any:
-    """A gradient, or another companion, in the library and on the device of its weight."""
-    if is_torch(flat):
-        import torch
-
-        tensor = gradient if is_torch(gradient) else torch.from_numpy(np.require(gradient, requirements="W"))
-        return tensor.to(flat.device)
-    if is_torch(gradient):
-        return gradient.float().cpu().numpy() if str(gradient.dtype) == "torch.bfloat16" else gradient.cpu().numpy()
-    return gradient
 
 
 def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None]) -> list[Stored]:

@@ -128,7 +128,7 @@ def _entropy(counts: I64, n: int) -> float:
 
 
 class _Model:
-    """A table of frequencies and what coding with it costs, in bytes; contexts beyond those of `counts` do not occur."""
+    """A table of frequencies and what coding with it costs, in bytes; no context beyond those of `counts` occurs."""
 
     def __init__(self, counts: I64, precision: int, contexts: int) -> None:
         self.precision = precision

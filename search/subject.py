@@ -15,10 +15,11 @@ import xxhash
 from ..codec import tree
 from ..codec.base import Array, Leaf, Memory
 from ..codec.checkpoint import Checkpoint, check_resolved, decompress
-from ..codec.compress import _gradients, _leaves, _tie, compress
+from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.kinds import check_kinds
 from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, read_leaf
+from ..codec.matching import gradients_by_path, matched, tie
 from ..codec.parallel import map_chunks
 from ..codec.quantize import Quantize
 from ..kernels.arrays import is_torch
@@ -84,10 +85,10 @@ class Subject:
         check_kinds(kinds)
         cfg = point.config()
         nodes, found = tree.flatten(state, is_array)
-        nodes, unique = _tie(nodes, found)
+        nodes, unique = tie(nodes, found)
         watched = [_part_of(node.value) for node in unique]
         unique = [tree.ArrayNode(node.path, node.key, _whole(node.value)) for node in unique]
-        leaves, codecs = _leaves(unique, cfg, kinds, _gradients(grads, found), prev is None or not prev.is_delta)
+        leaves, codecs = matched(unique, cfg, kinds, gradients_by_path(grads, found), prev is None or not prev.is_delta)
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
         small = tuple(i for i, x in enumerate(leaves) if x.spec.nbytes <= _SMALL and "moment" not in x.kind.role)
         chosen = [leaves[i] for i in numbers]
