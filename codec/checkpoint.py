@@ -444,4 +444,4 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
             raise _too_large(record) from None
 
     arrays = map_chunks(one, ckpt.records)
-    return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number])
+    return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number], rebuild=True)

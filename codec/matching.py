@@ -79,7 +79,7 @@ def matched(
     for node in found:
         spec, flat = read_leaf(node.value, node.path)
         kind = kind_of(node.path, spec, kinds)
-        codec = cfg.codec_for(node.path, spec, kind)
+        codec = Exact() if node.exact else cfg.codec_for(node.path, spec, kind)
         gradient = None
         match = by_path(grads, node.path) if grads and kind.role == "weight" else None
         if match is not None:

@@ -42,7 +42,7 @@ def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: 
         return [top.records[n["a"]] for n in nodes if isinstance(n, dict) and "a" in n]
 
     top, arrays = decode_only(files, matching)
-    return tree.unflatten(nodes, lambda number, _place: arrays[top.records[number].key])
+    return tree.unflatten(nodes, lambda number, _place: arrays[top.records[number].key], rebuild=True)
 
 
 def decode_only(
@@ -135,7 +135,7 @@ def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
             continue
         tag, body = _opened(nodes[i])
         below = children.get(i, [])
-        if tag in ("d", "o", "c"):
+        if tag in tree.DICT_TAGS:
             kept = [(key, child) for key, child in zip(body, below, strict=True) if keep[child]]
             out.append({tag: [key for key, _ in kept]})
             below = [child for _, child in kept]
@@ -164,7 +164,7 @@ def _places(nodes: Sequence[Any]) -> tuple[list[int], list[str | None]]:
         tag, body = _opened(node)
         if tag in ("l", "t"):
             open_.append((i, place, list(range(body)), 0))
-        elif tag in ("d", "o", "c"):
+        elif tag in tree.DICT_TAGS:
             open_.append((i, place, [tree._decode_key(k) for k in body], 0))
         else:
             paths.append(spelled(place)[0])

@@ -2,7 +2,7 @@
 
 The tree is written in preorder, one JSON value a node, so nesting has no depth limit in either direction:
 
-    {"d": [keys]}  dict     {"o": [keys]}  OrderedDict     {"c": [keys]}  Counter
+    {"d": [keys]}  dict     {"o": [keys]}  OrderedDict     {"c": [keys]}  Counter     {"w": [keys]}  tensor subclass
     {"l": n}       list     {"t": n}       tuple           {"a": i}       array number i
     {"i": "-ff"}   integer beyond 53 bits, hexadecimal     {"f": "7ff8000000000000"}  float that JSON lacks (bits)
     {"b": "..."}   bytes, base64                           {"k": [..]}    a tuple used as a key
@@ -25,12 +25,14 @@ from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
 from .errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
+from .subclass import PARTS, Wrapper, is_wrapper, put_together, taken_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Json = Any
-_DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
+_DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c", Wrapper: "w"}
+DICT_TAGS = tuple(_DICTS.values())
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}
 _EXACT_INT = 1 << 53
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -40,11 +42,16 @@ MAX_PATHS = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class ArrayNode:
-    """An array found in a tree: `path` for people and rules, `key` unique even where paths are not."""
+    """An array found in a tree: `path` for people and rules, `key` unique even where paths are not.
+
+    Args:
+        exact: whether it is part of a tensor subclass, which no rule may make lossy.
+    """
 
     path: str
     key: str
     value: Any
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class Place:
     above: Place | None
     name: Any
     node: Json
+    exact: bool = False
 
     def path(self) -> str:
         """Keys joined by "/", for people and rules."""
@@ -164,19 +172,23 @@ def flatten(state: Any, is_array: Callable[[Any], bool], *, spell: bool = True) 
         if place is None:
             ancestors.discard(value)
             continue
+        inside = place.exact
         if is_array(value):
-            nodes.append({"a": len(arrays)})
-            arrays.append(ArrayNode(*(spelled(place) if spell else ("", "")), value))
-            continue
+            if not is_wrapper(value):
+                nodes.append({"a": len(arrays)})
+                arrays.append(ArrayNode(*(spelled(place) if spell else ("", "")), value, inside))
+                continue
+            value = taken_apart(value, place.path())
         kind = type(value)
+        inside = inside or kind is Wrapper
         children: list[tuple[Any, Place | None]]
         if kind in _DICTS:
             keys = [_encode_key(k, place) for k in value]
             nodes.append({_DICTS[kind]: keys})
-            children = [(v, Place(place, k, e)) for (k, v), e in zip(value.items(), keys, strict=True)]
+            children = [(v, Place(place, k, e, inside)) for (k, v), e in zip(value.items(), keys, strict=True)]
         elif kind in _SEQUENCES:
             nodes.append({_SEQUENCES[kind]: len(value)})
-            children = [(v, Place(place, i, i)) for i, v in enumerate(value)]
+            children = [(v, Place(place, i, i, inside)) for i, v in enumerate(value)]
         elif isinstance(value, dict | list | tuple):
             raise UnsupportedLeafError(
                 f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be rebuilt without pickle; "
@@ -230,6 +242,7 @@ class _Open:
     place: Place
     items: list[Any]
     size: int
+    rebuild: bool = False
 
     def next_place(self) -> Place:
         at = len(self.items)
@@ -242,24 +255,31 @@ class _Open:
             return self.items if self.tag == "l" else tuple(self.items)
         if self.tag == "o":
             return OrderedDict(zip(self.keys, self.items, strict=True))
-        made: dict[Any, Any] = Counter() if self.tag == "c" else {}
+        made: dict[Any, Any] = Counter() if self.tag == "c" else Wrapper() if self.tag == "w" else {}
         for key, value in zip(self.keys, self.items, strict=True):
             made[key] = value
         if len(made) != len(self.keys):
             raise CorruptDataError("header: a key stands twice")
+        # Of a partial load there may be no whole one.
+        if self.rebuild and isinstance(made, Wrapper) and made.keys() == PARTS:
+            return put_together(made, self.place.path())
         return made
 
 
-def unflatten(nodes: Sequence[Json], array: Callable[[int, Callable[[], tuple[str, str]]], Any]) -> Any:
+def unflatten(
+    nodes: Sequence[Json], array: Callable[[int, Callable[[], tuple[str, str]]], Any], *, rebuild: bool = False
+) -> Any:
     """Build the tree again; the inverse of `flatten`.
 
     Args:
         nodes: nodes in preorder.
         array: called for each array node, in preorder, with its number and a function that spells (path, key) of its
             place; its result becomes the leaf.
+        rebuild: put tensor subclasses together; else they stay `Wrapper`s, which `flatten` takes as what they were.
 
     Raises:
         CorruptDataError: the nodes are no tree.
+        UnsupportedLeafError: a tensor subclass is not known here.
     """
     spelled = _Spelled(CorruptDataError)
     root: list[Any] = []
@@ -278,9 +298,9 @@ def unflatten(nodes: Sequence[Json], array: Callable[[int, Callable[[], tuple[st
             top.items.append(array(body, partial(spelled, place)))
         elif tag in ("l", "t") and type(body) is int and 0 <= body <= len(nodes):
             stack.append(_Open(tag, None, None, place, [], body))
-        elif tag in ("d", "o", "c") and isinstance(body, list):
+        elif tag in DICT_TAGS and isinstance(body, list):
             keys = [_decode_key(k) for k in body]
-            stack.append(_Open(tag, keys, body, place, [], len(keys)))
+            stack.append(_Open(tag, keys, body, place, [], len(keys), rebuild))
         else:
             top.items.append(_decode_scalar(node))
     while len(stack) > 1:

@@ -105,6 +105,7 @@ def search(
         MissingParentError: `prev` is not resolved.
 
     Example:
+        >>> import numpy as np
         >>> import shrinkpoint as sp
         >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
         >>> def loss(restored):

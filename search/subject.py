@@ -126,7 +126,7 @@ class Subject:
             return build_leaf(from_bytes(as_bytes(flat).copy(), spec), spec)
 
         made = map_chunks(one, self.arrays)
-        return tree.unflatten(self.nodes, lambda number, _place: made[number])
+        return tree.unflatten(self.nodes, lambda number, _place: made[number], rebuild=True)
 
     @cached_property
     def _others(self) -> tuple[Checkpoint, dict[int, Array]]:
@@ -160,7 +160,8 @@ class Subject:
         made.update({i: _copy(value) for i, value in apart.items()})
         kept = {self.arrays[i].key for i in apart}
         nbytes = sum(r.nbytes + _RECORD for r in rest.records if r.key in kept)
-        return Restored(tree.unflatten(self.nodes, lambda number, _place: made[number]), ckpt.nbytes + nbytes)
+        state = tree.unflatten(self.nodes, lambda number, _place: made[number], rebuild=True)
+        return Restored(state, ckpt.nbytes + nbytes)
 
     def _part(self, numbers: Sequence[int]) -> Any:
         """The state with None in place of all other arrays; what remains keeps its keys, so parents are found."""

@@ -15,6 +15,7 @@ import xxhash
 import zstandard
 
 import shrinkpoint as sp
+from shrinkpoint.codec.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
 _MODULES = ("exact", "moments", "quantize", "compress", "checkpoint", "rows", "exponent", "changed", "clusters")
@@ -53,7 +54,9 @@ def difference(a: Any, b: Any) -> str:
     stack = [("", a, b)]
     while stack:
         path, x, y = stack.pop()
-        if is_array(x):
+        if is_wrapper(x) and type(x) is type(y):
+            stack.append((path, taken_apart(x, path), taken_apart(y, path)))
+        elif is_array(x):
             torches = isinstance(x, torch.Tensor), isinstance(y, torch.Tensor)
             kinds = (torch.Tensor, torch.Tensor) if all(torches) else (type(x), type(y))
             if kinds[0] is not kinds[1] or x.dtype != y.dtype or tuple(x.shape) != tuple(y.shape):

@@ -22,6 +22,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.restate import restate
 
 from ..golden.make import cases
+from ..golden.subclass import Coded
 from .common import difference
 
 FORMATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
@@ -795,6 +796,29 @@ def open_file(blob: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(text), body
 
 
+def subclass(parts: dict[str, Any]) -> Any:
+    """The one tensor subclass of the golden files from its parts."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, list):
+            return [plain(v) for v in x]
+        if not isinstance(x, dict):
+            return x
+        ((tag, body),) = x.items()
+        if tag == "dict":
+            return {plain(k): plain(v) for k, v in body}
+        kinds = {"tuple": tuple, "size": torch.Size, "dtype": lambda name: getattr(torch, name), "device": torch.device}
+        return kinds[tag](plain(body))
+
+    assert list(parts) == ["class", "tensors", "context", "size", "stride"]
+    codes, scale = (parts["tensors"][name] for name in ("codes", "scale"))
+    if codes is None:  # the first walk is for the paths
+        return None
+    assert parts["class"].endswith("golden.subclass:Coded")
+    assert parts["size"] == list(codes.shape)
+    return Coded(codes, scale, plain(parts["context"]))
+
+
 def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
     """A file as {"state", "id", "memory"}: what a stranger's reader makes of it."""
     header, body = open_file(blob)
@@ -808,11 +832,11 @@ def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
         if tag in ("l", "t"):
             items = [walk((*path, str(i)), arrays) for i in range(node[tag])]
             return items if tag == "l" else tuple(items)
-        if tag in ("d", "o", "c"):
+        if tag in ("d", "o", "c", "w"):
             pairs = [(scalar(k), walk((*path, json.dumps(k)), arrays)) for k in node[tag]]
-            made: dict[Any, Any] = {"d": dict, "o": OrderedDict, "c": Counter}[tag]()
+            made: dict[Any, Any] = {"d": dict, "o": OrderedDict, "c": Counter, "w": dict}[tag]()
             made.update(pairs) if tag != "c" else [made.__setitem__(k, v) for k, v in pairs]
-            return made
+            return subclass(made) if tag == "w" else made
         if tag == "a":
             keys.setdefault(node["a"], "\0".join(path))
             return arrays(node["a"])

@@ -18,6 +18,8 @@ from blake3 import blake3
 
 import shrinkpoint as sp
 
+from .subclass import Coded, coded
+
 FOLDER = Path(__file__).parent / "v1"
 INDEX = FOLDER / "index.json"
 
@@ -28,9 +30,11 @@ def fingerprint(tree: Any) -> str:
     stack = [tree]
     while stack:
         x = stack.pop()
-        name = "Tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+        name = "Tensor" if isinstance(x, torch.Tensor) and not isinstance(x, Coded) else type(x).__name__
         h.update(f"<{name}>".encode())
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, Coded):
+            stack.append([x.codes, x.scale, repr(x.context)])
+        elif isinstance(x, torch.Tensor):
             flat = x.contiguous().reshape(-1)
             h.update(f"{x.dtype} {tuple(x.shape)}".encode())
             h.update(flat.view(torch.uint8).numpy().tobytes() if x.numel() else b"")
@@ -187,6 +191,7 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "mixed": (mixed, sp.Config(rate=0.003), 3),
         "everything": (everything, sp.presets.lossless(), 3),
         "floats": (floats, sp.presets.lossless(), 2),
+        "subclass": (lambda t: {"state": {0: {"exp_avg": coded(t), "step": t}}}, sp.Config(), 2),
     }
 
 
