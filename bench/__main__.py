@@ -19,7 +19,7 @@ from . import machine
 from .harness import Options, is_red
 from .table import show
 
-BENCHMARKS = ("kernels", "codec", "ratio", "search", "store", "saver")
+BENCHMARKS = ("kernels", "codec", "ratio", "search", "store", "saver", "systems", "trainers", "training")
 """Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
 
 

@@ -1,14 +1,18 @@
 """`python -m bench store`: saving and loading a training state, what compaction brings, and who notices a flipped bit.
 
-Save and load: whole AdamW states through a file on this machine's disk, against torch.save, safetensors and
-torch.distributed.checkpoint (their files without and, for torch.save, with an fsync; ours is always durable). Restores:
-the last of a chain of 100 before and after compaction, in multiples of a base. Flips: one bit of what was stored is
-altered, 200 times, in the same places for all; counted is what loads without a word.
+Save and load: whole AdamW states through a file on this machine's disk, against torch.save, safetensors,
+torch.distributed.checkpoint and moonclip (torch.save without and with an fsync; ours and moonclip's always have one).
+Memory: the most that the process holds beyond what it held before. Stall, in the full form: the rows of `python -m
+bench saver`, with DCP's async_save in a thread and in a process. Restores: the last of a chain of 100 before and after
+compaction, in multiples of a base. Flips: one bit of what was stored is altered, 200 times, in the same places for all;
+counted is what loads without a word.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import io
 import os
@@ -44,10 +48,13 @@ from .harness import (
     wall_clock,
 )
 from .plot import Bars, draw
+from .saver import stalls
 
-TITLE = "save, load, restore after compaction, flipped bits; against torch.save, safetensors, DCP, npz"
+TITLE = (
+    "save, load, memory, restore after compaction, flipped bits; against torch.save, safetensors, DCP, moonclip, npz"
+)
 FLOOR, TORCH, DURABLE = "memcpy", "torch.save", "torch.save + fsync"
-SAFETENSORS, DCP, NPZ = "safetensors", "DCP", "npz"
+SAFETENSORS, DCP, NPZ, MOONCLIP = "safetensors", "DCP", "npz", "moonclip"
 FLIPS = 200
 CHAIN = 100
 RESTORE = at_most(3.0)
@@ -64,6 +71,9 @@ def run(options: Options) -> list[Row]:
         for parameters in sizes:
             pair = data.drawn_state(real, parameters)
             rows += _throughput(pair, parameters, Path(folder), options)
+            rows += _memory(pair, parameters, Path(folder), options)
+            if not options.quick and options.wanted("stall, memory, durable"):
+                rows += stalls(pair, parameters, options)
         small = few_arrays(data.drawn_state(real, 400_000 if options.quick else 5_000_000), 4)
         rows += _restores(small, Path(folder), options)
         rows += _parts(small, Path(folder), options)
@@ -182,6 +192,24 @@ def _npz_load(arrays: dict[str, Any], path: Path) -> Any:
         return {name: torch.from_numpy(found[f"a{i}"]) for i, name in enumerate(arrays)}
 
 
+def _moonclip(path: Path) -> Any:
+    """Its manager of a folder; it writes when it is told to, not later."""
+    return importlib.import_module("moonclip").MoonclipManager(str(path.parent / f"{path.name}.moon"), async_save=False)
+
+
+def _moonclip_save(arrays: dict[str, Any], path: Path) -> None:
+    # Over a former snapshot it would store what has changed only, which here is nothing.
+    shutil.rmtree(path.parent / f"{path.name}.moon", ignore_errors=True)
+    _moonclip(path).save_tensors(0, arrays)
+
+
+def _moonclip_load(arrays: dict[str, Any], path: Path) -> Any:
+    import torch
+
+    found = _moonclip(path).load_latest()[1]
+    return {name: torch.frombuffer(found[name], dtype=x.dtype).reshape(x.shape) for name, x in arrays.items()}
+
+
 OTHERS = (
     Other(TORCH, _torch_save, _torch_load),
     Other(DURABLE, lambda a, p: _torch_save(a, p, durable=True), _torch_load),
@@ -192,6 +220,7 @@ OTHERS = (
     ),
     Other(DCP, _dcp_save, _dcp_load),
     Other(NPZ, _npz_save, _npz_load),
+    Other(MOONCLIP, _moonclip_save, _moonclip_load),
 )
 
 
@@ -215,10 +244,13 @@ def _throughput(pair: Pair, parameters: int, folder: Path, options: Options) -> 
                     Case(f"{action} {kind}, {config}", parameters, "MB/s", make, "cpu, all cores", None, names)
                 )
     rows = run_cases(cases, options, wall_clock)
-    for name in os.listdir(folder):
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _clear(folder)
     return rows
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class _Work:
@@ -290,6 +322,65 @@ class _Work:
         if not _equal(arrays, other.load(arrays, path)):
             raise CheckFailed(f"{other.name}: other arrays come back")
         return (lambda: other.load(arrays, path)) if loading else (lambda: other.save(arrays, path))
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def peak(call: Callable[[], object]) -> int | None:
+    """Bytes this process holds at the most during a call beyond those it held before; None where Linux is not."""
+    reset = Path("/proc/self/clear_refs")
+    if not os.access(reset, os.W_OK):
+        return None
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    reset.write_text("5")
+    before = _status("VmRSS")
+    call()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _memory(pair: Pair, parameters: int, folder: Path, options: Options) -> list[Row]:
+    """Memory to save and to load, in multiples of the state; a loaded state itself is one."""
+    rows = []
+    for action in ("save", "load"):
+        name = f"memory to {action}"
+        if not options.wanted(name):
+            continue
+        options.say(f"{name} ({parameters:,})")
+        work = _Work(pair, "default", "base", folder)
+        arrays = tensors(pair.after)
+        raw = sum(x.nbytes for x in arrays.values())
+        rounds = 1 if options.quick else options.rounds
+        checked = work._check()
+        ours = _median_peak((work.save() if action == "save" else work.load()).call, rounds)
+        note = f"{raw / 1e6:.0f} MB raw, median of {rounds}; page cache not counted; checked: {checked}"
+        for other in OTHERS:
+            if other.name == DURABLE:
+                continue
+            peer, said = None, note
+            try:
+                peer = _median_peak(work._other(other, arrays, action == "load"), rounds)
+            except ImportError as error:
+                said = f"not measured: {error.name} is not installed; {note}"
+            shares = [None if n is None else n / raw for n in (ours, peer)]
+            if ours is None:
+                said = f"not measured: no /proc/self/clear_refs; {note}"
+            rows.append(_row(name, parameters, shares[0], "x raw state", said, peer=other.name, peer_value=shares[1]))
+    _clear(folder)
+    return rows
+
+
+def _median_peak(call: Callable[[], object], rounds: int) -> float | None:
+    call()
+    found = [n for n in (peak(call) for _ in range(rounds)) if n is not None]
+    return statistics.median(found) if found else None
 
 
 # ------------------------------------------------------------------------------------------- chains and their parts

@@ -94,18 +94,18 @@ class LocalFiles:
         target = self.path(name)
         with self._temporary(name, data) as temporary:
             os.replace(temporary, target)
-        _sync_folder(posixpath.dirname(target))
+        sync_folder(posixpath.dirname(target))
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file that must not be there; False if it is, with other bytes. Of two that race, one succeeds."""
         target = self.path(name)
         try:
             with self._temporary(name, data) as temporary:
-                _link(temporary, target)
+                link(temporary, target)
         except FileExistsError:
             return self._holds(name, data)
         try:
-            _sync_folder(posixpath.dirname(target))
+            sync_folder(posixpath.dirname(target))
         except BaseException:
             # What is not durable must not be seen to be there.
             _discard(target)
@@ -151,7 +151,7 @@ class LocalFiles:
                 os.unlink(self.path(name))
                 touched = posixpath.dirname(self.path(name))
         if touched:
-            _sync_folder(touched)
+            sync_folder(touched)
 
 
 def _read(fd: int, n: int) -> bytes:
@@ -163,7 +163,7 @@ def _read(fd: int, n: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _link(temporary: str, target: str) -> None:
+def link(temporary: str, target: str) -> None:
     """Give a file its name, which must be new (FileExistsError)."""
     try:
         os.link(temporary, target)
@@ -194,10 +194,10 @@ def make_folder(folder: str) -> None:
     for path in reversed(missing):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
-        _sync_folder(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Make the names in a folder durable. Windows has no such call and does it by itself."""
     if os.name == "nt":
         return

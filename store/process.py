@@ -16,7 +16,7 @@ from ..codec import errors
 from ..codec.errors import ShrinkpointError
 from .channel import high, receive, send
 from .snapshot import Arena, Snapshot
-from .store import Store
+from .store import Head, Store
 from .worker import Warned, described, open_store, perform, store_options
 
 _PATIENCE = 10.0
@@ -29,8 +29,11 @@ class Place(Protocol):
     arena: Arena
     on_device: bool
 
-    def run(self, step: int, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
-        """Do one save; what came of it and the warnings nobody has seen. Raises what it raised."""
+    def run(self, step: int, snapshot: Snapshot, origin: Head | None) -> tuple[dict[str, Any], list[Warned]]:
+        """Do one save; what came of it and the warnings nobody has seen. Raises what it raised.
+
+        The first one builds on `origin`.
+        """
         ...
 
     def cancel(self) -> None:
@@ -53,9 +56,11 @@ class ThreadPlace:
         self._stop = False
         self.arena = Arena()
 
-    def run(self, step: int, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
+    def run(self, step: int, snapshot: Snapshot, origin: Head | None) -> tuple[dict[str, Any], list[Warned]]:
         """See Place."""
         self._stop = False
+        if origin is not None and self._store.head is None:
+            self._store.go_on(origin)
         return described(perform(self._store, step, snapshot, self.arena, lambda: self._stop, alone=True)), []
 
     def cancel(self) -> None:
@@ -111,15 +116,21 @@ class ProcessPlace:
         """Whether it runs."""
         return self._process.poll() is None
 
-    def run(self, step: int, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
-        """See Place.
+    def run(self, step: int, snapshot: Snapshot, origin: Head | None) -> tuple[dict[str, Any], list[Warned]]:
+        """See Place. The worker reads the origin's chain anew, for its memory is not shared.
 
         Raises:
             ChildProcessError: the worker is no more.
         """
         assert self.arena.fd is not None
         self.arena.stop = False
-        job = {"do": "save", "step": step, "snapshot": snapshot.to_json(), "size": self.arena.size}
+        job = {
+            "do": "save",
+            "step": step,
+            "snapshot": snapshot.to_json(),
+            "size": self.arena.size,
+            "origin": None if origin is None else [origin.last.step, origin.last.identity],
+        }
         try:
             send(self._sock, job, () if self._knows_arena else (self.arena.fd,))
             self._knows_arena = True

@@ -20,10 +20,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.kinds import check_kinds
+from . import copying
 from .manifest import MAX_STEP
 from .process import Place, ProcessPlace, ThreadPlace
 from .snapshot import Snapshot, plan, take
-from .store import Store
+from .store import Head, Store
 from .worker import kinds_tree
 
 ON_BUSY = ("wait", "skip", "cancel")
@@ -75,6 +76,7 @@ class _Job:
     future: Future[SaveResult]
     stall: float
     waited: float
+    origin: Head | None
 
 
 class _Runner:
@@ -103,7 +105,7 @@ class _Runner:
         while (job := self._jobs.get()) is not None:
             begin = time.perf_counter()
             try:
-                answer, warned = self.place.run(job.step, job.snapshot)
+                answer, warned = self.place.run(job.step, job.snapshot, job.origin)
             except BaseException as e:
                 self.error = e
                 job.future.set_exception(e)
@@ -112,6 +114,9 @@ class _Runner:
             self.last = SaveResult(step=job.step, stall=job.stall, waited=job.waited, **answer)
             self.warned += [f"step {job.step}: {category}: {message}" for category, message in warned]
             job.future.set_result(self.last)
+            # From the second save of a large state on; loading it is nothing that a trainer should wait for.
+            if self.last.raw_nbytes >= copying.STREAMED:
+                copying.kernel()
 
     def wait(self, timeout: float | None = None) -> None:
         """Until nothing is in flight; errors are left for `take_error`."""
@@ -149,7 +154,8 @@ class Saver:
 
     `save` copies the state and returns. A worker, a fresh process with a low priority, compresses the copy and commits
     it to the store, as `Store.save` would: the files are the same. It keeps what the next delta needs, so only the copy
-    of the state crosses. A Saver starts its chain with a base.
+    of the state crosses. The first save goes on from what `store` has saved or loaded by then, as `store.save` would:
+    after `state = store.load()` with a delta, with an untouched store with a base.
 
     What goes wrong in the worker is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
     returned. If the worker is killed that is a ChildProcessError; the call after it starts another one.
@@ -158,7 +164,8 @@ class Saver:
     docs/saver.md.
 
     Args:
-        store: where to. The Saver opens it anew: what it saves does not change what `store.save` builds on.
+        store: where to, and what the first save builds on. The Saver opens it anew: what it saves does not change what
+            `store.save` builds on.
         on_busy: what `save` does while a save is in flight: "wait" for it (default); "skip", so that the new state is
             not saved; "cancel", which gives the older one up if it is not compressed yet, and saves the new one.
         mode: "process"; or "thread", in this process: its Python code then takes turns with the trainer's, and GPU
@@ -210,6 +217,7 @@ class Saver:
         )
         self._lock = threading.RLock()
         self._closed = False
+        self._first = True
         self._runner: _Runner | None = None
         self._last: SaveResult | None = None
         self._start()
@@ -292,7 +300,9 @@ class Saver:
                 self._raise(runner)
             waited = time.perf_counter() - waiting
             snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
-            runner.submit(_Job(step, snapshot, future, time.perf_counter() - begin, waited))
+            # A worker in the place of a killed one begins anew: the chain may be what it died of.
+            origin = self.store.head if self._first else None
+            runner.submit(_Job(step, snapshot, future, time.perf_counter() - begin, waited, origin))
             return future
 
     def wait(self, timeout: float | None = None) -> SaveResult | None:
@@ -380,7 +390,7 @@ class Saver:
             error.add_note("Nothing is in flight now; the next save starts a new worker and, with it, a new chain.")
             self._last = runner.last or self._last
             self._finalizer.detach()
-            self._runner = None
+            self._runner, self._first = None, False
             runner.close()
         if error is not None:
             raise error

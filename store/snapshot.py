@@ -7,13 +7,13 @@ behind, no page faults after the first time. Trees cross as JSON nodes, arrays a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,14 @@ import numpy.typing as npt
 from ..codec import tree
 from ..codec.errors import ShrinkpointError
 from ..codec.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
-from ..codec.parallel import map_chunks, threads
 from ..kernels.arrays import is_torch
+from . import copying
 
 Bytes = npt.NDArray[np.uint8]
 CONTROL = 64
 """Bytes at the start of the arena that are not part of the snapshot: `Arena.stop`."""
 _ALIGN = 64
 _GROW = 1 << 20
-_PART = 16 << 20
-"""Bytes one thread copies at a time."""
-_MANY = 4
-"""Cores that together copy faster than one does; two were measured to be slower."""
 
 
 class Arena:
@@ -166,14 +162,18 @@ class Plan:
     Args:
         trees: name -> nodes (see `codec.tree`), array numbers counted through all trees.
         specs: of each array.
-        flats: values of each array, flat; views of the live ones where they are contiguous.
+        values: of each array, contiguous; the live ones where they are.
+        pointers: to each array's values in host memory; 0 where they are elsewhere.
+        sizes: of each array in bytes.
         offsets: of each array in the arena.
         nbytes: of all of it.
     """
 
     trees: dict[str, list[Any]]
     specs: list[LeafSpec]
-    flats: list[Any]
+    values: list[Any]
+    pointers: list[int]
+    sizes: list[int]
     offsets: list[int]
     nbytes: int
 
@@ -220,35 +220,74 @@ def plan(trees: Mapping[str, Any]) -> Plan:
         BadArgumentError, UnsupportedLeafError: see `compress`; the message has the path.
     """
     made: dict[str, list[Any]] = {}
-    specs: list[LeafSpec] = []
-    flats: list[Any] = []
-    offsets: list[int] = []
+    planned = Plan(made, [], [], [], [], [], 0)
     first: dict[Any, int] = {}
+    known: dict[Any, LeafSpec] = {}
     end = 0
     for name, value in trees.items():
         nodes, found = tree.flatten(value, is_array, spell=False)
         numbers: list[int] = []
         for node in found:
-            key = same_storage_key(node.value)
+            plain = _plain_tensor(node.value)
+            key = same_storage_key(node.value) if plain is None else plain
             number = None if key is None else first.get(key)
             if number is None:
-                number = len(specs)
-                try:
-                    spec, flat = read_leaf(node.value, "")
-                except ShrinkpointError:
-                    # Spelling the paths of all arrays takes time: it is done once one is needed.
-                    _, spelled = tree.flatten(value, is_array)
-                    read_leaf(node.value, spelled[len(numbers)].path)
-                    raise
-                specs.append(spec)
-                flats.append(flat)
-                offsets.append(end)
-                end += -(-spec.nbytes // _ALIGN) * _ALIGN
+                number = len(planned.specs)
+                if plain is not None:
+                    spec, flat, size, pointer = _spec_of(plain, known), node.value, node.value.nbytes, plain[0]
+                else:
+                    try:
+                        spec, flat = read_leaf(node.value, "")
+                    except ShrinkpointError:
+                        # Spelling the paths of all arrays takes time: it is done once one is needed.
+                        _, spelled = tree.flatten(value, is_array)
+                        read_leaf(node.value, spelled[len(numbers)].path)
+                        raise
+                    size, pointer = spec.nbytes, _pointer(flat)
+                planned.specs.append(spec)
+                planned.values.append(flat)
+                planned.pointers.append(pointer)
+                planned.sizes.append(size)
+                planned.offsets.append(end)
+                end += -(-size // _ALIGN) * _ALIGN
                 if key is not None:
                     first[key] = number
             numbers.append(number)
         made[name] = [{"a": numbers[n["a"]]} if type(n) is dict and "a" in n else n for n in nodes]
-    return Plan(made, specs, flats, offsets, end)
+    return replace(planned, nbytes=end)
+
+
+def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
+    """What tells an ordinary tensor in host memory from others: its address, dtype, shape, strides; else None.
+
+    Most arrays of a state are such, and `read_leaf`, which knows all kinds, takes five times as long for one.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or type(t) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    plain = (
+        t.is_cpu
+        and t.layout is torch.strided
+        and not (t.is_nested or t.is_quantized or t.is_neg() or t.is_conj())
+        and t.is_contiguous()
+        and 0 < t.storage_offset() * t.itemsize + t.nbytes <= t.untyped_storage().nbytes()
+    )
+    return (t.data_ptr(), t.dtype, t.shape, t.stride()) if plain else None
+
+
+def _spec_of(plain: tuple[Any, ...], known: dict[Any, LeafSpec]) -> LeafSpec:
+    """What `read_leaf` says of such a tensor; made once for those that are alike."""
+    kind = plain[1:3]
+    spec = known.get(kind)
+    if spec is None:
+        spec = known[kind] = LeafSpec("torch", str(plain[1]).removeprefix("torch."), tuple(plain[2]))
+    return spec
+
+
+def _pointer(flat: Any) -> int:
+    if not is_torch(flat):
+        return int(flat.__array_interface__["data"][0])
+    return int(flat.data_ptr()) if flat.device.type == "cpu" else 0
 
 
 def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
@@ -267,22 +306,22 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
     kept: dict[int, Any] = {}
     pieces: list[tuple[int, int, int]] = []
     devices = set()
-    for number, (spec, flat, offset) in enumerate(zip(planned.specs, planned.flats, planned.offsets, strict=True)):
-        nbytes = spec.nbytes
-        if not nbytes:
+    for number, (pointer, size, offset) in enumerate(
+        zip(planned.pointers, planned.sizes, planned.offsets, strict=True)
+    ):
+        if not size:
             continue
-        if not is_torch(flat):
-            pieces.append((base + offset, flat.__array_interface__["data"][0], nbytes))
-        elif flat.device.type == "cpu":
-            pieces.append((base + offset, flat.data_ptr(), nbytes))
+        if pointer:
+            pieces.append((base + offset, pointer, size))
+            continue
+        flat = planned.values[number]
+        devices.add(flat.device)
+        if on_device:
+            kept[number] = flat.clone()
         else:
-            devices.add(flat.device)
-            if on_device:
-                kept[number] = flat.clone()
-            else:
-                arena.pin()
-                from_bytes(arena.view(offset, nbytes), spec).copy_(flat, non_blocking=True)
-    _copy(pieces)
+            arena.pin()
+            from_bytes(arena.view(offset, size), planned.specs[number]).copy_(flat, non_blocking=True)
+    copying.copy(pieces)
     return Snapshot(planned.trees, planned.specs, planned.offsets, kept, _finish(devices, on_device))
 
 
@@ -300,17 +339,6 @@ def _finish(devices: set[Any], on_device: bool) -> list[tuple[Any, Any]]:
         else:
             torch.cuda.current_stream(device).synchronize()
     return events
-
-
-def _copy(pieces: list[tuple[int, int, int]]) -> None:
-    """Copy (target, source, bytes): large ones on all cores, where there are enough to gain by it."""
-    parts = []
-    for target, source, nbytes in pieces:
-        if nbytes < _PART or threads() < _MANY:
-            ctypes.memmove(target, source, nbytes)
-        else:
-            parts += [(target + i, source + i, min(_PART, nbytes - i)) for i in range(0, nbytes, _PART)]
-    map_chunks(lambda part: ctypes.memmove(*part), parts)
 
 
 def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from .compaction import Compaction
 from .files import TEMPORARY, open_files
 from .inmemory import NearFiles
 from .lock import open_lock
-from .manifest import MAX_STEP, Manifest, data_name, is_data
+from .manifest import MAX_STEP, Manifest, data_name, is_data, manifest_name
 from .policy import wants_base
 from .retention import Retention
 
@@ -71,7 +71,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class Head:
     """What the next delta builds on.
 
     Args:
@@ -124,7 +124,7 @@ class Store:
             raise BadArgumentError(f"url {os.fspath(url)!r}: {e}") from None
         self._catalog = Catalog(self._files)
         self._lock = open_lock(self._files)
-        self._head: _Head | None = None
+        self._head: Head | None = None
         self._restores: int | None = None
         self.url = self._files.root if self._files.local else os.fspath(url)
         """Where it is: `Store(store.url)` is the same store from any working folder."""
@@ -141,6 +141,11 @@ class Store:
         """The committed steps, ascending."""
         return self._catalog.steps()
 
+    def manifests(self) -> tuple[dict[int, Manifest], dict[int, str]]:
+        """What the store knows of all steps, as `describe`, and of steps whose manifest is not readable, why."""
+        entries, problems = self._catalog.readable()
+        return {step: entry.manifest for step, entry in entries.items()}, problems
+
     def describe(self, step: int | str) -> Manifest:
         """What the store knows of a step (or tag) without reading it: sizes, chain, restore cost, metric.
 
@@ -149,6 +154,32 @@ class Store:
             CorruptDataError, NewerFormatError: its manifest is not readable.
         """
         return self._entry(self._step(step)).manifest
+
+    @property
+    def head(self) -> Head | None:
+        """What the next delta builds on: set by `save`, `load` and `follow`; None: the next checkpoint is a base."""
+        return self._head
+
+    def follow(self, step: int | str, identity: str | None = None) -> None:
+        """Let the next delta build on a step, as after `load`, without restoring its state.
+
+        Args:
+            step: which, or its tag.
+            identity: `Manifest.identity` that it must have; None: whichever it has.
+
+        Raises:
+            MissingParentError: it was saved anew and has another identity. Else as `load`; the head is left as it was.
+        """
+        hits = self._near.hits if self._near is not None else 0
+        number = self._step(step)
+        entry, ckpt, base = self._resolve(number)
+        if identity not in (None, entry.manifest.identity):
+            raise MissingParentError(f"step {number}: it was saved anew, it is not {str(identity)[:16]}... any more")
+        self._go_on_from(entry, ckpt, base, hits)
+
+    def go_on(self, head: Head) -> None:
+        """Let the next delta build on what another object for the same store has as its head, in this process."""
+        self._head = head
 
     def read(self, step: int | str) -> Checkpoint:
         """A step's (or tag's) checkpoint, resolved: for `summary()`, or as a parent.
@@ -242,7 +273,7 @@ class Store:
             if not any(file.endswith(name) for e in self._catalog.all().values() for name in e.manifest.chain):
                 self._files.remove([file])
 
-    def _current_head(self) -> _Head | None:
+    def _current_head(self) -> Head | None:
         """The head as the store has it now: compaction moves steps to other files, `gc` removes them."""
         head = self._head
         if head is None:
@@ -257,12 +288,12 @@ class Store:
         there = set(self._files.list(DATA))
         return head if there.issuperset(head.manifest.chain) else None
 
-    def _advance(self, manifest: Manifest, ckpt: Checkpoint, head: _Head | None) -> None:
+    def _advance(self, manifest: Manifest, ckpt: Checkpoint, head: Head | None) -> None:
         """Let the next delta build on what was just saved over `head` (or as a base), or on its base."""
         if self.cfg.chain.against == "base" and head is not None:
             self._head = replace(head, last=manifest)
         else:
-            self._head = _Head(ckpt, manifest, manifest)
+            self._head = Head(ckpt, manifest, manifest)
 
     # ----------------------------------------------------------------------------------------------------- loading
 
@@ -309,16 +340,20 @@ class Store:
         hits = self._near.hits if self._near is not None else 0
         entry, ckpt, base = self._resolve(step)
         state = decompress(ckpt)
+        self._go_on_from(entry, ckpt, base, hits)
+        if count:
+            self._count_restore(step)
+        return state
+
+    def _go_on_from(self, entry: Entry, ckpt: Checkpoint, base: Checkpoint, hits: int) -> None:
+        """Let the next delta build on what was just read, or on its base; `hits` are those of memory before that."""
         if self._near is not None and self._near.hits > hits:
             # What was not read from storage may be damaged there: nothing is built on it.
             self._head = None
         elif self.cfg.chain.against == "previous" or base is ckpt:
-            self._head = _Head(ckpt, entry.manifest, entry.manifest)
+            self._head = Head(ckpt, entry.manifest, entry.manifest)
         else:
-            self._head = _Head(base, _manifest_of_base(entry.manifest, base), entry.manifest)
-        if count:
-            self._count_restore(step)
-        return state
+            self._head = Head(base, _manifest_of_base(entry.manifest, base), entry.manifest)
 
     def _count_restore(self, step: int) -> None:
         try:
@@ -405,7 +440,7 @@ class Store:
         with self._lock.shared() as lease:
             return Compaction(self._files, self._catalog, lease, float(max_cost), progress).run()
 
-    def gc(self, retention: Retention | None = None, *, timeout: float = 60.0) -> list[str]:
+    def gc(self, retention: Retention | None = None, *, timeout: float = 60.0, dry_run: bool = False) -> list[str]:
         """Remove steps that need not be kept, then the files that no step needs and what crashed writers left behind.
 
         A file that a step needs is never removed, whatever becomes of the step it was saved for. With an unreadable
@@ -414,6 +449,7 @@ class Store:
         Args:
             retention: what to keep; None: every step. Pinned and tagged ones are always kept.
             timeout: seconds to wait for savers to finish.
+            dry_run: remove nothing, only say what would be. It waits for savers too: what they write is no garbage.
 
         Returns:
             Names of the removed files.
@@ -431,22 +467,24 @@ class Store:
             if retention is not None:
                 entries = {s: entries[s] for s in self._kept(retention, entries, protected)}
             needed = {name for entry in entries.values() for name in entry.manifest.chain}
-            gone = {s: g for s, g in generations.items() if s not in entries}
-            old = {s: g[:-1] for s, g in generations.items() if s in entries and len(g) > 1}
-            lease.renew()
-            before = {f"{STEPS}/{name}" for name in self._files.list(STEPS)}
-            self._catalog.drop(old | gone)
-            removed = sorted(before - {f"{STEPS}/{name}" for name in self._files.list(STEPS)})
-            for folder in (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER):
-                names = self._files.list(folder)
-                garbage = [n for n in names if n.startswith(TEMPORARY)]
-                if folder == DATA:
-                    garbage += [n for n in names if is_data(n) and n not in needed]
-                if garbage:
+            doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
+            manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
+            garbage = [self._garbage(f, needed) for f in (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER)]
+            if not dry_run:
+                lease.renew()
+                self._catalog.drop(doomed)
+                for names in filter(None, garbage):
                     lease.renew()
-                    self._files.remove([f"{folder}/{n}" for n in garbage])
-                removed += [f"{folder}/{n}" for n in garbage]
-        return removed
+                    self._files.remove(names)
+        return [*manifests, *(name for names in garbage for name in names)]
+
+    def _garbage(self, folder: str, needed: set[str]) -> list[str]:
+        """Files of a folder that are temporary, or data that no step needs."""
+        return [
+            f"{folder}/{name}"
+            for name in self._files.list(folder)
+            if name.startswith(TEMPORARY) or (folder == DATA and is_data(name) and name not in needed)
+        ]
 
     def _kept(self, retention: Retention, entries: Mapping[int, Entry], protected: set[int]) -> list[int]:
         """The steps to keep. One that is damaged must not take the place of one that is not."""
@@ -601,7 +639,7 @@ def _copy_step(source: Store, target: Store, manifest: Manifest) -> None:
     target._catalog.commit(manifest)
 
 
-def _manifest(step: int, ckpt: Checkpoint, head: _Head | None, metric: float | None) -> Manifest:
+def _manifest(step: int, ckpt: Checkpoint, head: Head | None, metric: float | None) -> Manifest:
     """The manifest of a checkpoint saved over `head`, or as a base."""
     fields = (step, data_name(step, ckpt.id), ckpt.id, ckpt.identity, ckpt.nbytes, ckpt.raw_nbytes)
     if head is None:
@@ -626,7 +664,7 @@ def _manifest_of_base(manifest: Manifest, base: Checkpoint) -> Manifest:
     )
 
 
-def _next_cost(head: _Head) -> float:
+def _next_cost(head: Head) -> float:
     """Cost of restoring a delta over `head`, in multiples of a base."""
     raw = head.checkpoint.raw_nbytes
     return 1.0 + ((head.manifest.carried + carried_by(head.checkpoint)) / raw if raw else 0.0)

@@ -198,10 +198,22 @@ def _save(store: Store, job: dict[str, Any], arena: Arena) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             snapshot = Snapshot.from_json(job["snapshot"])
+            if job["origin"] is not None and store.head is None:
+                _follow(store, *job["origin"])
             answer = described(perform(store, job["step"], snapshot, arena, lambda: arena.stop, alone=False))
         except BaseException as e:
             answer = _failure(e)
     return {**answer, "warnings": [(w.category.__name__, str(w.message)) for w in caught]}
+
+
+def _follow(store: Store, step: int, identity: str) -> None:
+    """Go on with the chain that the trainer loaded, if it is still there as it was."""
+    from ..codec.errors import ShrinkpointError
+
+    try:
+        store.follow(step, identity)
+    except ShrinkpointError as e:
+        warnings.warn(f"a new chain begins, the one of step {step} cannot be gone on with: {e}", stacklevel=2)
 
 
 def store_options(store: Store) -> dict[str, Any]:

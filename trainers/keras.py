@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..codec.kinds import Kind
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver
 from ..store.store import Store
@@ -18,6 +19,11 @@ else:
         import keras
     except ImportError:
         raise ImportError("this adapter needs Keras 3: pip install keras, with KERAS_BACKEND=torch") from None
+
+
+_FIRST = {"momentum", "m"}
+_SECOND = {"velocity", "velocity_hat", "v", "u"}
+"""As Adam, AdamW, Adamax, Nadam, Lamb, RMSprop and SGD of Keras call them."""
 
 
 class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
@@ -93,7 +99,8 @@ class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
             part: {name: variable.value.detach() for name, variable in mine.items()}
             for part, mine in _variables(self.model).items()
         }
-        self.saver.save(epoch + 1, {**parts, "epoch": epoch + 1, "rng": capture_rng()})
+        state = {**parts, "epoch": epoch + 1, "rng": capture_rng()}
+        self.saver.save(epoch + 1, state, kinds=_kinds(parts["optimizer"]))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Called by Keras; what is in flight is durable afterwards."""
@@ -102,19 +109,44 @@ class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _variables(model: Any) -> dict[str, dict[str, Any]]:
-    """Variables by their paths; of several of one path (Keras allows it) the later ones have a number."""
+    """Variables by their paths; of several of one path (Keras allows it) the later ones have a number.
+
+    Those that an optimizer keeps for a parameter stand below the parameter's path: `net/first/kernel/velocity`.
+    """
     optimizer = model.optimizer
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
+    # As Keras makes names of them: "adam/net_first_kernel_velocity"; the longest that fits is meant.
+    owners = {v.path.replace("/", "_"): v.path for v in model.trainable_variables}
     table: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     for part, found in (
         ("model", model.variables),
         ("optimizer", optimizer.variables if optimizer is not None else []),
     ):
         for variable in found:
-            name, number = variable.path, 1
+            path = variable.path if part == "model" else _owned(variable.path, owners)
+            name, number = path, 1
             while name in table[part]:
                 number += 1
-                name = f"{variable.path}:{number}"
+                name = f"{path}:{number}"
             table[part][name] = variable
+    return table
+
+
+def _owned(path: str, owners: dict[str, str]) -> str:
+    last = path.rpartition("/")[2]
+    fitting = [flat for flat in owners if last.startswith(flat + "_")]
+    if not fitting:
+        return path
+    flat = max(fitting, key=len)
+    return f"{owners[flat]}/{last[len(flat) + 1 :]}"
+
+
+def _kinds(optimizer: dict[str, Any]) -> dict[str, Kind]:
+    """What is a moment of which parameter; everything else of an optimizer is exact."""
+    table = {}
+    for name in optimizer:
+        parameter, _, entry = name.rpartition("/")
+        role = "first moment" if entry in _FIRST else "second moment" if entry in _SECOND else "state"
+        table[f"optimizer/{name}"] = Kind("other", role, parameter)
     return table

@@ -19,6 +19,7 @@ from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
+from .parts import rank
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _FORMAT = "shrinkpoint pointer"
@@ -120,7 +121,8 @@ def load_at(path: PathLike, paths: str | None = None, *, store: Store | None = N
             f"{os.fspath(path)}: points to step {pointer.step} of {store.url}, which has no such checkpoint; "
             "a checkpoint is copied or moved together with its store"
         )
-    return store.load(pointer.step, paths, count=paths is None)
+    # All processes of a run load; that is one restore.
+    return store.load(pointer.step, paths, count=paths is None and rank() == 0)
 
 
 def drop(store: Store, steps: Iterable[int]) -> None:

@@ -109,7 +109,7 @@ def test_that_a_forgotten_sync_is_noticed(forgotten: str, tmp_path: Path, monkey
     """The test of the test: without either sync a power loss takes what was saved, or leaves half of it."""
     (tmp_path / "disk" / "run").mkdir(parents=True)
     if forgotten == "folder":
-        monkeypatch.setattr(local, "_sync_folder", lambda folder: None)
+        monkeypatch.setattr(local, "sync_folder", lambda folder: None)
     disk = Disk(tmp_path / "disk")
     with disk.recording():
         if forgotten == "file":

@@ -24,12 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.leaves import is_array
+from shrinkpoint.codec.leaves import is_array, read_leaf
 from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
-from shrinkpoint.store import process
+from shrinkpoint.store import copying, process
 from shrinkpoint.store.saver import SaverWarning
 from shrinkpoint.store.snapshot import Arena, HostArray, plan, rebuild, take
-from shrinkpoint.store.worker import kinds_tree
+from shrinkpoint.store.worker import _save, kinds_tree
 
 from ..codec.common import difference, threads
 
@@ -139,13 +139,63 @@ def test_another_process_sees_what_stands_in_the_arena() -> None:
     other.close()
 
 
-def test_large_arrays_are_copied_whole_on_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.store.snapshot._PART", 1000)
-    rng = np.random.default_rng(0)
-    tree = {str(n): rng.integers(0, 256, n, dtype=np.uint8) for n in (999, 1000, 1001, 12345)}
+@pytest.mark.parametrize("cores", [1, 4])
+def test_copies_past_the_cache(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any address, on one thread and on many; nothing beside the targets is written."""
+    if copying.kernel() is None:
+        pytest.skip("Numba does not compile here")
+    monkeypatch.setattr(copying, "_PART", 1024)
+    monkeypatch.setattr(copying, "STREAMED", 0)
+    monkeypatch.setattr(copying.ctypes, "memmove", None)
+    sizes = (1, 63, 64, 65, 1023, 1024, 1025, 12345)
+    source = np.random.default_rng(0).integers(1, 256, 20_000, dtype=np.uint8)
+    room = np.zeros(40_064, np.uint8)
+    target = room[-room.ctypes.data % 64 :]
+    expected = target.copy()
+    pieces, at, to = [], 0, 64
+    for size in sizes:
+        pieces.append((target.ctypes.data + to, source.ctypes.data + at, size))
+        expected[to : to + size] = source[at : at + size]
+        at, to = at + size, to + -(-size // 64) * 64 + 64
+    with threads(cores):
+        copying.copy(pieces)
+    assert np.array_equal(target, expected)
+
+
+def test_ordinary_tensors_are_read_as_all_others_are() -> None:
+    """What `plan` looks at by itself, and what it must leave to `read_leaf`."""
+    z = torch.arange(6.0).reshape(2, 3)
+    tree: dict[str, Any] = {
+        "plain": z,
+        "again": z.view(2, 3),
+        "flat": z.view(6),
+        "part": z[1],
+        "scalar": torch.tensor(3),
+        "half": z.to(torch.bfloat16),
+        "parameter": torch.nn.Parameter(z + 1),
+        "buffer": torch.nn.Buffer(z + 2),
+        "graph": (torch.nn.Parameter(z) * 2),
+        "columns": z.t(),
+        "spread": z[:, ::2],
+        "empty": torch.empty(0, 3),
+        "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3j]).conj().imag,
+        "negated": torch._neg_view(torch.arange(3.0)),
+        "bool": z > 2,
+    }
+    planned = plan({"state": tree})
+    assert len(planned.specs) == len(tree) - 1, "the same memory seen the same way is copied once"
+    assert planned.sizes == [spec.nbytes for spec in planned.specs]
+    read = {name: read_leaf(t, "")[0] for name, t in tree.items() if name != "again"}
+    assert planned.specs == list(read.values())
     arena = Arena()
-    with threads(4):
-        assert difference(tree, through_arena(tree, arena)) == ""
+    found = through_arena(tree, arena)
+    assert all(torch.equal(found[name], tree[name]) for name in tree)
+    assert sp.compress(found, cfg=LOSSLESS).id == sp.compress(tree, cfg=LOSSLESS).id
+    freed = torch.zeros(9)
+    freed.untyped_storage().resize_(8)
+    with pytest.raises(sp.UnsupportedLeafError, match=r"a/0.*freed"):
+        plan({"state": {"a": [freed]}})
     arena.close()
 
 
@@ -161,11 +211,12 @@ def test_arrays_that_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("shrinkpoint.store.snapshot._finish", lambda devices, on_device: [])
     arena = Arena()
     planned = plan({"state": state(2)})
-    planned.flats[:] = [f.as_subclass(OnDevice) if isinstance(f, torch.Tensor) else f for f in planned.flats]
+    planned.values[:] = [f.as_subclass(OnDevice) if isinstance(f, torch.Tensor) else f for f in planned.values]
+    held = {i for i, f in enumerate(planned.values) if isinstance(f, torch.Tensor) and f.numel()}
+    planned.pointers[:] = [0 if i in held else p for i, p in enumerate(planned.pointers)]
     made = take(planned, arena, on_device=True)
-    held = {i for i, f in enumerate(planned.flats) if isinstance(f, torch.Tensor) and f.numel()}
     assert set(made.kept) == held
-    for tensor in planned.flats:
+    for tensor in planned.values:
         tensor.as_subclass(torch.Tensor).zero_() if isinstance(tensor, torch.Tensor) else None
     found = rebuild(made, arena)["state"]
     assert torch.equal(found["model"]["fc"].as_subclass(torch.Tensor), state(2)["model"]["fc"])
@@ -357,6 +408,7 @@ def test_a_killed_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
             saver.save(3, state(3))
         assert lost.exception(10) is error.value
         assert saver.pid is None
+        store.follow(1)
         done = saver.save(3, state(3)).result(60)
         assert (done.status, done.is_delta) == ("saved", False)
         second = saver.pid
@@ -372,33 +424,102 @@ def test_a_killed_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
 
 
 @posix
-def test_busy_wait_skip_cancel_in_a_process(tmp_path: Path) -> None:
-    store = sp.Store(tmp_path / "run", LOSSLESS)
-    with sp.Saver(store) as saver:
-        saver.save(0, state(0)).result(60)
-        assert saver.pid is not None
-        for step, on_busy, expected in (
-            (10, "wait", ["saved", "saved"]),
-            (20, "skip", ["saved", "skipped"]),
-            (30, "cancel", ["cancelled", "saved"]),
-        ):
-            saver.on_busy = on_busy
-            os.kill(saver.pid, signal.SIGSTOP)
-            first = saver.save(step, state(step))
-            assert saver.busy
-            with pytest.raises(TimeoutError, match="in flight"):
-                saver.wait(0.05)
-            waker = threading.Timer(0.2, os.kill, (saver.pid, signal.SIGCONT))
-            waker.start()
-            second = saver.save(step + 1, state(step + 1))
-            saver.wait()
-            waker.join()
-            assert [first.result().status, second.result().status] == expected
-            assert second.result().waited > 0.1 or on_busy == "skip"
-        assert saver.save(40, state(40)).result(60).is_delta
-    assert store.steps() == [0, 10, 11, 20, 31, 40]
+def test_busy_wait_skip_cancel_in_a_process(shared: tuple[sp.Saver, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, root = shared
+    saver.save(400, state(0)).result(60)
+    assert saver.pid is not None
+    for step, on_busy, expected in (
+        (410, "wait", ["saved", "saved"]),
+        (420, "skip", ["saved", "skipped"]),
+        (430, "cancel", ["cancelled", "saved"]),
+    ):
+        monkeypatch.setattr(saver, "on_busy", on_busy)
+        os.kill(saver.pid, signal.SIGSTOP)
+        first = saver.save(step, state(step))
+        assert saver.busy
+        with pytest.raises(TimeoutError, match="in flight"):
+            saver.wait(0.05)
+        waker = threading.Timer(0.2, os.kill, (saver.pid, signal.SIGCONT))
+        waker.start()
+        second = saver.save(step + 1, state(step + 1))
+        saver.wait()
+        waker.join()
+        assert [first.result().status, second.result().status] == expected
+        assert second.result().waited > 0.1 or on_busy == "skip"
+    monkeypatch.undo()
+    assert saver.save(440, state(440)).result(60).is_delta
+    store = sp.Store(root)
+    assert [step for step in store.steps() if step >= 400] == [400, 410, 411, 420, 431, 440]
     assert store.verify() == {}
-    assert difference(state(40), sp.Store(tmp_path / "run").load()) == ""
+    assert difference(state(440), store.load(440)) == ""
+
+
+@posix
+@pytest.mark.parametrize(("against", "mode"), [("previous", "process"), ("base", "thread")])
+def test_a_restarted_run_goes_on_with_its_chain(against: str, mode: str, tmp_path: Path) -> None:
+    """The files of a run that loads and saves on by itself; the saver may be older than the load."""
+    cfg = sp.Config(chain=sp.ChainPolicy(5, against))  # type: ignore[arg-type]
+    for name in ("plainly", "beside"):
+        first = sp.Store(tmp_path / name, cfg)
+        for step in range(3):
+            first.save(step, state(step))
+    plainly, beside = sp.Store(tmp_path / "plainly", cfg), sp.Store(tmp_path / "beside", cfg)
+    with sp.Saver(beside, mode=mode) as saver:
+        assert difference(plainly.load(), beside.load()) == ""
+        for step in range(3, 7):
+            expected = plainly.save(step, state(step))
+            done = saver.save(step, state(step)).result(60)
+            assert (done.id, done.is_delta) == (expected.checkpoint.id, step != 5)
+            # What the trainer loads meanwhile is none of the running chain's business.
+            beside.load(0)
+            plainly.follow(step)
+    assert files(tmp_path / "beside") == files(tmp_path / "plainly")
+    assert sp.Store(tmp_path / "beside").verify() == {}
+
+
+@posix
+@pytest.mark.parametrize("what", ["saved anew", "dropped", "damaged"])
+def test_a_chain_that_is_no_more_is_left_with_a_warning(what: str, tmp_path: Path) -> None:
+    fresh = sp.Store(tmp_path / "run", LOSSLESS)
+    fresh.save(0, state(0))
+    fresh.save(1, state(1))
+    store = sp.Store(tmp_path / "run", LOSSLESS)
+    store.load(1)
+    if what == "saved anew":
+        fresh.save(1, state(9))
+    elif what == "dropped":
+        fresh.drop(1)
+    else:
+        for path in (tmp_path / "run" / "data").iterdir():
+            path.write_bytes(path.read_bytes()[:-1])
+    worker, arena = sp.Store(tmp_path / "run", LOSSLESS), Arena()
+    assert store.head is not None
+    job: dict[str, Any] = {"origin": [store.head.last.step, store.head.last.identity]}
+    answers = []
+    for step in (2, 3):
+        trees = {"state": state(step), "beside": [None, None], "kinds": {}}
+        answers.append(_save(worker, {**job, "step": step, "snapshot": take(plan(trees), arena).to_json()}, arena))
+    ((_, message),) = answers[0]["warnings"]
+    assert message.startswith("a new chain begins, the one of step 1 ")
+    assert [a["is_delta"] for a in answers] == [False, True]
+    assert answers[1]["warnings"] == []
+    assert difference(state(3), sp.Store(tmp_path / "run").load(3)) == ""
+    arena.close()
+
+
+def test_a_thread_goes_on_with_the_chain_that_was_loaded() -> None:
+    url = memory_url()
+    for step in range(2):
+        sp.Store(url, LOSSLESS).save(step, state(step))
+    store = sp.Store(url, LOSSLESS)
+    store.load(0)
+    assert store.head is not None
+    with sp.Saver(store) as saver:
+        assert saver.save(2, state(2)).result().is_delta
+        assert saver.save(3, state(3)).result().is_delta
+    assert [len(store.describe(step).parents) for step in (2, 3)] == [1, 2]
+    assert store.head.last.step == 0
+    assert store.verify() == {}
 
 
 def test_arguments_that_are_none(tmp_path: Path) -> None:

@@ -224,6 +224,102 @@ def killed(folder: Path) -> None:
     raise AssertionError("a rank died and the save went through")
 
 
+def uneven(step: int) -> dict[str, torch.Tensor]:
+    """Weights whose rows grow, so that no rank's own thresholds are those of the whole; every shard is quantized."""
+    torch.manual_seed(step)
+    scale = torch.linspace(0.1, 3.0, 128)[:, None]
+    return {
+        "embedding.weight": torch.randn(128, 64) * scale,
+        "up.weight": torch.randn(128, 160) * scale,
+        "half.weight": (torch.randn(128, 96) * scale).bfloat16(),
+        "alike.weight": torch.randn(40, 40),
+    }
+
+
+GLOBAL = {
+    "inshrinkerator": sp.presets.inshrinkerator(protect=0.01, prune=0.2),
+    "default": sp.Config(),
+    "two": sp.Config([("*up*", sp.Quantize(protect=0.02, prune=0.1)), ("*half*", sp.Quantize(protect=0.0))]),
+}
+
+
+def thresholds(folder: Path) -> None:
+    """The same weights in shards, one tensor replicated; two saves by each configuration, two of them by a thread."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    group = dist.new_group(backend="gloo")
+    for name, cfg in GLOBAL.items():
+        writer = Writer(cfg=cfg)
+        for step in range(2):
+            state = {
+                n: w if n.startswith("alike") else distribute_tensor(w, mesh, [Shard(0)])
+                for n, w in uneven(step).items()
+            }
+            dcp.save({"model": state}, storage_writer=writer, checkpoint_id=folder / f"{name}-{WORLD}-{step}")
+    aside = Writer(folder / f"aside-{WORLD}", GLOBAL["two"], process_group=group)
+    dcp.async_save({"model": state}, storage_writer=aside, process_group=group).result()
+    if WORLD == 4:
+        # Two of the ranks alone, with and without a word to the writer: nobody waits for the other two.
+        pair = dist.new_group([2, 3], backend="gloo")
+        cut = init_device_mesh("cpu", (2, 2), mesh_dim_names=("which", "rows"))["rows"]
+        if RANK >= 2:
+            part = {"w": distribute_tensor(uneven(0)["up.weight"], cut, [Shard(0)])}
+            dcp.save(part, storage_writer=Writer(folder / "pair-unsaid"), process_group=pair)
+            dcp.save(part, storage_writer=Writer(folder / "pair", process_group=pair), process_group=pair)
+    alone = Writer(folder / f"alone-{WORLD}", GLOBAL["default"])
+    dcp.async_save({"model": state}, storage_writer=alone).result()
+
+
+def refused(folder: Path) -> None:
+    """Rank 1 cannot store its state: both hear of it, nobody waits, and the next save goes through."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    writer = Writer(folder / "refused")
+    state = {"s": distribute_tensor(torch.randn(128, 64), mesh, [Shard(0)])}
+    for _ in range(2):
+        dcp.save(state, storage_writer=writer)
+    begin = time.monotonic()
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(state | ({"hook": object()} if RANK == 1 else {}), storage_writer=writer)
+    assert time.monotonic() - begin < 20
+    for part in ("rank 1: UnsupportedLeafError: @values/hook", "nothing was written, since another rank could not"):
+        assert part in str(caught.value)
+    dcp.save(state, storage_writer=writer)
+
+
+def gone(folder: Path) -> None:
+    """Rank 1 dies before the ranks agree on thresholds: within the collective, for rank 0."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    state = {"s": distribute_tensor(torch.randn(128, 64), mesh, [Shard(0)])}
+    writer = Writer(folder / "gone")
+    dcp.save(state, storage_writer=writer)
+    if RANK == 1:
+        writer._state = lambda *_: os._exit(17)  # type: ignore[assignment, method-assign, return-value]
+    notice(state, writer)
+
+
+def stalled(folder: Path) -> None:
+    """Rank 1 never comes to the collective: rank 0 gives up after the timeout of the process group."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+    state = {"s": distribute_tensor(torch.randn(128, 64), mesh, [Shard(0)])}
+    writer = Writer(folder / "stalled", process_group=impatient)
+    dcp.save(state, storage_writer=writer)
+    if RANK == 1:
+        writer._state = lambda *_: time.sleep(120) or os._exit(17)  # type: ignore[assignment, method-assign]
+    dist.barrier()
+    notice(state, writer, process_group=impatient)
+
+
+def notice(state: dict[str, Any], writer: Writer, **options: Any) -> None:
+    """A save in which the other rank is lost; says what came of it, and how long it took."""
+    begin = time.monotonic()
+    try:
+        dcp.save(state, storage_writer=writer, **options)
+    except Exception as e:
+        print(f"noticed after {time.monotonic() - begin:.0f} s: {type(e).__name__}: {e}"[:2000])
+        os._exit(0)
+    raise AssertionError("a rank was lost and the save went through")
+
+
 def rank(scenario: str, number: int, world: int, root: Path) -> None:
     """Run as one rank."""
     global RANK, WORLD
@@ -236,7 +332,7 @@ def rank(scenario: str, number: int, world: int, root: Path) -> None:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    {"save": save, "reshard": reshard, "killed": killed}[scenario](root)
+    SCENARIOS[scenario][0](root)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -261,6 +357,8 @@ def run(scenario: str, world: int, root: Path) -> bool:
         pids.append(pid)
     deadline, codes = time.monotonic() + TIMEOUT, {}
     while len(codes) < world and time.monotonic() < deadline:
+        if scenario == "stalled" and codes.get(pids[0]) == 0 and pids[1] not in codes:
+            os.kill(pids[1], signal.SIGKILL)
         for pid in [p for p in pids if p not in codes]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -274,8 +372,19 @@ def run(scenario: str, world: int, root: Path) -> bool:
     return False
 
 
+SCENARIOS = {
+    "save": (save, 2),
+    "reshard": (reshard, 4),
+    "killed": (killed, 2),
+    "thresholds of 2": (thresholds, 2),
+    "thresholds of 4": (thresholds, 4),
+    "refused": (refused, 2),
+    "gone": (gone, 2),
+    "stalled": (stalled, 2),
+}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name, ranks in (("save", 2), ("reshard", 4), ("killed", 2)):
-        if run(name, ranks, Path(sys.argv[1])):
+    for name in sys.argv[2:] or SCENARIOS:
+        if run(name, SCENARIOS[name][1], Path(sys.argv[1])):
             break

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint as sp
 from shrinkpoint import trainers
+from shrinkpoint.trainers.pointers import load_at, save_at
 
 
 def train(kind: str, phase: str, folder: Path, rank: int) -> None:
@@ -59,4 +60,9 @@ if __name__ == "__main__":
         for part in ("first", "second"):
             train(wrapper, part, home, number)
             dist.barrier()
+    if number == 0:
+        save_at(home / "pointer.json", sp.Store(home / "pointed"), {"w": torch.arange(4.0)})
+    dist.barrier()
+    assert load_at(home / "pointer.json")["w"].tolist() == [0, 1, 2, 3]
+    dist.barrier()
     dist.destroy_process_group()

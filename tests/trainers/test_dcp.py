@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import shrinkpoint as sp
+from shrinkpoint.codec import container
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers.dcp import (
     CompressedCheckpoints,
@@ -47,6 +48,8 @@ from shrinkpoint.trainers.dcp import (
 from shrinkpoint.trainers.dcp import reader as reader_module
 from shrinkpoint.trainers.dcp.metadata import Index, Layout, RankFile, Shard, build, parse
 from shrinkpoint.trainers.dcp.places import place
+
+from . import dcp_worker
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -196,6 +199,81 @@ def test_a_rank_that_dies_leaves_the_former_checkpoint(ranks: Any, tmp_path: Pat
         save({"s": whole + 2}, tmp_path / "c")
     assert torch.equal(load({"s": torch.zeros(128, 64)}, tmp_path / "c")["s"], whole + 2)
     assert len(os.listdir(tmp_path / "c" / "data")) == 1
+
+
+def limits(folder: Path) -> dict[str, set[Any]]:
+    """The thresholds of each quantized array, those of all ranks together."""
+    found: dict[str, set[Any]] = {}
+    for file in index_of(folder).files:
+        ckpt = sp.Checkpoint.from_bytes((folder / "data" / file.chain[0][0]).read_bytes())
+        for record in ckpt.records:
+            if record.stream == "levels":
+                found.setdefault(record.path, set()).add(tuple(record.meta["t"]))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", list(dcp_worker.GLOBAL))
+def test_thresholds_are_those_of_one_process_with_the_whole_state(ranks: Any, name: str, world: int) -> None:
+    folder, runs = ranks
+    assert set(runs[f"thresholds of {world}"]["codes"]) == {0}, "\n".join(runs[f"thresholds of {world}"]["logs"])
+    parent = None
+    for step in range(2):
+        state = {"model": dcp_worker.uneven(step)}
+        parent = sp.compress(state, parent, dcp_worker.GLOBAL[name])
+        expected = {r.path: {tuple(r.meta["t"])} for r in parent.records if r.stream == "levels"}
+        assert len(expected) == 4
+        where = folder / f"{name}-{world}-{step}"
+        assert limits(where) == expected
+        # And what is decoded heeds them.
+        found = everything(Reader(where))["model"]
+        for path, weight in state["model"].items():
+            ((protect, _, prune, _),) = expected[f"model/{path}"]
+            size = weight.abs()
+            assert not found[path][size < prune].any(), path
+            if protect is not None:
+                large = size >= protect
+                assert torch.equal(found[path][large], weight[large].bfloat16().to(weight.dtype)), path
+        pruned = {"inshrinkerator": 0.15, "default": 0.0, "two": 0.05}[name]
+        assert float((state["model"]["up.weight"].abs() < prune_of(expected)).float().mean()) >= pruned
+
+
+def prune_of(limits: dict[str, set[Any]]) -> float:
+    ((_, _, prune, _),) = limits["model/up.weight"]
+    return float(prune)
+
+
+def test_a_thread_agrees_over_the_group_it_is_given_and_over_no_other(ranks: Any) -> None:
+    folder, _ = ranks
+    for world in (2, 4):
+        ckpt = sp.compress({"model": dcp_worker.uneven(1)}, cfg=dcp_worker.GLOBAL["two"])
+        expected = {r.path: {tuple(r.meta["t"])} for r in ckpt.records if r.stream == "levels"}
+        assert limits(folder / f"aside-{world}") == expected
+        alone = limits(folder / f"alone-{world}")
+        assert len(alone["model/up.weight"]) == world
+
+
+def test_a_group_of_some_of_the_ranks(ranks: Any) -> None:
+    folder, _ = ranks
+    ckpt = sp.compress({"w": dcp_worker.uneven(0)["up.weight"]})
+    (expected,) = (tuple(r.meta["t"]) for r in ckpt.records)
+    assert limits(folder / "pair") == {"w": {expected}}
+    assert len(limits(folder / "pair-unsaid")["w"]) == 2
+
+
+def test_a_rank_that_cannot_store_its_state_stops_all_at_once(ranks: Any) -> None:
+    _, runs = ranks
+    assert set(runs["refused"]["codes"]) == {0}, "\n".join(runs["refused"]["logs"])
+
+
+@pytest.mark.parametrize(("scenario", "code", "said"), [("gone", 17, "remote worker"), ("stalled", -9, "timeout")])
+def test_a_rank_lost_within_a_collective_is_noticed(ranks: Any, scenario: str, code: int, said: str) -> None:
+    folder, runs = ranks
+    assert runs[scenario]["codes"] == [0, code], "\n".join(runs[scenario]["logs"])
+    assert said.lower() in runs[scenario]["logs"][0].lower()
+    assert int(runs[scenario]["logs"][0].split("noticed after ")[1].split()[0]) < 40
+    # The checkpoint before it is whole.
+    assert everything(Reader(folder / scenario))["s"].shape == (128, 64)
 
 
 def test_a_missing_shard_is_named(ranks: Any, tmp_path: Path) -> None:
@@ -624,6 +702,25 @@ def test_random_metadata_never_surprises(sample: Path, data: st.DataObject) -> N
     except (sp.CorruptDataError, sp.NewerFormatError):
         return
     index.to_torch()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_container_of_a_newer_version_among_others_is_refused_by_name(tmp_path: Path, which: int) -> None:
+    """Ranks that ran different versions: the metadata is of this one, a file is not."""
+    w = torch.randn(64, 64)
+    writer = Writer(cfg=EXACT)
+    for step in range(2):
+        save({"w": w + step}, tmp_path, writer)
+    name, _ = index_of(tmp_path).files[0].chain[which]
+    path = tmp_path / "data" / name
+    data = bytearray(path.read_bytes())
+    assert int.from_bytes(data[8:12], "little") == container.VERSION
+    data[8:12] = (container.VERSION + 1).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(dcp.CheckpointException, match=rf"NewerFormatError: rank 0: .*{name}.*version 2"):
+        load({"w": torch.zeros(64, 64)}, tmp_path)
+    with pytest.raises(dcp.CheckpointException, match=rf"NewerFormatError: rank 0: .*{name}"):
+        save({"w": w}, tmp_path / "next", Writer(cfg=EXACT, parent=tmp_path))
 
 
 def test_torch_pickles_are_not_unpickled(tmp_path: Path) -> None:

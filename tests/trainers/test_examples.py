@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +15,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.trainers.dcp import Reader
 
 HOME = Path(__file__).parents[2] / "examples"
 
@@ -19,6 +25,7 @@ def example(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -61,3 +68,85 @@ def test_publish_model(tmp_path: Path) -> None:
     assert example("publish_model").main(*folders) > 5
     found, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("restored", "tuned"))
     assert found == expected
+
+
+def test_own_codec() -> None:
+    module = example("own_codec")
+    try:
+        assert 1.8 < module.main() < 4
+        cfg = sp.Config([("linear", module.Rounded(3))])
+        assert sp.Config.from_json(cfg.to_json()) == cfg
+        odd = torch.full((64, 64), float("nan"))
+        odd[0, 0], odd[1] = torch.finfo(torch.float32).max, 0.0
+        assert torch.equal(sp.decompress(sp.compress({"w": odd}, cfg=cfg))["w"].nan_to_num(7), odd.nan_to_num(7))
+        weight = torch.randn(64, 64)
+        weight[0, 0], weight[1] = torch.finfo(torch.float32).max, 0.0
+        ckpt = sp.compress({"w": weight}, cfg=cfg)
+        (row,) = ckpt.summary()
+        assert row.error <= 2**-4
+        (record,) = ckpt.records
+        blob = bytearray(ckpt.to_bytes())
+        blob[-3] ^= 1
+        with pytest.raises(sp.CorruptDataError):
+            sp.decompress(sp.Checkpoint.from_bytes(bytes(blob)))
+        for piece in (b"", b"nonsense", b"".join(bytes(p) for p in ckpt.pieces_of(record))[:-1]):
+            with pytest.raises(sp.CorruptDataError, match=r"example\.rounded"):
+                module.decode(record.spec, {}, [memoryview(piece)], None)
+        with pytest.raises(sp.BadArgumentError, match="bits is 24"):
+            module.Rounded(24)
+    finally:
+        module.CODECS.pop(module.Rounded.id)
+        module.STREAMS.pop(module.STREAM)
+
+
+def test_own_kernel() -> None:
+    """In a process of its own: Triton interprets only what was imported under its variable."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HOME / "own_kernel.py")], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"agree to the bit: reference, cpu.*, interpreter", done.stdout)
+
+
+@pytest.mark.slow
+def test_fsdp2(tmp_path: Path) -> None:
+    """Two ranks, then one more run with them from the newest checkpoint that was completed."""
+
+    # Ranks are forked from one process that has imported everything: that takes longer than what they do.
+    code = f"""
+import os, sys, warnings
+sys.path.insert(0, {str(HOME)!r})
+warnings.simplefilter("ignore")
+import fsdp2, torch
+torch.set_num_threads(1)
+ports = sys.argv[1:]
+for steps, port in zip((40, 60), ports):
+    pids = []
+    for rank in (0, 1):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+            os.environ["MASTER_PORT"] = port
+            fsdp2.main({str(tmp_path / "run")!r}, steps)
+            sys.stdout.flush()
+            os._exit(0)
+    for pid in pids:
+        assert os.waitpid(pid, 0)[1] == 0
+    # A save that was interrupted: data, and no metadata.
+    os.makedirs({str(tmp_path / "run" / "step-000041" / "data")!r}, exist_ok=True)
+"""
+    command = [sys.executable, "-c", code, str(free_port()), str(free_port())]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed at step 0" in done.stdout
+    assert "resumed at step 40" in done.stdout
+    newest = tmp_path / "run" / "step-000060"
+    assert [len(file.chain) for file in Reader(newest).read_metadata().storage_data.files] == [3, 3]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shrinkpoint as sp
+from shrinkpoint.commands.sources import header_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 pytest.importorskip("keras", reason="keras is not installed")
@@ -45,6 +47,33 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     main(tmp_path / "killed", epochs)
     main(tmp_path / "whole", epochs)
     assert by_epoch(tmp_path / "killed") == by_epoch(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "sgd", "adagrad"])
+def test_an_optimizers_variables_are_known_for_what_they_are(tmp_path: Path, optimizer: str) -> None:
+    keras = pytest.importorskip("keras")
+    made = {
+        "adamw": keras.optimizers.AdamW(0.01),
+        "lamb": keras.optimizers.Lamb(0.01),
+        "sgd": keras.optimizers.SGD(0.01, momentum=0.9),
+        "adagrad": keras.optimizers.Adagrad(0.01),
+    }[optimizer]
+    layers = [keras.layers.Input((64,)), keras.layers.Dense(64, name="first"), keras.layers.Dense(1, name="last")]
+    model = keras.Sequential(layers, name="net")
+    model.compile(made, "mse")
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    store = sp.Store(tmp_path)
+    model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[CompressedBackup(store)])
+    rows = {row.path: row.codec for row in header_of(store, 2).summary()}
+    kernel = "optimizer/net/first/kernel"
+    assert rows["model/net/first/kernel"] == "levels"
+    if optimizer in ("adamw", "lamb"):
+        assert (rows[f"{kernel}/momentum"], rows[f"{kernel}/velocity"]) == ("grid", "rank-one")
+    elif optimizer == "sgd":
+        assert rows[f"{kernel}/momentum"] == "log-buckets"
+    else:
+        assert rows[f"{kernel}/accumulator"] == "bytes"
+    assert all(rows[path] == "bytes" for path in rows if path.endswith(("iteration", "learning_rate", "bias")))
 
 
 def test_another_model_is_refused_with_a_list(tmp_path: Path) -> None:

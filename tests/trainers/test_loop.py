@@ -324,6 +324,8 @@ def test_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, str(MULTI), str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
     assert [rank.wait(240) for rank in ranks] == [0, 0]
+    # However many processes load, that is one restore of the run.
+    assert [sp.Store(tmp_path / name).restores() for name in ("ddp", "fsdp2", "pointed")] == [1, 1, 1]
     for kind in ("ddp", "fsdp2"):
         for rank in (0, 1):
             expected, resumed = ((tmp_path / f"{kind}-{phase}-{rank}.txt").read_text() for phase in ("first", "second"))

@@ -23,6 +23,8 @@ VALUES = "@values"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FLATTENED = re.compile(r"(?:([^.]*optim[^.]*)\.)?state\.(.+)\.([^.]+)", re.IGNORECASE)
 """An optimizer entry whose path was flattened (`StateDictOptions(flatten_optimizer_state_dict=True)`)."""
+_BY_ENTRY = re.compile(r"(?:([^.]*optim[^.]*)\.)?state\.(exp_avg_sq|exp_avg|momentum_buffer|fp32_param)\.(.+)")
+"""The same with the entry first, as Megatron-Core names them."""
 
 
 def place(fqn: str, path: Sequence[str | int] | None) -> Place:
@@ -37,11 +39,14 @@ def place(fqn: str, path: Sequence[str | int] | None) -> Place:
         ('optim', 'state', 'fc.weight', 'exp_avg')
         >>> place("optim.state.fc.weight.exp_avg", None)
         ('optim', 'state', 'fc.weight', 'exp_avg')
+        >>> place("optimizer.state.exp_avg.fc.weight", None)
+        ('optimizer', 'state', 'fc.weight', 'exp_avg')
     """
     keys = [str(key) for key in path] if path else [fqn]
-    match = _FLATTENED.fullmatch(keys[-1])
+    by_entry = _BY_ENTRY.fullmatch(keys[-1])
+    match = by_entry or _FLATTENED.fullmatch(keys[-1])
     if match:
-        owner, parameter, entry = match.groups()
+        owner, parameter, entry = match.group(1, 3, 2) if by_entry else match.groups()
         keys[-1:] = [*([owner] if owner else []), "state", parameter, entry]
     if keys[0].startswith("@"):
         keys[0] = "@" + keys[0]

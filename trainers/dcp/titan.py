@@ -42,7 +42,8 @@ class CompressedCheckpoints:
         if to_hf:
             return above.dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         if self._writer is None:
-            self._writer = Writer(cfg=self.compression, parent=self._last)
+            # Its own group, of all ranks, is what it saves asynchronously over.
+            self._writer = Writer(cfg=self.compression, parent=self._last, process_group=getattr(self, "pg", None))
         mode = str(getattr(async_mode, "value", async_mode))
         result: Any = None
         where: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": self._writer}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -28,6 +30,7 @@ from ...store.policy import wants_base
 from .chain import carry, open_folder, read_index, resolve
 from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
 from .places import VALUES, Place, insert, kinds_of, numbered, place
+from .thresholds import Weights, agree
 
 
 class ParentNotUsedWarning(UserWarning):
@@ -53,6 +56,13 @@ class _Parent:
     last: RankFile
 
 
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """What the coordinator tells all ranks: whether they agree on thresholds before they compress."""
+
+    thresholds: bool
+
+
 _MOST_KEPT = 4
 _kept: dict[str, _Parent] = {}
 """Parents of writers that arrive anew for each save: `async_save` in a process pickles its writer every time."""
@@ -68,11 +78,14 @@ class Writer(StorageWriter):
 
     Args:
         path: folder or fsspec URL; None: `checkpoint_id` of each save.
-        cfg: how to compress, and when to take a base (`cfg.chain`, for each rank); default `Config()`. Thresholds that
-            are global elsewhere (protection, pruning) are over the shards of one rank.
+        cfg: how to compress, and when to take a base (`cfg.chain`, for each rank); default `Config()`. Protection and
+            pruning have one threshold for the weights of all ranks, see `process_group`.
         parent: folder of the checkpoint that this run resumed from: the first save is a delta against it. None: of the
             one that is in the folder saved to, if any.
         kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by name.
+        process_group: what `dcp.save` or `dcp.async_save` is given: over it the ranks agree on thresholds. None: the
+            default group, in `dcp.save` and in `async_save` by a process. `async_save` by a thread then leaves each
+            rank to its own thresholds: only the caller knows which group that thread may use beside training.
 
     Raises:
         BadArgumentError: an argument of a wrong kind.
@@ -96,6 +109,7 @@ class Writer(StorageWriter):
         *,
         parent: str | os.PathLike[str] | None = None,
         kinds: Mapping[str, Any] | None = None,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
         self.cfg = Config() if cfg is None else check_config(cfg)
@@ -107,14 +121,15 @@ class Writer(StorageWriter):
         self.path: str | None
         self.parent: str | None
         self.kinds = kinds
+        self.process_group = process_group
         self._head: _Parent | None = None
         self._token = os.urandom(16).hex()
         self._travelled = False
         self._rank, self._collective, self._coordinator = 0, True, True
 
     def __getstate__(self) -> dict[str, Any]:
-        # A parent is as large as its checkpoint: it stays in the process that saves.
-        return self.__dict__ | {"_head": None, "_travelled": True}
+        # A parent is as large as its checkpoint: it stays in the process that saves. That one has a group of its own.
+        return self.__dict__ | {"_head": None, "process_group": None, "_travelled": True}
 
     # ---- what torch calls, in this order
 
@@ -140,8 +155,8 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the rank, and whether ranks talk to each other."""
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._rank = int(kwargs.get("rank", torch.distributed.get_rank() if distributed else 0))
+        distributed = dist.is_available() and dist.is_initialized()
+        self._rank = int(kwargs.get("rank", dist.get_rank() if distributed else 0))
         self._collective = bool(kwargs.get("use_collectives", True))
         self._coordinator = is_coordinator
         self._files()
@@ -155,8 +170,17 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are: a file's name comes from its content."""
-        return plans
+        """The plans, and in them for all ranks alike whether they agree on thresholds."""
+        together = _Together(
+            len(plans) > 1 and self._may_talk() and dist.get_world_size(self.process_group) == len(plans)
+        )
+        return [dataclasses.replace(plan, storage_data=together) for plan in plans]
+
+    def _may_talk(self) -> bool:
+        """Whether this thread may use the process group: training may be using the default one in another."""
+        if not self._collective or not (dist.is_available() and dist.is_initialized()):
+            return False
+        return self.process_group is not None or threading.current_thread() is threading.main_thread()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Compress this rank's items and write their container.
@@ -164,15 +188,27 @@ class Writer(StorageWriter):
         Raises:
             UnsupportedLeafError: a value that cannot be stored without pickle; the message has its name.
             BadArgumentError: two entries with one path.
+            ShrinkpointError: another rank could not get so far as to agree on thresholds; the message says why.
             OSError: the bytes could not be written.
         """
         files = self._files()
-        state, shards, kinds = self._state(plan, planner)
+        talk = isinstance(plan.storage_data, _Together) and plan.storage_data.thresholds
+        cfg = self.cfg
+        try:
+            state, shards, kinds = self._state(plan, planner)
+            head = self._parent_for(files, shards) if state else None
+            parent = None if head is None else head.checkpoint
+            weights = Weights(state, cfg, kinds, parent) if talk else None
+        except Exception as e:
+            if talk:
+                # The others wait for this rank.
+                agree(e, self.process_group)
+            raise
+        if weights is not None:
+            cfg = weights.under(agree(weights.summaries, self.process_group))
         results = []
         if state:
-            head = self._parent_for(files, shards)
-            parent = None if head is None else head.checkpoint
-            ckpt = compress(state, parent, self.cfg, kinds=kinds)
+            ckpt = compress(state, parent, cfg, kinds=kinds)
             written = _describe(self._rank, ckpt, head)
             files.write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
             self._advance(files, ckpt, written, shards, head)

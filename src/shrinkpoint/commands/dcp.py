@@ -2,7 +2,8 @@
 
 Their metadata is a pickle, and so is everything in them that is no tensor; torch unpickles both with all of pickle's
 powers. Here the metadata may name the few classes it consists of and nothing else, values are loaded by
-`torch.load(weights_only=True)`, and the files must lie in the folder.
+`torch.load(weights_only=True)`, and the files must lie in the folder. Folders of `shrinkpoint.trainers.dcp.Writer`,
+whose metadata is JSON, are read by its own reader.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..codec.errors import CorruptDataError, UnsupportedLeafError
+from ..codec.errors import CorruptDataError, ShrinkpointError, UnsupportedLeafError
 from ..codec.leaves import check_memory
 
 METADATA = ".metadata"
+_OURS = b'{"checksum":'
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
     _DCP + "metadata": {
@@ -70,24 +72,21 @@ def is_dcp(path: Path) -> bool:
 
 
 def load_dcp(folder: Path) -> dict[str, Any]:
-    """The state in a folder of torch.distributed.checkpoint, its shards put together.
+    """The state in a folder of torch.distributed.checkpoint, by whichever storage writer, its shards put together.
 
     Raises:
         CorruptDataError: it cannot be read.
+        MissingParentError: a file of one of our folders is gone.
+        NewerFormatError: one of our folders, written by a newer version.
         UnsupportedLeafError: it needs more of pickle than plain values.
     """
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    metadata: Metadata = _metadata(folder)
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return metadata
+    reader, metadata = _ours(folder) if _is_ours(folder) else _theirs(folder)
 
     class Planner(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
@@ -106,13 +105,42 @@ def load_dcp(folder: Path) -> dict[str, Any]:
             flat[name] = None
     try:
         with _quiet():
-            load(flat, storage_reader=Reader(folder), planner=Planner(flatten_state_dict=False), no_dist=True)
+            load(flat, storage_reader=reader, planner=Planner(flatten_state_dict=False), no_dist=True)
     except (Exception, CheckpointException) as error:
         raise _plain_error(folder, error) from None
     missing = [name for name, value in flat.items() if value is None and name not in values]
     if missing:
         raise CorruptDataError(f"{folder}: the value {missing[0][:80]!r} was not found")
     return _nested(flat | values, metadata.planner_data, folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    with open(folder / METADATA, "rb") as file:
+        return file.read(len(_OURS)) == _OURS
+
+
+def _ours(folder: Path) -> tuple[Any, Any]:
+    """Reader and metadata of a folder that our own storage writer made."""
+    from ..trainers.dcp import Reader
+
+    reader = Reader(folder)
+    metadata = reader.read_metadata()
+    if metadata.storage_data.partial:
+        raise CorruptDataError(f"{folder / METADATA}: the shards saved here do not fill their tensors")
+    return reader, metadata
+
+
+def _theirs(folder: Path) -> tuple[Any, Any]:
+    """Reader and metadata of a folder that torch's storage writer made."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    metadata = _metadata(folder)
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return metadata
+
+    return Reader(folder), metadata
 
 
 def load_plain(file: Any, where: str) -> Any:
@@ -220,7 +248,7 @@ def _plain_error(folder: Path, error: BaseException) -> BaseException:
     """What lies beneath the wrapping of torch (a Ctrl-C too), as one of our errors."""
     causes = list(getattr(error, "failures", {}).values())
     cause = causes[0][0] if causes else error
-    if isinstance(cause, (UnsupportedLeafError, CorruptDataError, OSError, MemoryError)):
+    if isinstance(cause, (ShrinkpointError, OSError, MemoryError)):
         return cause
     if not isinstance(cause, Exception):
         return cause

@@ -41,11 +41,11 @@ def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> No
             os.replace(temporary, target)
         else:
             try:
-                local._link(str(temporary), str(target))
+                local.link(str(temporary), str(target))
             except FileExistsError:
                 check_free(target, force)
                 raise
-        local._sync_folder(str(target.parent))
+        local.sync_folder(str(target.parent))
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -58,7 +58,7 @@ def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> 
     former: Path | None = None
     try:
         write(temporary)
-        local._sync_folder(str(temporary))
+        local.sync_folder(str(temporary))
         if os.path.lexists(target):
             check_free(target, force)
             former = _temporary(target)
@@ -70,7 +70,7 @@ def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> 
                 os.rename(former, target)
                 former = None
             raise
-        local._sync_folder(str(target.parent))
+        local.sync_folder(str(target.parent))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if former is not None:

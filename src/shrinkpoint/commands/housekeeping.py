@@ -36,6 +36,7 @@ def gc(
     keep_best: Annotated[int | None, typer.Option(help="Keep so many steps with the best metric.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="A large metric is a good one.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for savers to finish.")] = 60.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only say what would be.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove steps that need not be kept, and files that no step needs.
@@ -43,6 +44,9 @@ def gc(
     Without any --keep option every step is kept. Pinned and tagged steps always are, and so is the newest one.
     """
     from ..codec.errors import BadArgumentError
+    from ..store.catalog import FOLDER, Catalog
+    from ..store.files import open_files
+    from ..store.manifest import manifest_name
     from ..store.retention import Retention
     from .sources import open_store
 
@@ -53,15 +57,19 @@ def gc(
     elif largest:
         raise BadArgumentError("--largest says nothing without --keep-best")
     opened = open_store(store)
-    before = opened.steps()
+    before = Catalog(open_files(opened.url)).generations()
     with busy("gc"):
-        removed = opened.gc(retention, timeout=timeout)
-    kept = set(opened.steps())
-    gone = [step for step in before if step not in kept]
+        removed = opened.gc(retention, timeout=timeout, dry_run=dry_run)
+    names = set(removed)
+    gone = [step for step, known in before.items() if f"{FOLDER}/{manifest_name(step, known[-1])}" in names]
     if as_json:
-        emit({"store": store, "removed_steps": gone, "removed_files": removed})
-    else:
-        line(f"{len(gone)} steps and {len(removed)} files removed; {len(kept)} steps kept")
+        emit({"store": store, "dry_run": dry_run, "removed_steps": gone, "removed_files": removed})
+        return
+    if dry_run:
+        for name in removed:
+            line(f"would remove {name}")
+    does = "would be removed" if dry_run else "removed"
+    line(f"{len(gone)} steps and {len(removed)} files {does}; {len(before) - len(gone)} steps kept")
 
 
 def drop(

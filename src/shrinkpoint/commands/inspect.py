@@ -27,7 +27,7 @@ def info(
 ) -> None:
     """Show what a checkpoint's header says, and a line for each array.
 
-    Of a store only the header of one step is read.
+    No more than the header is read, of a store that of one step; a file's content hash is not shown then.
     """
     from ..codec.errors import BadArgumentError
 
@@ -36,7 +36,7 @@ def info(
     ckpt, about = _open(source, step)
     rows = _ordered(_matching(ckpt.summary(), paths), sort)
     about |= {
-        "id": ckpt.id,
+        "id": ckpt.id or None,
         "delta": ckpt.is_delta,
         "parent": ckpt.parent_id,
         "nbytes": ckpt.nbytes,
@@ -49,7 +49,7 @@ def info(
         return
     kind = f"delta of {ckpt.parent_id[:16]}..." if ckpt.parent_id else "base"
     where = f", step {about['step']}" if "step" in about else ""
-    line(f"{source}{where}: {kind}, id {ckpt.id[:16]}...")
+    line(f"{source}{where}: {kind}{f', id {ckpt.id[:16]}...' if ckpt.id else ''}")
     line(f"{size(ckpt.raw_nbytes)} in {len(ckpt.records)} arrays -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}")
     line()
     table(
@@ -73,17 +73,14 @@ def info(
 
 
 def _open(source: str, step: str | None) -> tuple[Checkpoint, dict[str, Any]]:
-    """A checkpoint, its header at least, and where it is."""
+    """A checkpoint, only its header read, and where it is."""
     from ..codec.errors import BadArgumentError
-    from .foreign import is_spt
-    from .sources import header_of, newest_intact, open_store, parse_step, read_file
+    from .sources import header_of, header_of_file, newest_intact, open_store, parse_step
 
-    if is_spt(Path(source)):
+    if Path(source).is_file():
         if step is not None:
             raise BadArgumentError(f"--step {step!r}: {source} is a file, no store")
-        return read_file(Path(source)), {"file": source}
-    if Path(source).is_file():
-        return read_file(Path(source)), {"file": source}  # says what is wrong with it
+        return header_of_file(Path(source)), {"file": source}
     store = open_store(source)
     if step is None:
         number, ckpt = newest_intact(store, lambda s: header_of(store, s))
@@ -121,20 +118,19 @@ def _ordered(rows: list[Row], sort: str) -> list[Row]:
 
 def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the steps of a store. Exit code 1 if the manifest of one cannot be read."""
-    from ..codec.errors import CorruptDataError, NewerFormatError
     from .sources import open_store
 
     opened = open_store(store)
     pins, tags = set(opened.pins()), opened.tags()
     found: list[dict[str, Any]] = []
-    for step in opened.steps():
+    manifests, problems = opened.manifests()
+    for step in sorted(manifests.keys() | problems.keys()):
         labels = [name for name, number in tags.items() if number == step]
         entry: dict[str, Any] = {"step": step, "pinned": step in pins, "tags": labels}
-        try:
-            m = opened.describe(step)
-        except (CorruptDataError, NewerFormatError) as error:
-            found.append(entry | {"problem": str(error)})
+        if step in problems:
+            found.append(entry | {"problem": problems[step]})
             continue
+        m = manifests[step]
         entry |= {"delta": m.is_delta, "nbytes": m.nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]

@@ -73,6 +73,29 @@ def header_of(store: Store, step: int | str) -> Checkpoint:
     return opener(open_files(store.url), store.describe(step))(None)
 
 
+def header_of_file(path: Path) -> Checkpoint:
+    """A checkpoint file of which only the header is read; its content hash is not computed and is "".
+
+    Raises:
+        OSError, CorruptDataError, NewerFormatError: with the path.
+    """
+    from ..codec.ranged import Ranged
+
+    if not is_spt(path):
+        path.stat()  # a file that is not there is no foreign one
+        raise CorruptDataError(f"{path}: no shrinkpoint file")
+    with path.open("rb") as file:
+
+        def fetch(start: int, stop: int) -> bytes:
+            file.seek(start)
+            return file.read(stop - start)
+
+        try:
+            return Checkpoint(Ranged(os.fstat(file.fileno()).st_size, fetch), None)
+        except (CorruptDataError, NewerFormatError) as error:
+            raise type(error)(f"{path}: {error}") from None
+
+
 def read_file(path: Path) -> Checkpoint:
     """A checkpoint file, its checksums verified; a delta is not resolved.
 

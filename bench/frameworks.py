@@ -1,0 +1,512 @@
+"""One small training under each framework: without checkpoints, with the framework's own, or with this package's.
+
+Every training is the same network on the same batches in the same order, and `train(job)` says how long it took, how
+long each save kept it, and the weights it ended with. A job whose folder holds checkpoints resumes from the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shrinkpoint as sp
+
+FEATURES, BATCH = 64, 64
+RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training.
+
+    Args:
+        folder: where checkpoints go and come from.
+        how: "none" (no checkpoints), "own" (the framework's default) or "ours".
+        cfg: how ours compress.
+        steps: to train to.
+        every: steps between saves; divides `steps`.
+        width: of the network.
+        timed: whether its times will be looked at: else nothing is started that takes time to start.
+    """
+
+    folder: Path
+    how: str
+    cfg: sp.Config
+    steps: int
+    every: int
+    width: int
+    timed: bool = False
+
+
+@dataclass
+class Outcome:
+    """What came of it.
+
+    Args:
+        seconds: in the loop, until all is saved.
+        stalls: seconds of each save's call.
+        waited: seconds of them that were spent waiting for the save before, where that is known.
+        before: saves made before the loop.
+        weights: the final ones, in the model's order.
+    """
+
+    seconds: float = 0.0
+    stalls: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    before: int = 0
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def saves(self) -> int:
+        """Number of checkpoints written."""
+        return self.before + len(self.stalls)
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[None]:
+        """Time the loop."""
+        begin = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def stall(self) -> Iterator[None]:
+        """Time a save."""
+        begin = time.perf_counter()
+        yield
+        self.stalls.append(time.perf_counter() - begin)
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, timed as a save."""
+
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            with self.stall():
+                return call(*arguments, **named)
+
+        return wrapper
+
+
+class Net(nn.Module):
+    """Three layers; gives its loss where it is given labels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = self.layers(x)
+        return {"logits": found} if labels is None else {"loss": (found - labels).square().mean(), "logits": found}
+
+
+def net(width: int) -> Net:
+    """The network as every training begins."""
+    torch.manual_seed(0)
+    return Net(width)
+
+
+def samples(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs [count, FEATURES] and labels [count, 1]."""
+    x = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(seed))
+    return x, torch.sin(3 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+
+
+def epoch_of(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of the steps from one save to the next: an epoch."""
+    return samples(job.every * BATCH, 1)
+
+
+def batch_of(data: tuple[torch.Tensor, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of a step."""
+    x, y = data
+    begin = step * BATCH % x.shape[0]
+    return x[begin : begin + BATCH], y[begin : begin + BATCH]
+
+
+def saved_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder, what is linked several times once."""
+    stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum({(s.st_dev, s.st_ino): s.st_size for s in stats}.values())
+
+
+def held_out_loss(weights: list[torch.Tensor], width: int) -> float:
+    """Loss on samples that no training saw."""
+    model = net(width)
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+        x, y = samples(2048, 2)
+        return float(model(x, y)["loss"])
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+def _descend(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    model(*batch)["loss"].backward()
+    optimizer.step()
+
+
+def plain(job: Job) -> Outcome:
+    """A loop of one's own: `torch.save` against a `Saver`."""
+    from shrinkpoint import trainers
+
+    model = net(job.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    data, done, step = epoch_of(job), Outcome(), 0
+    futures: list[Any] = []
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if job.how == "ours":
+            mode = "process" if job.timed else "thread"
+            saver = stack.enter_context(sp.Saver(sp.Store(job.folder, job.cfg), mode=mode))
+            step = trainers.resume(saver, model, optimizer)
+            if not step:
+                # The worker has started when this is done; it does so once a run.
+                trainers.save(saver, 0, model, optimizer)
+                saver.wait()
+                done.before = 1
+        elif job.how == "own":
+            newest = max(job.folder.glob("*.pt"), default=None)
+            if newest is not None:
+                state = torch.load(newest, weights_only=True)
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
+                step = state["step"]
+        with done.loop():
+            while step < job.steps:
+                _descend(model, optimizer, batch_of(data, step))
+                step += 1
+                if step % job.every or job.how == "none":
+                    continue
+                with done.stall():
+                    if job.how == "ours":
+                        futures.append(trainers.save(saver, step, model, optimizer))
+                    else:
+                        state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                        torch.save(state, job.folder / f"{step:06d}.pt")
+            if job.how == "ours":
+                saver.wait()
+    done.waited = [future.result().waited for future in futures]
+    done.weights = _weights(model)
+    return done
+
+
+def dcp(job: Job) -> Outcome:
+    """torch.distributed.checkpoint in one process: its `FileSystemWriter` against our `Writer`, both synchronous."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from shrinkpoint.trainers.dcp import Reader, Writer
+
+    model = net(job.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    data, done, step = epoch_of(job), Outcome(), 0
+    newest = max(job.folder.glob("step-*"), default=None)
+    if newest is not None:
+        weights, moments = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": weights, "optim": moments, "step": 0}
+        reader = Reader(newest) if job.how == "ours" else FileSystemReader(newest)
+        load(state, storage_reader=reader, no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        step = state["step"]
+    writer = Writer(cfg=job.cfg, parent=newest if job.how == "ours" else None)
+    with done.loop():
+        while step < job.steps:
+            _descend(model, optimizer, batch_of(data, step))
+            step += 1
+            if step % job.every or job.how == "none":
+                continue
+            with done.stall():
+                weights, moments = get_state_dict(model, optimizer)
+                where = job.folder / f"step-{step:06d}"
+                storage = writer if job.how == "ours" else FileSystemWriter(where)
+                state = {"model": weights, "optim": moments, "step": step}
+                save(state, storage_writer=storage, checkpoint_id=where, no_dist=True)
+    done.weights = _weights(model)
+    return done
+
+
+def lightning(job: Job) -> Outcome:
+    """Lightning: its `ModelCheckpoint`, without and with the plugin."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Model(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net(job.width)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(*batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=RATE)
+
+    done, ours = Outcome(), job.how == "ours"
+    callbacks: list[Any] = [CompressedCheckpoints()] if ours else []
+    if job.how != "none":
+        callbacks.append(ModelCheckpoint(job.folder, save_top_k=-1, every_n_epochs=1))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=job.steps // job.every,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=job.how != "none",
+        plugins=[CompressedIO(job.cfg)] if ours else None,
+        callbacks=callbacks,
+    )
+    trainer.save_checkpoint = done.timed(trainer.save_checkpoint)
+    newest = max(job.folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    model = Model()
+    with done.loop():
+        trainer.fit(model, DataLoader(TensorDataset(*epoch_of(job)), batch_size=BATCH), ckpt_path=newest)
+    done.weights = _weights(model)
+    return done
+
+
+def transformers(job: Job) -> Outcome:
+    """Transformers: its `Trainer`, without and with the mixin."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+    from transformers.utils import logging as their_logging
+
+    from shrinkpoint.trainers.transformers import CompressedCheckpoints
+
+    their_logging.set_verbosity_error()
+    done = Outcome()
+
+    class Timed(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+            with done.stall():
+                super()._save_checkpoint(*arguments, **named)
+
+    class Ours(CompressedCheckpoints, Timed):
+        compression = job.cfg
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            self.x, self.y = epoch_of(job)
+
+        def __len__(self) -> int:
+            return int(self.x.shape[0])
+
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            return {"x": self.x[i], "labels": self.y[i]}
+
+    arguments = TrainingArguments(
+        str(job.folder),
+        max_steps=job.steps,
+        save_strategy="no" if job.how == "none" else "steps",
+        save_steps=job.every,
+        per_device_train_batch_size=BATCH,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    job.folder.mkdir(parents=True, exist_ok=True)
+    newest = get_last_checkpoint(str(job.folder))
+    trainer = (Ours if job.how == "ours" else Timed)(net(job.width), arguments, train_dataset=Rows())
+    with done.loop():
+        trainer.train(resume_from_checkpoint=newest)
+    done.weights = _weights(trainer.model)
+    return done
+
+
+def accelerate(job: Job) -> Outcome:
+    """Accelerate: `save_state`, without and with the hooks."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from shrinkpoint.trainers.accelerate import compress_states
+
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    done, step = Outcome(), 0
+    project = ProjectConfiguration(str(job.folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    if job.how == "ours":
+        compress_states(accelerator, sp.Store(job.folder / "store", job.cfg))
+    model = net(job.width)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE))
+    names = sorted((job.folder / "checkpoints").glob("checkpoint_*"), key=lambda path: int(path.name.split("_")[1]))
+    if names:
+        accelerator.load_state(str(names[-1]))
+        project.iteration = len(names)
+        step = len(names) * job.every
+    data = epoch_of(job)
+    with done.loop():
+        while step < job.steps:
+            optimizer.zero_grad()
+            accelerator.backward(model(*batch_of(data, step))["loss"])
+            optimizer.step()
+            step += 1
+            if step % job.every == 0 and job.how != "none":
+                with done.stall():
+                    accelerator.save_state()
+    done.weights = _weights(model)
+    return done
+
+
+def keras(job: Job) -> Outcome:
+    """Keras 3 on torch: its `ModelCheckpoint` of the whole model against our backup."""
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    import keras
+
+    from shrinkpoint.trainers.keras import CompressedBackup
+
+    done = Outcome()
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.layers.Input((FEATURES,)),
+        keras.layers.Dense(job.width, activation="gelu", name="first"),
+        keras.layers.Dense(job.width, activation="gelu", name="second"),
+        keras.layers.Dense(1, name="last"),
+    ]
+    model = keras.Sequential(layers, name="net")
+    model.compile(keras.optimizers.AdamW(RATE, name="adamw"), "mse")
+    callbacks: list[Any] = []
+    start = 0
+    job.folder.mkdir(parents=True, exist_ok=True)
+    if job.how == "ours":
+        callbacks = [CompressedBackup(sp.Store(job.folder, job.cfg))]
+        start = callbacks[0].resume(model)
+    elif job.how == "own":
+        callbacks = [keras.callbacks.ModelCheckpoint(str(job.folder / "{epoch:04d}.keras"))]
+    for callback in callbacks:
+        callback.on_epoch_end = done.timed(callback.on_epoch_end)
+    x, y = (part.numpy() for part in epoch_of(job))
+    with done.loop():
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=job.steps // job.every,
+            initial_epoch=start,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+    # Keras has matrices the other way round.
+    done.weights = [torch.as_tensor(v.value.detach().cpu()).t().clone() for v in model.trainable_variables]
+    return done
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework, and what a user writes for its checkpoints.
+
+    Args:
+        train: runs a job.
+        peer: its own checkpoints, as shown.
+        ours: the lines a user adds or changes to save and resume with this package.
+        own: the same without it.
+    """
+
+    train: Callable[[Job], Outcome]
+    peer: str
+    ours: str
+    own: str
+
+
+FRAMEWORKS = {
+    "plain loop": Framework(
+        plain,
+        "torch.save",
+        """import shrinkpoint as sp
+from shrinkpoint import trainers
+saver = sp.Saver(sp.Store("run"))
+step = trainers.resume(saver, model, optimizer)
+trainers.save(saver, step, model, optimizer)
+saver.close()""",
+        """state = torch.load(path, weights_only=True)
+model.load_state_dict(state["model"])
+optimizer.load_state_dict(state["optimizer"])
+step = state["step"]
+torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)""",
+    ),
+    "DCP": Framework(
+        dcp,
+        "FileSystemWriter",
+        """from shrinkpoint.trainers.dcp import Reader, Writer
+writer = Writer()
+dcp.load(state, storage_reader=Reader(path))
+dcp.save(state, storage_writer=writer, checkpoint_id=path)""",
+        """dcp.load(state, checkpoint_id=path)
+dcp.save(state, checkpoint_id=path)""",
+    ),
+    "Lightning": Framework(
+        lightning,
+        "ModelCheckpoint",
+        """from shrinkpoint.trainers.lightning import CompressedIO
+trainer = Trainer(callbacks=[ModelCheckpoint("run")], plugins=[CompressedIO()])""",
+        """trainer = Trainer(callbacks=[ModelCheckpoint("run")])""",
+    ),
+    "Transformers": Framework(
+        transformers,
+        "Trainer",
+        """from shrinkpoint.trainers.transformers import CompressedCheckpoints
+class MyTrainer(CompressedCheckpoints, Trainer): ...
+trainer = MyTrainer(model, arguments)""",
+        """trainer = Trainer(model, arguments)""",
+    ),
+    "Accelerate": Framework(
+        accelerate,
+        "save_state",
+        """from shrinkpoint.trainers.accelerate import compress_states
+compress_states(accelerator, sp.Store("store"))
+accelerator.save_state()
+accelerator.load_state(path)""",
+        """accelerator.save_state()
+accelerator.load_state(path)""",
+    ),
+    "Keras": Framework(
+        keras,
+        "ModelCheckpoint",
+        """from shrinkpoint.trainers.keras import CompressedBackup
+backup = CompressedBackup(saver)
+model.fit(x, y, callbacks=[backup], initial_epoch=backup.resume(model))""",
+        """model = keras.models.load_model(path)
+model.fit(x, y, callbacks=[keras.callbacks.ModelCheckpoint(path)], initial_epoch=epoch)""",
+    ),
+}
+
+
+def run(name: str, job: Job) -> Outcome:
+    """Train on one thread; what torch and the frameworks warn of on a machine without an accelerator is not shown.
+
+    Threads that wait for each other make the times of so small a network those of the machine's other work.
+
+    Raises:
+        ImportError: the framework is not installed.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return FRAMEWORKS[name].train(job)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,117 @@
+"""Saves of torch.distributed.checkpoint by several processes over gloo on this machine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+SAVES = 5
+_LAYERS = 8
+
+
+def measure(world: int, parameters: int) -> dict[str, Any]:
+    """Seconds, bytes and bytes of metadata of a save by so many ranks, ours and by torch's own writer.
+
+    Args:
+        world: number of processes, 1 or more.
+        parameters: weights of the whole state; two moments each come on top.
+
+    Raises:
+        ValueError: a process failed; its last words are in the message.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"from {__name__} import child; child()"
+        command = [sys.executable, "-c", code, folder, str(world), str(parameters)]
+        running = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank in range(world)
+        ]
+        try:
+            said = [process.communicate(timeout=600) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        for process, (_, error) in zip(running, said, strict=True):
+            if process.returncode:
+                raise ValueError(error[-2000:] or f"status {process.returncode}")
+        found: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
+    return found
+
+
+def child() -> None:
+    """One rank: arguments are the folder, the number of ranks, of parameters, and which rank this is."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shrinkpoint.trainers.dcp import Reader, Writer
+
+    warnings.simplefilter("ignore")
+    folder, world, parameters, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    seconds: dict[str, list[float]] = {"ours": [], "own": []}
+    writer = Writer()
+    state = _first(mesh, parameters)
+    for number in range(SAVES + 1):
+        for how in ("ours", "own") if number % 2 else ("own", "ours"):
+            where = folder / f"{how}-{number}"
+            storage = writer if how == "ours" else FileSystemWriter(where)
+            dist.barrier()
+            begin = time.perf_counter()
+            save(state, storage_writer=storage, checkpoint_id=where)
+            slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if number:  # the first is a base, and pays for loading
+                seconds[how].append(float(slowest))
+        _drift(state)
+    if rank == 0:
+        answer: dict[str, Any] = {"saves": SAVES}
+        for how, times in seconds.items():
+            last = folder / f"{how}-{SAVES}"
+            own = sum(p.stat().st_size for p in last.rglob("*") if p.is_file() and p.stat().st_nlink == 1)
+            metadata = (last / ".metadata").stat().st_size
+            answer[how] = {"seconds": statistics.median(times), "nbytes": own, "metadata": metadata}
+        Reader(folder / f"ours-{SAVES}").read_metadata()
+        print(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _first(mesh: Any, parameters: int) -> dict[str, Any]:
+    """Weights and moments of a few square matrices, cut by rows."""
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    width = round((parameters / _LAYERS) ** 0.5)
+    torch.manual_seed(0)
+    state: dict[str, Any] = {"model": {}, "optim": {"state": {}}}
+    for i in range(_LAYERS):
+        gradient = torch.randn(width, width) * 1e-3
+        made = {"weight": torch.randn(width, width) * 0.02, "exp_avg": gradient, "exp_avg_sq": gradient.square()}
+        cut = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in made.items()}
+        state["model"][f"layer{i}.weight"] = cut.pop("weight")
+        state["optim"]["state"][f"layer{i}.weight"] = cut
+    return state
+
+
+def _drift(state: dict[str, Any]) -> None:
+    """Some steps of training later."""
+    import torch
+
+    for name, weight in state["model"].items():
+        here, moments = weight.to_local(), state["optim"]["state"][name]
+        first, second = moments["exp_avg"].to_local(), moments["exp_avg_sq"].to_local()
+        first.mul_(0.9).add_(torch.randn_like(first), alpha=1e-4)
+        second.mul_(0.99).add_(first.square(), alpha=0.01)
+        here.sub_(first / (second.sqrt() + 1e-8), alpha=1e-4)

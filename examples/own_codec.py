@@ -1,0 +1,99 @@
+"""A codec of one's own: weights with fewer mantissa bits, through zstandard.
+
+A codec is a frozen dataclass that says what is asked, with an id; what it writes is a stream with a name of its own,
+and a function that reads it. Both must be registered wherever such checkpoints are written or read.
+
+python examples/own_codec.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import zstandard
+
+import shrinkpoint as sp
+from shrinkpoint.codec.base import Leaf, Memory, Stored, check_range
+from shrinkpoint.codec.config import CODECS
+from shrinkpoint.codec.exact import Exact
+from shrinkpoint.codec.leaves import LeafSpec, check_memory, from_bytes
+from shrinkpoint.codec.moments import ValuesMemory
+from shrinkpoint.codec.streams import STREAMS
+
+STREAM = "example.rounded"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Keep `bits` mantissa bits of float32 arrays, 0 to 23: a relative error of at most `2**-(bits + 1)`."""
+
+    bits: int = 7
+    id: ClassVar[str] = "example.rounded"
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 0, 23)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing that all arrays have to be seen together for."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """One array; what this codec is not for is kept exactly, and the summary says so."""
+        x = np.asarray(leaf.flat.cpu() if isinstance(leaf.flat, torch.Tensor) else leaf.flat)
+        if leaf.spec.dtype != "float32" or not np.isfinite(x).all():
+            return Exact().encode(leaf, parent)
+        drop = 23 - self.bits
+        half = (1 << drop) >> 1
+        words = (x.view(np.uint32).astype(np.uint64) + half) >> drop << drop
+        rounded = words.astype(np.uint32)
+        # What would become infinite stays as it is.
+        rounded = np.where(np.isfinite(rounded.view(np.float32)), rounded, x.view(np.uint32))
+        planes = rounded.view(np.uint8).reshape(-1, 4).T
+        piece = zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(planes).tobytes())
+        size = np.abs(x)
+        error = np.abs(rounded.view(np.float32) - x)[size > 0] / size[size > 0]
+        memory = ValuesMemory(from_bytes(rounded.view(np.uint8), leaf.spec))
+        return Stored(STREAM, {}, [piece], memory, float(error.max(initial=0.0)), "relative")
+
+
+def decode(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Any = None
+) -> Memory:
+    """The stream again as an array; a reader believes nothing that it has not checked."""
+    if spec.dtype != "float32" or len(pieces) != 1:
+        raise sp.CorruptDataError(f"{STREAM}: {len(pieces)} pieces of {spec.dtype}")
+    check_memory(2 * spec.nbytes, STREAM)
+    try:
+        data = zstandard.ZstdDecompressor().decompress(bytes(pieces[0]), max_output_size=spec.nbytes)
+    except zstandard.ZstdError as e:
+        raise sp.CorruptDataError(f"{STREAM}: {e}") from None
+    if len(data) != spec.nbytes:
+        raise sp.CorruptDataError(f"{STREAM}: {len(data)} bytes, not {spec.nbytes}")
+    planes = np.frombuffer(data, np.uint8).reshape(4, -1)
+    return ValuesMemory(from_bytes(np.ascontiguousarray(planes.T).reshape(-1), spec))
+
+
+CODECS[Rounded.id] = Rounded
+STREAMS[STREAM] = decode
+
+
+def main() -> float:
+    """Compress a state by a rule with it; returns the ratio."""
+    torch.manual_seed(0)
+    state = {"model": {"layer.weight": torch.randn(512, 512), "layer.bias": torch.zeros(512)}}
+    cfg = sp.Config([("linear", Rounded(bits=7))])
+    ckpt = sp.Checkpoint.from_bytes(sp.compress(state, cfg=cfg).to_bytes())
+    for row in ckpt.summary():
+        print(f"{row.path}: {row.codec}, {row.raw_bytes:,} -> {row.stored_bytes:,} bytes, error {row.error:.2g}")
+    weight = state["model"]["layer.weight"]
+    restored = sp.decompress(ckpt)["model"]["layer.weight"]
+    assert float(((restored - weight).abs() / weight.abs()).max()) <= 2**-8
+    return ckpt.ratio
+
+
+if __name__ == "__main__":
+    print(f"{main():.2f} to 1")

@@ -1,0 +1,68 @@
+"""Copying many pieces of host memory as fast as it goes, for a reader that is another process or comes later."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..codec.parallel import map_chunks, threads
+
+Piece = tuple[int, int, int]
+"""Target (a multiple of 64), source, bytes."""
+STREAMED = 16 << 20
+"""Bytes altogether from which they are copied past the cache: of fewer a copy takes a millisecond or two anyway, not
+worth loading a compiler for."""
+_PART = 16 << 20
+"""Bytes one thread copies at a time."""
+_MANY = 4
+"""Cores that together copy faster than one does; two were measured to be slower."""
+
+
+def copy(pieces: Sequence[Piece]) -> None:
+    """Copy pieces that do not overlap, on all cores where there are enough to gain by it.
+
+    Past the cache once `kernel` was called: measured 1.5 times as fast as `memmove`, array by array.
+
+    Example:
+        >>> source, target = np.arange(5.0), np.zeros(5)
+        >>> copy([(target.ctypes.data, source.ctypes.data, source.nbytes)])
+        >>> target.tolist()
+        [0.0, 1.0, 2.0, 3.0, 4.0]
+    """
+    loaded = kernel.cache_info().currsize > 0
+    streaming = kernel() if loaded and sum(n for _, _, n in pieces) >= STREAMED else None
+    if streaming is None:
+        for piece in pieces:
+            ctypes.memmove(*piece)
+        return
+    shares = _shares(pieces) if threads() >= _MANY else [pieces]
+    map_chunks(lambda share: streaming(*np.array(share, np.uint64).T.copy()), shares)
+
+
+def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces, large ones in parts, in groups of about the same size."""
+    parts = [
+        (target + i, source + i, min(_PART, size - i)) for target, source, size in pieces for i in range(0, size, _PART)
+    ]
+    before = itertools.accumulate((size for _, _, size in parts), initial=0)
+    grouped = itertools.groupby(zip(before, parts, strict=False), lambda at: at[0] // _PART)
+    return [[part for _, part in group] for _, group in grouped]
+
+
+@functools.cache
+def kernel() -> Callable[..., Any] | None:
+    """The compiled copy, loaded when it is first asked for; None where compiling is switched off."""
+    import numba
+
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return None
+    from .streaming import stream
+
+    empty = np.zeros(0, np.uint64)
+    stream(empty, empty, empty)
+    return stream

@@ -1,0 +1,230 @@
+"""Thresholds over the shards of all ranks: protection and pruning as one process with the whole state chooses them.
+
+Each rank counts its own weights in log buckets. Counts add up, so the histograms of all ranks together are those of the
+whole state, and one rank takes the thresholds from them for all. What travels is the counts of the buckets in use, for
+each codec and layer type: about 15 kB, whatever the size of the model.
+
+Source: Inshrinkerator, sections 4.1 to 4.3 (global thresholds from mergeable sketches).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch.distributed as dist
+
+from ...codec.base import Leaf, Memory
+from ...codec.checkpoint import Checkpoint
+from ...codec.config import Config
+from ...codec.errors import ShrinkpointError
+from ...codec.leaves import is_array
+from ...codec.matching import matched, tie, with_targets
+from ...codec.parallel import map_chunks
+from ...codec.partition import Sketch, kept, pruning
+from ...codec.quantize import LevelsMemory, Plan, Quantize
+from ...codec.tree import flatten
+from ...kernels.assign import Thresholds
+from ...kernels.floats import FORMATS
+from ...kernels.histogram import Histogram, merge
+
+Limits: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A magnitude histogram as it travels: the buckets in use.
+
+    Args:
+        layer: layer type of the weights counted.
+        format: float format they are in.
+        bits: sub-bucket bits.
+        buckets: int32, ascending.
+        counts: int64, each above 0.
+    """
+
+    layer: str
+    format: str
+    bits: int
+    buckets: np.ndarray[Any, np.dtype[np.int32]]
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+
+    @staticmethod
+    def of(layer: str, histogram: Histogram) -> Counts:
+        """Of a histogram, folded to magnitudes."""
+        counts = histogram.magnitude().counts
+        used = np.flatnonzero(counts)
+        return Counts(layer, histogram.format, histogram.bits, used.astype(np.int32), counts[used])
+
+    def sketch(self) -> Sketch:
+        """The histogram again."""
+        counts = np.zeros(FORMATS[self.format].buckets(self.bits) + 2, np.int64)
+        counts[self.buckets] = self.counts
+        return Sketch(self.layer, Histogram(counts, self.bits, self.format, False), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one rank tells of the weights that one codec is for.
+
+    Args:
+        counts: a histogram each layer type and float format.
+        before: its parent's first quantized array, without elements: the thresholds; None: it has none.
+    """
+
+    counts: tuple[Counts, ...]
+    before: LevelsMemory | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The thresholds of a codec.
+
+    Args:
+        protect: (magnitude, sensitivity) from which on weights are protected.
+        prune: layer type -> (magnitude, sensitivity) below which its weights are pruned.
+    """
+
+    protect: Limits
+    prune: Mapping[str, Limits]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeState(Quantize):
+    """`Quantize` under thresholds of more arrays than it sees.
+
+    Args:
+        decided: the thresholds, from `decide`.
+        sketches: of the arrays it will see, by key.
+    """
+
+    decided: Decided = field(default_factory=lambda: Decided((np.inf, np.inf), {}), compare=False)
+    sketches: Mapping[str, Sketch] = field(default_factory=dict, compare=False)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Plan]:
+        """One plan an array, with the thresholds that were decided."""
+        sketches = [self.sketches[leaf.key] for leaf in leaves]
+        pruned = self.decided.prune
+        thresholds = [Thresholds(*self.decided.protect, *pruned.get(s.layer, (0.0, 0.0))) for s in sketches]
+        trades = self._trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
+        return [Plan(*made) for made in zip(sketches, thresholds, trades, strict=True)]
+
+
+class Weights:
+    """The weights of a rank that codecs with global thresholds are for, sketched.
+
+    Args:
+        state: what will be compressed.
+        cfg: how.
+        kinds: as for `compress`.
+        parent: what it will be a delta against.
+
+    Raises:
+        BadArgumentError: pruning by sensitivity, which needs gradients.
+        UnsupportedLeafError: a leaf that cannot be stored.
+    """
+
+    def __init__(self, state: Any, cfg: Config, kinds: Mapping[str, Any], parent: Checkpoint | None) -> None:
+        self.cfg = cfg
+        unique = tie(*flatten(state, is_array))[1]
+        groups: dict[Quantize, list[Leaf]] = {}
+        for leaf, codec in zip(*matched(unique, cfg, kinds, {}, parent is None or not parent.is_delta), strict=True):
+            if isinstance(codec, Quantize) and (codec.protect or codec.prune):
+                groups.setdefault(codec, []).append(leaf)
+        self.sketches: dict[Quantize, dict[str, Sketch]] = {}
+        self.summaries: dict[Quantize, Summary] = {}
+        for codec, group in groups.items():
+            if codec.prune:
+                codec._metric(group)
+            found = map_chunks(codec._sketch, group)
+            self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
+            self.summaries[codec] = Summary(_counts(found), _before(group, parent))
+
+    def under(self, decided: Mapping[Quantize, Decided]) -> Config:
+        """The configuration with those thresholds in place of what it would decide from these weights alone."""
+        table = {
+            codec: WholeState(**_fields(codec), decided=decided[codec], sketches=sketches)
+            for codec, sketches in self.sketches.items()
+        }
+        return _Under(self.cfg, table)
+
+
+def _fields(codec: Quantize) -> dict[str, Any]:
+    return {f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)}
+
+
+def _counts(sketches: Sequence[Sketch]) -> tuple[Counts, ...]:
+    groups: dict[tuple[str, str, int], list[Histogram]] = {}
+    for s in sketches:
+        groups.setdefault((s.layer, s.signed.format, s.signed.bits), []).append(s.signed.magnitude())
+    return tuple(Counts.of(layer, merge(*found)) for (layer, _, _), found in groups.items())
+
+
+def _before(leaves: Sequence[Leaf], parent: Checkpoint | None) -> LevelsMemory | None:
+    if parent is None:
+        return None
+    memories = (parent.parent_memory(leaf.key, leaf.spec) for leaf in leaves)
+    found = next((m for m in memories if isinstance(m, LevelsMemory)), None)
+    none = np.empty(0, np.uint8)
+    return None if found is None else LevelsMemory(none, np.empty(0), none, found.thresholds)
+
+
+class _Under(Config):
+    """A configuration some of whose codecs are replaced."""
+
+    __slots__ = ("_table",)
+    _table: Mapping[Quantize, WholeState]
+
+    def __init__(self, cfg: Config, table: Mapping[Quantize, WholeState]) -> None:
+        super().__init__(cfg.rules, max_rel_error=cfg.max_rel_error, rate=cfg.rate, chain=cfg.chain)
+        object.__setattr__(self, "_table", table)
+
+    def codec_for(self, path: str, spec: Any, kind: Any) -> Any:
+        """As the configuration says, under the thresholds."""
+        codec = with_targets(Config.codec_for(self, path, spec, kind), self)
+        return self._table.get(codec, codec) if isinstance(codec, Quantize) else codec
+
+
+def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Decided]:
+    """Thresholds of every codec over what all ranks told, in the order of the ranks."""
+    decided = {}
+    for codec in dict.fromkeys(codec for of_rank in summaries for codec in of_rank):
+        told = [of_rank[codec] for of_rank in summaries if codec in of_rank]
+        sketches = [counts.sketch() for summary in told for counts in summary.counts]
+        before = [summary.before for summary in told if summary.before is not None]
+        prune = pruning(sketches, codec.prune, "magnitude") if codec.prune else {}
+        decided[codec] = Decided(codec._protection(sketches, before), prune)
+    return decided
+
+
+def agree(mine: Mapping[Quantize, Summary] | Exception, group: Any) -> dict[Quantize, Decided]:
+    """Thresholds over all ranks of a process group; all of them must call it.
+
+    Args:
+        mine: what this rank tells, or the error it met on the way there: it is then raised here, and another one that
+            names this rank on the others.
+        group: the process group; None: the default one.
+
+    Raises:
+        ShrinkpointError: another rank met an error.
+        RuntimeError: a rank is gone or does not answer (of torch, after the timeout of the process group).
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    told: list[Any] | None = [None] * world if rank == 0 else None
+    sent = f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine
+    dist.gather_object(sent, told, dst=first, group=group)
+    answer: list[Any] = [None]
+    if told is not None:
+        failed = [f"rank {number}: {what}" for number, what in enumerate(told) if isinstance(what, str)]
+        answer = ["; ".join(failed)] if failed else [decide(told)]
+    dist.broadcast_object_list(answer, src=first, group=group)
+    if isinstance(mine, Exception):
+        raise mine
+    if isinstance(answer[0], str):
+        raise ShrinkpointError(f"nothing was written, since another rank could not: {answer[0]}")
+    decided: dict[Quantize, Decided] = answer[0]
+    return decided
