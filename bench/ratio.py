@@ -4,6 +4,9 @@ A training is run once; every 10 steps its state goes into the chain of each sys
 7/9 of the schedule the systems are restored: held-out loss at once, and after up to 200 further steps, against the
 training that was never interrupted, on the same batches and the same held-out set. *Staleness* is the second
 difference in steps of the uninterrupted training: how long it would take to make it good. *Late* is the last third.
+
+Weights are compared with the published pipeline's beside equal moments ("weights, ..."), and coded alone, with no
+parent ("alone, ..."). Other libraries code the checkpoints at the restart, 10 steps apart, of the first seed.
 """
 
 from __future__ import annotations
@@ -16,26 +19,43 @@ from pathlib import Path
 from typing import Any
 
 import shrinkpoint as sp
+from shrinkpoint.codec.config import Rule
+from shrinkpoint.codec.quantize import Quantize
 
 from . import workloads
 from .devices import threads
 from .harness import Options, Row
+from .lossypeers import LOSSY, floats_of, with_floats
+from .systems.lossless import PEERS
 from .workloads import Run, State, Workload
 
 TITLE = "bytes against held-out loss, on chains of checkpoints of real trainings"
 SPACING, RESTART, FURTHER = 10, 7 / 9, 200
+
+
+def _weights(rate: float, bins: int = 24) -> sp.Config:
+    """Our weights beside the moments of the published pipeline, which the paper is silent on."""
+    weights = Rule("weight", Quantize(bins=bins))
+    return sp.Config(rules=[weights, *sp.presets.inshrinkerator().rules], rate=rate)
+
+
 SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "default": sp.Config,
-    "rate 0.0003": lambda: sp.Config(rate=0.0003),
     "rate 0.001": lambda: sp.Config(rate=0.001),
     "rate 0.002": lambda: sp.Config(rate=0.002),
     "rate 0.004": lambda: sp.Config(rate=0.004),
     "rate 0.01": lambda: sp.Config(rate=0.01),
+    "weights, rate 0": lambda: _weights(0.0),
+    "weights, rate 0.001": lambda: _weights(0.001),
+    "weights, rate 0.001, 32 bins": lambda: _weights(0.001, 32),
+    "weights, rate 0.004": lambda: _weights(0.004),
     "inshrinkerator 16": lambda: sp.presets.inshrinkerator(16),
     "inshrinkerator 32": lambda: sp.presets.inshrinkerator(32),
     "lossless": sp.presets.lossless,
 }
 PUBLISHED = "inshrinkerator 32"
+ALONE = (8, 10, 12, 16, 24)
+"""Bins at which weights are coded alone."""
 SEEDS = 3
 PAIRS = ((0.5, 80.0, 300.0), (0.1, 30.0, 70.0))
 """Loss change in percent after further steps; ratio of the chain and of late deltas wanted there."""
@@ -106,44 +126,106 @@ class Outcome:
     staleness: float
 
 
-def outcomes(
-    workload: Workload, seed: int, systems: dict[str, sp.Config], say: Callable[[str], None]
-) -> dict[str, Outcome]:
+@dataclass(frozen=True)
+class Alone:
+    """Something stored by itself or beside its parent: ratios, loss changes in percent."""
+
+    single: float
+    delta: float
+    at_once: float = 0.0
+    later: float = 0.0
+
+
+@dataclass
+class Training:
+    """One training: the exact states before and at the restart, exact losses there and at the end, what systems did."""
+
+    workload: Workload
+    seed: int
+    before: State = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+    exact: dict[int, float] = field(default_factory=dict)
+    systems: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def restart(self) -> int:
+        """The step from which all go on."""
+        return round(self.workload.steps * RESTART / SPACING) * SPACING
+
+    @property
+    def end(self) -> int:
+        """The step up to which they go on."""
+        return min(self.restart + FURTHER, self.workload.steps)
+
+    def resumed(self, state: State, *, further: bool = True) -> tuple[float, float]:
+        """Loss changes in percent of going on with another state, at once and, if wanted, at the end."""
+        again = Run(self.workload, self.seed)
+        again.restore(state)
+        at_once = 100 * (again.held_out_loss() / self.exact[self.restart] - 1)
+        if not further:
+            return at_once, float("nan")
+        again.train(self.end)
+        return at_once, 100 * (again.held_out_loss() / self.exact[self.end] - 1)
+
+    def alone(self, bins: int) -> Alone:
+        """The weights coded without a parent."""
+        ckpt = sp.compress({"model": self.state["model"]}, cfg=sp.Config(rules=[("weight", Quantize(bins=bins))]))
+        at_once, _ = self.resumed({**self.state, **sp.decompress(ckpt)}, further=False)
+        return Alone(ckpt.ratio, float("nan"), at_once)
+
+    def ours(self, config: sp.Config) -> Alone:
+        """A configuration on the two states alone, as other libraries have them."""
+        base = sp.compress(self.before, cfg=config)
+        ckpt = sp.compress(self.state, base, config)
+        return Alone(base.ratio, ckpt.ratio, *self.resumed(sp.decompress(ckpt)))
+
+    def lossless_peer(self, name: str) -> Alone:
+        """Another library on the two states, to the bit."""
+        before, state = floats_of(self.before), floats_of(self.state)
+        raw = sum(4 * x.numel() for x in state.values())
+        return Alone(raw / PEERS[name](state, None), raw / PEERS[name](state, before))
+
+    def lossy_peer(self, name: str) -> Alone:
+        """Another library on the two states, and its loss; the second against what came back of the first."""
+        before, state = floats_of(self.before), floats_of(self.state)
+        raw = sum(4 * x.numel() for x in state.values())
+        size, restored = LOSSY[name](before, None)
+        later_size, found = LOSSY[name](state, restored)
+        return Alone(raw / size, raw / later_size, *self.resumed(with_floats(self.state, found)))
+
+
+def trained(workload: Workload, seed: int, systems: dict[str, sp.Config], say: Callable[[str], None]) -> Training:
     """Train once, compress its checkpoints by every system, restore each and train on."""
-    run = Run(workload, seed)
+    run, told = Run(workload, seed), Training(workload, seed)
     chains = {name: Chain(config) for name, config in systems.items()}
-    restart = round(workload.steps * RESTART / SPACING) * SPACING
-    end = min(restart + FURTHER, workload.steps)
-    exact = {}
     for step in range(SPACING, workload.steps + 1, SPACING):
         run.train(step)
         state = run.state()
         say(f"{workload.name}, seed {seed}: step {step} of {workload.steps}")
         for chain in chains.values():
             chain.add(state, step > 2 * workload.steps // 3)
-            if step == restart and chain.head is not None:
+            if step == told.restart and chain.head is not None:
                 chain.restored = sp.decompress(chain.head)
-        if step in (restart, end):
-            exact[step] = run.held_out_loss()
-    slope = (exact[restart] - exact[end]) / (end - restart)
-    found = {}
+        if step == told.restart - SPACING:
+            told.before = state
+        if step == told.restart:
+            told.state = state
+        if step in (told.restart, told.end):
+            told.exact[step] = run.held_out_loss()
+    slope = (told.exact[told.restart] / told.exact[told.end] - 1) / (told.end - told.restart)
     for name, chain in chains.items():
         say(f"{workload.name}, seed {seed}: {name}, restored and trained on")
-        again = Run(workload, seed)
-        again.restore(chain.restored or {})
-        at_once = again.held_out_loss()
-        again.train(end)
-        later = again.held_out_loss()
-        found[name] = Outcome(
+        at_once, later = told.resumed(chain.restored or {})
+        told.systems[name] = Outcome(
             chain.whole.ratio,
             chain.late.ratio,
             chain.bases.ratio,
             chain.late.weight_bits,
-            100 * (at_once / exact[restart] - 1),
-            100 * (later / exact[end] - 1),
-            (later - exact[end]) / slope if slope > 0 else float("nan"),
+            at_once,
+            later,
+            later / 100 / slope if slope > 0 else float("nan"),
         )
-    return found
+    return told
 
 
 def run(options: Options) -> list[Row]:
@@ -159,21 +241,26 @@ def run(options: Options) -> list[Row]:
         if not options.wanted(name):
             continue
         with threads(1):
-            seeds = [outcomes(workload, s, systems, options.say) for s in range(1 if options.quick else SEEDS)]
-        size = sum(p.numel() for p in workload.model().parameters())
-        by_system = {system: [found[system] for found in seeds] for system in systems}
-        rows += [row for system, found in by_system.items() for row in _rows(name, system, size, found)]
-        best = _smallest(by_system, _mean(by_system[PUBLISHED], "later"), "weight_bits", least=True)
+            seeds = [trained(workload, s, systems, options.say) for s in range(1 if options.quick else SEEDS)]
+            size = sum(p.numel() for p in workload.model().parameters())
+            by_system = {system: [t.systems[system] for t in seeds] for system in systems}
+            rows += [row for system, found in by_system.items() for row in _rows(name, system, size, found)]
+            rows += _alone_rows(
+                name, size, {b: [t.alone(b) for t in seeds] for b in ALONE[:: 4 if options.quick else 1]}
+            )
+            if not options.quick:
+                rows += _peer_rows(name, size, seeds[0], options.say)
+        best = _smallest(_no_worse(by_system), "weight_bits", least=True)
         if best:
             ours, theirs = (_mean(by_system[s], "weight_bits") for s in (best, PUBLISHED))
             shares.append(theirs / ours)
-            losses = " against ".join(_text(by_system[s], "later") for s in (best, PUBLISHED))
-            note = f"ours: {best}; loss later {losses} %"
+            above = _difference(by_system[best], by_system[PUBLISHED])
+            note = f"ours: {best}; loss later above the published one's by {above} points"
             rows.append(
                 _row(f"{name}: late weight deltas at no more loss", size, ours, "bits", PUBLISHED, theirs, note)
             )
         for loss, chain, late in PAIRS:
-            best = _smallest(by_system, loss, "chain")
+            best = _smallest(_own(by_system, loss), "chain")
             for what, target in (("chain", chain), ("late", late)):
                 rows.append(_target_row(name, size, what, loss, target, best, by_system))
     if shares and not options.quick:
@@ -212,10 +299,85 @@ def _text(found: list[Outcome], what: str) -> str:
     return f"{statistics.fmean(values):+.2f}{spread}"
 
 
-def _smallest(found: dict[str, list[Outcome]], loss: float, what: str, *, least: bool = False) -> str | None:
-    """Of our own systems that lose no more than `loss` percent later, the best in `what`."""
-    own = [s for s in found if s.startswith(("default", "rate")) and _mean(found[s], "later") <= loss]
-    return (min if least else max)(own, key=lambda s: _mean(found[s], what), default=None)
+def _own(found: dict[str, list[Outcome]], loss: float) -> dict[str, list[Outcome]]:
+    """Our own settings for whole states that lose no more than `loss` percent later."""
+    return {s: o for s, o in found.items() if s.startswith(("default", "rate")) and _mean(o, "later") <= loss}
+
+
+def _no_worse(found: dict[str, list[Outcome]]) -> dict[str, list[Outcome]]:
+    """Our settings for weights whose loss later is at most a standard error above the published pipeline's, paired."""
+
+    def above(own: list[Outcome]) -> float:
+        steps = _steps(own, found[PUBLISHED])
+        return statistics.fmean(steps) - (_error(steps) if len(steps) > 1 else 0.0)
+
+    return {s: o for s, o in found.items() if s.startswith("weights") and above(o) <= 0}
+
+
+def _steps(own: list[Outcome], other: list[Outcome]) -> list[float]:
+    return [a.later - b.later for a, b in zip(own, other, strict=True)]
+
+
+def _error(values: list[float]) -> float:
+    """Standard error of a mean."""
+    return float(statistics.stdev(values) / len(values) ** 0.5)
+
+
+def _difference(own: list[Outcome], other: list[Outcome]) -> str:
+    steps = _steps(own, other)
+    return f"{statistics.fmean(steps):+.2f}" + (f" +- {_error(steps):.2f}" if len(steps) > 1 else "")
+
+
+def _smallest(found: dict[str, list[Outcome]], what: str, *, least: bool = False) -> str | None:
+    """The best in `what`."""
+    return (min if least else max)(found, key=lambda s: _mean(found[s], what), default=None)
+
+
+def _alone_rows(name: str, size: int, found: dict[int, list[Alone]]) -> list[Row]:
+    """Weights without a parent, at some numbers of bins, and the smallest that loses no more than a percent."""
+    rows = []
+    best: tuple[float, int, str] | None = None
+    for bins, outcomes in found.items():
+        ratio, loss = (statistics.fmean(getattr(o, what) for o in outcomes) for what in ("single", "at_once"))
+        spread = f"{min(o.at_once for o in outcomes):+.2f} ... {max(o.at_once for o in outcomes):+.2f}"
+        note = f"loss at once {loss:+.2f} ({spread}) %, {len(outcomes)} seeds"
+        rows.append(_row(f"{name}, alone, {bins} bins: weights", size, ratio, "x", None, None, note))
+        if loss <= 1 and (best is None or ratio > best[0]):
+            best = ratio, bins, note
+    value = None if best is None else best[0]
+    note = "no setting loses so little" if best is None else f"{best[1]} bins, {best[2]}"
+    what = f"{name}: weights alone, no parent, loss <= 1 %"
+    return [*rows, Row(what, _DEVICE, size, value, "x", None, None, None, ">= 10 x", bool(value and value >= 10), note)]
+
+
+def _peer_rows(name: str, size: int, told: Training, say: Callable[[str], None]) -> list[Row]:
+    """Our lossless preset beside other lossless libraries, our default beside lossy ones, on the same two states."""
+    rows = []
+    for config, peers, measure in (
+        (sp.presets.lossless(), PEERS, told.lossless_peer),
+        (sp.Config(), LOSSY, told.lossy_peer),
+    ):
+        say(f"{name}: other libraries")
+        ours = told.ours(config)
+        for peer in peers:
+            try:
+                theirs = measure(peer)
+            except ImportError as error:
+                row = f"{name}, against {peer}: whole state"
+                note = f"not measured: {error.name or error} is not installed"
+                rows.append(Row(row, _DEVICE, size, None, "x", peer, None, None, ">= 1 x", None, note))
+                continue
+            losses = (
+                f"ours loses {ours.at_once:+.2f} % at once, {ours.later:+.2f} % later; "
+                f"theirs {theirs.at_once:+.2f} %, {theirs.later:+.2f} %"
+            )
+            for what in ("single", "delta"):
+                own, other = getattr(ours, what), getattr(theirs, what)
+                row = f"{name}, against {peer}: whole state, {'no parent' if what == 'single' else '10 steps apart'}"
+                # Noise: a larger loss counts where it can be told from none.
+                met = own >= other and ours.later <= theirs.later + 0.1
+                rows.append(Row(row, _DEVICE, size, own, "x", peer, other, own / other, ">= 1 x", met, losses))
+    return rows
 
 
 def _row(row: str, size: int, value: float | None, unit: str, peer: str | None, other: float | None, note: str) -> Row:
@@ -278,6 +440,8 @@ def plot(rows: list[Row], path: Path) -> None:
     for axis, (name, systems) in zip(axes[0], points.items(), strict=True):
         curve = []
         for system, values in systems.items():
+            if "loss change later" not in values or system.startswith("weights"):
+                continue
             x, y = values["whole state, chain with its bases"], values["loss change later"]
             ours = system.startswith(("default", "rate"))
             if ours:

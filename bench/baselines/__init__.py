@@ -1,0 +1,27 @@
+"""Published systems that ours are compared with. For benches only: the wheel has none of this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .base import Baseline, Saved, State
+from .deltadnn import DeltaDNN
+from .excp import ExCP
+from .gobo import Gobo
+from .naive import Naive8Bit
+from .partial import Scar, TopN
+from .qd import QDCompressor
+
+__all__ = ["BASELINES", "Baseline", "Saved", "State"]
+
+BASELINES: dict[str, Callable[[], Baseline]] = {
+    "naive 8-bit": Naive8Bit,
+    "QD-compressor": QDCompressor,
+    "ExCP": ExCP,
+    "Delta-DNN": DeltaDNN,
+    "GOBO": Gobo,
+    "SCAR": Scar,
+    "TOPN": TopN,
+    "naive 8-bit, moments too": lambda: Naive8Bit(moments=True),
+}
+"""By name; each with its published settings."""

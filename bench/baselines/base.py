@@ -1,0 +1,68 @@
+"""What every baseline is: a name, its source, what that left open, and a state to bytes and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The bytes of one checkpoint.
+
+    Args:
+        weights: what the system under comparison made of the model's weights.
+        rest: everything else: the tree, exact arrays (zstandard), and moments, whoever coded them.
+    """
+
+    weights: bytes
+    rest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes together."""
+        return len(self.weights) + len(self.rest)
+
+
+class Baseline(Protocol):
+    """A published system that ours are compared with. Pure: the same state and parent give the same bytes.
+
+    Implementations are frozen dataclasses.
+    """
+
+    @property
+    def name(self) -> str:
+        """As shown."""
+
+    @property
+    def source(self) -> str:
+        """Authors, title, venue."""
+
+    @property
+    def left_open(self) -> str:
+        """What the source does not settle, and what is done here."""
+
+    def encode(self, state: State, previous: State | None) -> Saved:
+        """Bytes of a state `{"model": state_dict, "optimizer": optimizer's, ...}`.
+
+        Args:
+            state: the exact state.
+            previous: the *restored* checkpoint before it (what `decode` gave), or None for a base.
+
+        Raises:
+            BadArgumentError: `previous` is a state of another model.
+        """
+
+    def decode(self, saved: Saved, previous: State | None) -> State:
+        """The state again, as far as it was kept.
+
+        Args:
+            saved: what `encode` gave.
+            previous: the same restored state that `encode` had; ignored by what was saved without one.
+
+        Raises:
+            MissingParentError: it is not the same, or missing.
+            CorruptDataError: the bytes are not a saved state.
+        """

@@ -1,0 +1,73 @@
+"""Naive 8-bit: every tensor into [0, 255] over its own minimum and maximum, then zstandard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+
+from shrinkpoint.codec.errors import CorruptDataError
+from shrinkpoint.codec.fields import Reader, Writer
+from shrinkpoint.codec.leaves import LeafSpec
+
+from .base import Saved, State
+from .parts import Bytes, Floats, Part, each, load, parts, save
+from .uniform import Grid
+
+
+@dataclass(frozen=True)
+class Naive8Bit:
+    """Per-tensor uniform 8-bit quantization, no delta.
+
+    Args:
+        moments: quantize Adam's moments in the same way (as the comparison was published); default False: exact, for
+            second moments below 1/510 of the largest become zero and the next step divides by them.
+        level: of zstandard.
+
+    Example:
+        >>> Naive8Bit().name
+        'naive 8-bit'
+    """
+
+    moments: bool = False
+    level: int = 9
+    source: str = (
+        "the yardstick of BitSnap, section 5.1: 'naive 8-bit quantization just packs tensor values into range [0, 255]'"
+    )
+    left_open: str = (
+        "whether the range is a tensor's or a block's (a tensor's here), rounding (to nearest), entropy coding "
+        "(zstandard here), and what training does with second moments that became zero"
+    )
+
+    @property
+    def name(self) -> str:
+        """As shown."""
+        return "naive 8-bit, moments too" if self.moments else "naive 8-bit"
+
+    def encode(self, state: State, previous: State | None) -> Saved:
+        """See `Baseline.encode`; the previous state is of no use to it."""
+        found = parts(state)
+        moments = [*found.of("first moment"), *found.of("second moment")] if self.moments else []
+        return save(found, each(found.of("weight"), self._encode), each(moments, self._encode), None)
+
+    def decode(self, saved: Saved, previous: State | None) -> State:
+        """See `Baseline.decode`."""
+        return load(saved, None, _decode, _decode)
+
+    def _encode(self, part: Part) -> bytes:
+        grid = Grid.over(part.values, 256)
+        out = Writer()
+        out.raw(np.array([grid.low, grid.high], "<f4"))
+        out.raw(zstandard.ZstdCompressor(self.level).compress(grid.levels(part.values).tobytes()))
+        return out.done()
+
+
+def _decode(piece: Bytes, spec: LeafSpec, _: Floats | None) -> Floats:
+    data = Reader(piece, "naive 8-bit")
+    low, high = data.array("<f4", 2)
+    try:
+        plain = zstandard.ZstdDecompressor().decompress(data.rest(), max_output_size=spec.size)
+    except zstandard.ZstdError as error:
+        raise CorruptDataError(f"naive 8-bit: {error}") from None
+    return Grid(float(low), float(high), 256).values(np.frombuffer(plain, np.uint8))

@@ -1,0 +1,235 @@
+"""What the baselines share: a state as weights to be coded, moments, and a rest that stays exact.
+
+The tree and the exact arrays are one zstandard frame. A weight is coded if it is a 16 or 32-bit float of two or more
+axes and 1024 or more finite elements; its moments go with it. All else is exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from shrinkpoint.codec import tree
+from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from shrinkpoint.codec.fields import Reader, Writer
+from shrinkpoint.codec.kinds import TINY, guess
+from shrinkpoint.codec.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, read_leaf, spec_from_header
+
+from .base import Saved, State
+
+Floats = npt.NDArray[np.float32]
+Bytes = bytes | memoryview
+LEVEL = 3
+"""Of zstandard, for what is kept exactly."""
+_LOSSY = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a state.
+
+    Args:
+        path: as rules and messages have it.
+        key: unique.
+        spec: library, dtype and shape.
+        role: "weight", "first moment", "second moment" or "state".
+        data: its bytes, uint8.
+    """
+
+    path: str
+    key: str
+    spec: LeafSpec
+    role: str
+    data: npt.NDArray[np.uint8]
+
+    @cached_property
+    def values(self) -> Floats:
+        """Its values as float32 (exact for the 16-bit formats), flat."""
+        return to_float32(self.data, self.spec)
+
+    @property
+    def coded(self) -> bool:
+        """Whether a baseline may code it."""
+        large = self.spec.dtype in _LOSSY and len(self.spec.shape) >= 2 and self.spec.size >= TINY
+        return large and self.role != "state" and bool(np.isfinite(self.values).all())
+
+
+def to_float32(data: npt.NDArray[np.uint8], spec: LeafSpec) -> Floats:
+    """Bytes of a float array as float32."""
+    import torch
+
+    wide: Floats = torch.from_numpy(data).view(getattr(torch, spec.dtype)).float().numpy()
+    return wide
+
+
+def _narrow(values: Floats, spec: LeafSpec) -> npt.NDArray[np.uint8]:
+    """float32 as bytes of the array's own format, rounded to nearest."""
+    import torch
+
+    narrowed = torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, spec.dtype))
+    found: npt.NDArray[np.uint8] = narrowed.view(torch.uint8).numpy()
+    return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A state taken apart: the nodes of its tree, and its arrays in their order."""
+
+    nodes: list[Any]
+    arrays: list[Part]
+
+    def of(self, role: str) -> list[Part]:
+        """Arrays of a role that may be coded."""
+        return [part for part in self.arrays if part.role == role and part.coded]
+
+
+def parts(state: State) -> Parts:
+    """Take a state apart.
+
+    Raises:
+        BadArgumentError: it is no tree.
+        UnsupportedLeafError: a leaf that cannot be stored without pickle.
+    """
+    nodes, found = tree.flatten(state, is_array)
+    arrays = []
+    for node in found:
+        spec, flat = read_leaf(node.value, node.path)
+        arrays.append(Part(node.path, node.key, spec, guess(node.path, spec).role, as_bytes(flat)))
+    return Parts(nodes, arrays)
+
+
+def before(part: Part, previous: Parts) -> Floats:
+    """The values that the previous checkpoint has for this array.
+
+    Raises:
+        BadArgumentError: it has none of this shape.
+    """
+    for other in previous.arrays:
+        if other.key == part.key and other.spec == part.spec:
+            return other.values
+    raise BadArgumentError(f"{part.path}: the previous state has no {part.spec.dtype} array {part.spec.shape} there")
+
+
+def fingerprint(state: Parts) -> str:
+    """Of a restored state's weights: by it a delta knows its parent."""
+    digest = xxhash.xxh3_64()
+    for part in state.arrays:
+        if part.role == "weight":
+            digest.update(part.data.data)
+    return digest.hexdigest()
+
+
+def save(state: Parts, weights: dict[str, bytes], moments: dict[str, bytes], previous: Parts | None) -> Saved:
+    """Put coded and exact arrays together.
+
+    Args:
+        state: all of it.
+        weights: coded pieces by key; they make up `Saved.weights`.
+        moments: coded pieces by key; they go into `Saved.rest`.
+        previous: the parent, if any piece needs it.
+    """
+    exact, coded_weights, coded_moments = Writer(), Writer(), Writer()
+    records = []
+    for part in state.arrays:
+        where = "w" if part.key in weights else "m" if part.key in moments else "x"
+        records.append([where, part.spec.library, part.spec.dtype, list(part.spec.shape)])
+        if where == "w":
+            coded_weights.block(weights[part.key])
+        elif where == "m":
+            coded_moments.block(moments[part.key])
+        else:
+            exact.raw(part.data)
+    header = {"parent": None if previous is None else fingerprint(previous), "tree": state.nodes, "arrays": records}
+    plain = Writer()
+    plain.block(json.dumps(header).encode())
+    plain.raw(exact.done())
+    rest = Writer()
+    rest.block(zstandard.ZstdCompressor(LEVEL).compress(plain.done()))
+    rest.raw(coded_moments.done())
+    return Saved(coded_weights.done(), rest.done())
+
+
+Decode = Callable[[Bytes, LeafSpec, Floats | None], Floats]
+
+
+def load(saved: Saved, previous: State | None, weight: Decode, moment: Decode | None = None) -> State:
+    """The inverse of `save`.
+
+    Args:
+        saved: its bytes.
+        previous: the restored parent; ignored by what was saved without one.
+        weight: a coded piece, the array's spec and its values in the parent (None in a base) to float32 values.
+        moment: the same for pieces of moments, which have no parent.
+
+    Raises:
+        MissingParentError, CorruptDataError: as `Baseline.decode`.
+    """
+    rest, pieces = Reader(saved.rest, "rest"), Reader(saved.weights, "weights")
+    plain = Reader(_plain(rest.block()), "rest")
+    try:
+        header = json.loads(bytes(plain.block()))
+        nodes, records, parent = header["tree"], header["arrays"], header["parent"]
+        kinds = [(where, spec_from_header(*spec)) for where, *spec in records]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptDataError(f"rest: no header: {error}") from None
+    known = None if parent is None else _parent(previous, parent)
+
+    def array(number: int, place: Callable[[], tuple[str, str]]) -> Any:
+        if not number < len(kinds):
+            raise CorruptDataError(f"rest: no array {number}")
+        where, spec = kinds[number]
+        if where == "x":
+            data = np.frombuffer(plain.raw(spec.nbytes), np.uint8).copy()
+        elif where == "w":
+            old = None if known is None else known.get(place()[1])
+            if known is not None and (old is None or old.spec != spec):
+                raise MissingParentError(
+                    f"{place()[0]}: the previous state has no {spec.dtype} array {spec.shape} there"
+                )
+            data = _narrow(_sized(weight(pieces.block(), spec, None if old is None else old.values), spec), spec)
+        elif where == "m" and moment is not None:
+            data = _narrow(_sized(moment(rest.block(), spec, None), spec), spec)
+        else:
+            raise CorruptDataError(f"rest: {str(where)[:20]} is no kind of array")
+        return build_leaf(from_bytes(data, spec), spec)
+
+    state: State = tree.unflatten(nodes, array)
+    for reader in (rest, pieces, plain):
+        reader.end()
+    return state
+
+
+def _sized(values: Floats, spec: LeafSpec) -> Floats:
+    if values.size != spec.size:
+        raise CorruptDataError(f"weights: {values.size} values for {spec.size} elements")
+    return values
+
+
+def _plain(frame: memoryview) -> bytes:
+    try:
+        return zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise CorruptDataError(f"rest: {error}") from None
+
+
+def _parent(previous: State | None, expected: str) -> dict[str, Part]:
+    """Arrays of the parent by key."""
+    if previous is None:
+        raise MissingParentError("this is a delta: the restored state before it is needed")
+    found = parts(previous)
+    if fingerprint(found) != expected:
+        raise MissingParentError("the previous state is not the one that this delta was made against")
+    return {part.key: part for part in found.arrays}
+
+
+def each(chosen: Iterable[Part], encode: Callable[[Part], bytes]) -> dict[str, bytes]:
+    """Coded pieces by key."""
+    return {part.key: encode(part) for part in chosen}

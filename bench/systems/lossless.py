@@ -1,0 +1,178 @@
+"""Exact coding of weights, single and as differences, against what else does it; speeds are in `bench codec`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.kernels.planes import difference
+
+from ..devices import threads
+from ..harness import CheckFailed, Options, Row
+from ..peers import library
+from .states import states
+from .table import DEVICE, Experiment, row
+
+Array = npt.NDArray[Any]
+Model = dict[str, torch.Tensor]
+
+
+def _patterns(model: Model) -> Array:
+    """Bit patterns of all arrays, one after the other."""
+    words = {4: torch.uint32, 2: torch.uint16}
+    found: Array = torch.cat([x.flatten().view(words[x.element_size()]) for x in model.values()]).numpy()
+    return found
+
+
+def _differences(model: Model, before: Model | None) -> tuple[Array, Array]:
+    """What a coder of numbers gets and what a coder of bytes gets: patterns, or differences and exclusive ors."""
+    now = _patterns(model)
+    if before is None:
+        return now, now
+    old, dtype = _patterns(before), "float32" if now.itemsize == 4 else "bfloat16"
+    return difference(now, old, "arithmetic", dtype=dtype), now ^ old
+
+
+def _checked(data: bytes, again: bytes, name: str) -> None:
+    if bytes(again) != data:
+        raise CheckFailed(f"{name} does not give back what it was given")
+
+
+def _zstd(model: Model, before: Model | None) -> int:
+    zstandard = library("zstandard")
+    data = _differences(model, before)[1].tobytes()
+    packed = zstandard.ZstdCompressor(level=19).compress(data)
+    _checked(data, zstandard.ZstdDecompressor().decompress(packed), "zstd")
+    return len(packed)
+
+
+def _zipnn(model: Model, before: Model | None) -> int:
+    values = _differences(model, before)[1]
+    dtype = "float32" if values.itemsize == 4 else "bfloat16"
+    codec = library("zipnn").ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+    packed = codec.compress(values.tobytes())
+    _checked(values.tobytes(), codec.decompress(packed), "zipnn")
+    return len(packed)
+
+
+def _pcodec(model: Model, before: Model | None) -> int:
+    standalone, config = library("pcodec.standalone"), library("pcodec").ChunkConfig()
+    values = _differences(model, before)[0]
+    if before is None and values.itemsize == 4:
+        values = values.view(np.float32)
+    packed = standalone.simple_compress(values, config)
+    _checked(values.tobytes(), standalone.simple_decompress(packed).tobytes(), "pcodec")
+    return len(packed)
+
+
+def _blosc2(model: Model, before: Model | None) -> int:
+    blosc2 = library("blosc2")
+    values = _differences(model, before)[1]
+    packed = blosc2.compress2(values.tobytes(), typesize=values.itemsize, clevel=9, codec=blosc2.Codec.ZSTD, nthreads=1)
+    _checked(values.tobytes(), blosc2.decompress2(packed), "blosc2")
+    return len(packed)
+
+
+def _size(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def _moonclip(model: Model, before: Model | None) -> int:
+    manager = library("moonclip").CheckpointManager
+    with tempfile.TemporaryDirectory() as folder:
+        store, size = manager(folder, async_save=False, world_size=1, rank=0), 0
+        for step, state in enumerate(x for x in (before, model) if x is not None):
+            size = _size(folder)
+            store.save(step + 1, model=SimpleNamespace(state_dict=lambda state=state: state))
+            store.flush()
+        return _size(folder) - size
+
+
+def _lmzip(model: Model, before: Model | None) -> int:
+    lmz, save = library("lmz"), library("safetensors.torch").save_file
+    with tempfile.TemporaryDirectory() as folder:
+        archive, size = f"{folder}/weights.lmz", 0
+        for number, state in enumerate(x for x in (before, model) if x is not None):
+            path = f"{folder}/{number}.safetensors"
+            save({name: x.contiguous() for name, x in state.items()}, path)
+            if number == 0:
+                lmz.compress(path, archive, workers=1)
+            else:
+                size = Path(archive).stat().st_size
+                lmz.append(archive, path, workers=1)
+        return Path(archive).stat().st_size - size
+
+
+PEERS: dict[str, Callable[[Model, Model | None], int]] = {
+    "zstd -19": _zstd,
+    "zipnn": _zipnn,
+    "pcodec": _pcodec,
+    "blosc2": _blosc2,
+    "moonclip": _moonclip,
+    "lmzip": _lmzip,
+}
+_NOTES = {
+    "pcodec": "arithmetic differences of ordered patterns",
+    "moonclip": "its own difference, files of whole pages",
+    "lmzip": "its own difference to what the archive holds",
+}
+
+
+def compared(name: str, options: Options) -> list[Row]:
+    """Our exact ratio beside each peer's, and against the best of them."""
+    found = states(options.quick)
+    rows = []
+    with threads(1):
+        for dtype in (torch.float32, torch.bfloat16):
+            models = {n: {k: v.to(dtype) for k, v in s["model"].items()} for n, s in found.after.items()}
+            raw = sum(x.numel() * x.element_size() for x in models[0].values())
+            for apart in (None, 1, 10):
+                model, before = models[apart or 0], None if apart is None else models[0]
+                what = f"{str(dtype).removeprefix('torch.')}, {'single' if apart is None else f'{apart} steps apart'}"
+                ours = raw / _ours(model, before)
+                ratios: dict[str, float] = {}
+                for peer, size in PEERS.items():
+                    note = f"weights of {found.where()}, {raw:,} bytes"
+                    note += f"; {_NOTES.get(peer, 'exclusive or of patterns')}" if before else ""
+                    try:
+                        ratios[peer] = raw / size(model, before)
+                    except ImportError as error:
+                        note = f"not measured: {error.name or error} is not installed"
+                    theirs = ratios.get(peer)
+                    ratio = None if theirs is None else ours / theirs
+                    rows.append(
+                        row(name, what, ours, "x", peer=peer, peer_value=theirs, ratio=ratio, size=raw, note=note)
+                    )
+                if ratios:
+                    rows.append(_against_best(f"{name}: {what}, the best", raw, ours, ratios))
+    return rows
+
+
+def _against_best(name: str, raw: int, ours: float, ratios: dict[str, float]) -> Row:
+    """The row that the target is for: no peer that was measured may be smaller."""
+    best = max(ratios, key=lambda peer: ratios[peer])
+    ratio = ours / ratios[best]
+    note = f"of {', '.join(ratios)}"
+    return Row(name, DEVICE, raw, ours, "x", best, ratios[best], ratio, ">= 1 x", ratio >= 1, note)
+
+
+def _ours(model: Model, before: Model | None) -> int:
+    """Bytes of all arrays, checked to come back to the bit."""
+    config = sp.presets.lossless()
+    base = None if before is None else sp.compress(before, cfg=config)
+    ckpt = sp.compress(model, base, config)
+    again = sp.decompress(ckpt, base)
+    if not all(torch.equal(again[name], x) for name, x in model.items()):
+        raise CheckFailed("lossless: a tensor differs after its restore")
+    return sum(part.stored_bytes for part in ckpt.summary())
+
+
+EXPERIMENTS = (Experiment("lossless ratio", compared),)

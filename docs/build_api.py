@@ -1,0 +1,356 @@
+"""Build the API reference (`docs/api/`) from the docstrings: `python docs/build_api.py`.
+
+Sources are read, not imported: the adapters' frameworks need not be installed, and the pages are the same everywhere.
+A docstring's sections are the project's own (`Args`, `Returns`, `Raises`, `Example`, `Source`), so a page is a plain
+rewriting of it; signatures are the source's own lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HOME = Path(__file__).parents[1]
+OUT = HOME / "docs" / "api"
+PACKAGE = HOME / "src" / "shrinkpoint"
+SECTIONS = ("Args", "Returns", "Raises", "Example", "Source")
+FIELDS = ("Args", "Raises")
+NOTE = "<!-- Written by docs/build_api.py from the docstrings; not to be edited by hand. -->"
+IN_SIGHT = "Examples see the names of their own module, NumPy as `np`, `torch` and `torch.nn` as `nn`."
+INTERNAL = "not by users"
+"""Methods below a comment with these words are no part of the interface."""
+
+Definition = ast.FunctionDef | ast.ClassDef
+Part = tuple[str, tuple[str, ...] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page: modules in order, of each all public definitions, or those named.
+
+    Args:
+        file: name without suffix.
+        title: heading.
+        about: a sentence under it.
+        modules: (module, names), None for all public ones; a module is dotted, below the package.
+    """
+
+    file: str
+    title: str
+    about: str
+    modules: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A parsed source file."""
+
+    name: str
+    source: str
+    tree: ast.Module
+
+
+def load(name: str) -> Module:
+    """Read a module of the package by its dotted name."""
+    path = PACKAGE.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    source = path.read_text(encoding="utf-8")
+    return Module(name, source, ast.parse(source))
+
+
+def folder(name: str, *without: str) -> tuple[Part, ...]:
+    """The modules of a folder, whole."""
+    stems = sorted(p.stem for p in (PACKAGE / name).glob("*.py"))
+    return tuple((f"{name}.{stem}", None) for stem in stems if stem not in ("__init__", *without))
+
+
+def pages() -> list[Page]:
+    """What there is, from the face down to the kernels."""
+    return [
+        Page(
+            "shrinkpoint",
+            "shrinkpoint",
+            "What `import shrinkpoint as sp` gives, and what its functions return.",
+            (
+                ("codec.compress", ("compress",)),
+                ("codec.checkpoint", ("decompress", "Checkpoint", "Row", "ArrayRecord")),
+                ("codec.config", ("Config", "Rule", "ChainPolicy")),
+                ("codec.kinds", ("kinds", "Kind")),
+                ("store.store", ("Store", "Saved", "SkippedCheckpointWarning", "RestoreNotCountedWarning")),
+                ("store.manifest", ("Manifest",)),
+                ("store.retention", ("Retention",)),
+                ("store.saver", ("Saver", "SaveResult", "SaverWarning")),
+                ("store.agent", ("InMemoryWarning",)),
+                ("store.ranks", ("newest_common_step",)),
+                ("codec.quantize", ("Quantize",)),
+                ("codec.optimizer", ("FirstMoment", "SecondMoment")),
+                ("codec.moments", ("LogBuckets",)),
+                ("codec.exact", ("Exact",)),
+                ("codec.changed", ("Changed",)),
+                ("codec.rows", ("Rows",)),
+                ("codec.exponent", ("ExponentDelta",)),
+                ("codec.clusters", ("Clusters",)),
+                ("codec.parallel", ("set_threads", "threads")),
+                ("kernels.errors", None),
+                ("codec.errors", None),
+            ),
+        ),
+        Page(
+            "presets",
+            "shrinkpoint.presets",
+            "The published systems as configurations.",
+            (("codec.presets", None), ("codec.rows", ("expected_failures",))),
+        ),
+        Page(
+            "search",
+            "shrinkpoint.search",
+            "The smallest configuration that keeps a quality threshold: `sp.search` and what it is made of.",
+            (
+                ("search.run", ("search",)),
+                ("search.result", None),
+                ("search.cube", None),
+                ("search.quality", None),
+                ("search.report", None),
+            ),
+        ),
+        Page(
+            "trainers",
+            "shrinkpoint.trainers",
+            "Adapters, and what of them `sp` exports: `SensitivityTracker`, `RowTracker`, `save_pretrained`.",
+            (
+                ("trainers.loop", None),
+                ("trainers.loader", None),
+                *folder("trainers", "loop", "loader", "parts", "pointers", "folders", "state", "card"),
+                ("trainers.dcp.writer", None),
+                ("trainers.dcp.reader", None),
+                ("trainers.dcp.planner", None),
+                ("trainers.dcp.titan", None),
+            ),
+        ),
+        Page(
+            "codec",
+            "shrinkpoint.codec",
+            "For those who write a codec of their own, or read what one did.",
+            (
+                ("codec.base", None),
+                ("codec.codebook", None),
+                ("codec.partition", None),
+                ("codec.ratedistortion", None),
+            ),
+        ),
+        Page(
+            "kernels",
+            "shrinkpoint.kernels",
+            "Pure array functions; they know nothing of checkpoints. [kernels.md](../kernels.md) is the map.",
+            folder("kernels", "arrays", "errors", "sequential"),
+        ),
+    ]
+
+
+def definitions(module: Module, names: tuple[str, ...] | None) -> Iterator[Definition]:
+    """The public functions and classes of a module, in the order of `names` or of the source."""
+    found = {n.name: n for n in module.tree.body if isinstance(n, Definition)}
+    for name in names if names is not None else [n for n in found if not n.startswith("_")]:
+        if name in found and ast.get_docstring(found[name]):
+            yield found[name]
+
+
+def methods(module: Module, node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    """The public methods of a class that say what they do."""
+    lines = module.source.splitlines()
+    stop = next((i for i in range(node.lineno, node.end_lineno or 0) if INTERNAL in lines[i]), len(lines))
+    is_codec = any(isinstance(p, ast.AnnAssign) and ast.unparse(p.annotation) == "ClassVar[str]" for p in node.body)
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and not part.name.startswith("_") and part.lineno <= stop:
+            if is_codec and part.name in ("prepare", "encode") and node.name != "Codec":
+                continue
+            if part.name.startswith("on_"):
+                continue  # a framework calls them
+            if ast.get_docstring(part):
+                yield part
+
+
+def signature(module: Module, node: Definition) -> str:
+    """How it is called: the source's own lines; of a dataclass its fields."""
+    if isinstance(node, ast.FunctionDef):
+        text = _head(module, node)
+        kinds = [ast.unparse(d) for d in node.decorator_list]
+        return "\n".join([f"@{k}" for k in kinds if k in ("property", "staticmethod", "classmethod")] + [text])
+    init = next((p for p in node.body if isinstance(p, ast.FunctionDef) and p.name == "__init__"), None)
+    if init is not None and not (ast.get_docstring(init) or "").startswith("Use "):
+        text = re.sub(r"^def __init__\(\s*self(,\s*|(?=\)))", f"{node.name}(", _head(module, init))
+        return re.sub(r"\s*->\s*None$", "", text) if "\n" not in text else _closed(text, node.name)
+    shown = [
+        _field(p) for p in node.body if isinstance(p, ast.AnnAssign) and "ClassVar" not in ast.unparse(p.annotation)
+    ]
+    if not shown or not any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+        bases = ", ".join(ast.unparse(b) for b in node.bases)
+        return f"class {node.name}({bases})" if bases else f"class {node.name}"
+    short = f"{node.name}({', '.join(shown)})"
+    return short if len(short) <= 100 else f"{node.name}(\n    " + ",\n    ".join(shown) + ",\n)"
+
+
+def _field(node: ast.AnnAssign) -> str:
+    """A field of a dataclass as an argument."""
+    text = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
+    default = node.value
+    if isinstance(default, ast.Call) and ast.unparse(default.func) == "field":
+        of = {k.arg: k.value for k in default.keywords}
+        default = of.get("default", of.get("default_factory"))
+    return text if default is None else f"{text} = {ast.unparse(default)}"
+
+
+def _closed(text: str, name: str) -> str:
+    """A constructor's signature over several lines, as a call."""
+    return re.sub(r"\)\s*->\s*None$", ")", re.sub(rf"^{name}\(\s*", f"{name}(\n    ", text))
+
+
+def _head(module: Module, node: ast.FunctionDef) -> str:
+    """`def name(...) -> type`, without the body."""
+    lines = module.source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+    if node.body[0].lineno == node.lineno:
+        lines = [module.source.splitlines()[node.lineno - 1]]
+    text = textwrap.dedent("\n".join(lines)).strip()
+    return re.sub(r":\s*(#.*)?$", "", text)
+
+
+def sections(docstring: str) -> tuple[str, dict[str, str]]:
+    """A docstring's text, and its sections by name.
+
+    A section that begins on the line of its name ends with the next empty line, another with the next line that is not
+    indented.
+    """
+    text: list[str] = []
+    found: dict[str, list[str]] = {}
+    here, inline = text, False
+    for line in docstring.splitlines():
+        start = re.match(rf"({'|'.join(SECTIONS)}):(?: (.*))?$", line)
+        if start:
+            here, inline = found.setdefault(start[1], []), bool(start[2])
+            line = start[2] or ""
+        elif (inline and not line.strip()) or (not inline and line.strip() and not line.startswith(" ")):
+            here, inline = text, False
+        here.append(line)
+    return "\n".join(text).strip(), {k: textwrap.dedent("\n".join(v)).strip() for k, v in found.items()}
+
+
+def items(text: str) -> list[tuple[str, str]]:
+    """The entries of `Args` or `Raises`: name and description. A section that is no list has one without a name."""
+    found: list[tuple[str, str]] = []
+    for line in textwrap.dedent(text).splitlines():
+        entry = re.match(r"([A-Za-z_*][\w*, ]*): (.*)", line)
+        if entry:
+            found.append((entry[1], entry[2]))
+        elif found:
+            name, before = found[-1]
+            found[-1] = (name, f"{before} {line.strip()}".strip())
+        else:
+            found.append(("", line.strip()))
+    return found
+
+
+def _body(docstring: str) -> list[str]:
+    text, parts = sections(docstring)
+    out = [text, ""]
+    for name in SECTIONS:
+        if name not in parts:
+            continue
+        if name in FIELDS:
+            listed = [f"- `{n}`: {d}" if n else f"- {d}" for n, d in items(parts[name])]
+            out += [f"**{name}**", "", *listed, ""]
+        elif name == "Example" and ">>>" in parts[name]:
+            out += [f"**{name}**", "", "```pycon", parts[name], "```", ""]
+        else:
+            out += [f"**{name}**: {parts[name]}" if "\n\n" not in parts[name] else f"**{name}**\n\n{parts[name]}", ""]
+    return out
+
+
+def entry(module: Module, node: Definition, level: int, owner: str = "") -> list[str]:
+    """The lines of one definition, methods included."""
+    out = [
+        f"{'#' * level} {owner}{node.name}",
+        "",
+        "```python",
+        signature(module, node),
+        "```",
+        "",
+        *_body(ast.get_docstring(node) or ""),
+    ]
+    if isinstance(node, ast.ClassDef):
+        for method in methods(module, node):
+            out += entry(module, method, level + 1, f"{node.name}.")
+    return out
+
+
+def render(page: Page) -> str:
+    """A page as Markdown."""
+    out = [NOTE, f"# {page.title}", "", page.about, "", IN_SIGHT, ""]
+    for name, names in page.modules:
+        module = load(name)
+        found = list(definitions(module, names))
+        if not found:
+            continue
+        if len(page.modules) > 1:
+            out += [f"## shrinkpoint.{name}", ""]
+            about = ast.get_docstring(module.tree) or ""
+            out += [about.split("\n\n")[0].replace("\n", " "), ""]
+        for node in found:
+            out += entry(module, node, 3)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).rstrip() + "\n"
+
+
+def render_index(all_of_them: list[Page]) -> str:
+    """The table of contents: every definition with its first line."""
+    out = [
+        NOTE,
+        "# API reference",
+        "",
+        "From the docstrings: shapes, dtypes, units, ranges, defaults, errors, sources. The tests run every example.",
+        "",
+    ]
+    for page in all_of_them:
+        out += [f"## [{page.title}]({page.file}.md)", "", page.about, "", "| | |", "|---|---|"]
+        seen: dict[str, int] = {}
+        for name, names in page.modules:
+            for node in definitions(load(name), names):
+                first = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+                anchor = node.name.lower()
+                # GitHub numbers headings that differ in case only, or not at all.
+                number = seen[anchor] = seen.get(anchor, -1) + 1
+                anchor += f"-{number}" if number else ""
+                out.append(f"| [`{node.name}`]({page.file}.md#{anchor}) | {first} |")
+        out.append("")
+    return "\n".join(out).rstrip() + "\n"
+
+
+def built() -> dict[str, str]:
+    """File name -> text of everything in `docs/api/`."""
+    every = pages()
+    return {"index.md": render_index(every)} | {f"{p.file}.md": render(p) for p in every}
+
+
+def main() -> int:
+    """Write what differs; with `--check` write nothing and return 1 where something does."""
+    check = "--check" in sys.argv[1:]
+    wanted = built()
+    there = {p.name: p.read_text(encoding="utf-8") for p in OUT.glob("*.md")} if OUT.is_dir() else {}
+    differ = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    for name in differ:
+        print(f"docs/api/{name}{' is out of step; run python docs/build_api.py' if check else ''}")
+        if check:
+            continue
+        OUT.mkdir(exist_ok=True)
+        if name in wanted:
+            (OUT / name).write_text(wanted[name], encoding="utf-8")
+        else:
+            (OUT / name).unlink()
+    return int(check and bool(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

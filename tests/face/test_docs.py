@@ -1,0 +1,407 @@
+"""The documents: their code runs, their examples are true, their links lead somewhere, the API pages are in step."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.bench.__main__ import BENCHMARKS
+from tests.pages import RUN, PageError, blocks, run_page
+
+HOME = Path(__file__).parents[2]
+PAGES = [
+    HOME / "README.md",
+    HOME / "CONTRIBUTING.md",
+    *sorted((HOME / "docs").glob("*.md")),
+    *sorted((HOME / "docs" / "decisions").glob("*.md")),
+]
+WITH_CODE = [p for p in PAGES if any(b.language in RUN for b in blocks(p.read_text(encoding="utf-8")))]
+LANGUAGES = {"", "python", "console", "output", "json", "pycon"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(HOME))
+
+
+# ------------------------------------------------------------------------------------------------------- their code
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_code_of_a_page_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    report = run_page(path)
+    assert report.ran + len(report.left_out)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_no_code_hides_under_another_name(path: Path) -> None:
+    for block in blocks(path.read_text(encoding="utf-8")):
+        assert block.language in LANGUAGES, f"line {block.line}: {block.language}"
+        if not block.language:
+            assert not re.search(r"^\s*(import|from|sp\.|shrinkpoint )", block.code, re.MULTILINE), block.line
+
+
+def page(folder: Path, text: str) -> Path:
+    path = folder / "page.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_blocks_share_a_namespace_and_a_folder(tmp_path: Path) -> None:
+    text = (
+        "<!-- runs before\nx = 2\n-->\n```python\nfrom pathlib import Path\n"
+        "Path('f').write_text('hi')\nprint(x)\n```\n\n```output\n2\n```\n"
+        "```python\n>>> x + 1\n3\n```\n```console\n$ cat f && echo\nhi\n$ shrinkpoint ls f  # exit code 1\n"
+        "shrinkpoint: ...\n```\n```console\ntrue\n```\n"
+    )
+    report = run_page(page(tmp_path, text))
+    assert (report.ran, report.left_out) == (4, [])
+    assert [p.name for p in tmp_path.iterdir()] == ["page.md"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nprint(1)\n```\n```output\n2\n```\n",
+        "```python\n>>> 1\n2\n```\n",
+        "```console\n$ echo 1\n2\n```\n",
+        "```console\nfalse\n```\n",
+        "```console\n$ true  # exit code 1\n```\n",
+        "```console\n$ shrinkpoint ls nowhere\n```\n",
+        "```python\nprint('1,234 B')\n```\n<!-- numbers within 10 % -->\n```output\n1,000 B\n```\n",
+        "```python\nprint('1,034 B')\n```\n<!-- numbers within 10 % -->\n```output\n1,000 kB\n```\n",
+        "<!-- not run: -->\n```python\n1\n```\n",
+        "<!-- not run -->\n```python\n1\n```\n",
+    ],
+)
+def test_a_page_that_says_what_is_not_so_is_found(text: str, tmp_path: Path) -> None:
+    with pytest.raises(PageError, match=r"line 1|page\.md"):
+        run_page(page(tmp_path, text))
+
+
+def test_numbers_may_be_a_little_off_where_the_page_says_so(tmp_path: Path) -> None:
+    code = "```python\nprint('step 10:  1,034 B, -9.5 x, (why)\\nmore')\n```\n"
+    text = f"{code}<!-- numbers within 10 % -->\n```output\nstep 10: 1,000 B, -10.0 x, (...\nmore\n```\n"
+    assert run_page(page(tmp_path, text)).ran == 1
+
+
+def test_code_that_fails_is_found(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_page(page(tmp_path, "```python\n1 / 0\n```\n"))
+
+
+def test_what_is_left_out_has_a_reason_and_no_other_block_is(tmp_path: Path) -> None:
+    text = (
+        "<!-- not run: it needs a GPU -->\n```python\n1 / 0\n```\n"
+        "<!-- needs no_such_module: a framework -->\n\n```python\n1 / 0\n```\n"
+        "<!-- needs torch: a framework -->\n```python\n2\n```\n"
+        "<!-- not run: text stands between -->\nSome text.\n```python\n3\n```\n"
+    )
+    report = run_page(page(tmp_path, text))
+    assert report.ran == 2
+    assert [line.partition(": ")[2] for line in report.left_out] == [
+        "not run: it needs a GPU",
+        "needs no_such_module: a framework",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- docstrings
+
+
+def modules_with_examples() -> list[str]:
+    found = []
+    for folder in ("kernels", "codec", "search", "store", "trainers", "src/shrinkpoint"):
+        for path in sorted((HOME / folder).rglob("*.py")):
+            if ">>> " in path.read_text(encoding="utf-8"):
+                parts = path.relative_to(HOME / "src" if folder.startswith("src") else HOME).with_suffix("").parts
+                found.append(".".join(parts if parts[0] == "shrinkpoint" else ("shrinkpoint", *parts)))
+    return found
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_of_docstrings(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as e:  # an adapter whose framework is not installed says so
+        pytest.skip(str(e))
+    if not isinstance(module, ModuleType):
+        pytest.fail(f"{name} is hidden by something else")
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted
+    assert not result.failed
+
+
+# ------------------------------------------------------------------------------------------------------------ the API
+
+
+def builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_api", HOME / "docs" / "build_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+BUILDER = builder()
+
+
+def test_api_pages_are_in_step() -> None:
+    there = {p.name: p.read_text(encoding="utf-8") for p in (HOME / "docs" / "api").glob("*.md")}
+    wanted = BUILDER.built()
+    stale = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    assert not stale, f"{', '.join(stale)}: run python docs/build_api.py"
+
+
+SOURCE = '''
+@dataclass(frozen=True)
+class Box:
+    """A box.
+
+    Args:
+        width: in metres, > 0; a long
+            line goes on.
+        lid, hinge: both or none.
+
+    Every box is closed.
+
+    Raises:
+        ValueError: no box.
+
+    Source: somebody, who goes
+    on in the next line.
+    """
+
+    width: float
+    lid: list[int] = field(default_factory=list)
+    hinge: int = field(default=3, repr=False)
+    id: ClassVar[str] = "box"
+
+    def open(self, by: int = 1, /, *, slowly: bool = False) -> Self:
+        """Open it."""
+
+    # ---- not by users
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class Crate(Box):
+    def __init__(
+        self,
+        size: int,
+    ) -> None:
+        pass
+'''
+
+
+def test_a_docstring_becomes_an_entry() -> None:
+    module = BUILDER.Module("box", SOURCE, ast.parse(SOURCE))
+    box, crate = (n for n in module.tree.body if isinstance(n, ast.ClassDef))
+    assert "\n".join(BUILDER.entry(module, box, 3)).split("\n\n") == [
+        "### Box",
+        "```python\nBox(width: float, lid: list[int] = list, hinge: int = 3)\n```",
+        "A box.",
+        "Every box is closed.",
+        "**Args**",
+        "- `width`: in metres, > 0; a long line goes on.\n- `lid, hinge`: both or none.",
+        "**Raises**",
+        "- `ValueError`: no box.",
+        "**Source**: somebody, who goes\non in the next line.",
+        "#### Box.open",
+        "```python\ndef open(self, by: int = 1, /, *, slowly: bool = False) -> Self\n```",
+        "Open it.\n",
+    ]
+    assert BUILDER.signature(module, crate) == "Crate(\n    size: int,\n)"
+    assert undocumented(box) == set()
+
+
+def test_every_public_name_has_an_entry() -> None:
+    text = "".join(BUILDER.built().values())
+    entries = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+    assert set(sp.__all__) - {"presets"} <= entries
+    assert {name for name in vars(sp.presets) if inspect.isfunction(getattr(sp.presets, name))} <= entries
+
+
+def parameters(node: ast.FunctionDef) -> set[str]:
+    a = node.args
+    every = [*a.posonlyargs, *a.args, *a.kwonlyargs, *(x for x in (a.vararg, a.kwarg) if x is not None)]
+    return {x.arg for x in every} - {"self", "cls"}
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    made = next((p for p in node.body if isinstance(p, ast.FunctionDef) and p.name == "__init__"), None)
+    if made is not None:
+        return parameters(made)
+    dataclass = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+    found = {
+        p.target.id
+        for p in node.body
+        if isinstance(p, ast.AnnAssign) and isinstance(p.target, ast.Name) and "ClassVar" not in ast.unparse(p)
+    }
+    return {name for name in found if not name.startswith("_")} if dataclass else set()
+
+
+def undocumented(definition: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    """Parameters that the docstring does not explain: in its `Args`, or where it has none by any mention."""
+    text = ast.get_docstring(definition) or ""
+    _, parts = BUILDER.sections(text)
+    known = {name.strip(" *") for names, _ in BUILDER.items(parts.get("Args", "")) for name in names.split(",")}
+    known |= set(re.findall(r"\w+", text)) if "Args:" not in text else set()
+    wanted = parameters(definition) if isinstance(definition, ast.FunctionDef) else fields_of(definition)
+    return wanted - known
+
+
+UNEXPLAINED = {"Rule: codec", "Saved: path"}
+"""Still to be explained in their docstrings; this must only shrink."""
+
+
+def test_every_argument_of_the_face_is_explained() -> None:
+    missing = set()
+    for one in BUILDER.pages():
+        if one.file not in ("shrinkpoint", "presets"):
+            continue
+        for name, names in one.modules:
+            for node in BUILDER.definitions(BUILDER.load(name), names):
+                if node.name != "Checkpoint":  # nobody calls it
+                    missing |= {f"{node.name}: {p}" for p in undocumented(node)}
+    assert missing == UNEXPLAINED
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def values_of(name: str) -> dict[str, dict[str, object]]:
+    found = json.loads((HOME / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return {row["row"]: row for row in found["rows"]}
+
+
+def ratio_rows() -> list[str]:
+    rows = values_of("ratio")
+    lines = []
+    for system in dict.fromkeys(r.split(": ")[0].partition(", ")[2] for r in rows if "loss <=" not in r):
+        word, _, number = system.rpartition(" ")
+        call = {"rate": f"Config(rate={number})", "inshrinkerator": f"presets.inshrinkerator({number})"}.get(word)
+        call = call or {"default": "Config()", "lossless": "presets.lossless()"}.get(system, system)
+        cells = []
+        for model in ("embedding", "CNN", "MLP"):
+            chain, late, loss = (
+                rows[f"{model}, {system}: {what}"]["value"]
+                for what in ("whole state, chain with its bases", "whole state, late deltas", "loss change later")
+            )
+            cells.append(f"chain {chain:.1f} x, late {late:.1f} x, {loss:+.2f} %")
+        lines.append(f"| `{call}` | {' | '.join(cells)} |")
+    return lines
+
+
+def search_rows() -> list[str]:
+    lines = []
+    for model in ("MLP", "CNN"):
+        rows = values_of(f"search-{model.lower()}")
+        for threshold in ("0.1", "1.0", "5.0"):
+            of = {k.partition(": ")[2]: r for k, r in rows.items() if k.startswith(f"{model}, {threshold}%: ")}
+            first, later = (of[f"evaluations, {when}"]["value"] for when in ("first checkpoint", "later checkpoints"))
+            smaller, loss = of["bytes of the chain"]["ratio"], of["largest loss on other held-out data"]["value"]
+            lines.append(f"| {model}, {threshold} % | {first} / {later} | {smaller:.2f} x as small | {loss:+.2f} % |")
+    return lines
+
+
+@pytest.mark.parametrize(("name", "rows"), [("ratio", ratio_rows), ("search", search_rows)])
+def test_figures_are_those_of_the_results(name: str, rows: Callable[[], list[str]]) -> None:
+    text = (HOME / "docs" / "choosing.md").read_text(encoding="utf-8")
+    table = re.search(rf"^<!-- figures: {name} -->\n.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None
+    assert table[1].splitlines() == rows(), "\n".join(rows())
+
+
+def test_figures_of_the_readme_s_own_words() -> None:
+    rows = values_of("ratio")
+    text = " ".join((HOME / "README.md").read_text(encoding="utf-8").split())
+
+    def of(system: str, what: str) -> list[float]:
+        return [float(str(rows[f"{m}, {system}: {what}"]["value"])) for m in ("embedding", "CNN", "MLP")]
+
+    chains, late, losses = (
+        of("default", what)
+        for what in ("whole state, chain with its bases", "whole state, late deltas", "loss change later")
+    )
+    assert f"| {min(chains):.0f} to {max(chains):.0f} x along a chain |" in text
+    assert {round(12 / ratio, 1) for ratio in late} == {0.2}  # a fifth of a byte
+    assert f"if {min(losses):+.2f} to {max(losses):+.2f} % loss are allowed" in text
+    exact = of("lossless", "whole state, chain with its bases")
+    assert f"| {min(exact):.1f} to {max(exact):.1f} x along a chain;" in text
+    rows_of = json.loads((HOME / "bench" / "results" / "systems.json").read_text(encoding="utf-8"))["rows"]
+    peers = {
+        (r["row"].rpartition(", ")[2], r["peer"]): r for r in rows_of if r["row"].startswith("lossless ratio: float32")
+    }
+    for peer, label in (("zstd -19", "zstandard -19"), ("zipnn", "zipnn")):
+        alone, apart = peers["single", peer], peers["10 steps apart", peer]
+        assert (
+            f"| {label} | weights: {alone['peer_value']:.2f} x | nothing | of XOR: {apart['peer_value']:.2f} x |"
+            in text
+        )
+        assert f"weights: {alone['value']:.2f} x | nothing | yes; weights: {apart['value']:.2f} x |" in text
+
+
+# -------------------------------------------------------------------------------------------------------------- links
+
+
+def anchors(path: Path) -> set[str]:
+    """Names of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        made = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        number = 1
+        while made in found:
+            made = re.sub(r"(-\d+)?$", f"-{number}", made, count=1)
+            number += 1
+        found.add(made)
+    return found
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((HOME / "docs" / "api").glob("*.md"))], ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?^```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    text = (HOME / "docs" / "index.md").read_text(encoding="utf-8")
+    assert {p.name for p in (HOME / "docs").glob("*.md")} - {"index.md"} <= set(re.findall(r"\]\(([\w-]+\.md)", text))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_files_and_tests_that_are_named_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for file, test in re.findall(r"`(tests/[a-z0-9_/]+\.py)(?:::(\w+))?`", text):
+        assert (HOME / file).exists(), file
+        if test:
+            names = {
+                n.name for n in ast.walk(ast.parse((HOME / file).read_text(encoding="utf-8"))) if hasattr(n, "name")
+            }
+            assert test in names, f"{file}::{test}"
+    for bench in re.findall(r"python -m bench ([a-z]+)", text):
+        assert bench in BENCHMARKS, bench
+    for result in re.findall(r"`(bench/results/[\w.-]+)`", text):
+        assert (HOME / result).exists(), result

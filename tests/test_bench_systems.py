@@ -1,0 +1,312 @@
+"""`bench systems`: what its tables are made of, their shape, and that the page says what was measured."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.bench import systems
+from shrinkpoint.bench.__main__ import main
+from shrinkpoint.bench.baselines.partial import Scar
+from shrinkpoint.bench.devices import threads
+from shrinkpoint.bench.harness import Options, Row
+from shrinkpoint.bench.search import Checkpoint, Training
+from shrinkpoint.bench.systems import bitsnap, inshrinkerator, lc, lossless, page, rows, table
+from shrinkpoint.codec.errors import BadArgumentError
+
+FOLDER = Path(systems.__file__).parent
+QUICK = Options(quick=True)
+
+
+def named(found: list[Row]) -> dict[str, Row]:
+    return {row.row.partition(": ")[2]: row for row in found}
+
+
+# ---------------------------------------------------------------------------------------------------- the whole
+
+
+def test_quick_rows_json_and_picture(tmp_path: Path) -> None:
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    only = "sizes of its steps,weight of a bucket,by changed values,on matrix factorization"
+    assert main(["systems", "--quick", "--only", only, "--json", str(out), "--plot", str(picture)]) == 0
+    found = json.loads(out.read_text())["rows"]
+    prefixes = {row["row"].partition(": ")[0] for row in found}
+    assert prefixes == {one.name for one in systems.EXPERIMENTS if any(part in one.name for part in only.split(","))}
+    assert len(prefixes) == 4
+    assert all(row["met"] is not False for row in found)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_published_table_has_an_experiment() -> None:
+    names = [one.name for one in systems.EXPERIMENTS]
+    assert len(set(names)) == len(names)
+    # `--only` cuts at commas.
+    assert not [name for name in names if "," in name]
+    wanted = {
+        *(f"Inshrinkerator bins on {model}" for model in ("MLP", "CNN", "GPT", "embedding")),
+        *(f"LC-Checkpoint rework on {task}" for task in ("logistic regression", "LeNet", "matrix factorization")),
+        "Inshrinkerator delta coder",
+        "LC-Checkpoint sizes of its steps",
+        "LC-Checkpoint weight of a bucket",
+        "LC-Checkpoint cost of a failure",
+        *(f"Check-N-Run {what}" for what in ("error of the quantizers", "greedy search", "modified rows", "restores")),
+        "Check-N-Run policies",
+        *(f"BitSnap ratio by {what}" for what in ("changed values", "iterations")),
+        *(f"BitSnap {what}" for what in ("error of the moments", "loss after a restore", "quality score")),
+        "lossless ratio",
+    }
+    assert wanted == set(names)
+    assert lc.SEEDS >= 20
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # zipnn's import
+def test_what_is_not_installed_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, options: Options) -> list[Row]:
+        raise ImportError("no module", name="sklearn")
+
+    (row,) = table.Experiment("a table", missing).rows(QUICK)
+    assert (row.row, row.value, row.met) == ("a table", None, None)
+    assert row.note == "not measured: sklearn is not installed"
+    monkeypatch.setitem(sys.modules, "pcodec", None)
+    found = [row for row in lossless.compared("lossless ratio", QUICK) if "float32, single" in row.row]
+    peers = {row.peer: row for row in found if not row.row.endswith("the best")}
+    assert peers["pcodec"].peer_value is None
+    assert peers["pcodec"].note.startswith("not measured: pcodec")
+    zstd = peers["zstd -19"]
+    assert zstd.peer_value is not None
+    assert zstd.value is not None
+    assert 1 < zstd.peer_value < zstd.value < 4
+    assert [row.met for row in found if row.row.endswith("the best")] == [True]
+
+
+@pytest.mark.parametrize("path", sorted([*FOLDER.glob("*.py"), *(FOLDER.parent / "baselines").glob("*.py")]), ids=str)
+def test_examples(path: Path) -> None:
+    name = ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+    module = importlib.import_module(f"shrinkpoint.bench.{name}".removesuffix(".__init__"))
+    assert not doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed
+
+
+def test_mean_and_its_interval() -> None:
+    found = table.mean([1.0, 2.0, 3.0, 6.0])
+    assert found.mean == 3.0
+    assert found.half == pytest.approx(3.182 * np.std([1, 2, 3, 6], ddof=1) / 2)
+    assert str(table.mean([2.0])) == "2 (one run)"
+    assert table.mean([1.0] * 25).half == 0.0
+    assert table.times(2.0, 6.0) == 3.0
+    assert table.times(0.0, 6.0) is None
+
+
+# ---------------------------------------------------------------------------------------------------- LC-Checkpoint
+
+
+def test_rework_counts_iterations_until_the_loss_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lc, "MOST_REWORK", 9)
+    task = lc.TASKS["matrix factorization"]()
+    with threads(1):
+        run = lc.Training(task, 0)
+        first = run.state()
+        losses = []
+        for _ in range(6):
+            run.advance()
+            losses.append(run.loss())
+        last = run.state()
+        assert lc.Training(task, 0).rework(last, 6, losses[-1]) == 0
+        # The same batches from the start: it is back when the loss was first so low.
+        expected = next(i + 1 for i, loss in enumerate(losses) if loss <= losses[-1])
+        assert lc.Training(task, 0).rework(first, 0, losses[-1]) == expected
+        assert lc.Training(task, 0).rework(first, 0, -1.0) == lc.MOST_REWORK
+
+
+def test_the_three_systems_get_the_same_size_and_lc_wins() -> None:
+    with threads(1):
+        found = named(lc.rework(lc.TASKS["logistic regression"]())("x", QUICK))
+    row = found["iterations of rework, 2 bits"]
+    ours, scar = (float(part.rpartition(" ")[2]) for part in row.note.split(";")[1].split(" % ")[:2])
+    assert ours == pytest.approx(scar, rel=0.1) if row.peer == "SCAR" else ours == pytest.approx(scar, rel=0.05)
+    assert row.ratio is not None
+    assert row.ratio > 2
+    quotient = found["SCAR over LC-Checkpoint, 2 bits"]
+    assert quotient.peer_value == 2.88
+    assert quotient.value is not None
+    assert quotient.value > 2
+
+
+def test_each_step_makes_it_smaller() -> None:
+    found = named(lc.shares("x", QUICK))
+    for bits, limit in ((2, 5.0), (3, 10.0)):
+        steps = [found[f"logistic regression, {bits} bits, {step}"].value or 0 for step in ("E", "E+P", "E+P+H")]
+        assert 20 > steps[0] > steps[1] > steps[2] > 0
+        assert steps[2] < limit
+
+
+def test_a_bucket_set_to_zero_changes_the_loss() -> None:
+    with threads(1):
+        errors = lc._bucket_errors(lc.TASKS["logistic regression"](), 0, 10)
+    assert len(errors) > 10
+    assert min(errors) >= 0
+    assert sum(errors[:8]) > 100 * sum(errors[-8:])
+
+
+def test_chains_restore_what_they_saved() -> None:
+    run = lc.Training(lc.TASKS["matrix factorization"](), 0)
+    ours, theirs = lc.OurChain(sp.presets.lc_checkpoint(3)), lc.BaselineChain(Scar(0.25))
+    with threads(1):
+        for _ in range(5):
+            for chain in (ours, theirs):
+                chain.save(run.state())
+            run.advance()
+    assert len(ours.sizes) == len(theirs.sizes) == 4
+    exact = run.state()["model"]["users"]
+    for chain in (ours, theirs):
+        assert chain.restored()["step"] == 4
+        assert float((chain.restored()["model"]["users"] - exact).abs().mean()) < 0.2
+
+
+# ---------------------------------------------------------------------------------------------------- Check-N-Run
+
+
+def test_the_order_of_the_quantizers() -> None:
+    found = named(rows.methods("x", QUICK))
+    for bits in (2, 3, 4):
+        errors = [found[f"{bits} bits, {method}"].value or 0 for method in rows.METHODS]
+        assert errors[0] > errors[1] > errors[2] > errors[3] > 0
+    assert found["8 bits, symmetric"].ratio is not None
+    assert found["8 bits, symmetric"].ratio < 1
+
+
+def test_mean_error_is_a_mean_of_lengths() -> None:
+    x = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
+    assert rows.mean_error(x, np.zeros_like(x)) == 2.5
+
+
+def test_rows_that_no_batch_looked_up_stay() -> None:
+    run = rows.AdagradRun(0, 20)
+    before = run.tables().copy()
+    run.train(2)
+    share = float((run.tables() != before).any(axis=1).mean())
+    assert 0.02 < share < 0.2
+    found = named(rows.modified("x", QUICK))
+    values = [row.value or 0 for what, row in found.items() if what.startswith("share after")]
+    assert values == sorted(values)
+    assert values[0] == pytest.approx(26, abs=3)
+
+
+def test_capacity_by_policy() -> None:
+    sizes = [(False, 100, 400), (True, 20, 400), (True, 30, 400), (False, 110, 400), (True, 20, 400)]
+    assert rows._capacity(sizes, "intermittent") == [1.0, 1.2, 1.3, 1.1, 1.3]
+    assert rows._capacity(sizes[:3], "consecutive") == [1.0, 1.2, 1.5]
+
+
+def test_a_resumed_run_is_the_same_but_for_the_quantization() -> None:
+    with threads(1):
+        exact = rows.AdagradRun(0, 6)
+        exact.train(6)
+        tables = exact.tables()
+        assert np.array_equal(rows._resumed(0, 6, 8, 0).tables(), tables)
+        changes = [float(np.abs(rows._resumed(0, 6, bits, 2).tables() - tables).mean()) for bits in (2, 8)]
+    assert 0 < 10 * changes[1] < changes[0]
+
+
+# ---------------------------------------------------------------------------------------------------- BitSnap
+
+
+def test_the_mask_is_as_small_as_published() -> None:
+    for what, row in named(bitsnap.sparsified("x", QUICK)).items():
+        assert row.value is not None
+        assert row.peer_value is not None
+        if not what.endswith("beside COO"):
+            assert row.value == pytest.approx(row.peer_value, rel=0.01), what
+        else:
+            assert row.value > 0.99 * row.peer_value
+    assert bitsnap.coo_bytes(10, 1000) == 60
+    assert bitsnap.coo_bytes(500, 1000) == 2000
+
+
+def test_errors_of_the_moments_and_the_score() -> None:
+    found = named(bitsnap.clustered("x", QUICK))
+    assert found["ratio of the moments"].value == pytest.approx(2.67, abs=0.02)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        ours, naive = (found[f"{moment}, MSE, {system}"].value or 0 for system in ("BitSnap", "naive 8-bit"))
+        assert 0 < ours < naive
+    scores = named(bitsnap.score("x", QUICK))
+    assert len(scores) == 12
+    assert all(0 < (row.value or 0) <= 1 for row in scores.values())
+
+
+# ---------------------------------------------------------------------------------------------------- Inshrinkerator
+
+
+def training(evaluate: Any) -> Training:
+    return Training("a model", 1, [Checkpoint(1, {}, None)], evaluate, evaluate)
+
+
+def test_least_bins_are_the_first_that_pass() -> None:
+    def evaluate(state: dict[str, Any]) -> float:
+        return 2.0 * (1 + (0.29 / state["bins"] if state else 0.0))
+
+    found = inshrinkerator.least_bins(training(evaluate), {}, lambda state, bins: {"bins": bins})
+    assert found == {0.001: None, 0.01: 32, 0.05: 6}
+    found = inshrinkerator.least_bins(training(evaluate), {}, lambda state, bins: {"bins": bins * 10})
+    assert found == {0.001: 32, 0.01: 4, 0.05: 4}
+
+
+@pytest.mark.parametrize("system", list(inshrinkerator.QUANTIZERS))
+def test_more_bins_err_less(system: str) -> None:
+    torch.manual_seed(0)
+    state = {"model": {"a.weight": torch.randn(64, 64), "a.bias": torch.randn(64)}}
+    errors = []
+    for bins in (4, 16, 64):
+        restored = inshrinkerator.QUANTIZERS[system](state, bins)
+        assert torch.equal(restored["model"]["a.bias"], state["model"]["a.bias"])
+        found = restored["model"]["a.weight"]
+        kept = system not in (inshrinkerator.BARE, inshrinkerator.UNIFORM, inshrinkerator.ADAPTIVE)
+        assert found.unique().numel() <= bins + 200 * kept
+        errors.append(float((found - state["model"]["a.weight"]).square().mean()))
+    assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
+
+
+def test_the_greedy_range_leaves_an_outlier_out() -> None:
+    x = np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32)
+    low, high = inshrinkerator.greedy_range(x, 8)
+    assert low == pytest.approx(-1, abs=0.13)
+    assert 0.9 < high < 1.6
+    even = np.linspace(-1, 1, 4001).astype(np.float32)
+    assert inshrinkerator.greedy_range(even, 64) == (-1.0, 1.0)
+
+
+def test_coders_of_the_same_levels() -> None:
+    found = named(inshrinkerator.ablation("x", QUICK))
+    for policy in ("refit", "frozen"):
+        values = [found[f"MLP, codebook {policy}, {coder}, overall"].value or 0 for coder in inshrinkerator.CODERS]
+        assert max(values) == values[-1] > 1.2 * values[0] > 4
+    assert found["MLP, codebook refit, Huffman, overall"].peer_value == 25.0
+    assert math.isclose(found["MLP, codebook refit, Huffman, highest"].value or 0, 30, rel_tol=0.2)
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_is_in_step_with_the_results() -> None:
+    assert page.main(["--check"]) == 0, "run python -m bench.systems.page"
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert set(page.TABLES) == {found[1] for found in page._BLOCK.findall(text)}
+    assert page.regenerated(text.replace("| MLP", "| changed")) == text
+    with pytest.raises(BadArgumentError, match="table 'odd' is unknown"):
+        page.regenerated("<!-- table systems odd -->\n<!-- end -->")
+
+
+def test_the_committed_results_have_every_experiment() -> None:
+    names = {row["row"].partition(": ")[0] for row in page.results()["rows"]}
+    assert names == {one.name for one in systems.EXPERIMENTS}
+    for row in page.results()["rows"]:
+        assert row["value"] is not None or row["note"], row["row"]
