@@ -31,8 +31,8 @@ class Lines:
     lines: dict[str, list[tuple[int, float]]]
 
 
-def draw(path: Path, panels: Sequence[Bars | Lines]) -> None:
-    """Draw the panels side by side into a file; its ending says which kind.
+def pyplot() -> Any:
+    """Matplotlib's pyplot, for files.
 
     Raises:
         BadArgumentError: Matplotlib is not installed.
@@ -44,13 +44,23 @@ def draw(path: Path, panels: Sequence[Bars | Lines]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(path: Path, panels: Sequence[Bars | Lines]) -> None:
+    """Draw the panels side by side into a file; its ending says which kind.
+
+    Raises:
+        BadArgumentError: Matplotlib is not installed.
+    """
+    plt = pyplot()
     most = max((len(p.bars) for p in panels if isinstance(p, Bars)), default=0)
     size = (8.5 * len(panels), max(5.0, 1.0 + 0.27 * most))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
         (_bars if isinstance(panel, Bars) else _lines)(axis, panel)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _bars(axis: Any, panel: Any) -> None:

@@ -1,4 +1,4 @@
-"""Small real trainings that benches of quality share: a GPT on text, a CNN and an MLP on digits, an embedding model.
+"""Small real trainings that benches of quality share: a GPT on text, three models on digits, an embedding model.
 
 A `Run` is a function of its seed: weights, data and their order. Batch t is drawn from (seed, t), so a run resumed at
 step t sees exactly what the uninterrupted one would have seen, and a difference in held-out loss is the checkpoint's.
@@ -212,6 +212,28 @@ def _mlp() -> nn.Module:
     )
 
 
+class SmallViT(nn.Module):
+    """A vision transformer on patches of 2 x 2 pixels: 16 of them and a class token, no dropout."""
+
+    def __init__(self, width: int = 64, layers: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 2, stride=2)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.places = nn.Parameter(0.02 * torch.randn(1, 17, width))
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """float32 [batch, 1, 8, 8] -> logits [batch, 10]."""
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(images), -1, -1), patches], dim=1) + self.places
+        logits: Tensor = self.head(self.blocks(tokens)[:, 0])
+        return logits
+
+
 def cnn(steps: int = 900) -> Workload:
     """A CNN of 0.36 M parameters on scikit-learn's digits."""
     return Workload("CNN", _cnn, _digits_batch, _classified, _digits_held_out, steps, 2e-3)
@@ -220,6 +242,11 @@ def cnn(steps: int = 900) -> Workload:
 def mlp(steps: int = 900) -> Workload:
     """A three-layer perceptron of 0.3 M parameters on scikit-learn's digits."""
     return Workload("MLP", _mlp, _digits_batch, _classified, _digits_held_out, steps, 2e-3)
+
+
+def vit(steps: int = 900) -> Workload:
+    """A vision transformer of 0.2 M parameters on scikit-learn's digits."""
+    return Workload("ViT", SmallViT, _digits_batch, _classified, _digits_held_out, steps, 1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- embeddings
@@ -281,4 +308,4 @@ def embedding(steps: int = 900) -> Workload:
     )
 
 
-WORKLOADS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "CNN": cnn, "MLP": mlp, "embedding": embedding}
+WORKLOADS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "CNN": cnn, "MLP": mlp, "embedding": embedding, "ViT": vit}

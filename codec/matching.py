@@ -20,7 +20,7 @@ from .exponent import ExponentDelta
 from .kinds import by_path, kind_of, touched_rows
 from .leaves import is_array, read_leaf, same_storage_key
 from .moments import FINEST, LogBuckets
-from .optimizer import FirstMoment, SecondMoment, grid_step
+from .optimizer import FirstMoment, SecondMoment, cell_octaves, grid_step
 from .quantize import Quantize
 from .rows import Rows
 
@@ -105,6 +105,8 @@ def with_targets(codec: Codec, cfg: Config) -> Codec:
         return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)
     if isinstance(codec, FirstMoment) and codec.step is None:
         codec = dataclasses.replace(codec, step=grid_step(cfg.rate))
+    if isinstance(codec, SecondMoment) and codec.octaves is None:
+        codec = dataclasses.replace(codec, octaves=cell_octaves(cfg.rate))
     target = cfg.max_rel_error
     if isinstance(codec, ExponentDelta | Clusters | Rows) and codec.max_error is None:
         return dataclasses.replace(codec, max_error=target)

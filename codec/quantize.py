@@ -217,6 +217,14 @@ class Quantize:
             for i in range(len(leaves))
         ]
 
+    def _few_values(self, leaf: Leaf, histogram: Histogram) -> NpArray | None:
+        """All finite values, ascending, where they are at most `bins`: each has an entry then, and none is lost."""
+        if np.count_nonzero(histogram.counts[:-1]) > self.bins:
+            return None
+        values = leaf.flat.unique().double().cpu().numpy() if is_torch(leaf.flat) else np.unique(leaf.flat)
+        values = values[np.isfinite(values)].astype(np.float64) + 0.0
+        return values if 0 < values.size <= self.bins else None
+
     def _metric(self, leaves: Sequence[Leaf]) -> str:
         if self.prune_metric == "sensitivity":
             for leaf in leaves:
@@ -255,10 +263,13 @@ class Quantize:
         if leaf.gradient is not None:
             histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
         scale = unit(largest_of(plan.sketch.signed))
+        few = self._few_values(leaf, histogram) if self.coder == "smallest" else None
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
             codebook, reason = fit(histogram, how, before.codebook if before is not None else None)
+            if few is not None and not np.isin(few, codebook).all():
+                codebook, reason = few, "of all its values"
             if self.max_error is not None and predicted_error(histogram, codebook) > 1.1 * self.max_error:
                 continue
             if reason != "frozen":

@@ -22,7 +22,7 @@ Factors = np.ndarray[Any, np.dtype[np.float32]]
 
 def residual_symbols(
     x: Array, rows: Factors, columns: Factors, start: int, octaves: int
-) -> tuple[Array, Floats, Floats, Floats]:
+) -> tuple[Array, Floats, Floats]:
     """How many cells of `octaves` octaves each element is off its estimate `rows[i] * columns[j]`.
 
         key(y) = bit pattern of y as an integer;  cell = octaves * 2**23
@@ -41,8 +41,7 @@ def residual_symbols(
 
     Returns:
         symbols: uint8 [n].
-        sums: float64 [256] on the host, sum of x by symbol.
-        estimates: float64 [256] on the host, sum of the estimates by symbol.
+        distances: float64 [256] on the host, sum of `key(x) - key(estimate)` by symbol, an integer; 0 for symbols 0, 1.
         counts: float64 [256] on the host, how often each symbol occurs.
 
     Raises:
@@ -60,8 +59,33 @@ def residual_symbols(
     _check(rows, columns, start, int(x.shape[0]))
     if type(octaves) is not int or not 1 <= octaves <= 64:
         raise BadArgumentError(f"octaves is {octaves!r}; it must be an integer in [1, 64]")
-    symbols, sums, estimates, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, octaves)
-    return symbols, sums, estimates, counts
+    symbols, distances, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, octaves)
+    return symbols, distances, counts
+
+
+def residual_factors(distances: Floats, counts: Floats) -> Factors:
+    """What the estimate of a symbol's elements is multiplied by: the factor at their mean distance, in keys.
+
+    That is their geometric mean, as near as keys are logarithms: what divides by the root of the values, as Adam does,
+    keeps its mean in the logarithm. The arithmetic mean, that of the largest ones, would make most steps too small.
+
+    Args:
+        distances: float64 [256], sums of `residual_symbols`, over all chunks.
+        counts: float64 [256].
+
+    Returns:
+        float32 [256], 0 for symbols 0, 1 and those that do not occur.
+
+    Example:
+        >>> d, n = np.zeros(256), np.zeros(256)
+        >>> d[129], n[129] = 6 * 2.0**23, 2
+        >>> float(residual_factors(d, n)[129])
+        8.0
+    """
+    used = (counts > 0) & (np.arange(256) >= FIRST)
+    mean = np.rint(distances / np.where(used, counts, 1.0))
+    patterns = np.clip(mean + (127 << 23), 1 << 23, (255 << 23) - 1).astype(np.int32)
+    return np.where(used, patterns.view(np.float32), np.float32(0))
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:

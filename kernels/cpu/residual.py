@@ -41,25 +41,27 @@ def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
 
 @njit
 def _symbols(
-    x: Any, keys: Any, rows: Any, columns: Any, start: int, lookup: Any, estimates: Any, estimate_keys: Any,
-    places: Any, out: Any, sums: Any, bases: Any, counts: Any,
+    keys: Any, rows: Any, columns: Any, start: int, lookup: Any, estimates: Any, estimate_keys: Any, places: Any,
+    distances: Any, out: Any, sums: Any, counts: Any,
 ) -> None:  # fmt: skip
     """By short blocks: half octaves from the estimate (vectorized), then symbols and sums.
 
     The sums lie in `[4 * symbol + lane]`: an element need not wait for the one before it.
     """
     i, j = start // columns.size, start % columns.size
-    for at in range(0, x.size, estimates.size):
-        n = min(estimates.size, x.size - at)
+    for at in range(0, keys.size, estimates.size):
+        n = min(estimates.size, keys.size - at)
         i, j = _estimates(rows, columns, i, j, estimates[:n])
         own = keys[at : at + n]
         for t in range(n):
             key, base = own[t], estimate_keys[t]
-            off = np.int32(np.int32(np.int32(key) - np.int32(base)) >> np.int32(22))
+            distance = np.int32(np.int32(key) - np.int32(base))
+            off = np.int32(distance >> np.int32(22))
             fits = (key >= _NORMAL) & (key < _INFINITE) & (base >= _NORMAL) & (base < _INFINITE)
             place = np.int32(off + np.int32(_CENTRE)) if fits else np.int32(_ESCAPED)
             places[t] = np.int32(_NOTHING) if key & _MAGNITUDE == 0 else place
-        values, symbols = x[at : at + n], out[at : at + n]
+            distances[t] = distance
+        symbols = out[at : at + n]
         for t in range(n):
             symbols[t] = lookup[places[t]]
         whole = n // 4 * 4
@@ -67,23 +69,18 @@ def _symbols(
             a, b = np.uint64(symbols[t]) << np.uint64(2), np.uint64(symbols[t + 1]) << np.uint64(2)
             c, d = np.uint64(symbols[t + 2]) << np.uint64(2), np.uint64(symbols[t + 3]) << np.uint64(2)
             b, c, d = b + np.uint64(1), c + np.uint64(2), d + np.uint64(3)
-            sums[a] += np.float64(values[t])
-            sums[b] += np.float64(values[t + 1])
-            sums[c] += np.float64(values[t + 2])
-            sums[d] += np.float64(values[t + 3])
-            bases[a] += np.float64(estimates[t])
-            bases[b] += np.float64(estimates[t + 1])
-            bases[c] += np.float64(estimates[t + 2])
-            bases[d] += np.float64(estimates[t + 3])
-            counts[a] += 1.0
-            counts[b] += 1.0
-            counts[c] += 1.0
-            counts[d] += 1.0
+            sums[a] += np.int64(distances[t])
+            sums[b] += np.int64(distances[t + 1])
+            sums[c] += np.int64(distances[t + 2])
+            sums[d] += np.int64(distances[t + 3])
+            counts[a] += 1
+            counts[b] += 1
+            counts[c] += 1
+            counts[d] += 1
         for t in range(whole, n):
             a = np.uint64(symbols[t]) << np.uint64(2)
-            sums[a] += np.float64(values[t])
-            bases[a] += np.float64(estimates[t])
-            counts[a] += 1.0
+            sums[a] += np.int64(distances[t])
+            counts[a] += 1
 
 
 def _lookup(octaves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -111,22 +108,19 @@ _STEP = 1 << 12
 """Estimates made at once: they stay in the first-level cache."""
 
 
-def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, octaves: int
-) -> tuple[Array, Any, Any, Any]:
+def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octaves: int) -> tuple[Array, Any, Any]:
     """See `kernels.residual`."""
     values = to_numpy(x)
     out = np.empty(values.size, np.uint8)
-    sums, bases, counts = np.zeros((256, 4)), np.zeros((256, 4)), np.zeros((256, 4))
+    sums, counts = np.zeros((256, 4), np.int64), np.zeros((256, 4), np.int64)
     estimates = np.empty(_STEP, np.float32)
     if values.size:
         _symbols(
-            values, values.view(np.uint32), rows, columns, start, _lookup(octaves), estimates,
-            estimates.view(np.uint32), np.empty(_STEP, np.int32), out, sums.reshape(-1), bases.reshape(-1),
-            counts.reshape(-1),
+            values.view(np.uint32), rows, columns, start, _lookup(octaves), estimates, estimates.view(np.uint32),
+            np.empty(_STEP, np.int32), np.empty(_STEP, np.int32), out, sums.reshape(-1), counts.reshape(-1),
         )  # fmt: skip
-    sums[:FIRST], bases[:FIRST] = 0.0, 0.0
-    return like(out, x), sums.sum(axis=1), bases.sum(axis=1), counts.sum(axis=1)
+    sums[:FIRST] = 0
+    return like(out, x), sums.sum(axis=1).astype(np.float64), counts.sum(axis=1).astype(np.float64)
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:

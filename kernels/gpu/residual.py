@@ -47,14 +47,13 @@ def symbols_kernel(
     octaves: tl.int32,
     symbols_ptr,
     counts_ptr,
-    sums_ptr,
-    bases_ptr,
+    distances_ptr,
     FIRST: tl.constexpr,
     FARTHEST: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Symbol of each element, and this program's counts and sums of the elements and of their estimates by symbol."""
+    """Symbol of each element, and this program's counts and sums of distances from the estimate by symbol."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -64,26 +63,22 @@ def symbols_kernel(
     base = estimate.to(tl.int32, bitcast=True)
     normal = (key >= 0x00800000) & (key < 0x7F800000) & (base >= 0x00800000) & (base < 0x7F800000)
     # floor(distance / 2**23 / octaves), one floor after the other; the offset keeps the second dividend positive.
-    distance = tl.where(normal, key - base, 0).to(tl.int64) + (octaves << 22)
-    k = ((distance >> 23).to(tl.int32) + 512 * octaves) // octaves - 512
+    distance = tl.where(normal, key - base, 0)
+    k = (((distance.to(tl.int64) + (octaves << 22)) >> 23).to(tl.int32) + 512 * octaves) // octaves - 512
     symbol = tl.where(normal & (tl.abs(k) <= FARTHEST), FIRST + FARTHEST + k, 1)
     symbol = tl.where((key & 0x7FFFFFFF) == 0, 0, symbol)
     tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
     tally_counts(symbol, inside, counts_ptr + 256 * block)
-    tally_sums(symbol, x, inside, FIRST, counts_ptr + 256 * block, sums_ptr + 256 * block)
-    tally_sums(symbol, estimate, inside, FIRST, counts_ptr + 256 * block, bases_ptr + 256 * block)
+    tally_sums(symbol, distance, inside, FIRST, counts_ptr + 256 * block, distances_ptr + 256 * block)
 
 
-def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, octaves: int
-) -> tuple[Array, Any, Any, Any]:
+def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octaves: int) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.residual.residual_symbols`."""
     t = tensor(x)
     programs = SYMBOLS.programs(t.numel())
     symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
     counts = torch.empty((programs, 256), dtype=torch.int32, device=t.device)
-    sums = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
-    bases = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
+    distances = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
     if programs:
         with on(t):
             symbols_kernel[(programs,)](
@@ -98,16 +93,15 @@ def residual_symbols(
                 # outputs
                 symbols,
                 counts,
-                sums,
-                bases,
+                distances,
                 # constants
                 FIRST=FIRST,
                 FARTHEST=FARTHEST,
                 WIDE=columns.size > NARROW,
                 **SYMBOLS.constants(t.numel()),
             )
-    count, total, base = totals(counts, sums, bases).numpy()
-    return like(symbols, x), total, base, count
+    count, total = totals(counts, distances).numpy()
+    return like(symbols, x), total, count
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def tally_sums(symbol, value, inside, first, counts_ptr, sums_ptr):
     for s in range(first, 256):
         if tl.load(counts_ptr + s) > 0:
             mine = inside & (symbol == s)
-            tl.store(sums_ptr + s, tl.sum(tl.where(mine, value, 0.0).to(tl.float64), axis=0))
+            tl.store(sums_ptr + s, tl.sum(tl.where(mine, value.to(tl.float64), 0.0), axis=0))
 
 
 def totals(counts: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,7 @@ def _estimates(xp: Any, like: Array, rows: Factors, columns: Factors, start: int
     return xp.asarray(rows[i], device=place) * xp.asarray(columns[j], device=place)
 
 
-def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, octaves: int
-) -> tuple[Array, Any, Any, Any]:
+def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octaves: int) -> tuple[Array, Any, Any]:
     """See `kernels.residual`."""
     xp = array_namespace(x)
     estimate = _estimates(xp, x, rows, columns, start)
@@ -39,16 +37,14 @@ def residual_symbols(
     fits = normal & ~negative & (xp.abs(k) <= FARTHEST)
     symbol = xp.where(fits, FIRST + FARTHEST + k, xp.full_like(key, ESCAPE))
     symbol = xp.where(key == 0, xp.full_like(key, ZERO), symbol)
-    sums, bases, counts = np.zeros(256), np.zeros(256), np.zeros(256)
-    wide, wide_base = xp.astype(x, xp.float64), xp.astype(estimate, xp.float64)
-    zero = xp.zeros_like(wide)
+    distances, counts = np.zeros(256), np.zeros(256)
+    distance = xp.where(fits, key - base, xp.zeros_like(key))
     for value in map(int, xp.unique_values(symbol)):
         here = symbol == value
-        counts[value] = float(xp.sum(xp.astype(here, xp.float64)))
+        counts[value] = int(xp.sum(xp.astype(here, xp.int64)))
         if value >= FIRST:
-            sums[value] = float(xp.sum(xp.where(here, wide, zero)))
-            bases[value] = float(xp.sum(xp.where(here, wide_base, zero)))
-    return xp.astype(symbol, xp.uint8), sums, bases, counts
+            distances[value] = int(xp.sum(xp.where(here, xp.astype(distance, xp.int64), xp.zeros_like(distance))))
+    return xp.astype(symbol, xp.uint8), distances, counts
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:

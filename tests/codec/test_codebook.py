@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,3 +77,16 @@ def test_few_distinct_values_are_kept_exactly() -> None:
     assert (through_bytes(sp.compress({"w": ones}))["w"] == ones).all() or sp.compress({"w": ones}).summary()[
         0
     ].error < 0.01
+
+
+@pytest.mark.parametrize("torches", [False, True])
+@pytest.mark.parametrize("values", [[1.0], [20.0], [-0.3, 0.0, 0.3], [0.1 * i for i in range(24)]])
+def test_few_values_are_kept_to_the_bit(values: list[float], torches: bool) -> None:
+    """A matrix of ones is one of ones again, alone and as a delta, whatever the buckets' midpoints are."""
+    prev = None
+    for factor in (1.0, 1.0, 1.7):
+        x = np.resize(np.float32(values), (64, 64)) * np.float32(factor)
+        prev = sp.compress({"w": torch.from_numpy(x) if torches else x}, prev)
+        assert prev.summary()[0].codec == "levels"
+        assert prev.summary()[0].error == 0.0
+        np.testing.assert_array_equal(np.asarray(sp.decompress(prev)["w"]), x)

@@ -104,7 +104,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "arguments", "words"), BAD, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("make", "arguments", "words"), BAD, ids=lambda v: getattr(v, "__name__", str(v))[:40])
 def test_values_out_of_range_are_named(make: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(sp.BadArgumentError, match=words):
         make(**arguments)

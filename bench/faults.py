@@ -1,0 +1,455 @@
+"""A training that is killed again and again, and each time goes on from its last compressed checkpoint.
+
+A checkpoint is taken every `spacing` steps; kills are spread evenly over the schedule, each half way between two
+checkpoints. After a kill nothing is left but what was stored: a new model and optimizer are built, the store is opened
+anew, its newest checkpoint (with the chain below it) is decoded, and training goes on *from the lossy state*; the next
+delta is taken against the checkpoint that was restored. The data of a step depend on seed and step alone, so a run that
+is restored exactly ends where the uninterrupted one does, bit for bit: that is checked, for what claims to be exact.
+
+Seconds are processor time of this process, on one thread.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.search.cube import Cube
+
+from .workloads import Run, State, Workload
+
+_CAP = 10
+"""Rework is counted up to so many distances between checkpoints."""
+_RESHUFFLE = 1_000
+
+
+@dataclass(frozen=True)
+class Size:
+    """Stored and raw bytes of one checkpoint: of the weights, and of everything."""
+
+    weights: int
+    whole: int
+    raw_weights: int
+    raw_whole: int
+    is_delta: bool = False
+
+
+class System(Protocol):
+    """Where the checkpoints of one training go."""
+
+    def begin(self, run: Run) -> None:
+        """A process begins to train `run`."""
+
+    def save(self, run: Run) -> Size:
+        """Store the run's state."""
+
+    def restore(self) -> State:
+        """The newest state, from what was stored alone."""
+
+    def end(self) -> None:
+        """Nothing more is needed."""
+
+
+def raw_size(state: State) -> tuple[int, int]:
+    """Bytes of the arrays of a state: of the weights, and of all."""
+    weights, everything = (
+        sum(x.nbytes for x in torch.utils._pytree.tree_leaves(part) if isinstance(x, torch.Tensor))
+        for part in (state["model"], state)
+    )
+    return weights, everything
+
+
+@dataclass(frozen=True)
+class Searching:
+    """A configuration searched for again every so many checkpoints, from the last choice on.
+
+    Args:
+        threshold: degradation a checkpoint may have, relative.
+        cube: what is chosen from.
+        batches: of the held-out set, that `evaluate` sees.
+        every: checkpoints from one search to the next.
+    """
+
+    threshold: float
+    cube: Cube
+    batches: int = 5
+    every: int = 5
+
+
+_numbers = itertools.count()
+
+
+class InStore:
+    """Checkpoints of a `Config` in an `sp.Store` in memory; a restore opens it anew and decodes the chain.
+
+    Args:
+        config: how to compress, and when to take a base.
+        grads: whether gradient averages of a `SensitivityTracker` go along.
+        spacing: steps from one checkpoint to the next, for the tracker.
+        searching: search for the configuration.
+    """
+
+    def __init__(
+        self, config: sp.Config, *, grads: bool = False, spacing: int = 10, searching: Searching | None = None
+    ):
+        self.url = f"memory://bench-faults-{next(_numbers)}"
+        self.store = sp.Store(self.url, config)
+        self.grads, self.spacing, self.searching = grads, spacing, searching
+        self.tracker: sp.SensitivityTracker | None = None
+        self.run: Run | None = None
+        self.head: sp.Checkpoint | None = None
+        self.last: sp.SearchResult | None = None
+        self.count = self.evaluations = self.unmet = 0
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+        if self.grads:
+            self.tracker = sp.SensitivityTracker(run.model, self.spacing, done=run.step)
+
+    def save(self, run: Run) -> Size:
+        state = run.state()
+        kinds = sp.kinds(run.model, run.optimizer)
+        grads = self.tracker.grads() if self.tracker is not None else None
+        if self.searching is not None and self.count % self.searching.every == 0:
+            self.store.cfg = self._search(run, state, grads, kinds)
+        self.count += 1
+        self.head = self.store.save(run.step, state, grads=grads, kinds=kinds).checkpoint
+        rows = self.head.summary()
+        weights = [row for row in rows if row.path.startswith("model/")]
+        return Size(
+            sum(row.stored_bytes for row in weights),
+            self.head.nbytes,
+            sum(row.raw_bytes for row in weights),
+            self.head.raw_nbytes,
+            self.head.is_delta,
+        )
+
+    def _search(self, run: Run, state: State, grads: Any, kinds: Any) -> sp.Config:
+        """The configuration from here on; the moments' grid follows the rate that was chosen for the weights."""
+        how = self.searching
+        if how is None:
+            return self.store.cfg
+        probe = run.workload.model().eval()
+        batches = run.workload.held_out()[: how.batches]
+
+        @torch.no_grad()
+        def evaluate(restored: State) -> float:
+            probe.load_state_dict(restored["model"])
+            return statistics.fmean(float(run.workload.loss(probe, batch)) for batch in batches)
+
+        found = sp.search(
+            state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds,
+            cube=how.cube, direction="lower", progress=False,
+        )  # fmt: skip
+        self.last = found
+        self.evaluations += found.evaluations
+        self.unmet += not found.met
+        rate = found.point.rate if found.point is not None else 0.0
+        return sp.Config(found.config.rules, rate=rate, chain=self.store.cfg.chain)
+
+    def restore(self) -> State:
+        self._stop()
+        self.store = sp.Store(self.url, self.store.cfg)
+        state: State = self.store.load()
+        if self.searching is not None:
+            self.head = self.store.read(self.store.steps()[-1])
+        return state
+
+    def _stop(self) -> None:
+        if self.tracker is not None:
+            self.tracker.remove()
+
+    def end(self) -> None:
+        self._stop()
+        import fsspec
+
+        files = fsspec.filesystem("memory")
+        root = self.url.removeprefix("memory:/")
+        if files.exists(root):
+            files.rm(root, recursive=True)
+
+
+class Uncompressed:
+    """`torch.save` of the whole state."""
+
+    def __init__(self) -> None:
+        self.blob = b""
+
+    def begin(self, run: Run) -> None:
+        pass
+
+    def save(self, run: Run) -> Size:
+        state = run.state()
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        self.blob = buffer.getvalue()
+        weights, whole = raw_size(state)
+        return Size(weights, len(self.blob), weights, whole)
+
+    def restore(self) -> State:
+        state: State = torch.load(io.BytesIO(self.blob), weights_only=True)
+        return state
+
+    def end(self) -> None:
+        self.blob = b""
+
+
+class Reshuffled(Uncompressed):
+    """The same, but other batches after every restore: how far two good runs of one training lie apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0
+
+    def begin(self, run: Run) -> None:
+        run.seed += _RESHUFFLE * self.begun
+        self.begun += 1
+
+
+class Peer:
+    """A published system from `bench/baselines`, in chains with a base every so many checkpoints.
+
+    Args:
+        baseline: with `encode(state, previous)` -> an object with `weights` and `rest` in bytes, and
+            `decode(saved, previous)` -> state; `previous` is the restored state of the checkpoint before, or None.
+        base_every: as in `ChainPolicy`.
+    """
+
+    def __init__(self, baseline: Any, base_every: int = 20) -> None:
+        self.baseline, self.base_every = baseline, base_every
+        self.chain: list[Any] = []
+        self.previous: State | None = None
+
+    def begin(self, run: Run) -> None:
+        pass
+
+    def save(self, run: Run) -> Size:
+        state = run.state()
+        if len(self.chain) == self.base_every:
+            self.chain, self.previous = [], None
+        saved = self.baseline.encode(state, self.previous)
+        self.previous = self.baseline.decode(saved, self.previous)
+        self.chain.append(saved)
+        stored = len(saved.weights), len(saved.weights) + len(saved.rest)
+        return Size(*stored, *raw_size(state), len(self.chain) > 1)
+
+    def restore(self) -> State:
+        previous: Any = None
+        for saved in self.chain:
+            previous = self.baseline.decode(saved, previous)
+        self.previous = previous
+        state: State = previous
+        return state
+
+    def end(self) -> None:
+        self.chain, self.previous = [], None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One training that was killed and restored.
+
+    Args:
+        degradation: held-out loss at the end against the uninterrupted training's, in percent.
+        at_restore: change of the held-out loss by storing and restoring, in percent, mean over restores.
+        rework: steps after a restore until the loss at which it was killed is reached again, mean over restores.
+        staleness: steps by which a restored state is behind the one that was stored (`behind`), mean over restores.
+        weights: raw bytes over stored bytes of all checkpoints, bases included.
+        whole: the same of the whole state.
+        peak_weights: largest ratio of one checkpoint.
+        peak_whole: the same of the whole state.
+        weight_bits: stored bits a weight, mean over the deltas of the last third of the checkpoints (over all of them,
+            if there are no deltas).
+        save: seconds a save.
+        overhead: seconds in saves against seconds in training, in percent.
+        restore: seconds a restore.
+        evaluations: of a search, in total.
+        unmet: searches that found nothing good enough and took lossless.
+    """
+
+    degradation: float
+    at_restore: float
+    rework: float
+    staleness: float
+    weights: float
+    whole: float
+    peak_weights: float
+    peak_whole: float
+    weight_bits: float
+    save: float
+    overhead: float
+    restore: float
+    evaluations: int = 0
+    unmet: int = 0
+
+
+def kills(steps: int, failures: int, spacing: int) -> list[int]:
+    """Steps at which a training is killed: evenly spread, each half way between two checkpoints.
+
+    Args:
+        steps: of the whole training.
+        failures: how many; at most as many as there are distances between checkpoints after the first.
+        spacing: steps from one checkpoint to the next, 2 or more.
+
+    Example:
+        >>> kills(900, 2, 10)
+        [305, 605]
+    """
+    return [max(1, i * steps // (failures + 1) // spacing) * spacing + spacing // 2 for i in range(1, failures + 1)]
+
+
+class _Clock:
+    """Processor seconds, by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {"train": [], "save": [], "restore": []}
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        begin = time.process_time()
+        yield
+        self.seconds[what].append(time.process_time() - begin)
+
+
+@dataclass
+class _Rework:
+    """What a restored run still has to make good: the loss it was killed at, and when it was restored."""
+
+    goal: float
+    since: int
+
+
+def probe(run: Run, batches: int) -> float:
+    """Loss of a run on the first batches of the held-out set, in evaluation mode."""
+    with torch.no_grad():
+        run.model.eval()
+        chosen = run.workload.held_out()[:batches]
+        loss = statistics.fmean(float(run.workload.loss(run.model, batch)) for batch in chosen)
+        run.model.train()
+    return loss
+
+
+def behind(trace: dict[int, float], step: int, loss: float) -> float:
+    """Steps since a training last had this loss.
+
+    The trace's running minimum is taken, straight between its points; a loss below it is not behind, one above all of
+    it is behind by all steps. What a state lost by being stored is the difference to the same of its own loss: 0 for
+    an exact restore.
+
+    Args:
+        trace: step -> loss, ascending, `step` included.
+        step: where the state was stored.
+        loss: of the state restored.
+
+    Example:
+        >>> behind({10: 3.0, 20: 2.0, 30: 1.5}, 30, 1.75)
+        5.0
+    """
+    points = [(s, least) for s, least in _running_least(trace) if s <= step]
+    later = points[-1]
+    if loss <= later[1]:
+        return 0.0
+    for earlier in reversed(points[:-1]):
+        if earlier[1] >= loss:
+            share = (loss - later[1]) / (earlier[1] - later[1])
+            return step - later[0] + share * (later[0] - earlier[0])
+        later = earlier
+    return float(step)
+
+
+def _running_least(trace: dict[int, float]) -> list[tuple[int, float]]:
+    least = math.inf
+    found = []
+    for step, loss in trace.items():
+        least = min(least, loss)
+        found.append((step, least))
+    return found
+
+
+def uninterrupted(workload: Workload, seed: int) -> float:
+    """Held-out loss at the end of a training that nothing happens to."""
+    run = Run(workload, seed)
+    run.train(workload.steps)
+    return run.held_out_loss()
+
+
+def endure(
+    workload: Workload, seed: int, system: System, *, failures: int, exact: float, spacing: int = 10, batches: int = 2
+) -> Outcome:
+    """Train a workload to its end through evenly spread failures.
+
+    Args:
+        workload: what is trained.
+        seed: of the training.
+        system: where its checkpoints go; a new one.
+        failures: how often it is killed, at least 1.
+        exact: `uninterrupted(workload, seed)`.
+        spacing: steps from one checkpoint to the next.
+        batches: of the held-out set, for losses along the way; the last one is over all of it.
+    """
+    due = kills(workload.steps, failures, spacing)
+    clock, sizes = _Clock(), []
+    trace: dict[int, float] = {}
+    changes, reworks, stale = [], [], []
+    pending: _Rework | None = None
+    run = Run(workload, seed)
+    system.begin(run)
+    try:
+        while run.step < workload.steps:
+            following = run.step // spacing * spacing + spacing
+            with clock.on("train"):
+                run.train(min(run.step + 1 if pending else following, following, *due[:1], workload.steps))
+            if pending and (probe(run, batches) <= pending.goal or run.step - pending.since >= _CAP * spacing):
+                reworks.append(run.step - pending.since)
+                pending = None
+            if due and run.step == due[0]:
+                if pending:
+                    reworks.append(run.step - pending.since)
+                goal = probe(run, batches)
+                due.pop(0)
+                with clock.on("restore"):
+                    state = system.restore()
+                run = Run(workload, seed)
+                run.restore(state)
+                system.begin(run)
+                loss = probe(run, batches)
+                changes.append(100 * (loss / trace[run.step] - 1))
+                stale.append(behind(trace, run.step, loss) - behind(trace, run.step, trace[run.step]))
+                pending = _Rework(goal, run.step)
+            elif run.step % spacing == 0:
+                with clock.on("save"):
+                    sizes.append(system.save(run))
+                trace[run.step] = probe(run, batches)
+        if pending:
+            reworks.append(run.step - pending.since)
+    finally:
+        system.end()
+    spent = {what: sum(seconds) for what, seconds in clock.seconds.items()}
+    late = sizes[2 * len(sizes) // 3 :]
+    late = [s for s in late if s.is_delta] or late
+    return Outcome(
+        degradation=100 * (run.held_out_loss() / exact - 1),
+        at_restore=statistics.fmean(changes),
+        rework=statistics.fmean(reworks),
+        staleness=statistics.fmean(stale),
+        weights=sum(s.raw_weights for s in sizes) / sum(s.weights for s in sizes),
+        whole=sum(s.raw_whole for s in sizes) / sum(s.whole for s in sizes),
+        peak_weights=max(s.raw_weights / s.weights for s in sizes),
+        peak_whole=max(s.raw_whole / s.whole for s in sizes),
+        weight_bits=32 * sum(s.weights for s in late) / sum(s.raw_weights for s in late),
+        save=statistics.fmean(clock.seconds["save"]),
+        overhead=100 * spent["save"] / spent["train"],
+        restore=statistics.fmean(clock.seconds["restore"]),
+        evaluations=getattr(system, "evaluations", 0),
+        unmet=getattr(system, "unmet", 0),
+    )

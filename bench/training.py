@@ -1,0 +1,444 @@
+"""`python -m bench training`: what compressed checkpoints cost a training that is killed again and again.
+
+Fault tolerance as in Inshrinkerator's section 9.1 (`faults.py`), over five small models, ten and more systems and
+several seeds; thresholds per checkpoint through `sp.search`; each part of the codec off in turn (`ablation.py`);
+fine-tuning from a compressed model (`transfer.py`, its section 9.2); time and memory against the size of the state
+(`cost.py`). `--only MLP` takes one model, `--only "MLP failures"` one part of it: failures, thresholds, ablation;
+"transfer" and "cost" are the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import shrinkpoint as sp
+from shrinkpoint.search.cube import Cube
+
+from . import workloads
+from .devices import threads
+from .faults import InStore, Outcome, Peer, Reshuffled, Searching, System, Uncompressed, endure, uninterrupted
+from .harness import Options, Row
+from .workloads import Workload
+
+TITLE = "degradation, rework, ratio and cost of trainings that are killed and restored; transfer; ablation; cost"
+DEVICE = "cpu, 1 thread"
+YARDSTICK = "no compression, other batches"
+EXACT = ("no compression", "lossless")
+"""What must end where the uninterrupted training does, to the bit."""
+OWN = ("default", "rate")
+"""What the names of this project's own settings begin with."""
+ONE_BASE = sp.ChainPolicy(base_every=None)
+
+Make = Callable[[int], System]
+"""A new system, for checkpoints at so many steps from each other."""
+
+
+def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Searching | None = None) -> Make:
+    return lambda spacing: InStore(make(), grads=grads, spacing=spacing, searching=searching)
+
+
+def _baseline(name: str) -> Make:
+    def make(_: int) -> System:
+        from .baselines import BASELINES
+
+        return Peer(BASELINES[name]())
+
+    return make
+
+
+BASELINES = ("QD-compressor", "naive 8-bit", "ExCP")
+SYSTEMS: dict[str, Make] = {
+    "default": _config(sp.Config),
+    "rate 0.002": _config(lambda: sp.Config(rate=0.002)),
+    "rate 0.004": _config(lambda: sp.Config(rate=0.004)),
+    "rate 0.01": _config(lambda: sp.Config(rate=0.01)),
+    "rate 0.002, one base": _config(lambda: sp.Config(rate=0.002, chain=ONE_BASE)),
+    "rate 0.004, one base": _config(lambda: sp.Config(rate=0.004, chain=ONE_BASE)),
+    "inshrinkerator": _config(sp.presets.inshrinkerator, grads=True),
+    "inshrinkerator, one base": _config(lambda: sp.presets.inshrinkerator(chain=ONE_BASE), grads=True),
+    "lc_checkpoint": _config(sp.presets.lc_checkpoint),
+    "check_n_run": _config(sp.presets.check_n_run),
+    "bitsnap": _config(sp.presets.bitsnap),
+    "lossless": _config(sp.presets.lossless),
+    **{name: _baseline(name) for name in BASELINES},
+    "no compression": lambda _: Uncompressed(),
+    YARDSTICK: lambda _: Reshuffled(),
+}
+"""What is compared. "One base": no base after the first, as in the paper; otherwise every 20 checkpoints."""
+
+THRESHOLDS = (0.001, 0.01, 0.05)
+OWN_CUBE = Cube(
+    bins=(8, 12, 16, 24, 32),
+    prune=(0.0,),
+    metric=("magnitude",),
+    protect=(0.0005,),
+    rate=(0.0, 0.001, 0.002, 0.004, 0.01),
+)
+"""What is searched for the default: its coder over bins and rates."""
+PAPER_CUBE = Cube(system="inshrinkerator")
+
+
+def searched(threshold: float) -> dict[str, Make]:
+    """The systems whose configuration is searched for under a threshold per checkpoint, relative."""
+    return {
+        f"default, searched for {threshold:.1%}": _config(sp.Config, searching=Searching(threshold, OWN_CUBE)),
+        f"inshrinkerator, searched for {threshold:.1%}": _config(
+            sp.presets.inshrinkerator, grads=True, searching=Searching(threshold, PAPER_CUBE)
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class Study:
+    """How much of one model is run: the whole of it takes CPU minutes, not hours.
+
+    Args:
+        seeds: of the failures.
+        systems: of the failures; None: all.
+        few: systems run with 5 and 20 failures, too.
+        thresholds: seeds of the searched systems; 0: none.
+        ablation: seeds of the ablation; 0: none.
+        spacing: steps from one checkpoint to the next.
+        batches: of the held-out set, for losses along the way.
+    """
+
+    seeds: int
+    systems: tuple[str, ...] | None = None
+    few: tuple[str, ...] = ()
+    thresholds: int = 0
+    ablation: int = 0
+    spacing: int = 10
+    batches: int = 2
+
+
+_FEW = ("default", "rate 0.004", "inshrinkerator")
+_SHORT = (
+    "default",
+    "rate 0.004",
+    "rate 0.004, one base",
+    "inshrinkerator",
+    "lc_checkpoint",
+    "check_n_run",
+    "QD-compressor",
+    "ExCP",
+    YARDSTICK,
+)
+_SHORTEST = ("default", "rate 0.004, one base", "inshrinkerator", "QD-compressor", YARDSTICK)
+STUDIES = {
+    "MLP": Study(3, None, _FEW, thresholds=1, ablation=1),
+    "embedding": Study(2, _SHORT),
+    "CNN": Study(2, _SHORT, thresholds=1),
+    "ViT": Study(1, _SHORT),
+    "GPT": Study(1, _SHORTEST, spacing=30, batches=1),
+}
+QUICK = Study(1, ("default", "rate 0.004", "inshrinkerator", "lossless", YARDSTICK))
+FAILURES = (10, 5, 20)
+QUICK_STEPS, QUICK_FAILURES = 120, 3
+
+COLUMNS = (
+    ("degradation at the end", "degradation", "%"),
+    ("loss change at a restore", "at_restore", "%"),
+    ("rework", "rework", "steps"),
+    ("staleness", "staleness", "steps"),
+    ("weights, all checkpoints", "weights", "x"),
+    ("whole state, all checkpoints", "whole", "x"),
+    ("weights, smallest checkpoint", "peak_weights", "x"),
+    ("whole state, smallest checkpoint", "peak_whole", "x"),
+    ("late weight deltas", "weight_bits", "bits"),
+    ("seconds a save", "save", "s"),
+    ("runtime overhead", "overhead", "%"),
+    ("seconds a restore", "restore", "s"),
+)
+
+BOUND = 0.5
+"""Percent of degradation at which ratios are wanted."""
+WANTED = 80.0
+PUBLISHED = {
+    "ResNet-152": (0.50, 39.09, 0.35),
+    "ViT L32": (-0.46, 26.19, 0.51),
+    "BERT Base": (0.80, 29.25, 0.58),
+    "GPT-2 M": (0.61, 29.81, 0.32),
+    "ResNet-152, threshold 1 %": (0.0, 21.82, None),
+}
+"""Inshrinkerator, table 5 and figure 1, at 5 % unless named: degradation %, ratio of the weights, overhead %."""
+
+
+def over_seeds(values: Sequence[float]) -> str:
+    """Mean, and the range over several seeds.
+
+    Example:
+        >>> over_seeds([1.0, 2.0]), over_seeds([0.5])
+        ('+1.50 (+1.00 ... +2.00)', '+0.50')
+    """
+    spread = f" ({min(values):+.2f} ... {max(values):+.2f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.2f}{spread}"
+
+
+@dataclass
+class Model:
+    """A workload, and what its uninterrupted trainings ended with, by seed."""
+
+    workload: Workload
+    exact: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Parameters."""
+        return sum(p.numel() for p in self.workload.model().parameters())
+
+    def outcomes(self, make: Make, seeds: Sequence[int], failures: int, spacing: int, batches: int) -> list[Outcome]:
+        """One outcome a seed."""
+        found = []
+        for seed in seeds:
+            if seed not in self.exact:
+                self.exact[seed] = uninterrupted(self.workload, seed)
+            found.append(
+                endure(
+                    self.workload,
+                    seed,
+                    make(spacing),
+                    failures=failures,
+                    exact=self.exact[seed],
+                    spacing=spacing,
+                    batches=batches,
+                )
+            )
+        return found
+
+
+def run(options: Options) -> list[Row]:
+    """All rows; a few of one small model with `--quick`."""
+    from . import ablation, cost, transfer
+
+    rows: list[Row] = []
+    with threads(1):
+        for name, study in STUDIES.items() if not options.quick else [("MLP", QUICK)]:
+            model = Model(workloads.WORKLOADS[name]())
+            if options.quick:
+                model.workload = dataclasses.replace(model.workload, steps=QUICK_STEPS)
+            if options.wanted(f"{name} failures"):
+                rows += _failures(model, study, options)
+            if study.thresholds and options.wanted(f"{name} thresholds"):
+                rows += _thresholds(model, study, options)
+            if study.ablation and options.wanted(f"{name} ablation"):
+                rows += ablation.rows(model, study, options)
+        rows += transfer.rows(options)
+        rows += cost.rows(options)
+    return rows
+
+
+def _failures(model: Model, study: Study, options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for failures in (QUICK_FAILURES,) if options.quick else FAILURES if study.few else FAILURES[:1]:
+        chosen = SYSTEMS if failures in (10, QUICK_FAILURES) else {name: SYSTEMS[name] for name in study.few}
+        if study.systems is not None:
+            chosen = {name: make for name, make in chosen.items() if name in study.systems}
+        found, missing = _measure(model, study, chosen, study.seeds, failures, options)
+        for name, outcomes in found.items():
+            rows += of_system(model, name, outcomes, failures, study)
+        rows += [_missing(model, name, failures, why) for name, why in missing.items()]
+        if failures == FAILURES[0]:
+            rows += _targets(model, found)
+    return rows
+
+
+def _thresholds(model: Model, study: Study, options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for threshold in THRESHOLDS:
+        found, _ = _measure(model, study, searched(threshold), study.thresholds, FAILURES[0], options)
+        for name, outcomes in found.items():
+            rows += of_system(model, name, outcomes, FAILURES[0], study)
+    return rows
+
+
+def _measure(
+    model: Model, study: Study, systems: Mapping[str, Make], seeds: int, failures: int, options: Options
+) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
+    """Outcomes by system, and why some have none. What is exact needs one seed: the others would say the same."""
+    found, missing = {}, {}
+    for name, make in systems.items():
+        options.say(f"{model.workload.name}, {failures} failures, {name}")
+        of = range(1 if name in EXACT else seeds)
+        try:
+            found[name] = model.outcomes(make, of, failures, study.spacing, study.batches)
+        except ImportError as error:
+            missing[name] = f"not measured: {error}"
+    return found, missing
+
+
+def _row_name(model: Model, name: str, failures: int, label: str) -> str:
+    return f"{model.workload.name}, {failures} failures, {name}: {label}"
+
+
+def _missing(model: Model, name: str, failures: int, why: str) -> Row:
+    label, _, unit = COLUMNS[0]
+    row = _row_name(model, name, failures, label)
+    return Row(row, DEVICE, model.size, None, unit, None, None, None, None, None, why)
+
+
+def of_system(model: Model, name: str, outcomes: Sequence[Outcome], failures: int, study: Study) -> list[Row]:
+    """One row a column: mean over the seeds, range in the note. Red where an exact system does not end exactly."""
+    steps = model.workload.steps
+    about = f"seeds 0 to {len(outcomes) - 1}; {steps} steps, a checkpoint every {study.spacing}"
+    if any(o.evaluations for o in outcomes):
+        calls, unmet = (sum(getattr(o, what) for o in outcomes) for what in ("evaluations", "unmet"))
+        about += f"; {calls} calls of evaluate, {unmet} searches took lossless"
+    wrong = name in EXACT and any(o.degradation or o.at_restore for o in outcomes)
+    if wrong:
+        about = f"CHECK FAILED: {name} does not end where the uninterrupted training does; {about}"
+    rows = []
+    for label, what, unit in COLUMNS:
+        values = [getattr(o, what) for o in outcomes]
+        note = about if wrong else f"{over_seeds(values)}; {about}"
+        value = None if wrong else statistics.fmean(values)
+        row = _row_name(model, name, failures, label)
+        rows.append(Row(row, DEVICE, model.size, value, unit, None, None, None, None, None, note))
+    return rows
+
+
+def is_own(system: str) -> bool:
+    """Whether it is a setting of this project's own, of those that lose something."""
+    return system.startswith(OWN)
+
+
+def is_searched(system: str) -> bool:
+    """Whether its configuration was searched for under a threshold."""
+    return "searched for" in system
+
+
+def _mean(outcomes: Sequence[Outcome], what: str) -> float:
+    return statistics.fmean(getattr(o, what) for o in outcomes)
+
+
+def _targets(model: Model, found: Mapping[str, Sequence[Outcome]]) -> list[Row]:
+    """Ratio at the degradation allowed; and settings of ours that another system beats on both axes."""
+    rows = []
+    name, size = model.workload.name, model.size
+    own = {s: o for s, o in found.items() if is_own(s)}
+    others = {s: o for s, o in found.items() if not is_own(s) and s not in (*EXACT, YARDSTICK)}
+    for label, what in (("weights", "weights"), ("whole state", "whole")):
+        within = [s for s, o in own.items() if _mean(o, "degradation") <= BOUND]
+        best = max(within, key=lambda s: _mean(own[s], what), default=None)
+        row = f"{name}, 10 failures: {label} at <= {BOUND:g} % degradation"
+        value = _mean(own[best], what) if best else None
+        note = "no setting degrades so little"
+        if best:
+            note = f"{best}: {over_seeds([o.degradation for o in own[best]])} %"
+        if YARDSTICK in found:
+            note += f"; other batches after each restore, exact states: {_degradations(found[YARDSTICK])}"
+        met = value is not None and value >= WANTED
+        rows.append(Row(row, DEVICE, size, value, "x", None, None, None, f">= {WANTED:g} x", met, note))
+        beaten = {
+            s: t
+            for s, o in own.items()
+            for t, p in others.items()
+            if _mean(p, what) > _mean(o, what) and _mean(p, "degradation") < _mean(o, "degradation")
+        }
+        row = f"{name}, 10 failures: settings beaten on both axes, {label}"
+        note = "; ".join(f"{s} by {t}" for s, t in beaten.items()) or f"none by any of {', '.join(others)}"
+        count = float(len(beaten))
+        rows.append(Row(row, DEVICE, size, count, "settings", None, None, None, "<= 0 settings", not beaten, note))
+    return rows
+
+
+def _degradations(outcomes: Sequence[Outcome]) -> str:
+    return f"{over_seeds([o.degradation for o in outcomes])} %"
+
+
+def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of trainings as model -> system -> column's label -> row.
+
+    Args:
+        rows: `Row`s, or what they are in a JSON document.
+        failures: of the trainings.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        plain = row if isinstance(row, dict) else dataclasses.asdict(row)
+        where, _, label = plain["row"].partition(": ")
+        model, _, rest = where.partition(f", {failures} failures, ")
+        if rest:
+            found.setdefault(model, {}).setdefault(rest, {})[label] = plain
+    return found
+
+
+def plot(rows: Sequence[Any], path: Path) -> None:
+    """Degradation (mean, and a line from least to greatest over seeds) against ratio, and milliseconds a save.
+
+    A column a model, a row for weights and one for the whole state.
+
+    Raises:
+        BadArgumentError: Matplotlib is not installed, or there is nothing to draw.
+    """
+    from shrinkpoint.kernels.errors import BadArgumentError
+
+    from .plot import pyplot
+
+    models = {
+        name: {system: columns for system, columns in systems.items() if not is_searched(system)}
+        for failures in (FAILURES[0], QUICK_FAILURES)
+        for name, systems in table(rows, failures).items()
+    }
+    if not models:
+        raise BadArgumentError("no rows of trainings with failures to draw; take `--only failures`")
+    plt = pyplot()
+    figure, axes = plt.subplots(3, len(models), figsize=(4.8 * len(models), 11.0), layout="constrained", squeeze=False)
+    for column, (name, systems) in enumerate(models.items()):
+        for axis, label in zip(axes[:2, column], ("weights", "whole state"), strict=True):
+            _scatter(axis, systems, f"{label}, all checkpoints")
+            axis.set_xlabel(f"{label}: times smaller, all checkpoints")
+        axes[0][column].set_title(name, loc="left")
+        _saves(axes[2][column], systems)
+    axes[0][0].set_ylabel("held-out loss at the end, change in %")
+    axes[1][0].set_ylabel("held-out loss at the end, change in %")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+_COLORS = {"own": "#2a6f97", "other": "#b5651d", "exact": "#8a8f98"}
+
+
+def _color(system: str) -> str:
+    return _COLORS["own" if is_own(system) else "exact" if system in (*EXACT, YARDSTICK) else "other"]
+
+
+def interval(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Least and greatest value over the seeds, as the note has them; twice the value where there was one seed.
+
+    Example:
+        >>> interval({"value": 1.5, "note": "+1.50 (+1.00 ... -2.00); two seeds"})
+        (1.0, -2.0)
+    """
+    found = re.match(r"[-+.\d]+ \(([-+.\d]+) \.\.\. ([-+.\d]+)\)", row["note"])
+    return (float(found[1]), float(found[2])) if found else (row["value"], row["value"])
+
+
+def _scatter(axis: Any, systems: Mapping[str, Mapping[str, Any]], label: str) -> None:
+    for system, columns in systems.items():
+        x, y = (columns.get(what, {}).get("value") for what in (label, COLUMNS[0][0]))
+        if x is None or y is None:
+            continue
+        axis.plot([x, x], interval(columns[COLUMNS[0][0]]), color=_color(system), linewidth=0.8)
+        axis.plot(x, y, "o", color=_color(system), markersize=5)
+        axis.annotate(system, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=6.5)
+    axis.axhline(0, color="#999999", linewidth=0.6)
+    axis.axhline(BOUND, color="#999999", linewidth=0.6, linestyle=":")
+    axis.set_xscale("log")
+    axis.margins(x=0.22)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _saves(axis: Any, systems: Mapping[str, Mapping[str, Any]]) -> None:
+    label = "seconds a save"
+    bars = {s: 1e3 * c[label]["value"] for s, c in systems.items() if c.get(label, {}).get("value") is not None}
+    axis.barh(range(len(bars)), list(bars.values()), color=[_color(s) for s in bars], height=0.7)
+    axis.set_yticks(range(len(bars)), list(bars), fontsize=6.5)
+    axis.invert_yaxis()
+    axis.set_xlabel("processor milliseconds a save")
+    axis.spines[["top", "right"]].set_visible(False)

