@@ -169,7 +169,7 @@ class SearchResult:
         )
         share = "" if self.share is None else f", {self.share:.2%} of training time"
         return (
-            f"{what}: {self.nbytes} bytes{kept}; {self.method} search, {self.evaluations} evaluations, "
+            f"{what}: {f'{self.nbytes} bytes' if self.nbytes else 'size not tried'}{kept}; {self.method} search, {self.evaluations} evaluations, "
             f"{self.seconds:.1f} s{share}"
         )
 

@@ -138,6 +138,12 @@ class LocalFiles:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+        except OSError as error:
+            _discard(temporary)
+            # A full disk is met in a write, which does not know what it writes to.
+            error.filename = error.filename or self.path(name)
+            raise
+        try:
             yield temporary
         finally:
             _discard(temporary)

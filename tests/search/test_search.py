@@ -434,6 +434,7 @@ def test_a_threshold_that_nothing_meets_means_lossless_and_a_warning(caplog: pyt
     assert found.point is None
     assert found.config == sp.presets.lossless()
     assert any("lossless" in note for note in found.notes)
+    assert str(found).startswith("lossless: size not tried; ")
     assert any(r.levelno == logging.WARNING and "lossless" in r.getMessage() for r in caplog.records)
     assert found.rounds < 12
     # The next search has no neighbourhood to start from.

@@ -106,3 +106,12 @@ def test_a_dry_run_waits_for_savers(tmp_path: Path) -> None:
     with other._lock.shared(), pytest.raises(TimeoutError):
         store.gc(timeout=0.05, dry_run=True)
     assert store.gc(dry_run=True) == []
+
+
+def test_gc_of_a_store_whose_steps_were_all_dropped(store: sp.Store) -> None:
+    for step in store.steps():
+        store.drop(step)
+    left = parsed("gc", store.url)
+    assert left["removed_steps"] == []
+    assert len(left["removed_files"]) == 5
+    assert not listing(Path(store.url) / "data")

@@ -233,3 +233,19 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     store.gc()
     assert sp.Store(tmp_path).verify() == {}
     assert same(sp.Store(tmp_path).load(), 3)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = open
+
+    def full(path: str, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        return real("/dev/full", "wb", 0) if mode == "xb" else real(path, mode, *rest, **named)
+
+    store = fill(sp.Store(tmp_path, lossless()), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", full)
+        with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}") as caught:
+            store.save(2, {"w": 1})
+    assert caught.value.errno == errno.ENOSPC
+    assert same(sp.Store(tmp_path).load(), 1)

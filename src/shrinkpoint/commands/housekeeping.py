@@ -56,7 +56,7 @@ def gc(
         retention = Retention(last, keep_every, 0 if keep_best is None else keep_best, largest)
     elif largest:
         raise BadArgumentError("--largest says nothing without --keep-best")
-    opened = open_store(store)
+    opened = open_store(store, empty=True)
     before = Catalog(open_files(opened.url)).generations()
     with busy("gc"):
         removed = opened.gc(retention, timeout=timeout, dry_run=dry_run)

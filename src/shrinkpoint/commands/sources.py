@@ -29,8 +29,8 @@ def is_store(text: str) -> bool:
     return is_url(text) or os.path.isdir(os.path.join(text, "steps"))
 
 
-def open_store(url: str, cfg: Config | None = None) -> Store:
-    """A store that holds something.
+def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> Store:
+    """A store that holds something, or with `empty` one whose steps may all have been dropped.
 
     Raises:
         OSError: there is no such place.
@@ -43,7 +43,7 @@ def open_store(url: str, cfg: Config | None = None) -> Store:
         if not is_store(url):
             raise CorruptDataError(f"{url}: no store: it has no folder 'steps'")
     store = Store(url, cfg)
-    if not store.steps():
+    if not empty and not store.steps():
         raise CorruptDataError(f"{url}: holds no checkpoint")
     return store
 
