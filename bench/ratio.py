@@ -47,13 +47,14 @@ SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "rate 0.01": lambda: sp.Config(rate=0.01),
     "weights, rate 0": lambda: _weights(0.0),
     "weights, rate 0.001": lambda: _weights(0.001),
-    "weights, rate 0.001, 32 bins": lambda: _weights(0.001, 32),
+    "weights, rate 0.0003, 48 bins": lambda: _weights(0.0003, 48),
     "weights, rate 0.004": lambda: _weights(0.004),
     "inshrinkerator 16": lambda: sp.presets.inshrinkerator(16),
     "inshrinkerator 32": lambda: sp.presets.inshrinkerator(32),
     "lossless": sp.presets.lossless,
 }
-PUBLISHED = "inshrinkerator 32"
+PUBLISHED = ("inshrinkerator 16", "inshrinkerator 32")
+"""The preset's own bins, and twice as many."""
 ALONE = (8, 10, 12, 16, 24)
 """Bins at which weights are coded alone."""
 SEEDS = 3
@@ -233,7 +234,7 @@ def run(options: Options) -> list[Row]:
     names = ["MLP"] if options.quick else list(workloads.WORKLOADS)
     systems = {name: make() for name, make in SYSTEMS.items() if not options.quick or name in _QUICK}
     rows: list[Row] = []
-    shares = []
+    shares: dict[str, list[float | None]] = {}
     for name in names:
         workload = workloads.WORKLOADS[name]()
         if options.quick:
@@ -250,37 +251,22 @@ def run(options: Options) -> list[Row]:
             )
             if not options.quick:
                 rows += _peer_rows(name, size, seeds[0], options.say)
-        best = _smallest(_no_worse(by_system), "weight_bits", least=True)
-        if best:
-            ours, theirs = (_mean(by_system[s], "weight_bits") for s in (best, PUBLISHED))
-            shares.append(theirs / ours)
-            above = _difference(by_system[best], by_system[PUBLISHED])
-            note = f"ours: {best}; loss later above the published one's by {above} points"
-            rows.append(
-                _row(f"{name}: late weight deltas at no more loss", size, ours, "bits", PUBLISHED, theirs, note)
-            )
+        for published in (p for p in PUBLISHED if p in by_system):
+            found_row, share = _weights_row(name, size, by_system, published)
+            rows.append(found_row)
+            shares.setdefault(published, []).append(share)
         for loss, chain, late in PAIRS:
             best = _smallest(_own(by_system, loss), "chain")
             for what, target in (("chain", chain), ("late", late)):
                 rows.append(_target_row(name, size, what, loss, target, best, by_system))
-    if shares and not options.quick:
-        median = statistics.median(shares)
-        note = "median over models of the rows above"
-        rows.append(
-            Row(
-                "late weight deltas at no more loss",
-                _DEVICE,
-                0,
-                median,
-                "x",
-                PUBLISHED,
-                1.0,
-                median,
-                ">= 4 x",
-                median >= 4,
-                note,
-            )
-        )
+    for published, of_models in shares.items():
+        known = [share for share in of_models if share is not None]
+        # Where ours loses more whatever its setting, it is not smaller at equal loss: such a chain counts as 0.
+        median = statistics.median(share or 0.0 for share in of_models)
+        note = f"median over {len(of_models)} chains, {len(known)} of them with a setting that loses no more"
+        row = f"late weight deltas at no more loss than {published}"
+        met = None if options.quick else median >= 4
+        rows.append(Row(row, _DEVICE, 0, median, "x", published, 1.0, median, ">= 4 x", met, note))
     return rows
 
 
@@ -304,11 +290,25 @@ def _own(found: dict[str, list[Outcome]], loss: float) -> dict[str, list[Outcome
     return {s: o for s, o in found.items() if s.startswith(("default", "rate")) and _mean(o, "later") <= loss}
 
 
-def _no_worse(found: dict[str, list[Outcome]]) -> dict[str, list[Outcome]]:
+def _weights_row(name: str, size: int, found: dict[str, list[Outcome]], published: str) -> tuple[Row, float | None]:
+    """Our smallest weights that lose no more than the published pipeline's, and how many times smaller they are."""
+    row = f"{name}: late weight deltas at no more loss than {published}"
+    theirs = _mean(found[published], "weight_bits")
+    best = _smallest(_no_worse(found, published), "weight_bits", least=True)
+    if best is None:
+        note = f"no setting loses as little as {_text(found[published], 'later')} %"
+        return _row(row, size, None, "bits", published, theirs, note), None
+    ours = _mean(found[best], "weight_bits")
+    above = _difference(found[best], found[published])
+    note = f"ours: {best}; loss later above the published one's by {above} points"
+    return _row(row, size, ours, "bits", published, theirs, note), theirs / ours
+
+
+def _no_worse(found: dict[str, list[Outcome]], published: str) -> dict[str, list[Outcome]]:
     """Our settings for weights whose loss later is at most a standard error above the published pipeline's, paired."""
 
     def above(own: list[Outcome]) -> float:
-        steps = _steps(own, found[PUBLISHED])
+        steps = _steps(own, found[published])
         return statistics.fmean(steps) - (_error(steps) if len(steps) > 1 else 0.0)
 
     return {s: o for s, o in found.items() if s.startswith("weights") and above(o) <= 0}
@@ -374,8 +374,8 @@ def _peer_rows(name: str, size: int, told: Training, say: Callable[[str], None])
             for what in ("single", "delta"):
                 own, other = getattr(ours, what), getattr(theirs, what)
                 row = f"{name}, against {peer}: whole state, {'no parent' if what == 'single' else '10 steps apart'}"
-                # Noise: a larger loss counts where it can be told from none.
-                met = own >= other and ours.later <= theirs.later + 0.1
+                # Noise: a larger loss counts from a tenth of a percent on. A restore that ruins the training has none.
+                met = own >= other and not theirs.later + 0.1 < ours.later
                 rows.append(Row(row, _DEVICE, size, own, "x", peer, other, own / other, ">= 1 x", met, losses))
     return rows
 

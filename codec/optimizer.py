@@ -29,7 +29,7 @@ from ..kernels.grid import ESCAPE as OFF_GRID
 from ..kernels.grid import grid_symbols, grid_values
 from ..kernels.logbucket import bucket_index, bucket_value
 from ..kernels.residual import ESCAPE as NO_RESIDUAL
-from ..kernels.residual import FARTHEST, FIRST, residual_factors, residual_symbols, residual_values
+from ..kernels.residual import residual_factors, residual_symbols, residual_values
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
@@ -39,8 +39,6 @@ from .moments import LogBuckets, ValuesMemory
 from .parallel import map_chunks
 
 _FACTOR_BITS = 3
-_MARGIN = 0.25
-"""How far beyond its parent's cell, in cells, a second moment may be and keep the parent's symbol."""
 _F32 = FORMATS["float32"]
 
 
@@ -84,10 +82,8 @@ class SecondMoment:
 
         def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
-            symbols, distances, counts = residual_symbols(x, rows, columns, start, octaves)
-            if before is not None:
-                old = before.symbols[start : start + CHUNK]
-                _settle(x, symbols, old, rows, columns, start, octaves, distances, counts)
+            old = None if before is None else before.symbols[start : start + CHUNK]
+            symbols, distances, counts = residual_symbols(x, rows, columns, start, octaves, old)
             return symbols, distances, counts, _escaped(x, symbols, NO_RESIDUAL, counts)
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
@@ -159,27 +155,6 @@ class RankOneMemory:
 def _rank_one(parent: Memory | None, spec: LeafSpec) -> RankOneMemory | None:
     """The parent's memory where it is one of this stream (shapes are equal wherever there is a parent)."""
     return parent if isinstance(parent, RankOneMemory) and parent.symbols.size == spec.size else None
-
-
-def _settle(
-    x: NpArray, symbols: NpArray, old: NpArray, rows: NpArray, columns: NpArray, start: int, octaves: int,
-    distances: NpArray, counts: NpArray,
-) -> None:  # fmt: skip
-    """Keep the parent's symbol, in place, where an element is but `_MARGIN` of a cell beyond that symbol's cell."""
-    moved = np.flatnonzero((symbols != old) & (np.minimum(symbols, old) >= FIRST))
-    # Divided in 32 bits where that is enough: it takes a third of the time.
-    at = moved + start if rows.size * columns.size > 1 << 31 else moved.astype(np.int32) + np.int32(start)
-    row = at // at.dtype.type(columns.size)
-    estimate = rows[row] * columns[at - row * at.dtype.type(columns.size)]
-    cell = octaves << 23
-    off = (x[moved].view(np.int32) - estimate.view(np.int32)).astype(np.int64)  # both are positive
-    beyond = np.abs(off - (old[moved].astype(np.int64) - (FIRST + FARTHEST)) * cell) - cell // 2
-    near = beyond <= _MARGIN * cell
-    kept, off = moved[near], off[near]
-    for sign, which in ((-1, symbols[kept]), (1, old[kept])):
-        distances += sign * np.bincount(which, off, 256)
-        counts += sign * np.bincount(which, minlength=256)
-    symbols[kept] = old[kept]
 
 
 def _rank_one_pieces(memory: RankOneMemory, before: RankOneMemory | None) -> list[bytes]:

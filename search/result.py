@@ -167,10 +167,10 @@ class SearchResult:
         kept = (
             "" if self.degradation is None else f", degradation {self.degradation:+.3%} of {self.threshold:.3%} allowed"
         )
+        size = f"{self.nbytes} bytes" if self.nbytes else "size not tried"
         share = "" if self.share is None else f", {self.share:.2%} of training time"
         return (
-            f"{what}: {f'{self.nbytes} bytes' if self.nbytes else 'size not tried'}{kept}; {self.method} search, {self.evaluations} evaluations, "
-            f"{self.seconds:.1f} s{share}"
+            f"{what}: {size}{kept}; {self.method} search, {self.evaluations} evaluations, {self.seconds:.1f} s{share}"
         )
 
 

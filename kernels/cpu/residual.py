@@ -41,8 +41,8 @@ def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
 
 @njit
 def _symbols(
-    keys: Any, rows: Any, columns: Any, start: int, lookup: Any, estimates: Any, estimate_keys: Any, places: Any,
-    distances: Any, out: Any, sums: Any, counts: Any,
+    keys: Any, rows: Any, columns: Any, start: int, cell: int, lookup: Any, previous: Any, estimates: Any,
+    estimate_keys: Any, places: Any, distances: Any, out: Any, sums: Any, counts: Any,
 ) -> None:  # fmt: skip
     """By short blocks: half octaves from the estimate (vectorized), then symbols and sums.
 
@@ -64,6 +64,13 @@ def _symbols(
         symbols = out[at : at + n]
         for t in range(n):
             symbols[t] = lookup[places[t]]
+        if previous.size:
+            old = previous[at : at + n]
+            for t in range(n):
+                if symbols[t] != old[t] and min(symbols[t], old[t]) >= FIRST:
+                    beyond = abs(np.int64(distances[t]) - (np.int64(old[t]) - (FIRST + FARTHEST)) * cell) - cell // 2
+                    if beyond <= cell // 4:
+                        symbols[t] = old[t]
         whole = n // 4 * 4
         for t in range(0, whole, 4):
             a, b = np.uint64(symbols[t]) << np.uint64(2), np.uint64(symbols[t + 1]) << np.uint64(2)
@@ -108,16 +115,20 @@ _STEP = 1 << 12
 """Estimates made at once: they stay in the first-level cache."""
 
 
-def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octaves: int) -> tuple[Array, Any, Any]:
+def residual_symbols(
+    x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
+) -> tuple[Array, Any, Any]:
     """See `kernels.residual`."""
     values = to_numpy(x)
     out = np.empty(values.size, np.uint8)
     sums, counts = np.zeros((256, 4), np.int64), np.zeros((256, 4), np.int64)
     estimates = np.empty(_STEP, np.float32)
     if values.size:
+        old = np.empty(0, np.uint8) if previous is None else to_numpy(previous)
         _symbols(
-            values.view(np.uint32), rows, columns, start, _lookup(octaves), estimates, estimates.view(np.uint32),
-            np.empty(_STEP, np.int32), np.empty(_STEP, np.int32), out, sums.reshape(-1), counts.reshape(-1),
+            values.view(np.uint32), rows, columns, start, octaves << 23, _lookup(octaves), old, estimates,
+            estimates.view(np.uint32), np.empty(_STEP, np.int32), np.empty(_STEP, np.int32), out, sums.reshape(-1),
+            counts.reshape(-1),
         )  # fmt: skip
     sums[:FIRST] = 0
     return like(out, x), sums.sum(axis=1).astype(np.float64), counts.sum(axis=1).astype(np.float64)

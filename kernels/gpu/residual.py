@@ -45,11 +45,13 @@ def symbols_kernel(
     start: tl.int64,
     columns: tl.int64,
     octaves: tl.int32,
+    previous_ptr,
     symbols_ptr,
     counts_ptr,
     distances_ptr,
     FIRST: tl.constexpr,
     FARTHEST: tl.constexpr,
+    SETTLED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -67,12 +69,19 @@ def symbols_kernel(
     k = (((distance.to(tl.int64) + (octaves << 22)) >> 23).to(tl.int32) + 512 * octaves) // octaves - 512
     symbol = tl.where(normal & (tl.abs(k) <= FARTHEST), FIRST + FARTHEST + k, 1)
     symbol = tl.where((key & 0x7FFFFFFF) == 0, 0, symbol)
+    if SETTLED:
+        old = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+        beyond = tl.abs(distance.to(tl.int64) - (old - (FIRST + FARTHEST)).to(tl.int64) * octaves * 8388608)
+        near = beyond - octaves * 4194304 <= octaves * 2097152
+        symbol = tl.where((symbol >= FIRST) & (old >= FIRST) & near, old, symbol)
     tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
     tally_counts(symbol, inside, counts_ptr + 256 * block)
     tally_sums(symbol, distance, inside, FIRST, counts_ptr + 256 * block, distances_ptr + 256 * block)
 
 
-def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octaves: int) -> tuple[Array, Any, Any]:
+def residual_symbols(
+    x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
+) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.residual.residual_symbols`."""
     t = tensor(x)
     programs = SYMBOLS.programs(t.numel())
@@ -90,6 +99,7 @@ def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octa
                 start,
                 columns.size,
                 octaves,
+                symbols if previous is None else tensor(previous),
                 # outputs
                 symbols,
                 counts,
@@ -97,6 +107,7 @@ def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octa
                 # constants
                 FIRST=FIRST,
                 FARTHEST=FARTHEST,
+                SETTLED=previous is not None,
                 WIDE=columns.size > NARROW,
                 **SYMBOLS.constants(t.numel()),
             )

@@ -25,7 +25,9 @@ def _estimates(xp: Any, like: Array, rows: Factors, columns: Factors, start: int
     return xp.asarray(rows[i], device=place) * xp.asarray(columns[j], device=place)
 
 
-def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octaves: int) -> tuple[Array, Any, Any]:
+def residual_symbols(
+    x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
+) -> tuple[Array, Any, Any]:
     """See `kernels.residual`."""
     xp = array_namespace(x)
     estimate = _estimates(xp, x, rows, columns, start)
@@ -37,6 +39,10 @@ def residual_symbols(x: Array, rows: Factors, columns: Factors, start: int, octa
     fits = normal & ~negative & (xp.abs(k) <= FARTHEST)
     symbol = xp.where(fits, FIRST + FARTHEST + k, xp.full_like(key, ESCAPE))
     symbol = xp.where(key == 0, xp.full_like(key, ZERO), symbol)
+    if previous is not None:
+        old = xp.astype(previous, key.dtype)
+        beyond = xp.abs(key - base - (old - (FIRST + FARTHEST)) * cell) - cell // 2
+        symbol = xp.where((symbol >= FIRST) & (old >= FIRST) & (beyond <= cell // 4), old, symbol)
     distances, counts = np.zeros(256), np.zeros(256)
     distance = xp.where(fits, key - base, xp.zeros_like(key))
     for value in map(int, xp.unique_values(symbol)):

@@ -82,6 +82,14 @@ def test_residual_agrees_with_the_oracle(
     np.testing.assert_array_equal(counts, np.bincount(expected, minlength=256))
     wanted = np.bincount(expected, np.where(expected >= 2, key - base, 0), 256)
     np.testing.assert_array_equal(distances, wanted)
+    # Symbols of an earlier time, most of them near: kept up to a quarter of a cell beyond their cell.
+    previous = np.where(fresh.random(n) < 0.8, expected + fresh.integers(-1, 2, n), fresh.integers(0, 256, n))
+    previous = previous.astype(np.uint8)
+    beyond = np.abs(key - base - (previous.astype(np.int64) - 128) * cell) - cell // 2
+    settled = np.where((expected >= 2) & (previous >= 2) & (beyond <= cell // 4), previous, expected)
+    again, moved, _ = module.residual_symbols(back_end.array(x), r, c, start, octaves, back_end.array(previous))
+    np.testing.assert_array_equal(back_end.numpy(again), settled)
+    np.testing.assert_array_equal(moved, np.bincount(settled, np.where(settled >= 2, key - base, 0), 256))
     table = fresh.random(256).astype(np.float32)
     with np.errstate(all="ignore"):
         values = back_end.numpy(module.residual_values(symbols, r, c, start, table))
@@ -99,3 +107,5 @@ def test_a_residual_is_within_its_cell(fresh: np.random.Generator) -> None:
         residual.residual_symbols(x, r, c, 0, 0)
     with pytest.raises(BadArgumentError, match="within"):
         residual.residual_symbols(x, r, c, 1, 3)
+    with pytest.raises(BadArgumentError, match="previous is uint8"):
+        residual.residual_symbols(x, r, c, 0, 3, symbols[1:])
