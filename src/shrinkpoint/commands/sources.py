@@ -30,7 +30,7 @@ def is_store(text: str) -> bool:
 
 
 def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> Store:
-    """A store that holds something, or with `empty` one whose steps may all have been dropped.
+    """A store that holds something; with `empty`, if no step any more, files that no step needs.
 
     Raises:
         OSError: there is no such place.
@@ -43,7 +43,7 @@ def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> S
         if not is_store(url):
             raise CorruptDataError(f"{url}: no store: it has no folder 'steps'")
     store = Store(url, cfg)
-    if not empty and not store.steps():
+    if not store.steps() and not (empty and store.gc(dry_run=True)):
         raise CorruptDataError(f"{url}: holds no checkpoint")
     return store
 
