@@ -305,13 +305,9 @@ def _weights_row(name: str, size: int, found: dict[str, list[Outcome]], publishe
 
 
 def _no_worse(found: dict[str, list[Outcome]], published: str) -> dict[str, list[Outcome]]:
-    """Our settings for weights whose loss later is at most a standard error above the published pipeline's, paired."""
-
-    def above(own: list[Outcome]) -> float:
-        steps = _steps(own, found[published])
-        return statistics.fmean(steps) - (_error(steps) if len(steps) > 1 else 0.0)
-
-    return {s: o for s, o in found.items() if s.startswith("weights") and above(o) <= 0}
+    """Our settings for weights whose mean loss later is no larger than the published pipeline's."""
+    least = _mean(found[published], "later")
+    return {s: o for s, o in found.items() if s.startswith("weights") and _mean(o, "later") <= least}
 
 
 def _steps(own: list[Outcome], other: list[Outcome]) -> list[float]:
