@@ -42,8 +42,8 @@ def test_bounds_and_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     m, v = entry["exp_avg"].double(), entry["exp_avg_sq"].double()
     m2, v2 = got["exp_avg"].double(), got["exp_avg_sq"].double()
     assert got["exp_avg"].dtype == got["exp_avg_sq"].dtype == dtype
-    # Within a cell of an octave, and so is its mean.
-    assert (torch.log2(v2 / v).abs() <= 1.2).all()
+    # Within a cell of two octaves, and so is its mean.
+    assert (torch.log2(v2 / v).abs() <= 2.2).all()
     assert (v2 > 0).all()
     # Half a step of a half, in units of the root of the decoded second moment, and the rounding of the table.
     assert ((m2 - m).abs() <= 0.5 * v2.sqrt() + 0.01 * m.abs()).all()
@@ -54,7 +54,7 @@ def test_bounds_and_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_it_is_small() -> None:
-    for rate, first, second in ((0.0, 1.6, 1.6), (0.004, 0.4, 0.9), (0.01, 0.2, 0.6)):
+    for rate, first, second in ((0.0, 1.6, 0.9), (0.004, 0.4, 0.9), (0.01, 0.2, 0.6)):
         rows = rows_of(sp.compress(state(adam((512, 256))), cfg=sp.Config(rate=rate)))
         assert rows["exp_avg"].bits_per_element < first
         assert rows["exp_avg_sq"].bits_per_element < second
