@@ -138,7 +138,8 @@ def ratio() -> str:
     for row in rows_of("ratio.json"):
         where, _, what = row["row"].partition(": ")
         model, _, system = where.partition(", ")
-        if system and what in (chain, later):
+        # "weights, ...": beside the published moments, no setting for whole states.
+        if system and what in (chain, later) and not system.startswith("weights"):
             cells.setdefault(system, {}).setdefault(model, {})[what] = row
             sizes[model] = row["size"]
     models = sorted(sizes, key=lambda m: -sizes[m])
