@@ -217,14 +217,6 @@ class Quantize:
             for i in range(len(leaves))
         ]
 
-    def _few_values(self, leaf: Leaf, histogram: Histogram) -> NpArray | None:
-        """All finite values, ascending, where they are at most `bins`: each has an entry then, and none is lost."""
-        if np.count_nonzero(histogram.counts[:-1]) > self.bins:
-            return None
-        values = leaf.flat.unique().double().cpu().numpy() if is_torch(leaf.flat) else np.unique(leaf.flat)
-        values = values[np.isfinite(values)].astype(np.float64) + 0.0
-        return values if 0 < values.size <= self.bins else None
-
     def _metric(self, leaves: Sequence[Leaf]) -> str:
         if self.prune_metric == "sensitivity":
             for leaf in leaves:
@@ -263,8 +255,8 @@ class Quantize:
         if leaf.gradient is not None:
             histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
         scale = unit(largest_of(plan.sketch.signed))
-        few = self._few_values(leaf, histogram) if self.coder == "smallest" else None
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
+        few = _few_values(leaf, histogram, bins) if self.coder == "smallest" else None
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
             codebook, reason = fit(histogram, how, before.codebook if before is not None else None)
@@ -330,6 +322,17 @@ def _quantize(
     protected = np.concatenate([h for h, _ in parts]) if parts else np.empty(0, np.uint8)
     met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
     return LevelsMemory(levels, codebook, protected, plan.thresholds), met
+
+
+def _few_values(leaf: Leaf, histogram: Histogram, most: int) -> NpArray | None:
+    """All finite values, ascending, where they are at most `most`: each has an entry then, and none is lost."""
+    if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
+        return None
+    # Counted as bit patterns: integers are hashed, floats are sorted.
+    patterns = np.unique(as_bytes(leaf.flat).view(f"<u{leaf.spec.itemsize}"))
+    values = _widened(from_bytes(patterns.view(np.uint8), leaf.spec))
+    values = np.unique(values[np.isfinite(values)] + 0.0)
+    return values if 0 < values.size <= most else None
 
 
 def _where_protected(x: Array, levels: Array) -> Array:

@@ -90,3 +90,12 @@ def test_few_values_are_kept_to_the_bit(values: list[float], torches: bool) -> N
         assert prev.summary()[0].codec == "levels"
         assert prev.summary()[0].error == 0.0
         np.testing.assert_array_equal(np.asarray(sp.decompress(prev)["w"]), x)
+
+
+def test_few_values_are_no_more_than_what_was_asked_for_embeddings() -> None:
+    x = np.resize(np.float32([-0.3, 0.1, 0.7]), (64, 64))
+    cfg = sp.Config([("embedding", sp.Quantize(bins=32, embedding_bins=2))])
+    ckpt = sp.compress({"w": x}, cfg=cfg, kinds={"w": "embedding"})
+    assert np.unique(sp.decompress(ckpt)["w"]).size > 1
+    assert ckpt.summary()[0].error > 0
+    assert sp.compress({"w": x}, cfg=cfg, kinds={"w": "linear"}).summary()[0].error == 0
