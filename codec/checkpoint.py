@@ -15,7 +15,7 @@ from .base import Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
 from .optimizer import square_of
-from .parallel import map_chunks
+from .parallel import map_arrays, map_chunks
 from .ranged import Ranged
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
@@ -314,20 +314,23 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ used by the codec, not by users
 
-    def memory_of(self, record: ArrayRecord, prev: Checkpoint | None = None) -> Memory:
-        """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` at hand."""
+    def memory_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Memory:
+        """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` at hand.
+
+        `sibling` are the decoded values of the array that the record names, where somebody has them.
+        """
         if self._memory is not None and record.key in self._memory:
             return self._memory[record.key]
         pieces = self.pieces_of(record)
         parent = prev.parent_memory(record.key, record.spec) if record.delta and prev is not None else None
         if record.delta and parent is None:
             raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
-        sibling = None
         if record.sibling is not None:
             other = self._records[record.sibling]
             if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
                 raise CorruptDataError(f"header: {record.path}: {other.path} beside it is of another kind")
-            sibling = self.memory_of(other, prev).values(other.spec)
+            if sibling is None:
+                sibling = self.memory_of(other, prev).values(other.spec)
             if record.stream == "grid":
                 sibling = square_of(sibling, other.spec)
         try:
@@ -437,11 +440,23 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
 
     check_memory(ckpt.raw_nbytes, "the state")
 
-    def one(record: ArrayRecord) -> Array:
+    records = ckpt.records
+    beside: dict[int | None, list[int]] = {}
+    for number, record in enumerate(records):
+        beside.setdefault(record.sibling, []).append(number)
+
+    def values(record: ArrayRecord, sibling: Array | None = None) -> Array:
         try:
-            return build_leaf(ckpt.memory_of(record, prev).values(record.spec), record.spec)
+            return ckpt.memory_of(record, prev, sibling).values(record.spec)
         except MemoryError:
             raise _too_large(record) from None
 
-    arrays = map_chunks(one, ckpt.records)
+    def one(number: int) -> dict[int, Array]:
+        """An array and those that are decoded with it at hand."""
+        first = values(records[number])
+        found = {number: first} | {i: values(records[i], first) for i in beside.get(number, [])}
+        return {i: build_leaf(x, records[i].spec) for i, x in found.items()}
+
+    decoded = map_arrays(one, beside.get(None, []), lambda number: records[number].spec.size)
+    arrays = {i: x for found in decoded for i, x in found.items()}
     return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number], rebuild=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..kernels.floats import FORMATS
 from . import container, tree
-from .base import CHUNK, Codec, Leaf, Memory, Stored
+from .base import Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
 from .copies import copies, store_copy
@@ -18,7 +18,7 @@ from .kinds import check_kinds
 from .leaves import is_array
 from .matching import beside, gradients_by_path, matched, tie
 from .optimizer import FirstMoment, square_of
-from .parallel import map_chunks
+from .parallel import map_arrays
 from .quantize import Quantize
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
@@ -125,14 +125,8 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
         return done
 
     copied = copies(leaves, codecs)
-    # Large arrays one after another, each on all cores by its chunks; small ones beside each other.
     order = [i for i in range(len(leaves)) if i not in second and i not in copied]
-    results: dict[int, Stored] = {}
-    for done in map_chunks(work, [i for i in order if leaves[i].spec.size <= CHUNK]):
-        results.update(done)
-    for i in order:
-        if leaves[i].spec.size > CHUNK:
-            results.update(work(i))
+    results = {i: stored for done in map_arrays(work, order, lambda i: leaves[i].spec.size) for i, stored in done}
     for i, j in copied.items():
         exact = results[j].measure == "exact"
         results[i] = store_copy(leaves[i], leaves[j], j, None if exact else _decoded(leaves[j], results[j], parents[j]))

@@ -114,6 +114,8 @@ def decode_copy(
     if sibling is None or pieces or not _castable(spec):
         raise CorruptDataError(f"copy: {spec.dtype} has none, or its original is missing")
     flat = cast(sibling, spec)
+    # A cast to its own dtype is the tensor itself, and two arrays of a state must not become one.
+    flat = flat.clone() if flat is sibling else flat
     if int(flat.shape[0]) != spec.size:
         raise CorruptDataError("copy: its original is of another size")
     return ValuesMemory(flat)

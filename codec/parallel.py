@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from .base import CHUNK
 from .errors import BadArgumentError
 
 A = TypeVar("A")
@@ -118,3 +119,10 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     if errors:
         raise errors[min(errors)]
     return [results[i] for i in range(len(items))]
+
+
+def map_arrays(work: Callable[[A], B], arrays: Sequence[A], size: Callable[[A], int]) -> list[B]:
+    """`[work(a) for a in arrays]`: those above a chunk one after another, each on all threads by its chunks; small ones
+    beside each other."""
+    small = iter(map_chunks(work, [a for a in arrays if size(a) <= CHUNK]))
+    return [next(small) if size(a) <= CHUNK else work(a) for a in arrays]

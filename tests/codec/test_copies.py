@@ -77,6 +77,16 @@ def test_clones_come_back_as_arrays_of_their_own_and_may_part_later() -> None:
         assert difference(*(sp.decompress(again)[k] for k in ("w", "ema"))) == ""
 
 
+def test_torch_clones_come_back_as_tensors_of_their_own() -> None:
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ckpt = sp.compress({"w": w, "ema": w.clone()})
+    assert [row.codec for row in ckpt.summary()][1] == "copy"
+    for back in (sp.decompress(ckpt), through_bytes(ckpt)):
+        kept = back["ema"].clone()
+        back["w"].zero_()
+        assert difference(back["ema"], kept) == ""
+
+
 def test_moments_and_tied_arrays_are_not_taken_for_copies() -> None:
     w = torch.randn(64, 64)
     m = torch.rand(64, 64)

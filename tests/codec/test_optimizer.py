@@ -10,7 +10,10 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.leaves import LeafSpec
-from shrinkpoint.codec.optimizer import matrix_shape
+from shrinkpoint.codec.optimizer import decode_rank_one, matrix_shape
+from shrinkpoint.codec.streams import STREAMS
+
+from .common import difference
 
 
 def adam(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
@@ -119,6 +122,20 @@ def test_either_may_be_exact(exact: str) -> None:
         m, v = entry["exp_avg"], entry["exp_avg_sq"]
         m2 = sp.decompress(delta)["optimizer"]["state"][0]["exp_avg"]
         assert ((m2 - m).abs() <= 0.5 * v.sqrt() + 0.01 * m.abs()).all()
+
+
+def test_the_second_moment_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def counted(spec: LeafSpec, *rest: Any) -> Any:
+        calls.append(spec)
+        return decode_rank_one(spec, *rest)
+
+    blob = sp.compress(state(adam((96, 160)))).to_bytes()
+    ckpt = sp.Checkpoint.from_bytes(blob)
+    monkeypatch.setitem(STREAMS, "rank-one", counted)
+    assert difference(sp.decompress(ckpt), sp.decompress(sp.Checkpoint.from_bytes(blob))) == ""
+    assert len(calls) == 2
 
 
 def test_an_error_target_overrides_the_grid() -> None:

@@ -32,7 +32,6 @@ osd_crush_chooseleaf_type = 0
 mon_allow_pool_size_one = true
 osd_objectstore = memstore
 mon_data_avail_crit = 0
-mon_data_avail_warn = 0
 mon_data = {root}/mon
 osd_data = {root}/osd
 run_dir = {root}
@@ -85,8 +84,11 @@ def running(root: Path) -> Iterator[Server]:
     started: list[subprocess.Popen[bytes]] = []
 
     def call(*command: str) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{command}: no answer in 120 s; the servers said:\n{_said(root)}") from None
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{_said(root)}"
 
     def serve(*command: str) -> None:
         log = (root / f"{command[0]}.out").open("wb")
@@ -112,6 +114,11 @@ def running(root: Path) -> Iterator[Server]:
         for process in reversed(started):
             process.kill()
             process.wait()
+
+
+def _said(root: Path) -> str:
+    """The end of what each server wrote, for whoever must find out why there is none."""
+    return "\n".join(f"{p.name}: {p.read_text(errors='replace')[-2000:]}" for p in sorted(root.glob("*.out")))
 
 
 def _wait(endpoint: str, started: list[subprocess.Popen[bytes]]) -> None:
