@@ -125,8 +125,13 @@ def encode_scalar(value: Any, place: Place) -> Json:
         return {"b": _base64(value)}
     raise UnsupportedLeafError(
         f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be stored without pickle; "
-        "allowed are dict, list, tuple, arrays, int, float, bool, str, bytes and None"
+        f"allowed are dict, list, tuple, arrays, int, float, bool, str, bytes and None{_hint(value)}"
     )
+
+
+def _hint(value: Any) -> str:
+    """For modules, optimizers, schedulers: what to pass instead."""
+    return "; pass its state_dict()" if callable(getattr(value, "state_dict", None)) else ""
 
 
 def _encode_key(key: Any, place: Place) -> Json:
@@ -160,6 +165,7 @@ def flatten(state: Any, is_array: Callable[[Any], bool], *, spell: bool = True) 
     if type(state) not in _DICTS and type(state) not in _SEQUENCES:
         raise BadArgumentError(
             f"the state must be a tree (dict, list or tuple of arrays and scalars), not {type(state).__qualname__}"
+            f"{_hint(state)}"
         )
     nodes: list[Json] = []
     arrays: list[ArrayNode] = []

@@ -220,3 +220,14 @@ def test_nothing_is_left_of_a_refused_state() -> None:
         sp.compress(state)
     del state["b"]
     assert difference(state, round_trip(state)) == ""
+
+
+def test_who_passes_a_module_is_told_what_to_pass() -> None:
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(sp.ShrinkpointError, match=r"not Linear; pass its state_dict\(\)"):
+        sp.compress(module)
+    with pytest.raises(sp.ShrinkpointError, match=r"^a/b: .*SGD cannot.*; pass its state_dict\(\)"):
+        sp.compress({"a": {"b": torch.optim.SGD(module.parameters())}})
+    with pytest.raises(sp.ShrinkpointError) as refused:
+        sp.compress({"a": object()})
+    assert "state_dict" not in str(refused.value)
