@@ -373,7 +373,7 @@ class Checkpoint:
     def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
         wanted = [r for r in self._records if r.stream in DELTA_STREAMS]
         # A byte an element or more, whatever the dtype.
-        whole = ("bytes", "changed", "exponent")
+        whole = ("bytes", "changed", "exponent", "multiples")
         check_memory(sum(r.spec.nbytes if r.stream in whole else r.spec.size for r in wanted), "what a delta needs")
 
         def one(record: ArrayRecord) -> Memory:

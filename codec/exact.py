@@ -69,10 +69,11 @@ class Exact:
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
         data = as_bytes(leaf.flat)
-        return Stored("bytes", {}, _pieces(data, leaf.spec, parent), BytesMemory(data.copy()))
+        return Stored("bytes", {}, pieces_of(data, leaf.spec, parent), BytesMemory(data.copy()))
 
 
-def _pieces(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[bytes]:
+def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[bytes]:
+    """The pieces of an array given as its bytes, against a parent where that is a `BytesMemory` of the same size."""
     before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == data.size else None
     step = CHUNK * 4
 
@@ -89,7 +90,7 @@ def restate_bytes(
 ) -> tuple[dict[str, Any], list[bytes]]:
     """The same bytes against another parent, see `codec.restate`."""
     data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
-    return meta, _pieces(data, spec, parent)
+    return meta, pieces_of(data, spec, parent)
 
 
 def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:

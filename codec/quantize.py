@@ -29,6 +29,7 @@ from .exact import Exact
 from .fields import Reader, Writer
 from .importance import mean_root, weights_of
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .multiples import store_multiples
 from .parallel import map_chunks
 from .partition import Sketch, kept, protection, pruning, share_at_or_above
 from .ratedistortion import cheapest_levels
@@ -137,6 +138,8 @@ class Quantize:
         seed: of kmeans++.
         max_error: relative L2 error an array may have, in (0, 1); picks its bins. None: `Config.max_rel_error`.
         rate: lambda of the rate-distortion encoder, see `Config`, >= 0. None: `Config.rate`.
+        residual: what becomes of a float32 or float64 array whose target 254 bins miss. False (default): it is stored
+            exactly. True: it gets a second, residual level of codebook as fine as the target needs (`multiples`).
 
     Raises:
         BadArgumentError: a value out of range; the message names it and its limits.
@@ -158,6 +161,7 @@ class Quantize:
     seed: int = 0
     max_error: float | None = None
     rate: float | None = None
+    residual: bool = False
     id: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
@@ -178,6 +182,8 @@ class Quantize:
             check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
         if self.rate is not None:
             check_range("rate", self.rate, 0, 1e6)
+        if type(self.residual) is not bool:
+            raise BadArgumentError(f"residual is {self.residual!r}; it must be True or False")
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise BadArgumentError(f"seed is {self.seed!r}; it must be an integer in [0, 2**63)")
         for name, allowed in (
@@ -257,22 +263,25 @@ class Quantize:
         scale = unit(largest_of(plan.sketch.signed))
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
         few = _few_values(leaf, histogram, bins) if self.coder == "smallest" else None
+        target = np.inf if self.max_error is None else self.max_error
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
             codebook, reason = fit(histogram, how, before.codebook if before is not None else None)
             if few is not None and not np.isin(few, codebook).all():
                 codebook, reason = few, "of all its values"
-            if self.max_error is not None and predicted_error(histogram, codebook) > 1.1 * self.max_error:
+            if target < np.inf and predicted_error(histogram, codebook) > 1.1 * target:
                 continue
             if reason != "frozen":
                 codebook = rounded_codebook(codebook, leaf.spec)
             memory, met = _quantize(leaf, plan, codebook, before, scale)
-            if self.max_error is None or met.relative_l2 <= self.max_error:
+            if target == np.inf or met.relative_l2 <= target:
                 break
         else:
             stored = Exact().encode(leaf, parent)
-            note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
-            return dataclasses.replace(stored, note=note)
+            finer = store_multiples(leaf, parent, target) if self.residual else None
+            if finer is not None and sum(map(len, finer.pieces)) < sum(map(len, stored.pieces)):
+                return finer
+            return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {target:g}")
         pieces = [_references(memory, leaf.spec, before), *_level_chunks(memory, before, self.coder)]
         limits = plan.thresholds
         meta = {

@@ -13,6 +13,7 @@ from .exact import decode_bytes, restate_bytes
 from .exponent import decode_exponent, restate_exponent
 from .leaves import Array, LeafSpec
 from .moments import decode_log_buckets
+from .multiples import decode_multiples, restate_multiples
 from .optimizer import decode_grid, decode_rank_one, restate_rank_one
 from .quantize import decode_levels, restate_levels
 from .rows import decode_rows, restate_rows
@@ -23,6 +24,7 @@ Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | Non
 STREAMS: dict[str, Decoder] = {
     "bytes": decode_bytes,
     "levels": decode_levels,
+    "multiples": decode_multiples,
     "log-buckets": decode_log_buckets,
     "rank-one": decode_rank_one,
     "grid": decode_grid,
@@ -38,6 +40,7 @@ Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dic
 RESTATE: dict[str, Restater] = {
     "bytes": restate_bytes,
     "levels": restate_levels,
+    "multiples": restate_multiples,
     "rank-one": restate_rank_one,
     "exponent": restate_exponent,
     "changed": restate_changed,

@@ -39,6 +39,7 @@ configs = st.one_of(
     st.just(sp.Config([("*", sp.LogBuckets(0.01))])),
     st.just(sp.Config(max_rel_error=0.05)),
     st.just(sp.Config(rate=0.01)),
+    st.just(sp.Config([("weight", sp.Quantize(residual=True))], max_rel_error=1e-3)),
     st.builds(sp.presets.lc_checkpoint, st.sampled_from([2, 3, None]), second_moments=st.just("exponent")),
     st.just(sp.presets.bitsnap()),
     st.just(sp.Config([("a*", sp.Exact()), ("*", sp.Quantize(bins=5))])),

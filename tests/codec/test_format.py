@@ -748,8 +748,22 @@ def values_of(row: Any, columns: int, dtype: str) -> bytes:
     return narrowed(codes.astype(np.float32) * scale + minimum, dtype)
 
 
+def read_multiples(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
+    step, width = record["m"]["s"], record["m"]["w"]
+    bias = 1 << (8 * width - 1)
+    before = None
+    if parent is not None and parent.get("step") == step and parent["width"] <= width:
+        numbers = parent["multiples"] + (bias - (1 << (8 * parent["width"] - 1)))
+        before = {"data": numbers.astype(f"<u{width}").tobytes()}
+    integers = {"s": record["s"], "d": f"uint{8 * width}"}
+    numbers = np.frombuffer(read_bytes(integers, pieces, before)["data"], f"<u{width}").astype(np.int64)
+    data = ((numbers - bias) * np.float64(step)).astype(record["d"]).tobytes()
+    return {"multiples": numbers, "step": step, "width": width, "data": data}
+
+
 READERS = {
     "rows": read_rows,
+    "multiples": read_multiples,
     "bytes": read_bytes,
     "levels": read_levels,
     "log-buckets": read_log_buckets,

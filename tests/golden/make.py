@@ -165,12 +165,20 @@ def floats(t: int) -> dict[str, Any]:
     }
 
 
+def peaked(t: int) -> dict[str, Any]:
+    """Matrices that need multiples of two bytes, then of four, then (one of them) a step of its own."""
+    w = bell(3000, 1).reshape(60, 50)
+    w[0, 0] = 30.0 + t
+    return {"single": torch.from_numpy((w + t * 0.001).astype(np.float32)), "double": w * (0.5 if t == 2 else 1.0)}
+
+
 def cases() -> dict[str, tuple[Any, sp.Config, int]]:
     """Name -> (state at moment t, configuration, length of the chain)."""
     quantize = sp.Quantize(bins=12, prune=0.2, protect=0.02, policy="refit", coder="published")
     return {
         "default": (training, sp.Config(), 3),
         "target": (training, sp.Config(max_rel_error=0.02), 2),
+        "residual": (peaked, sp.Config([("weight", sp.Quantize(residual=True))], max_rel_error=2.55e-4), 3),
         "inshrinkerator": (training, sp.presets.inshrinkerator(), 3),
         "pruned": (training, sp.Config([("weight", quantize)]), 2),
         "moments": (training, sp.Config([("*", sp.LogBuckets(2.0**-12))]), 2),
