@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
+from ..kernels.arrays import on_gpu
 from ..kernels.bitpack import pack_bits
 from ..kernels.cluster import cluster_dequantize, cluster_quantize
 from ..kernels.distortion import Distortion, distortion
@@ -29,7 +29,7 @@ from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
 from .moments import ValuesMemory
 from .parallel import map_chunks
 
@@ -87,7 +87,7 @@ class Clusters:
             except BadArgumentError:  # not finite, or too wide for float32
                 return None
             met, relative, nonzero = _errors(x, cluster_dequantize(codes, labels, scale, minimum), spec)
-            piece = _pack(_host(codes), _host(labels), _host(scale), _host(minimum), self.coder)
+            piece = _pack(on_host(codes), on_host(labels), on_host(scale), on_host(minimum), self.coder)
             return piece, met, relative, nonzero
 
         parts = map_chunks(one, range(0, spec.size, CHUNK))
@@ -106,16 +106,11 @@ def _exactly(leaf: Leaf, parent: Memory | None, why: str) -> Stored:
     return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
 
 
-def _host(x: Array) -> NpArray:
-    out: NpArray = x.cpu().numpy() if is_torch(x) else x
-    return out
-
-
 def _errors(x: Array, values: Array, spec: LeafSpec) -> tuple[Distortion, float, int]:
     """Distortion of the float32 values in the array's dtype, the sum of relative errors, and of how many elements."""
-    if is_torch(x) and x.is_cuda:
+    if on_gpu(x):
         return _differences(x, values.to(x.dtype))
-    data, restored = as_bytes(x), rounded(_host(values), spec)
+    data, restored = as_bytes(x), rounded(on_host(values), spec)
     total, relative, nonzero = Distortion(0.0, 0.0, 0.0), 0.0, 0
     for part in blocks(x.shape[0], spec):
         met, more, n = _differences(bfloat16.wide(data[part], spec), bfloat16.wide(restored[part], spec))

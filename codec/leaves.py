@@ -219,6 +219,12 @@ def as_bytes(flat: Array) -> NpArray:
     return np.asarray(flat).view(np.uint8)
 
 
+def on_host(x: Array) -> NpArray:
+    """A torch tensor or NumPy array as NumPy."""
+    host: NpArray = x.cpu().numpy() if is_torch(x) else x
+    return host
+
+
 def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
     """A flat torch tensor or NumPy array over these bytes (uint8, writable, exactly `spec.nbytes`)."""
     if spec.library == "torch":

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.logbucket import bucket_index, bucket_value
@@ -28,7 +27,7 @@ from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
 from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
@@ -81,8 +80,7 @@ class LogBuckets:
             x = flat[start : start + CHUNK]
             index = bucket_index(x, bits)
             met = distortion(x, bucket_value(index, bits, leaf.spec.dtype))
-            host = index.cpu().numpy() if is_torch(index) else index
-            return _encode_chunk(host, fmt.buckets(bits), bits, x), met
+            return _encode_chunk(on_host(index), fmt.buckets(bits), bits, x), met
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         pieces = [p for p, _ in parts if p is not None]

@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS
 from ..kernels.grid import ESCAPE as OFF_GRID
@@ -34,7 +34,7 @@ from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
 from .moments import LogBuckets, ValuesMemory
 from .parallel import map_chunks
 
@@ -80,35 +80,43 @@ class SecondMoment:
         indices = tuple(bucket_index(f, _FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
         rows, columns = map(_factor_values, indices)
 
-        def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray]:
+        def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
-            old = None if before is None else before.symbols[start : start + CHUNK]
+            old = None if before is None else _beside(before.symbols[start : start + CHUNK], x)
             symbols, distances, counts = residual_symbols(x, rows, columns, start, octaves, old)
             return symbols, distances, counts, _escaped(x, symbols, NO_RESIDUAL, counts)
 
-        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        starts = range(0, leaf.spec.size, CHUNK)
+        parts = map_chunks(one, starts)
         distances, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
         table = _rounded(residual_factors(distances, counts))
-        symbols = np.concatenate([p[0] for p in parts]) if len(parts) > 1 else parts[0][0]
-        memory = RankOneMemory(symbols, indices[0], indices[1], table, np.concatenate([p[3] for p in parts]))
         # The first moment beside it needs the decoded values: they are at hand here, where their error is measured.
-        data = np.empty((leaf.spec.size, leaf.spec.itemsize), np.uint8)
+        data = _empty_beside(leaf.flat, leaf.spec)
 
-        def met(start: int) -> Distortion:
-            own = data[start : start + CHUNK]
-            own[:] = narrowed(memory.chunk(start), leaf.spec).reshape(-1, leaf.spec.itemsize)
-            restored = as_float32(from_bytes(own.reshape(-1), leaf.spec), leaf.spec)
-            return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
+        def met(number: int) -> Distortion:
+            start, symbols, escaped = starts[number], parts[number][0], parts[number][3]
+            values = residual_values(symbols, rows, columns, start, table)
+            restored = _restored(_with_escaped(values, symbols, NO_RESIDUAL, escaped), leaf.spec)
+            data[start : start + CHUNK] = restored
+            return distortion(leaf.flat[start : start + CHUNK], restored)
 
-        error = sum(map_chunks(met, range(0, leaf.spec.size, CHUNK)), Distortion(0.0, 0.0, 0.0))
+        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
+        symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
+        memory = RankOneMemory(symbols, indices[0], indices[1], table, escaped)
         pieces = _rank_one_pieces(memory, before)
-        decoded = partial(from_bytes, data.reshape(-1), leaf.spec)
-        return Stored("rank-one", {}, pieces, memory, error.largest_relative, "relative", decoded=decoded)
+        return Stored("rank-one", {}, pieces, memory, error.largest_relative, "relative", decoded=lambda: data)
 
 
-def _escaped(x: NpArray, symbols: NpArray, escape: int, counts: NpArray) -> NpArray:
+def _escaped(x: Array, symbols: Array, escape: int, counts: NpArray) -> Array:
     """The values without a symbol of their own, in order."""
     return x[symbols == escape] if counts[escape] else x[:0]
+
+
+def _with_escaped(values: Array, symbols: Array, escape: int, escaped: Array) -> Array:
+    """The values with those put back that `_escaped` took out."""
+    if len(escaped):
+        values[symbols == escape] = escaped
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +145,8 @@ class RankOneMemory:
         )
         if self.escaped.size:
             first = int(np.count_nonzero(self.symbols[:start] == NO_RESIDUAL))
-            at = np.flatnonzero(symbols == NO_RESIDUAL)
-            values[at] = self.escaped[first : first + at.size]
+            own = self.escaped[first : first + np.count_nonzero(symbols == NO_RESIDUAL)]
+            _with_escaped(values, symbols, NO_RESIDUAL, own)
         return values
 
     def values(self, spec: LeafSpec) -> Array:
@@ -216,10 +224,10 @@ class FirstMoment:
         """Encode one array; `error` is the relative L2 error."""
         if leaf.sibling is None:
             return LogBuckets(self.alpha).encode(leaf, parent)
-        square = leaf.sibling
+        square = _beside(leaf.sibling, leaf.flat)
         step = grid_step(0.0) if self.step is None else float(self.step)
 
-        def one(start: int) -> tuple[NpArray, NpArray, NpArray, NpArray]:
+        def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
             symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], step)
             return symbols, sums, counts, _escaped(x, symbols, OFF_GRID, counts)
@@ -231,14 +239,13 @@ class FirstMoment:
         with np.errstate(divide="ignore", invalid="ignore"):
             table = _rounded(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
         table[OFF_GRID] = 0.0
-        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(p[0], p[3]), parts)]
+        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(on_host(p[0]), on_host(p[3])), parts)]
 
         def met(number: int) -> Distortion:
             start = number * CHUNK
             symbols, escaped = parts[number][0], parts[number][3]
-            restored = grid_values(symbols, square[start : start + CHUNK], table)
-            if escaped.size:
-                restored[symbols == OFF_GRID] = escaped
+            values = grid_values(symbols, square[start : start + CHUNK], table)
+            restored = _with_escaped(values, symbols, OFF_GRID, escaped)
             return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
@@ -279,9 +286,30 @@ def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:
     return (rows, columns) if rows > 1 and columns > 1 else None
 
 
-def as_float32(flat: Array, spec: LeafSpec) -> NpArray:
-    """Values on the host as float32 NumPy; exact for the dtypes `matrix_shape` admits."""
-    return bfloat16.wide(as_bytes(flat), spec)
+def as_float32(flat: Array, spec: LeafSpec) -> Array:
+    """Values as float32, on their GPU or as NumPy; exact for the dtypes `matrix_shape` admits."""
+    return flat.float() if on_gpu(flat) else bfloat16.wide(as_bytes(flat), spec)
+
+
+def _beside(x: Array, flat: Array) -> Array:
+    """An array on the GPU of another, or as NumPy on the host where that is."""
+    if not on_gpu(flat):
+        return on_host(x)
+    import torch
+
+    return torch.as_tensor(x).to(flat.device)
+
+
+def _empty_beside(flat: Array, spec: LeafSpec) -> Array:
+    """Room for decoded values, where the values are."""
+    return flat.new_empty(spec.size) if on_gpu(flat) else from_bytes(np.empty(spec.nbytes, np.uint8), spec)
+
+
+def _restored(values: Array, spec: LeafSpec) -> Array:
+    """float32 values in the array's dtype, where they are."""
+    if on_gpu(values):
+        return values.bfloat16() if spec.dtype == "bfloat16" else values
+    return from_bytes(narrowed(values, spec), spec)
 
 
 def narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
@@ -296,18 +324,38 @@ def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArra
     rows = np.empty(shape[0])
     columns = np.zeros(shape[1])
     for start in range(0, shape[0], step):
-        part = matrix[start : start + step]
-        with np.errstate(invalid="ignore"):
-            by_row = part.sum(axis=1, dtype=np.float64)
-        if not np.isfinite(by_row).all():
-            part = np.where(np.isfinite(part), part, 0)
-            by_row = part.sum(axis=1, dtype=np.float64)
+        by_row, by_column = _sums(matrix[start : start + step])
         rows[start : start + step] = by_row / shape[1]
-        columns += part.sum(axis=0, dtype=np.float64)
+        columns += by_column
     columns /= shape[0]
     mean = rows.mean()
     columns = columns / mean if mean > 0 else columns
     return np.maximum(rows, 0).astype(np.float32), np.maximum(columns, 0).astype(np.float32)
+
+
+def _sums(part: Array) -> tuple[NpArray, NpArray]:
+    """Sums of rows and of columns, over what is finite, in float64, on the host."""
+    xp = _namespace(part)
+    with np.errstate(invalid="ignore"):
+        by_row = part.sum(axis=1, dtype=xp.float64)
+    if not bool(xp.isfinite(by_row).all()):
+        part = _where(xp.isfinite(part), part)
+        by_row = part.sum(axis=1, dtype=xp.float64)
+    return on_host(by_row), on_host(part.sum(axis=0, dtype=xp.float64))
+
+
+def _where(kept: Array, x: Array) -> Array:
+    """x where `kept`, else 0."""
+    xp = _namespace(x)
+    return xp.where(kept, x, xp.zeros_like(x))
+
+
+def _namespace(x: Array) -> Any:
+    if not is_torch(x):
+        return np
+    import torch
+
+    return torch
 
 
 def _factor_values(index: NpArray) -> NpArray:
@@ -462,8 +510,8 @@ def decode_grid(
     return _decode(spec, pieces, one)
 
 
-def square_of(values: Array, spec: LeafSpec) -> NpArray:
+def square_of(values: Array, spec: LeafSpec) -> Array:
     """A decoded second moment as the grid needs it: float32, what is negative or not finite as 0."""
     square = as_float32(values, spec)
     usable = (square >= 0) & (square < np.inf)
-    return square if bool(usable.all()) else np.where(usable, square, np.float32(0))
+    return square if bool(usable.all()) else _where(usable, square)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
+from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.assign import Thresholds, assign, dequantize
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS, bits_for
@@ -28,7 +28,7 @@ from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
 from .importance import mean_root, weights_of
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
 from .multiples import store_multiples
 from .parallel import map_chunks
 from .partition import Sketch, kept, protection, pruning, share_at_or_above
@@ -321,7 +321,7 @@ def _quantize(
         values = native.to(x.device) if is_torch(x) else native
         protected = from_bytes(held, leaf.spec)
         restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
-        levels[start : start + CHUNK] = own.cpu().numpy() if is_torch(own) else own
+        levels[start : start + CHUNK] = on_host(own)
         if scale == 1.0:
             return held, distortion(x, restored)
         with np.errstate(invalid="ignore", under="ignore"):
@@ -346,7 +346,7 @@ def _few_values(leaf: Leaf, histogram: Histogram, most: int) -> NpArray | None:
 
 def _where_protected(x: Array, levels: Array) -> Array:
     """The elements of level 1, in order."""
-    if not is_torch(x) or x.is_cuda:
+    if not is_torch(x) or on_gpu(x):
         return x[levels == 1]
     import torch
 

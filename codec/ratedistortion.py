@@ -6,14 +6,12 @@ does not accumulate along a chain.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ..kernels.arrays import is_torch
 from ..kernels.levels import joint_counts
 from ..kernels.ratedistortion import rate_distortion_levels
-from .leaves import Array, NpArray
+from .leaves import Array, NpArray, on_host
 
 ROUNDS = 3
 
@@ -48,17 +46,12 @@ def cheapest_levels(
     codes = codebook.astype(np.float32)
     levels = nearest
     for _ in range(ROUNDS):
-        prices = (price * _bits(_host(joint_counts(before, levels, contexts, size)))).astype(np.float32)
+        prices = (price * _bits(on_host(joint_counts(before, levels, contexts, size)))).astype(np.float32)
         chosen = rate_distortion_levels(x, nearest, before, codes, prices, importance)
         if bool((chosen == levels).all()):
             break
         levels = chosen
     return levels
-
-
-def _host(counts: Any) -> NpArray:
-    host: NpArray = counts.cpu().numpy() if is_torch(counts) else counts
-    return host
 
 
 def _bits(counts: NpArray) -> NpArray:

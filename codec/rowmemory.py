@@ -19,7 +19,7 @@ from ..kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 from . import bfloat16
 from .base import CHUNK
 from .errors import CorruptDataError
-from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 from .parallel import map_chunks
 
 UNIFORM = ("adaptive", "asymmetric", "symmetric")
@@ -223,11 +223,11 @@ def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]
     if style.method == "raw":
         return as_bytes(x.reshape(-1)).reshape(count, -1), np.zeros(count, bool)
     if style.method == "kmeans":
-        codes, book = (_host(a) for a in row_kmeans(x, style.bits))
+        codes, book = (on_host(a) for a in row_kmeans(x, style.bits))
         numbers, span = book, book[:, -1] - book[:, 0]
     else:
         search = {"num_bins": style.num_bins, "ratio": style.ratio} if style.method == "adaptive" else {}
-        codes, scale, minimum = (_host(a) for a in row_quantize(x, style.bits, style.method, **search))  # type: ignore[arg-type]
+        codes, scale, minimum = (on_host(a) for a in row_quantize(x, style.bits, style.method, **search))  # type: ignore[arg-type]
         numbers = minimum[:, None] if style.method == "symmetric" else np.stack([scale, minimum], axis=1)
         span = scale
     head = 4 * style.numbers
@@ -291,11 +291,6 @@ def picked(x: Array, rows: NpArray) -> Array:
 
         return x[torch.from_numpy(rows).to(x.device)]
     return x[rows]
-
-
-def _host(x: Array) -> NpArray:
-    out: NpArray = x.cpu().numpy() if is_torch(x) else x
-    return out
 
 
 def _narrowed(values: NpArray, spec: LeafSpec) -> NpArray:

@@ -1,0 +1,130 @@
+"""States on a GPU: the same bytes as on the CPU, and nothing but small results crosses to the host.
+
+Without a GPU torch's CPU tensors pass for CUDA ones and Triton's interpreter runs the kernels, so that the codec's way
+over the device is taken here too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec import clusters, leaves, optimizer, quantize
+from shrinkpoint.codec.parallel import set_threads
+from shrinkpoint.kernels.arrays import is_torch
+
+from .common import difference, take_apart
+
+HERE = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed on this platform"),
+    *([pytest.mark.gpu] if HERE else []),
+]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A device whose tensors are taken for CUDA tensors."""
+    if HERE:
+        yield "cuda"
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("shrinkpoint.") and hasattr(module, "on_gpu"):
+            monkeypatch.setattr(module, "on_gpu", is_torch)
+    set_threads(1)  # Triton's interpreter runs one kernel at a time
+    yield "cpu"
+    set_threads(None)
+
+
+def moments(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.exp(torch.randn(shape[0], *[1] * (len(shape) - 1), generator=g))
+    v = 1e-8 * rows * torch.exp(0.5 * torch.randn(shape, generator=g))
+    m = 0.3 * v.sqrt() * torch.randn(shape, generator=g)
+    return {"step": torch.tensor(7.0), "exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}
+
+
+def training(t: int) -> dict[str, Any]:
+    """What a GPU holds: weights of two widths, moments, and moments that are not what they should be."""
+    g = torch.Generator().manual_seed(1)
+    model = {
+        "emb.weight": torch.randn(120, 24, generator=g),
+        "fc.weight": torch.randn(60, 50, generator=g) * 0.02,
+        "half.weight": (torch.randn(40, 64, generator=g) * 0.1).bfloat16(),
+        "norm.weight": torch.ones(24),
+    }
+    model = {k: (x.float() * (1 + 0.003 * t)).to(x.dtype) for k, x in model.items()}
+    entries = [moments(tuple(x.shape), 10 * i + t // 2, x.dtype) for i, x in enumerate(model.values())]
+    odd = entries[1]
+    odd["exp_avg_sq"][3] = 0.0
+    odd["exp_avg"][3] = 0.0
+    odd["exp_avg"][5, 5], odd["exp_avg_sq"][6, 6], odd["exp_avg_sq"][7, 7] = 1e9, -1e-9, float("nan")
+    return {"model": model, "optimizer": {"state": dict(enumerate(entries))}, "step": t}
+
+
+def to(tree: Any, device: str) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
+
+
+CONFIGS = {
+    "default": sp.Config(),
+    "rate": sp.Config(rate=0.004),
+    "target": sp.Config(max_rel_error=0.02),
+    "residual": sp.Config([("weight", sp.Quantize(residual=True))], max_rel_error=1e-3),
+    "inshrinkerator": sp.presets.inshrinkerator(prune=0.1),
+    "lc": sp.presets.lc_checkpoint(3),
+    "check-n-run": sp.presets.check_n_run(4),
+    "bitsnap": sp.presets.bitsnap(),
+    "lossless": sp.presets.lossless(),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_bytes_as_on_the_cpu(name: str, request: pytest.FixtureRequest) -> None:
+    cfg, prev = CONFIGS[name], None
+    expected = []
+    for t in range(2):
+        prev = sp.compress(training(t), prev, cfg)
+        expected.append(prev)
+    device = request.getfixturevalue("device")
+    prev = None
+    for t, other in enumerate(expected):
+        prev = sp.compress(to(training(t), device), prev, cfg)
+        (header, body), (other_header, other_body) = (take_apart(c.to_bytes()) for c in (prev, other))
+        for record, other_record in zip(header["arrays"], other_header["arrays"], strict=True):
+            # The order of an error's sum is the device's own.
+            assert record.pop("e", 0) == pytest.approx(other_record.pop("e", 0), rel=0.02)
+        del header["parent"], other_header["parent"]
+        assert header == other_header
+        assert body == other_body
+        assert difference(sp.decompress(prev), sp.decompress(other)) == ""
+
+
+def test_moments_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No float32 array of a matrix's size is fetched: only symbols, a byte an element, and what has none."""
+    state = {"optimizer": {"state": {0: to(moments((70, 80), 3), device)}}}
+    fetched: list[tuple[str, int]] = []
+    bring, raw = leaves.on_host, leaves.as_bytes
+
+    def seen(x: Any) -> Any:
+        fetched.append((str(x.dtype), x.shape[0] if len(x.shape) else 1))
+        return bring(x)
+
+    def seen_raw(x: Any) -> Any:
+        fetched.append((str(x.dtype), len(x)))
+        return raw(x)
+
+    for module in (optimizer, quantize, clusters):
+        for name, spy in (("on_host", seen), ("as_bytes", seen_raw)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, spy)
+    base = sp.compress(state)
+    sp.compress(state, base)
+    assert ("torch.uint8", 5600) in fetched
+    assert [size for dtype, size in fetched if dtype != "torch.uint8" and size > 100] == []
