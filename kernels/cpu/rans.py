@@ -91,6 +91,12 @@ def _round_row(counts: NumPy, total: Int, out: NumPy) -> None:
 
 
 @njit
+def _round_rows(counts: NumPy, total: Int, out: NumPy) -> None:
+    for row in range(counts.shape[0]):
+        _round_row(counts[row], total, out[row])
+
+
+@njit
 def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
     """All frequencies but the greatest of each row rounded to `digits` significant bits; whether that can be done."""
     for c in range(exact.shape[0]):
@@ -445,8 +451,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
     if int(c.min()) < 0 or int(c.max()) > 1 << 48:
         raise BadArgumentError(f"counts holds {int(c.min())} ... {int(c.max())}; 0 ... 2**48 is the range")
     out = np.empty(c.shape, np.uint32)
-    for row in range(c.shape[0]):
-        _round_row(c[row], 1 << precision, out[row])
+    _round_rows(c, 1 << precision, out)
     if exact:
         return like(out, counts)
     digits = short_digits(int(c.sum() - c.max(axis=1).sum()), int((c > 0).sum() - (c.max(axis=1) > 0).sum()))
