@@ -7,6 +7,7 @@ In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is the t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 from shrinkpoint.codec.errors import BadArgumentError
 
 from . import ablation, cost, training
+from . import ratio as bench_ratio
+from .harness import Row
 
 HOME = Path(__file__).resolve().parent.parent
 RESULTS = HOME / "bench" / "results"
@@ -135,7 +138,7 @@ def ratio() -> str:
     chain, later = "whole state, chain with its bases", "loss change later"
     cells: dict[str, dict[str, dict[str, Json]]] = {}
     sizes: dict[str, int] = {}
-    for row in rows_of("ratio.json"):
+    for row in _ratio():
         where, _, what = row["row"].partition(": ")
         model, _, system = where.partition(", ")
         # "weights, ...": beside the published moments, no setting for whole states.
@@ -152,6 +155,31 @@ def ratio() -> str:
             line.append(NONE if None in pair else f"{number(pair[0])} x, {pair[1]:+.2f} %")
         lines.append(line)
     return markdown(["", *(f"{m}, {sizes[m] / 1e6:.1f} M" for m in models)], lines)
+
+
+def _ratio() -> list[Json]:
+    return rows_of("ratio-*.json")
+
+
+def ratio_targets() -> str:
+    """What `bench ratio` aims at, medians over the models last."""
+    medians = bench_ratio.medians([Row(**row) for row in _ratio()])
+    aimed = [row for row in _ratio() if row["target"] is not None and not _is_peer(row)]
+    return _aims([*aimed, *map(dataclasses.asdict, medians)])
+
+
+def ratio_peers() -> str:
+    """Other libraries on the same two states: their ratio and ours, alone and 10 steps apart, and what each loses."""
+    lines = []
+    for row in _ratio():
+        if _is_peer(row):
+            pair = f"{_value(row, ' x')} / {number(row['peer_value'])}{' x' if row['peer_value'] else ''}"
+            lines.append([row["row"], pair, {True: "yes", False: "**no**", None: NONE}[row["met"]], row["note"]])
+    return markdown(["", "ours / theirs", "larger at no more loss", ""], lines)
+
+
+def _is_peer(row: Json) -> bool:
+    return ", against " in row["row"]
 
 
 def _order(system: str) -> tuple[int, float, str]:
@@ -245,13 +273,17 @@ def thresholds() -> str:
 
 
 def targets() -> str:
+    """What `bench training` aims at."""
+    return _aims([row for row in _training() if row["target"] is not None])
+
+
+def _aims(rows: Iterable[Json]) -> str:
     """Rows with a target, and whether it is met."""
     lines = []
-    for row in _training():
-        if row["target"] is not None:
-            met = {True: "yes", False: "**no**", None: NONE}[row["met"]]
-            value = "none" if row["value"] is None else f"{number(row['value'])} {row['unit']}"
-            lines.append([row["row"], value if row["met"] is not None else NONE, row["target"], met, row["note"]])
+    for row in rows:
+        met = {True: "yes", False: "**no**", None: NONE}[row["met"]]
+        value = "none" if row["value"] is None else f"{number(row['value'])} {row['unit']}"
+        lines.append([row["row"], value if row["met"] is not None else NONE, row["target"], met, row["note"]])
     return markdown(["", "measured", "target", "met", ""], lines)
 
 
@@ -370,7 +402,7 @@ def stages() -> str:
 def manifest() -> str:
     """Where the results come from; "+": with changes that were not committed yet."""
     lines = []
-    for name, document in documents("training*.json").items():
+    for name, document in (documents("ratio-*.json") | documents("training*.json")).items():
         machine, versions = document["machine"], document["versions"]
         about = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("python", "torch", "numpy", "numba"))
         commit = str(document["commit"])
@@ -387,6 +419,8 @@ def _machine(machine: Mapping[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "ratio": ratio,
+    "ratio targets": ratio_targets,
+    "ratio peers": ratio_peers,
     "killed": killed,
     "targets": targets,
     "published": published,

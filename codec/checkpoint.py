@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 
 from . import container, tree
-from .base import Memory
+from .base import NUMPY_DEFAULTS, Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
 from .optimizer import square_of
@@ -308,6 +309,10 @@ class Checkpoint:
             for r in self._records
         ]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied as its bytes, and what the next delta needs."""
+        return Checkpoint, (self.to_bytes(), self._memory)
+
     def __repr__(self) -> str:
         kind = "delta" if self.is_delta else "base"
         return f"<Checkpoint {self._id[:12]} {kind} {self.raw_nbytes} -> {self.nbytes} bytes, ratio {self.ratio:.1f}>"
@@ -370,6 +375,7 @@ class Checkpoint:
         self._memory[key] = memory
         return memory
 
+    @np.errstate(**NUMPY_DEFAULTS)
     def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
         wanted = [r for r in self._records if r.stream in DELTA_STREAMS]
         # A byte an element or more, whatever the dtype.
@@ -409,6 +415,7 @@ def check_resolved(prev: Any) -> Checkpoint:
     return prev
 
 
+@np.errstate(**NUMPY_DEFAULTS)
 def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
     """The state a checkpoint holds: the same tree, keys, dtypes and shapes.
 

@@ -29,11 +29,15 @@ from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest, on_host
 from .moments import ValuesMemory
 from .parallel import map_chunks
 
 MAX_CLUSTERS = 16
+
+
+_LEAST = 1e-30
+"""Largest magnitude of a float64 array below which float32, which clusters are computed in, would lose it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Clusters:
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
         spec = leaf.spec
+        if spec.dtype == "float64" and 0.0 < largest(leaf.flat) < _LEAST:
+            return _exactly(leaf, parent, "too small for float32")
 
         def one(start: int) -> tuple[bytes, Distortion, float, int] | None:
             x = leaf.flat[start : start + CHUNK]

@@ -7,14 +7,16 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..kernels.floats import FORMATS
 from . import container, tree
-from .base import Codec, Leaf, Memory, Stored
+from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
-from .copies import copies, store_copy
+from .copies import copies, keeps_promise, store_copy
 from .importance import second_moments
-from .kinds import check_kinds
+from .kinds import check_kinds, is_update
 from .leaves import is_array
 from .matching import beside, gradients_by_path, matched, tie
 from .optimizer import FirstMoment, square_of
@@ -23,6 +25,7 @@ from .quantize import Quantize
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
 
+@np.errstate(**NUMPY_DEFAULTS)
 def compress(
     state: Any,
     prev: Checkpoint | None = None,
@@ -129,7 +132,8 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
     results = {i: stored for done in map_arrays(work, order, lambda i: leaves[i].spec.size) for i, stored in done}
     for i, j in copied.items():
         exact = results[j].measure == "exact"
-        results[i] = store_copy(leaves[i], leaves[j], j, None if exact else _decoded(leaves[j], results[j], parents[j]))
+        copy = store_copy(leaves[i], leaves[j], j, None if exact else _decoded(leaves[j], results[j], parents[j]))
+        results[i] = copy if keeps_promise(copy, leaves[i], leaves[j], codecs[i]) else one(i)
     return [results[i] for i in range(len(leaves))]
 
 
@@ -139,7 +143,8 @@ def _siblings(leaves: list[Leaf]) -> dict[int, int]:
     found = {}
     for i, leaf in _moments(leaves, "first moment"):
         j = seconds.get((leaf.path.rpartition("/")[0], leaf.spec))
-        if j is not None and leaf.spec.dtype in ("float32", "bfloat16"):
+        fits = j is not None and leaf.spec.dtype in ("float32", "bfloat16")
+        if j is not None and fits and is_update(leaf.path, leaf.kind, leaves[j].path):
             found[i] = j
     return found
 

@@ -6,6 +6,7 @@ with loss the copy becomes the cast of what is restored, so the two belong toget
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 from ..kernels.arrays import is_torch
 from ..kernels.distortion import distortion
 from .base import CHUNK, Codec, Leaf, Memory, Stored
+from .codebook import unit
 from .errors import CorruptDataError
 from .exact import Exact
-from .leaves import Array, LeafSpec, NpArray, as_bytes
-from .moments import ValuesMemory
+from .leaves import Array, LeafSpec, NpArray, as_bytes, largest
+from .moments import LogBuckets, ValuesMemory
 
 _HALVES = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64", "float32", "bfloat16", "float16")}
 _GLANCE = 64
@@ -103,8 +105,19 @@ def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -
     restored = cast(decoded, copy.spec)
     if is_torch(copy.flat):
         restored = restored.to(copy.flat.device)
-    met = distortion(copy.flat, restored)
+    scale = unit(largest(copy.flat)) if copy.spec.dtype == "float64" else 1.0
+    met = distortion(copy.flat, restored) if scale == 1.0 else distortion(copy.flat * scale, restored * scale)
     return Stored("copy", {}, [], None, met.relative_l2, "relative L2", note, number)
+
+
+def keeps_promise(stored: Stored, copy: Leaf, original: Leaf, codec: Codec) -> bool:
+    """Whether a copy errs as little as its codec states: rounding what was restored of the original adds to it."""
+    if stored.measure == "exact":
+        return True
+    target = getattr(codec, "max_error", None)
+    if target is None and not isinstance(codec, LogBuckets):
+        return stored.error < math.inf
+    return copy.spec.dtype == original.spec.dtype if target is None else stored.error <= target
 
 
 def decode_copy(

@@ -22,13 +22,21 @@ TINY = 1024
 TINY_MOMENT = 64
 """So are moments with fewer: those of norms and biases follow the moment codec."""
 
-_FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "mu", "m"}
-_SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "nu", "v"}
+_FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "mu", "m"}
+"""Averages in the unit of a gradient or an update; Adamax's `exp_inf` is one, for it is no square."""
+_SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
+_BESIDE = {("exp_avg", "exp_avg_sq"), ("exp_avg", "max_exp_avg_sq"), ("mu", "nu"), ("m", "v")}
+"""First and second moments whose update is the one over the root of the other: Adam's, by whatever name."""
+_OTHER_UNITS = {"Adafactor", "CAME"}
+"""Optimizers that call an average of the update, already divided by the root, `exp_avg`."""
 _NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln|ln_?\w|bn|bn\d+|running_mean|running_var)([._/]|$)", re.IGNORECASE)
 _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe|tok\w*)([._/]|$)", re.IGNORECASE)
 _ATTENTION = re.compile(r"(^|[._/])(\w*attn\w*|\w*attention\w*|[qkvo]_proj|qkv\w*|in_proj\w*)([._/]|$)", re.IGNORECASE)
 
 
+_BIAS = re.compile(r"(^|_)bias(_|$)")
+_OWNER = re.compile(r"(^|/)(state/[^/]+|(opt|[^/]*optim)[^/]*/(.*/)?\d+)$", re.IGNORECASE)
+"""Where a name of a letter or two is an optimizer's, and not a value projection's."""
 _ENTRY = re.compile(r"(^|/)state/\d+/|optim[^/]*/(.*/)?state/[^/]+/", re.IGNORECASE)
 
 
@@ -84,12 +92,25 @@ def _role(path: str) -> str:
         if part in ("mu", "nu") and any(p.isdigit() for p in parts[: parts.index(part)]):
             return "first moment" if part == "mu" else "second moment"
     if len(parts) >= 2:
-        if last in _SECOND and (len(last) > 2 or parts[-2].isdigit()):
+        known = len(last) > 2 or _OWNER.search("/".join(parts[:-1])) is not None
+        if last in _SECOND and known:
             return "second moment"
-        if last in _FIRST and (len(last) > 2 or parts[-2].isdigit()):
+        if last in _FIRST and known:
             return "first moment"
     # An optimizer's entry that is no known moment: never lossy by guess.
     return "state" if _ENTRY.search(path) else "weight"
+
+
+def is_update(first: str, kind: Kind, second: str) -> bool:
+    """Whether a first moment over the root of the second one beside it is the optimizer's update.
+
+    Args:
+        first: path of the first moment.
+        kind: its kind.
+        second: path of the second moment.
+    """
+    names = first.rpartition("/")[2], second.rpartition("/")[2]
+    return names in _BESIDE and kind.optimizer not in _OTHER_UNITS
 
 
 def guess(path: str, spec: LeafSpec) -> Kind:
@@ -100,7 +121,7 @@ def guess(path: str, spec: LeafSpec) -> Kind:
     layer = "other"
     if _NORM.search(path):
         layer = "norm"
-    elif last == "bias" or last.endswith("_bias"):
+    elif _BIAS.search(last):
         layer = "bias"
     elif dims <= 1 and last in ("weight", "gamma", "beta", "scale", "g") and spec.size <= 8 * TINY:
         layer = "norm"
@@ -169,7 +190,7 @@ def check_kinds(kinds: Any) -> None:
 def _layer_of_module(module: Any, name: str, parameter: Any) -> str:
     import torch.nn as nn
 
-    if name.endswith("bias"):
+    if _BIAS.search(name.rpartition(".")[2]):
         return "bias"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
@@ -197,12 +218,18 @@ def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
     Returns:
         `{path: Kind}`, for `compress(..., kinds=)`, `search` and `Store.save`.
 
+    Raises:
+        BadArgumentError: what was given is no module or no optimizer.
+
     Example:
         >>> import torch
         >>> sp_kinds = kinds(torch.nn.Linear(4, 4))
         >>> sp_kinds["weight"].layer
         'linear'
     """
+    for what, given, needed in (("module", module, "named_modules"), ("optimizer", optimizer, "param_groups")):
+        if given is not None and not hasattr(given, needed):
+            raise BadArgumentError(f"{what} is a {type(given).__qualname__}, which has no {needed}")
     table: dict[str, Kind] = {}
     names: dict[int, str] = {}
     if module is not None:

@@ -126,12 +126,16 @@ def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
         raise UnsupportedLeafError(f"{path}: {type(value).__qualname__} is no array with values") from None
     if library not in LIBRARIES:
         raise UnsupportedLeafError(f"{path}: arrays of {library} are not known; convert it to NumPy or torch")
-    if library == "array_api_strict":
-        host = np.from_dlpack(value)
-    elif library == "cupy":
-        host = value.get()
-    else:
-        host = np.asarray(value)
+    try:
+        if library == "array_api_strict":
+            host = np.from_dlpack(value)
+        elif library == "cupy":
+            host = value.get()
+        else:
+            host = np.asarray(value)
+    except (RuntimeError, TypeError) as e:  # JAX: deleted or donated arrays, tracers
+        why = str(e).partition("\n")[0]
+        raise UnsupportedLeafError(f"{path}: the values of this {library} array cannot be read: {why}") from None
     spec, flat = _read_numpy(host, path)
     return LeafSpec(library, spec.dtype, spec.shape), flat
 
@@ -187,6 +191,10 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         odd = (("nested", t.is_nested), ("quantized", t.is_quantized), ("meta", t.device.type == "meta"))
         what = next((name for name, is_so in odd if is_so), str(t.layout))
         raise UnsupportedLeafError(f"{path}: a {what} tensor has no plain values; convert it first")
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        raise UnsupportedLeafError(f"{path}: a tensor inside vmap or grad has no values of its own")
+    if t._is_zerotensor():
+        t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     name = _dtype_name(t.dtype)
     shape = tuple(t.shape)
     span = t.numel()
@@ -223,6 +231,11 @@ def on_host(x: Array) -> NpArray:
     """A torch tensor or NumPy array as NumPy."""
     host: NpArray = x.cpu().numpy() if is_torch(x) else x
     return host
+
+
+def largest(flat: Array) -> float:
+    """The largest magnitude; 0 of an empty array, NaN where one is in it."""
+    return float(abs(flat).max()) if flat.shape[0] else 0.0
 
 
 def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
@@ -292,7 +305,10 @@ def same_storage_key(value: Array) -> tuple[Any, ...] | None:
             return ("object", id(value))
         if value.is_nested or value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
             return None
-        pointer = value.data_ptr()
+        try:
+            pointer = value.data_ptr()
+        except RuntimeError:  # inside vmap or grad, or zeros without memory
+            return None
         return (
             "torch",
             str(value.device),

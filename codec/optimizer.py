@@ -101,6 +101,8 @@ class SecondMoment:
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
+        if error.largest_relative == np.inf:  # a factor took a value beyond the dtype's range
+            return LogBuckets(self.alpha).encode(leaf, parent)
         symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
         memory = RankOneMemory(symbols, indices[0], indices[1], table, escaped)
         pieces = _rank_one_pieces(memory, before)
@@ -245,8 +247,8 @@ class FirstMoment:
             start = number * CHUNK
             symbols, escaped = parts[number][0], parts[number][3]
             values = grid_values(symbols, square[start : start + CHUNK], table)
-            restored = _with_escaped(values, symbols, OFF_GRID, escaped)
-            return distortion(as_float32(leaf.flat[start : start + CHUNK], leaf.spec), restored)
+            restored = _restored(_with_escaped(values, symbols, OFF_GRID, escaped), leaf.spec)
+            return distortion(leaf.flat[start : start + CHUNK], restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
         return Stored("grid", {}, pieces, None, error.relative_l2, "relative L2")

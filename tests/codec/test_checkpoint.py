@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -275,3 +277,22 @@ def test_empty_states() -> None:
         delta = sp.compress(state, ckpt)
         assert difference(state, sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes()), ckpt)) == ""
         assert all(row.bits_per_element == 0 for row in delta.summary())
+
+
+def test_the_callers_numpy_error_state_is_no_concern() -> None:
+    v = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) ** 2 * 1e-44
+    state = {"opt": {"state": {0: {"exp_avg_sq": v}}}}
+    with np.errstate(all="raise"):
+        base = sp.compress(state)
+        sp.decompress(sp.Checkpoint.from_bytes(sp.compress(state, base).to_bytes(), base))
+
+
+def test_checkpoints_travel_between_processes_and_are_copied() -> None:
+    state = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
+    base = sp.compress(state)
+    delta = sp.compress({"w": state["w"] * 1.01}, base)
+    for again in (pickle.loads(pickle.dumps(delta)), copy.deepcopy(delta)):
+        assert again.id == delta.id
+        assert sp.compress(state, again).to_bytes() == sp.compress(state, delta).to_bytes()
+    unresolved = sp.Checkpoint.from_bytes(delta.to_bytes())
+    assert not pickle.loads(pickle.dumps(unresolved)).is_resolved

@@ -93,3 +93,25 @@ def test_moments_and_tied_arrays_are_not_taken_for_copies() -> None:
     state = {"w": w, "tied": w, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": m.clone()}}}}
     codecs = [row.codec for row in sp.compress(state).summary()]
     assert codecs == ["levels", "grid", "rank-one"]
+
+
+@pytest.mark.parametrize("target", [0.02, 0.01, 0.008, 0.007, 0.005])
+def test_copies_hold_the_error_target(target: float) -> None:
+    """Rounding what was restored of a master adds to the error."""
+    for seed in range(3):
+        x = torch.randn(128, 128, generator=torch.Generator().manual_seed(seed))
+        state = {"master": x, "model": x.bfloat16(), "clone": x.clone()}
+        back = sp.decompress(sp.compress(state, cfg=sp.Config(max_rel_error=target)))
+        for name, y in state.items():
+            met = (back[name].double() - y.double()).norm() / y.double().norm()
+            assert float(met) <= target, name
+
+
+@pytest.mark.parametrize("scale", [1e160, 1e-310])
+def test_copies_of_float64_whose_squares_are_no_numbers(scale: float) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 64)) * scale
+    ckpt = sp.compress({"a": x, "b": x.copy()})
+    back = through_bytes(ckpt)
+    for row, y in zip(ckpt.summary(), (back["a"], back["b"]), strict=True):
+        met = np.linalg.norm((y - x) / scale) / np.linalg.norm(x / scale)
+        assert met <= row.error < 0.2

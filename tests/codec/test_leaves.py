@@ -346,3 +346,22 @@ def test_the_library_may_change_along_a_chain(libraries: list[str], exact: bool)
         assert type(y[0]) is type(state[0])
         if exact:
             assert difference(state, y) == ""
+
+
+def test_arrays_whose_values_are_gone_or_not_there_yet() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    import jax
+
+    gone = jnp.ones(4)
+    gone.delete()
+    with pytest.raises(sp.UnsupportedLeafError, match=r"^a/x: the values of this jax array cannot be read"):
+        sp.compress({"a": {"x": gone}})
+    with pytest.raises(sp.UnsupportedLeafError, match=r"^x: "):
+        jax.jit(lambda x: sp.compress({"x": x}))(jnp.ones(4))
+    with pytest.raises(sp.UnsupportedLeafError, match=r"^x: a tensor inside vmap"):
+        torch.vmap(lambda x: sp.compress({"x": x}))(torch.ones(2, 3))
+
+
+def test_tensors_of_zeros_without_memory() -> None:
+    zeros = torch._efficientzerotensor(64)
+    assert torch.equal(sp.decompress(sp.compress({"x": zeros}))["x"], torch.zeros(64))

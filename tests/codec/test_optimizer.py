@@ -196,3 +196,62 @@ def test_resuming_hardly_changes_a_run() -> None:
         optimizer.load_state_dict(resumed)
         ends.append(np.mean([run(model, optimizer, 100, seed) for seed in (1, 2)]))
     assert ends[1] == pytest.approx(ends[0], rel=0.05)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    x, y = x.double(), y.double()
+    return float((y - x).norm() / x.norm())
+
+
+ADAFACTOR = {
+    f"state/0/{name}": sp.Kind("linear", f"{which} moment", "w", "Adafactor")
+    for name, which in (("exp_avg", "first"), ("exp_avg_sq", "second"))
+}
+
+
+@pytest.mark.parametrize(
+    ("entry", "kinds"),
+    [
+        pytest.param({"exp_avg": 1e-4 * drawn(64, 64), "exp_inf": 1e-3 * drawn(64, 64).abs()}, None, id="Adamax"),
+        pytest.param(
+            {"momentum_buffer": 5 * drawn(64, 64), "square_avg": 1e4 * drawn(64, 64) ** 2}, None, id="RMSprop"
+        ),
+        pytest.param({"exp_avg": 1e-3 * drawn(4096), "exp_avg_sq": drawn(4096) ** 2}, ADAFACTOR, id="Adafactor"),
+    ],
+)
+def test_averages_in_another_unit_than_the_root_of_the_second_moment(
+    entry: dict[str, torch.Tensor], kinds: dict[str, Any] | None
+) -> None:
+    ckpt = sp.compress(state(entry), kinds=kinds)
+    restored = sp.decompress(ckpt)["optimizer"]["state"][0]
+    first, second = entry
+    assert rows_of(ckpt)[first].codec == "log-buckets"
+    assert relative(entry[first], restored[first]) < 0.125
+    if second == "exp_inf":
+        assert float(((restored[second] - entry[second]) / entry[second]).abs().max()) <= 0.25
+
+
+def test_the_stated_error_of_bfloat16_first_moments_holds_after_rounding() -> None:
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        m = (torch.randn(64, 64, generator=g) * 1e-4).bfloat16()
+        v = (torch.rand(64, 64, generator=g) * 1e-6 + 1e-7).bfloat16()
+        ckpt = sp.compress(state({"exp_avg": m, "exp_avg_sq": v}))
+        row = rows_of(ckpt)["exp_avg"]
+        assert row.codec == "grid"
+        assert relative(m, sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]) <= row.error
+
+
+def test_second_moments_near_the_top_of_their_range_stay_finite() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        v = torch.full((64, 64), 3.38e38)
+        v[:, ::2] /= 2
+        entry = {"exp_avg_sq": v.to(dtype)}
+        ckpt = sp.compress(state(entry))
+        back = sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg_sq"]
+        assert bool(torch.isfinite(back).all())
+        assert rows_of(ckpt)["exp_avg_sq"].error < 1

@@ -186,3 +186,43 @@ def test_generator_states() -> None:
         bits = kind(1)
         bits.state = back[kind.__name__]
         assert np.random.Generator(bits).integers(1 << 60) == np.random.Generator(kind(11)).integers(1 << 60)
+
+
+@pytest.mark.parametrize("path", ["layers/0/v", "model/layers/0/m", "decoder/3/nu", "state/layers/0/v"])
+@pytest.mark.parametrize("kinds", [None, "attention"])
+def test_a_value_projection_is_no_second_moment(path: str, kinds: str | None) -> None:
+    x: Any = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for key in reversed(path.split("/")):
+        x = {int(key) if key.isdigit() else key: x}
+    (row,) = sp.compress(x, kinds=None if kinds is None else {path: kinds}).summary()
+    assert row.codec == "levels"
+
+
+@pytest.mark.parametrize(
+    "path", ["state/0/v", "opt/0/v", "optimizer/7/nu", "my_optim/groups/0/v", "optimizer/state/w/v"]
+)
+def test_short_names_below_an_optimizer_are_moments(path: str) -> None:
+    x: Any = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 1e-6 + 1e-9
+    for key in reversed(path.split("/")):
+        x = {int(key) if key.isdigit() else key: x}
+    (row,) = sp.compress(x).summary()
+    assert row.codec == "rank-one"
+
+
+def test_biases_by_any_name_are_exact() -> None:
+    modules = {
+        "lstm": torch.nn.LSTM(8, 512, bidirectional=True),
+        "gru": torch.nn.GRU(8, 512),
+        "attention": torch.nn.MultiheadAttention(2048, 8, add_bias_kv=True),
+    }
+    for name, module in modules.items():
+        for kinds in (None, sp.kinds(module)):
+            rows = sp.compress(module.state_dict(), kinds=kinds).summary()
+            assert [r.path for r in rows if "bias" in r.path and r.measure != "exact"] == [], name
+            assert any(r.measure != "exact" for r in rows)
+
+
+@pytest.mark.parametrize("arguments", [("x",), ({"a": 1},), (None, "x"), (torch.optim.SGD([torch.zeros(1)]),)])
+def test_kinds_of_what_is_none_are_refused(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(sp.BadArgumentError, match="which has no"):
+        sp.kinds(*arguments)
