@@ -30,15 +30,17 @@ def main(folder: str, steps: int = 60) -> float:
     fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "step": 0}
+    step = 0
     # A folder without `.metadata` is one of a save that was interrupted.
     newest = max(Path(folder).glob("step-*/.metadata"), default=None)
     if newest is not None:
+        # Only now: of an optimizer that has not stepped, torch makes and counts a step.
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments, "step": step}
         dcp.load(state, storage_reader=Reader(newest.parent))
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        step = state["step"]
     writer = Writer(parent=None if newest is None else newest.parent)
-    step = state["step"]
     if dist.get_rank() == 0:
         print(f"resumed at step {step}")
 

@@ -1,4 +1,4 @@
-"""Lightning with compressed checkpoints: one plugin; `ModelCheckpoint` stays as it is.
+"""Lightning with compressed checkpoints, saved while training goes on: one plugin; `ModelCheckpoint` stays as it is.
 
 pip install 'shrinkpoint[lightning]'
 python examples/lightning_trainer.py run/
@@ -45,7 +45,7 @@ def main(folder: str, epochs: int = 3) -> Model:
         accelerator="cpu",
         max_epochs=epochs,
         logger=False,
-        plugins=[CompressedIO()],
+        plugins=[CompressedIO(background=True)],
         callbacks=[keep, CompressedCheckpoints()],
     )
     trainer.fit(Model(), data, ckpt_path=newest)

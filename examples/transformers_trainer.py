@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 import shrinkpoint as sp
-from shrinkpoint.trainers.transformers import CompressedCheckpoints
+from shrinkpoint.trainers.transformers import CompressedCheckpoints, newest_complete
 
 
 class SmallTrainer(CompressedCheckpoints, Trainer):
-    """Trainer; checkpoints are deltas of one another."""
+    """Trainer; checkpoints are deltas of one another, and training goes on while they are saved."""
 
     compression = sp.Config(rate=0.003)
+    background = True
 
 
 class Text(torch.utils.data.Dataset[Any]):
@@ -41,7 +41,7 @@ def main(folder: str, steps: int = 40) -> Trainer:
         folder, max_steps=steps, save_steps=10, save_total_limit=2, report_to=[], use_cpu=True, disable_tqdm=True
     )
     trainer = SmallTrainer(GPT2LMHeadModel(config), arguments, train_dataset=Text())
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
+    trainer.train(resume_from_checkpoint=newest_complete(folder))
     return trainer
 
 

@@ -4,33 +4,61 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from typing import Any
 
+from ..codec.errors import MissingParentError
 from ..kernels.errors import BadArgumentError
+from ..store.saver import Saver
 from ..store.store import Store
+from .background import Background
 from .pointers import drop, load_at, read_pointer, save_at
 from .state import plain
 
 POINTER = "shrinkpoint.json"
+_STAND_IN = 1 << 12
+"""Bytes that what stands in for an optimizer's state takes at most."""
 
 
 class CompressedStates:
     """The hooks of one Accelerator; `remove` takes them off again. Made by `compress_states`."""
 
-    def __init__(self, accelerator: Any, store: Store) -> None:
+    def __init__(self, accelerator: Any, saver: Saver | Store) -> None:
         self.accelerator = accelerator
-        self.store = store
+        self.store = saver.store if isinstance(saver, Saver) else saver
+        self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
         self._handles = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
         ]
+        accelerator.save_state = self._save_state
 
     def remove(self) -> None:
-        """Take the hooks off; may be called twice."""
+        """Take the hooks off, once nothing is in flight any more; may be called twice."""
+        self.wait()
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            del self.accelerator.save_state
         self._handles = []
+
+    def wait(self) -> None:
+        """Until what was saved is durable.
+
+        Raises:
+            Exception: what the save raised.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    def _save_state(self, *args: Any, **keywords: Any) -> Any:
+        """`save_state`, which first removes old folders: what it leaves must be complete."""
+        self.wait()
+        project = self.accelerator.project_configuration
+        if project.automatic_checkpoint_naming and project.total_limit and self.accelerator.is_main_process:
+            _remove_cut_off(os.path.join(self.accelerator.project_dir, "checkpoints"))
+        return type(self.accelerator).save_state(self.accelerator, *args, **keywords)
 
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         if len(weights) != len(self.accelerator._models):
@@ -41,26 +69,33 @@ class CompressedStates:
                 "models": [plain(one) for one in weights],
                 "optimizers": [plain(one.state_dict()) for one in optimizers],
             }
-            save_at(os.path.join(output_dir, POINTER), self.store, state)
-            self._rotate(output_dir)
+            path = os.path.join(output_dir, POINTER)
+            if self._background is None:
+                save_at(path, self.store, state)
+                self._rotate(self.store, output_dir)
+            else:
+                self._background.save(path, state)
+                self._background.then(lambda: self._rotate(Store(self.store.url), output_dir))
         # What is taken off the list is not written raw.
         weights.clear()
         for one in optimizers:
             _once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
 
-    def _rotate(self, output_dir: str) -> None:
+    def _rotate(self, store: Store, output_dir: str) -> None:
         """Follow Accelerate's `total_limit`, which has removed folders by now."""
         project = self.accelerator.project_configuration
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
         home = os.path.dirname(os.path.abspath(output_dir))
-        folders = [name for name in os.listdir(home) if re.fullmatch(r"checkpoint_[0-9]+", name)]
+        folders = _folders(home)
         found = [read_pointer(os.path.join(home, name, POINTER)) for name in folders]
-        drop(self.store, set(self.store.steps()) - {pointer.step for pointer in found if pointer is not None})
+        drop(store, set(store.steps()) - {pointer.step for pointer in found if pointer is not None})
 
     def _load(self, models: list[Any], input_dir: str) -> None:
         path = os.path.join(input_dir, POINTER)
         if read_pointer(path) is None:
+            if _is_cut_off(input_dir):
+                raise MissingParentError(f"{input_dir}: no {POINTER} in it: its save was cut off; load the one before")
             return
         state = load_at(path, store=self.store)
         optimizers = self.accelerator._optimizers
@@ -74,22 +109,26 @@ class CompressedStates:
             _once(one, "load_state_dict", lambda _file, one=one, saved=saved: one.load_state_dict(saved))
 
 
-def compress_states(accelerator: Any, store: Store) -> CompressedStates:
+def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
     """Let an Accelerator's `save_state` put weights and optimizers into a store, and `load_state` take them from it.
 
     The folder that `save_state` writes then holds a pointer to a step of the store, and what is small (schedulers,
     scaler, samplers, random number generators) as ever. Folders without a pointer are loaded as before. With automatic
-    naming and a `total_limit` the store belongs to that project alone: what is rotated out is removed from it.
+    naming and a `total_limit` the store belongs to that project alone: what is rotated out is removed from it, and
+    folders of saves that were cut off are removed before Accelerate counts them.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
-        store: where to; not inside the folder `checkpoints` of an automatically named project.
+        saver: where to, not inside the folder `checkpoints` of an automatically named project. A Store: `save_state`
+            returns when the checkpoint is durable. A Saver: as soon as training may go on; the pointer appears when the
+            checkpoint is durable, and the next `save_state` waits for that before Accelerate removes older folders.
 
     Returns:
-        The hooks, to be removed by `remove()`.
+        The hooks, to be removed by `remove()`; `wait()` waits until what was saved is durable.
 
     Raises:
-        BadArgumentError: not an Accelerator, or not a Store.
+        BadArgumentError: not an Accelerator, or no Saver or Store; a Saver with a `total_limit` of 1: Accelerate
+            removes the old folder first, and a run that is then killed would have none.
 
     Example:
         >>> compress_states(None, None)
@@ -99,9 +138,36 @@ def compress_states(accelerator: Any, store: Store) -> CompressedStates:
     """
     if not hasattr(accelerator, "register_save_state_pre_hook"):
         raise BadArgumentError(f"accelerator must be an accelerate.Accelerator, not {type(accelerator).__qualname__}")
-    if not isinstance(store, Store):
-        raise BadArgumentError(f"store must be a Store, not {type(store).__qualname__}")
-    return CompressedStates(accelerator, store)
+    if not isinstance(saver, (Saver, Store)):
+        raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+    project = accelerator.project_configuration
+    if isinstance(saver, Saver) and project.automatic_checkpoint_naming and project.total_limit == 1:
+        raise BadArgumentError("total_limit is 1; with a Saver it must be at least 2, for the old folder goes first")
+    return CompressedStates(accelerator, saver)
+
+
+def _folders(home: str) -> list[str]:
+    """Names of the checkpoint folders of a project."""
+    return [name for name in os.listdir(home) if re.fullmatch(r"checkpoint_[0-9]+", name)]
+
+
+def _remove_cut_off(home: str) -> None:
+    """Remove folders of saves that were cut off: Accelerate would count them, and remove a complete one for them."""
+    for name in _folders(home) if os.path.isdir(home) else ():
+        folder = os.path.join(home, name)
+        if read_pointer(os.path.join(folder, POINTER)) is None and _is_cut_off(folder):
+            shutil.rmtree(folder)
+
+
+def _is_cut_off(folder: str) -> bool:
+    """Whether a folder without a pointer has only what `save_state` writes beside one, or nothing at all."""
+    path = os.path.join(folder, "optimizer.bin")
+    if not os.listdir(folder):
+        return True
+    if not os.path.isfile(path) or os.path.getsize(path) > _STAND_IN:
+        return False
+    with open(path, "rb") as file:
+        return POINTER.encode() in file.read()
 
 
 def _once(thing: Any, name: str, replacement: Callable[..., Any]) -> None:

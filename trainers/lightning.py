@@ -10,12 +10,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import fsspec
 import torch
 
 from ..codec.config import Config, check_config
 from ..codec.kinds import kinds
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
+from .background import Background
 from .pointers import PathLike, drop, load_at, read_pointer, save_at, store_of
 from .sensitivity import SensitivityTracker
 from .state import capture_rng, plain, restore_rng
@@ -45,11 +47,16 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     """Lightning's checkpoint plugin: what `ModelCheckpoint` saves goes to a store beside its files, as deltas.
 
     `dir/epoch=1-step=20.ckpt` is a small file that points into the store `dir/shrinkpoint`. Removing it (`save_top_k`)
-    removes its checkpoint there; others that are coded against it stay readable. `AsyncCheckpointIO(CompressedIO())`
-    saves in a thread. A checkpoint that Lightning wrote without the plugin is loaded as it is.
+    removes its checkpoint there; others that are coded against it stay readable. A checkpoint that Lightning wrote
+    without the plugin is loaded as it is.
+
+    With `background=True` a `Saver` takes a copy, and training goes on at once. The file appears when its checkpoint is
+    durable, and only then is removed what Lightning removes after it: a run that is killed at any moment has one to go
+    on from. When `fit` returns, all of it is there. Lightning's `AsyncCheckpointIO` removes before it has saved.
 
     Args:
         cfg: how to compress; default `Config()`.
+        background: whether training goes on meanwhile; default False.
 
     Raises:
         UnsupportedLeafError: on saving, hyperparameters or a callback's state that cannot be stored without pickle;
@@ -60,9 +67,11 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         True
     """
 
-    def __init__(self, cfg: Config | None = None) -> None:
+    def __init__(self, cfg: Config | None = None, *, background: bool = False) -> None:
         super().__init__()
         self.cfg = Config() if cfg is None else check_config(cfg)
+        self.background = background
+        self._savers: dict[str, Background] = {}
         self.kinds: dict[str, Any] | None = None
         self.grads: Any = None
         self._stores: dict[str, Store] = {}
@@ -78,7 +87,19 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         if storage_options is not None:
             raise BadArgumentError("storage_options: there are none; give a URL as dirpath")
         grads = None if self.grads is None else {"state_dict": self.grads}
-        save_at(path, self._store(path), plain(checkpoint), grads=grads, kinds=self.kinds)
+        store = self._store(path)
+        if not self.background:
+            save_at(path, store, plain(checkpoint), grads=grads, kinds=self.kinds)
+            return
+        if store.url not in self._savers:
+            self._savers[store.url] = Background(store)
+        self._savers[store.url].save(path, plain(checkpoint), grads=grads, kinds=self.kinds)
+
+    def teardown(self) -> None:
+        """Called by Lightning when it is done; what is in flight is durable afterwards."""
+        savers, self._savers = self._savers, {}
+        for saver in savers.values():
+            saver.close()
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
@@ -98,16 +119,11 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Called by Lightning: `ModelCheckpoint(save_top_k=...)`."""
-        pointer = read_pointer(path)
-        import fsspec
-
-        fs, name = fsspec.core.url_to_fs(os.fspath(path))
-        if fs.exists(name):
-            fs.rm(name, recursive=True)
-        if pointer is not None:
-            store = store_of(path, pointer)
-            if not _shared(path, pointer.step):
-                drop(store, [pointer.step])
+        saver = self._savers.get(self._store(path).url)
+        if saver is None:
+            _remove(path)
+        else:
+            saver.then(lambda: _remove(path))
 
 
 class CompressedCheckpoints(Callback):  # type: ignore[misc]
@@ -206,6 +222,16 @@ def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> 
     loader: Any = cls
     found: Module = loader.load_from_checkpoint(buffer, **{"weights_only": False, **keywords})
     return found
+
+
+def _remove(path: PathLike) -> None:
+    """Remove a checkpoint's file, and from its store what no other file points to."""
+    pointer = read_pointer(path)
+    fs, name = fsspec.core.url_to_fs(os.fspath(path))
+    if fs.exists(name):
+        fs.rm(name, recursive=True)
+    if pointer is not None and not _shared(path, pointer.step):
+        drop(store_of(path, pointer), [pointer.step])
 
 
 def _shared(path: PathLike, step: int) -> bool:

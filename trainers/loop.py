@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..codec.errors import ShrinkpointError
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Saved, Store
 from . import parts
+from .spread import rank, world
 from .state import Generator, Stateful, capture, plain, restore
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -44,7 +47,8 @@ def training_state(
     Args: as `save`.
 
     Raises:
-        BadArgumentError: an argument of the wrong kind; an optimizer with a parameter that is not the model's.
+        BadArgumentError: an argument of the wrong kind; an optimizer with a parameter that is not the model's, or that
+            another one has too.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -62,14 +66,40 @@ def training_state(
             state[name] = {key: plain(one.state_dict()) for key, one in part.items()}
         elif part is not None:
             state[name] = _state_of(part)
-    mine: dict[str, Any] = capture(generators=generators, position=None if loader is None else loader.state_dict())
-    if parts.world() == 1:
-        state["ranks"] = [mine]
-        return state
-    gathered: list[Any] | None = [None] * parts.world() if parts.rank() == 0 else None
-    dist.gather_object(mine, gathered)
-    state["ranks"] = gathered
-    return state if parts.rank() == 0 else None
+    state["ranks"] = _of_all(
+        lambda: capture(generators=generators, position=None if loader is None else loader.state_dict())
+    )
+    return state if rank() == 0 else None
+
+
+def _of_all(work: Callable[[], Any]) -> list[Any]:
+    """What each process found, on rank 0; nothing on the others. An error of one is raised there and on rank 0."""
+    if world() == 1:
+        return [work()]
+    mine, error = None, None
+    try:
+        mine = work()
+    except Exception as e:
+        error = e
+    gathered: list[Any] | None = [None] * world() if rank() == 0 else None
+    dist.gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"), gathered)
+    if error is not None:
+        raise error
+    failed = [f"rank {number}: {why}" for number, (_, why) in enumerate(gathered or ()) if why is not None]
+    if failed:
+        raise ShrinkpointError(f"nothing was saved, since another rank could not: {'; '.join(failed)}")
+    return [found for found, _ in gathered or ()]
+
+
+@contextlib.contextmanager
+def _together(what: str) -> Iterator[None]:
+    """Say what became of it where torch reports that another process is gone or does not answer."""
+    try:
+        yield
+    except RuntimeError as e:
+        if world() > 1:
+            e.add_note(f"rank {rank()} of {world()}: {what}; another process is gone or does not answer")
+        raise
 
 
 def save(
@@ -113,6 +143,8 @@ def save(
     Raises:
         BadArgumentError: an argument of the wrong kind.
         UnsupportedLeafError: a state holds what cannot be stored without pickle; the path is named.
+        RuntimeError: of torch: another process is gone, or does not answer within the timeout of the process group.
+        ShrinkpointError: another process could not say its part of the state; the message says why.
         Exception: see `Saver.save`.
 
     Example:
@@ -127,17 +159,18 @@ def save(
     Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
     """
     _store_of(saver)
-    state = training_state(
-        step,
-        model,
-        optimizer,
-        scheduler=scheduler,
-        scaler=scaler,
-        ema=ema,
-        loader=loader,
-        generators=generators,
-        more=more,
-    )
+    with _together(f"step {step} was not saved"):
+        state = training_state(
+            step,
+            model,
+            optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            ema=ema,
+            loader=loader,
+            generators=generators,
+            more=more,
+        )
     if state is None:
         return None
     kinds = parts.kinds_of(model, parts.optimizers_of(optimizer))
@@ -170,7 +203,8 @@ def resume(
         step: that step (or tag) or an error; None: the newest that is intact.
         strict: True: a model or optimizer whose parameters were renamed, resized or regrouped, or another optimizer
             class, is an error that lists them, and nothing is changed. False: what fits is loaded, a parameter that
-            does not keeps its value and has no optimizer state; a StateMismatchWarning lists them.
+            does not keeps its value and has no optimizer state, an optimizer of another class is left as it is; a
+            StateMismatchWarning lists them.
         rng: also set the global random number generators.
 
     Raises:
@@ -185,6 +219,7 @@ def resume(
     optimizers = parts.optimizers_of(optimizer)
     _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
     asked = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
+    parts.refuse_unplaced(model)
     lists = {"more": more, "generators": generators}
     wanted = [name for name, part in asked.items() if part is not None]
 
@@ -206,17 +241,20 @@ def resume(
         found: dict[str, Any] = state
         return found
 
-    state = _on_rank_0(load, ["model", "optimizer", *["ema"] * isinstance(ema, nn.Module)])
+    with _together("nothing was resumed"):
+        state = _on_rank_0(load, ["model", "optimizer", *["ema"] * isinstance(ema, nn.Module)])
     if state is None:
         return 0
+    resized = parts.resized(model, state.get("model", {}))
     parts.set_model(model, state.get("model", {}))
     if optimizers:
-        parts.set_optimizers(model, optimizers, state.get("optimizer", {}))
+        fitting = [one for one in optimizers if type(one).__qualname__ in state["optimizers"]]
+        parts.set_optimizers(model, fitting, state.get("optimizer", {}), resized)
     for name, part in asked.items():
         if part is not None:
             if isinstance(part, nn.Module):
                 parts.set_model(part, state.get(name, {}))
-            else:
+            elif state[name] or name != "scaler":  # that of a disabled scaler is empty, which no other one takes
                 # A copy: a scheduler keeps the very objects it is given.
                 part.load_state_dict(copy.deepcopy(state[name]))
     for name, one in (more or {}).items():
@@ -229,14 +267,14 @@ def _restore_rank(
     ranks: Sequence[Any], loader: Stateful | None, generators: Mapping[str, Generator] | None, rng: bool
 ) -> None:
     """Random numbers and data position of this process."""
-    if len(ranks) != parts.world():
+    if len(ranks) != world():
         message = (
-            f"saved by {len(ranks)} processes, resumed by {parts.world()}: "
+            f"saved by {len(ranks)} processes, resumed by {world()}: "
             "random number generators and data positions start anew"
         )
         warnings.warn(message, RanksChangedWarning, stacklevel=3)
         return
-    mine = ranks[parts.rank()]
+    mine = ranks[rank()]
     if loader is not None:
         loader.load_state_dict(mine["position"])
     restore(mine, generators=generators, rng=rng)
@@ -244,10 +282,10 @@ def _restore_rank(
 
 def _on_rank_0(load: Any, left_out: Sequence[str]) -> Any:
     """What `load` returns on rank 0; the others get it without some parts. Its error is raised on all of them."""
-    if parts.world() == 1:
+    if world() == 1:
         return load()
     state, error = None, None
-    if parts.rank() == 0:
+    if rank() == 0:
         try:
             state = load()
         except Exception as e:
@@ -257,14 +295,14 @@ def _on_rank_0(load: Any, left_out: Sequence[str]) -> Any:
     dist.broadcast_object_list(sent)
     if sent[1] is not None:
         raise sent[1]
-    return state if parts.rank() == 0 else sent[0]
+    return state if rank() == 0 else sent[0]
 
 
 def _check_parts(
     state: Any, where: str, wanted: Sequence[str], lists: Mapping[str, Mapping[str, Any] | None], loader: Any
 ) -> None:
     """Refuse a checkpoint without what is asked for."""
-    if not isinstance(state, dict) or not {"step", "model", "ranks"} <= set(state):
+    if not _is_ours(state):
         held = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__qualname__
         raise BadArgumentError(f"{where}: no checkpoint of trainers.save; it holds {held}")
     missing = [name for name in wanted if name not in state]
@@ -275,6 +313,14 @@ def _check_parts(
         missing.append("loader")
     if missing:
         raise BadArgumentError(f"{where}: the checkpoint has no {', '.join(missing)}; nothing was changed")
+
+
+def _is_ours(state: Any) -> bool:
+    """Whether a state is one that `training_state` made."""
+    if not isinstance(state, dict) or type(state.get("step")) is not int or not isinstance(state.get("model"), dict):
+        return False
+    ranks = state.get("ranks")
+    return isinstance(ranks, list) and bool(ranks) and all(isinstance(one, dict) and "rng" in one for one in ranks)
 
 
 def _store_of(saver: Any) -> Store:

@@ -8,39 +8,29 @@ processes the whole state comes together on rank 0.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 from ..codec.kinds import Kind, kinds
 from ..kernels.errors import BadArgumentError
+from .spread import laid_out, rank, spread, world
 from .state import plain
 
 _SHOWN = 20
+_HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 
 class StateMismatchWarning(UserWarning):
     """With `strict=False`: parts of a checkpoint that the model has no place for, or the reverse."""
-
-
-def world() -> int:
-    """Number of processes that train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """This process's number among them."""
-    return dist.get_rank() if world() > 1 else 0
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -86,6 +76,20 @@ def kinds_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
     return table
 
 
+def refuse_unplaced(model: nn.Module) -> None:
+    """Refuse to fill a model whose parameters are on the meta device: nothing would be put anywhere.
+
+    Raises:
+        BadArgumentError: it has such parameters or buffers.
+    """
+    found = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if found:
+        raise BadArgumentError(
+            f"{found[0]} and {len(found) - 1} more are on the meta device and hold no values; "
+            "say model.to_empty(device=...) before the optimizer is made"
+        )
+
+
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers by name; whole on rank 0, and empty on others, under several processes."""
     state: dict[str, Any] = plain(get_model_state_dict(_target(model), options=_options()))
@@ -96,12 +100,17 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     """Moments and parameter groups of all optimizers, by the names of the model's parameters.
 
     Raises:
-        BadArgumentError: an optimizer has a parameter that is not the model's.
+        BadArgumentError: an optimizer has a parameter that is not the model's, or that another one has too.
     """
     state: dict[Any, Any] = {}
     groups: list[Any] = []
+    more: dict[str, Any] = {}
+    _refuse_shared(model, optimizers)
     for one in optimizers:
         names = _names(model, one)
+        beside = {k: v for k, v in one.state_dict().items() if k not in ("state", "param_groups")}
+        if beside:
+            more[_first(names)] = beside
         if one.state:
             # One by one: of several optimizers, one that has not stepped yet must not be touched.
             found: Any = get_optimizer_state_dict(_target(model), one, options=_options())
@@ -111,8 +120,22 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             # For an optimizer that has not stepped yet, torch would make a step to see what its state will be, and
             # count it.
             groups += [{**g, "params": n} for g, n in zip(_groups(one), names, strict=True)]
-    result: dict[str, Any] = plain({"state": state, "param_groups": groups})
+    result: dict[str, Any] = plain({"state": state, "param_groups": groups, **({"more": more} if more else {})})
     return result
+
+
+def _first(names: Sequence[Sequence[str]]) -> str:
+    """What stands for an optimizer: the name of its first parameter."""
+    return next((name for group in names for name in group), "")
+
+
+def _refuse_shared(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    seen: set[str] = set()
+    for one in optimizers:
+        names = {name for group in _names(model, one) for name in group}
+        if names & seen:
+            raise BadArgumentError(f"optimizer: {min(names & seen)} is a parameter of two optimizers; give one of them")
+        seen |= names
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -136,10 +159,10 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 
 def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     """What a saved model state and a model do not agree on, a line each, and nothing where they fit."""
-    mine = _shapes(model)
-    lines = [f"{name}: not in the checkpoint" for name in mine if name not in saved]
-    lines += [f"{name}: not in the model" for name in saved if name not in mine]
-    for name, (shape, dtype) in mine.items():
+    here = get_model_state_dict(_target(model))
+    lines = [f"{name}: not in the checkpoint" for name in here if name not in saved]
+    lines += [f"{name}: not in the model" for name in saved if name not in here]
+    for name, (shape, dtype) in _shapes(model).items():
         if name in saved and isinstance(saved[name], torch.Tensor):
             before = tuple(saved[name].shape), saved[name].dtype
             if before[0] != shape:
@@ -196,7 +219,7 @@ def set_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
         set_model_state_dict(_target(model), fitting, options=_options(load=True))
         return
     mine: dict[str, Any] = dict(get_model_state_dict(_target(model)))
-    fitting = {k: v for k, v in saved.items() if k in mine and _fits(v, mine[k])}
+    fitting = {k: laid_out(v, mine[k]) for k, v in saved.items() if k in mine and _fits(v, mine[k])}
     set_model_state_dict(_target(model), mine | fitting)
 
 
@@ -206,32 +229,65 @@ def _fits(saved: Any, mine: Any) -> bool:
     return isinstance(saved, torch.Tensor) and saved.shape == mine.shape
 
 
-def set_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Mapping[str, Any]) -> None:
+def resized(model: nn.Module, saved: Mapping[str, Any]) -> set[str]:
+    """Names of parameters and buffers that have another shape in a saved model state."""
+    shapes = _shapes(model)
+    return {n for n, v in saved.items() if n in shapes and isinstance(v, torch.Tensor) and v.shape != shapes[n][0]}
+
+
+def set_optimizers(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    saved: Mapping[str, Any],
+    without: Collection[str] = (),
+) -> None:
     """Put a saved state into optimizers: entries by parameter name, settings by the group that holds the parameter.
 
-    Parameters that the saved state does not know, or knows in another shape, start afresh.
+    Parameters that the saved state does not know, or knows in another shape, start afresh. Under several processes
+    rank 0 has the state and the others give an empty one.
+
+    Args:
+        model: whose parameters they are.
+        optimizers: as they were when saved.
+        saved: what `optimizer_state` gave.
+        without: parameters whose entries are left out.
     """
     for one in optimizers:
-        if world() > 1:
-            options = _options(load=True)
-            set_optimizer_state_dict(_target(model), one, dict(saved), options=options)
-            continue
-        shapes = {
-            n: p.shape
-            for g, names in zip(one.param_groups, _names(model, one), strict=True)
-            for p, n in zip(g["params"], names, strict=True)
-        }
-        settings = {name: group for group in saved["param_groups"] for name in group["params"]}
-        groups = []
-        for group, names in zip(_groups(one), _names(model, one), strict=True):
-            before: Mapping[str, Any] = next((settings[name] for name in names if name in settings), {})
-            groups.append({**group, **before, "params": names})
-        entries = {n: e for n, e in saved["state"].items() if n in shapes and _entry_fits(e, shapes[n])}
-        if entries:
-            loadable: Any = {"state": entries, "param_groups": groups}
-            set_optimizer_state_dict(_target(model), one, loadable, options=StateDictOptions(strict=False))
-        else:
-            one.load_state_dict({"state": {}, "param_groups": groups})
+        names = _names(model, one)
+        flat = [name for group in names for name in group]
+        parameters = dict(zip(flat, (p for g in one.param_groups for p in g["params"]), strict=True))
+        entries: Mapping[str, Any] = {}
+        settings: list[Mapping[str, Any]] = []
+        beside: Mapping[str, Any] = {}
+        if rank() == 0:
+            kept = {n: e for n, e in saved["state"].items() if n in parameters and n not in without}
+            entries = {n: e for n, e in kept.items() if _entry_fits(e, parameters[n].shape)}
+            settings = _settings(names, saved["param_groups"])
+            beside = saved.get("more", {}).get(_first(names), {})
+        entries, (settings, beside) = spread(entries, (settings, beside), parameters)
+        groups = [{**_with_own(g, s), "params": g["params"]} for g, s in zip(_groups(one), settings, strict=True)]
+        # Not by torch's `set_optimizer_state_dict`: it makes a step to see what the state is like, which some
+        # optimizers cannot, and which gives parameters a state that had none.
+        number = {name: i for i, name in enumerate(flat)}
+        state = _unstepped(one) | {number[n]: e for n, e in entries.items()}
+        one.load_state_dict({**beside, "state": state, "param_groups": groups})
+
+
+def _unstepped(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """Entries that were there before the first step: optimizers that make them when they are built need them all."""
+    state: dict[int, Any] = optimizer.state_dict()["state"]
+    return {n: e for n, e in state.items() if "step" in e and float(e["step"]) == 0}
+
+
+def _settings(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """For each group of parameters the saved settings of the group that held the first of them."""
+    table = {name: group for group in saved for name in group["params"]}
+    return [next((table[name] for name in group if name in table), {}) for group in names]
+
+
+def _with_own(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved settings over a group's own, but for those that say only how to compute: the device may be another."""
+    return {**group, **{k: v for k, v in saved.items() if k not in _HOW or k not in group}}
 
 
 def _entry_fits(entry: Any, shape: torch.Size) -> bool:

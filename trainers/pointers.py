@@ -7,9 +7,11 @@ folder can be moved as a whole.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,11 +21,13 @@ from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
-from .parts import rank
+from .spread import rank
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _FORMAT = "shrinkpoint pointer"
 _LARGEST = 1 << 16
+in_flight: dict[str, Future[None]] = {}
+"""Pointer files of this process whose checkpoints are being saved in the background: done when the file is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,20 @@ class Pointer:
         return (json.dumps(fields) + "\n").encode()
 
 
+def key_of(name: str) -> str:
+    """What `in_flight` calls a file: links to one that is not there yet are that one."""
+    return os.path.realpath(name)
+
+
 def read_pointer(path: PathLike) -> Pointer | None:
-    """The pointer in a file; None if the file is something else, or is not there."""
+    """The pointer in a file; None if the file is something else, or is not there.
+
+    One that this process is saving in the background is waited for.
+    """
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
+    coming = in_flight.get(key_of(name)) if in_flight else None
+    if coming is not None:
+        concurrent.futures.wait([coming])
     try:
         if not fs.isfile(name) or fs.size(name) > _LARGEST:
             return None
@@ -68,13 +83,25 @@ def save_at(
 ) -> Pointer:
     """Save a state as the store's next step, then let a file point to it; what it pointed to before is dropped."""
     before = read_pointer(path)
+    saved = store.save(next_step(store), state, grads=grads, kinds=kinds)
+    pointer = write_pointer(path, store, saved.step, saved.checkpoint.identity)
+    drop_replaced(path, store, before)
+    return pointer
+
+
+def next_step(store: Store) -> int:
+    """The number after the store's last."""
     steps = store.steps()
-    saved = store.save(steps[-1] + 1 if steps else 0, state, grads=grads, kinds=kinds)
+    return steps[-1] + 1 if steps else 0
+
+
+def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Pointer:
+    """Let a file point to a step, in one atomic step where the file system can."""
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     where = store.url
     if "://" not in where:
         where = os.path.relpath(where, os.path.dirname(os.path.abspath(name)))
-    pointer = Pointer(where, saved.step, saved.checkpoint.identity)
+    pointer = Pointer(where, step, identity)
     fs.makedirs(os.path.dirname(name), exist_ok=True)
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
         with open(f"{name}.tmp", "wb") as file:
@@ -84,9 +111,13 @@ def save_at(
         os.replace(f"{name}.tmp", name)
     else:
         fs.pipe_file(name, pointer.to_bytes())
+    return pointer
+
+
+def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
+    """Remove from the store what a file pointed to before it was written anew."""
     if before is not None and store_of(path, before).url == store.url:
         drop(store, [before.step])
-    return pointer
 
 
 def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Store:

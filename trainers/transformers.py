@@ -6,8 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 import os
 import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +22,8 @@ from ..codec.config import Config, check_config
 from ..codec.kinds import kinds
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
-from .pointers import PathLike, drop, load_at, read_pointer, save_at
+from .background import Background
+from .pointers import PathLike, drop, load_at, read_pointer, save_at, store_of
 from .state import plain
 
 if TYPE_CHECKING:
@@ -43,8 +49,13 @@ class CompressedCheckpoints:
     work. `save_model()` outside a checkpoint writes an ordinary model. Not for DeepSpeed, FSDP or PEFT, whose states
     Trainer does not hold itself: these are refused.
 
+    With `background = True` a `Saver` takes a copy of the state, and training goes on at once. A folder is complete
+    once the pointer is in it, and only then is removed what `save_total_limit` lets go. When `train` returns, all is
+    durable. `resume_from_checkpoint=True` takes the newest folder that is complete, and warns of newer ones.
+
     Attributes:
         compression: how to compress, a class attribute or one set before training; default `Config()`.
+        background: whether training goes on meanwhile; default False.
 
     Example:
         >>> from transformers import Trainer
@@ -53,6 +64,7 @@ class CompressedCheckpoints:
     """
 
     compression: Config = Config()
+    background: bool = False
 
     args: Any
     state: Any
@@ -63,6 +75,34 @@ class CompressedCheckpoints:
 
     _store: Store | None = None
     _weights: dict[str, Any] | None = None
+    _saver: Background | None = None
+    _limit: int | None = None
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
+        """As Trainer's."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_complete(self.args.output_dir) or True
+        trainer: Any = super()
+        try:
+            found = trainer.train(resume_from_checkpoint, *args, **keywords)
+        except BaseException:
+            self._end(quiet=True)
+            raise
+        self._end()
+        return found
+
+    def _end(self, quiet: bool = False) -> None:
+        """What is in flight becomes durable, and the store follows what Trainer removed at last."""
+        saver, self._saver = self._saver, None
+        with contextlib.suppress(*[Exception] if quiet else []):
+            if saver is not None:
+                saver.close()
+            if self._store is not None and self.args.should_save and self.args.save_total_limit:
+                drop_unreferenced(self._store)
+
+    def _settle(self) -> None:
+        if self._saver is not None:
+            self._saver.wait()
 
     def _the_store(self, folder: PathLike) -> Store:
         home = os.path.join(os.path.dirname(os.path.abspath(folder)), FOLDER)
@@ -89,16 +129,23 @@ class CompressedCheckpoints:
         self._refuse_foreign()
         if not self.args.should_save:
             return
+        self._settle()
         os.makedirs(output_dir, exist_ok=True)
         model = self._bare()
         beside: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
         for part in [*beside, self._processing()]:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(output_dir)
-        torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
+        torch.save(self._args_as_given(), os.path.join(output_dir, "training_args.bin"))
         self._weights = plain(model.state_dict() if state_dict is None else state_dict)
         if self.args.save_only_model:
             self._finish(output_dir, {})
+
+    def _args_as_given(self) -> Any:
+        """The arguments, with the limit that is kept from Trainer while it saves."""
+        found = copy.copy(self.args)
+        found.save_total_limit = found.save_total_limit or self._limit
+        return found
 
     def _processing(self) -> Any:
         trainer: Any = self
@@ -119,13 +166,43 @@ class CompressedCheckpoints:
         model, self._weights = self._weights, None
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         table = kinds(self._bare(), optimizer if rest else None)
-        save_at(os.path.join(output_dir, POINTER), self._the_store(output_dir), {"model": model, **rest}, kinds=table)
+        pointer, store = os.path.join(output_dir, POINTER), self._the_store(output_dir)
+        state = {"model": model, **rest}
+        if not self.background:
+            save_at(pointer, store, state, kinds=table)
+            return
+        if self._saver is not None and self._saver.store is not store:
+            self._saver.close()
+            self._saver = None
+        if self._saver is None:
+            self._saver = Background(store)
+        self._saver.save(pointer, state, kinds=table)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Called by Trainer; what its rotation removed is removed from the store as well."""
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        if self._store is not None and self.args.should_save and self.args.save_total_limit:
-            drop_unreferenced(self._store)
+        above: Any = super()
+        limit = self.args.save_total_limit
+        if not (self.background and limit):
+            above._save_checkpoint(model, trial)
+            if self._store is not None and self.args.should_save and limit:
+                drop_unreferenced(self._store)
+            return
+        # Trainer would remove older folders while the new one is not complete.
+        self._limit, self.args.save_total_limit = limit, None
+        try:
+            above._save_checkpoint(model, trial)
+        finally:
+            self._limit, self.args.save_total_limit = None, limit
+        if self._saver is not None and self.args.should_save:
+            url, rotate = self._saver.store.url, _rotation(self, trial, limit)
+            self._saver.then(rotate)
+            self._saver.then(lambda: drop_unreferenced(Store(url)))
+
+    def _finalize_training(self, *args: Any, **keywords: Any) -> Any:
+        """Called by Trainer, which then loads the best and removes what is left over."""
+        self._settle()
+        above: Any = super()
+        return above._finalize_training(*args, **keywords)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Called by Trainer."""
@@ -142,7 +219,10 @@ class CompressedCheckpoints:
         trainer._issue_warnings_after_load(model.load_state_dict(state["model"], False))
 
     def _load_best_model(self) -> None:
-        """Called by Trainer."""
+        """Called by Trainer, on all processes."""
+        self._settle()
+        if self.background:
+            self.accelerator.wait_for_everyone()
         pointer = os.path.join(self.state.best_model_checkpoint, POINTER)
         if read_pointer(pointer) is None:
             super()._load_best_model()  # type: ignore[misc]
@@ -207,6 +287,58 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
             (folder / name).unlink(missing_ok=True)
         if args.save_total_limit:
             drop_unreferenced(self._store)
+
+
+class IncompleteCheckpointWarning(UserWarning):
+    """A newer checkpoint folder was not resumed from: its save was cut off."""
+
+
+def newest_complete(folder: PathLike) -> str | None:
+    """The newest checkpoint folder of an `output_dir` that a run can go on from; None: there is none.
+
+    `trainer.train(resume_from_checkpoint=newest_complete(output_dir))` begins, or goes on. Folders whose save was cut
+    off are passed over; an IncompleteCheckpointWarning names those newer than what is returned.
+    """
+    home = os.fspath(folder)
+    if not os.path.isdir(home):
+        return None
+    names = sorted(filter(_CHECKPOINT.fullmatch, os.listdir(home)), key=lambda n: int(n.rpartition("-")[2]))
+    for number, name in enumerate(reversed(names)):
+        if _is_complete(os.path.join(home, name)):
+            if number:
+                passed = ", ".join(names[-number:])
+                message = f"{home}: resumed from {name}; the saves of {passed} were cut off"
+                warnings.warn(message, IncompleteCheckpointWarning, stacklevel=3)
+            return os.path.join(home, name)
+    return None
+
+
+def _is_complete(folder: str) -> bool:
+    """Whether weights and trainer state are in a folder; the latter is what Trainer writes last."""
+    try:
+        with open(os.path.join(folder, "trainer_state.json"), "rb") as file:
+            json.load(file)
+    except (OSError, ValueError):
+        return False
+    path = os.path.join(folder, POINTER)
+    pointer = read_pointer(path)
+    if pointer is not None:
+        return pointer.step in store_of(path, pointer).steps()
+    return any(name.endswith((".safetensors", ".bin")) and "model" in name for name in os.listdir(folder))
+
+
+def _rotation(trainer: Any, trial: Any, limit: int) -> Callable[[], object]:
+    """Trainer's own removal of older folders, with what it depends on as it is now."""
+    home, best = trainer._get_output_dir(trial), trainer.state.best_model_checkpoint
+    try:
+        from transformers.trainer_utils import rotate_checkpoints
+    except ImportError:
+        return lambda: _rotate_before_5(trainer, home, limit)
+    return lambda: rotate_checkpoints(home, limit, best, use_mtime=True)
+
+
+def _rotate_before_5(trainer: Any, home: str, limit: int) -> None:
+    trainer._rotate_checkpoints(use_mtime=False, output_dir=home)
 
 
 def expand(folder: PathLike) -> str:

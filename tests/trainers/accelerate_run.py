@@ -1,4 +1,7 @@
-"""A small run with Accelerate for the tests: `python accelerate_run.py FOLDER STEPS`; it resumes if it can."""
+"""A small run with Accelerate for the tests: `python accelerate_run.py FOLDER STEPS [background]`.
+
+It resumes if it can.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ import shrinkpoint as sp
 from shrinkpoint.trainers.accelerate import compress_states
 
 
-def main(folder: Path, steps: int, limit: int | None = None) -> tuple[Accelerator, sp.Store]:
+def main(folder: Path, steps: int, limit: int | None = None, background: bool = False) -> tuple[Accelerator, sp.Store]:
     """Train to `steps`, saving every third; a line a step goes to `folder/losses.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit)
     accelerator = Accelerator(cpu=True, project_config=project)
     store = sp.Store(folder / "store", cfg=sp.presets.lossless())
-    compress_states(accelerator, store)
+    hooks = compress_states(accelerator, sp.Saver(store) if background else store)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -27,7 +30,9 @@ def main(folder: Path, steps: int, limit: int | None = None) -> tuple[Accelerato
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     step = 0
     saved = sorted(
-        int(p.parent.name.split("_")[1]) for p in (folder / "checkpoints").glob("checkpoint_*/random_states_0.pkl")
+        int(p.parent.name.split("_")[1])
+        for p in (folder / "checkpoints").glob("checkpoint_*/random_states_0.pkl")
+        if (p.parent / "shrinkpoint.json").exists()
     )
     if saved:
         accelerator.load_state(str(folder / "checkpoints" / f"checkpoint_{saved[-1]}"))
@@ -44,8 +49,12 @@ def main(folder: Path, steps: int, limit: int | None = None) -> tuple[Accelerato
             print(step, float(loss.detach()).hex(), file=out, flush=True)
             if step % 3 == 0:
                 accelerator.save_state()
+    hooks.wait()
     return accelerator, store
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[3:]:
+        main(Path(sys.argv[1]), int(sys.argv[2]), 2, True)
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]))

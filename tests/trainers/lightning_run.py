@@ -1,4 +1,4 @@
-"""A small Lightning run for the tests: `python lightning_run.py FOLDER EPOCHS`."""
+"""A small Lightning run for the tests: `python lightning_run.py FOLDER EPOCHS [background]`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def fit(
     plugin: Any = None,
     checkpoint: Any = None,
     sensitivity: int | None = None,
+    top: int = 2,
 ) -> Model:
     """Train, four steps an epoch, and save at the end of each; losses go to `folder/losses.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def fit(
         enable_model_summary=False,
         plugins=[plugin or CompressedIO(cfg or sp.presets.lossless())],
         callbacks=[
-            checkpoint or ModelCheckpoint(folder, save_top_k=2, monitor="epoch", mode="max"),
+            checkpoint or ModelCheckpoint(folder, save_top_k=top, monitor="epoch", mode="max"),
             CompressedCheckpoints(sensitivity=sensitivity),
         ],
     )
@@ -74,4 +75,5 @@ def fit(
 
 
 if __name__ == "__main__":
-    fit(Path(sys.argv[1]), int(sys.argv[2]))
+    in_background = CompressedIO(sp.presets.lossless(), background=True) if sys.argv[3:] else None
+    fit(Path(sys.argv[1]), int(sys.argv[2]), plugin=in_background, top=1 if sys.argv[3:] else 2)

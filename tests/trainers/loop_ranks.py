@@ -1,11 +1,16 @@
-"""One of two processes that train together, for the tests: `python loop_ranks.py FOLDER RANK`."""
+"""One of two processes that train together, for the tests: `python loop_ranks.py FOLDER RANK [lost | stalled]`."""
 
 from __future__ import annotations
 
+import datetime
+import os
 import sys
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +18,113 @@ from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint as sp
 from shrinkpoint import trainers
+from shrinkpoint.trainers.parts import StateMismatchWarning
 from shrinkpoint.trainers.pointers import load_at, save_at
+
+
+def wrapped(kind: str, width: int = 16, first: str = "first") -> Any:
+    """A model of which part may have another name and another width."""
+    model: Any = nn.Sequential()
+    model.add_module(first, nn.Linear(6, width))
+    model.add_module("drop", nn.Dropout(0.3))
+    model.add_module("last", nn.Linear(width, 64))
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    return model
+
+
+def whole(value: Any) -> torch.Tensor:
+    """A copy of all of a tensor, sharded or not."""
+    found: torch.Tensor = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    return found
+
+
+def named(model: Any) -> dict[str, Any]:
+    return {name.removeprefix("module."): p for name, p in model.named_parameters()}
+
+
+def halves(model: Any) -> list[torch.optim.Optimizer]:
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    return [torch.optim.SGD(first, 0.1, 0.9), torch.optim.AdamW(second)]
+
+
+def changed(kind: str, folder: Path, rank: int) -> None:
+    """A model with other parameters: listed on every rank and untouched, or loaded as far as it fits."""
+    store = sp.Store(folder / f"changed-{kind}", cfg=sp.presets.lossless())
+    model = wrapped(kind)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    step(model, optimizer, 1)
+    trainers.save(store, 1, model, optimizer)
+    other = wrapped(kind, 12, "begin")
+    fresh = torch.optim.Adagrad(other.parameters(), lr=0.01)
+    before = {name: whole(p) for name, p in named(other).items()}
+    with pytest.raises(sp.BadArgumentError, match=r"begin\.weight: not in the checkpoint") as refused:
+        trainers.resume(store, other, fresh)
+    assert "last.weight: shape (64, 16) in the checkpoint, (64, 12) in the model" in str(refused.value)
+    assert all(torch.equal(whole(p), before[name]) for name, p in named(other).items())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert trainers.resume(store, other, fresh, strict=False) == 1
+    assert sum(w.category is StateMismatchWarning for w in caught) == (rank == 0)
+    for name, p in named(other).items():
+        assert torch.equal(whole(p), whole(named(model)[name]) if name == "last.bias" else before[name])
+        assert float(fresh.state[p]["step"]) == (name == "last.bias")
+    table = fresh.state[named(other)["last.bias"]]
+    assert torch.equal(whole(table["sum"]), whole(optimizer.state[named(model)["last.bias"]]["sum"]))
+    step(other, fresh, 1)
+
+
+def afresh(kind: str, folder: Path) -> None:
+    """Two optimizers, the second of which has not stepped: nothing is counted or made up for it."""
+    store = sp.Store(folder / f"afresh-{kind}", cfg=sp.presets.lossless())
+    model = wrapped(kind)
+    first = halves(model)
+    step(model, first[0], 1)
+    trainers.save(store, 1, model, first)
+    other = wrapped(kind)
+    second = halves(other)
+    assert trainers.resume(store, other, second) == 1
+    assert not second[1].state
+    for pair in ((model, first), (other, second)):
+        torch.manual_seed(7)
+        for optimizer in (*pair[1], *pair[1]):
+            step(pair[0], optimizer, 2)
+    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Broken:
+    """A loader that one rank cannot ask for its position."""
+
+    def state_dict(self) -> Any:
+        if dist.get_rank() == 1:
+            raise KeyError("position")
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def failing(folder: Path, rank: int) -> None:
+    """One rank cannot say its part."""
+    store, model = sp.Store(folder / "failing"), wrapped("ddp")
+    error, said = (KeyError, "position") if rank == 1 else (sp.ShrinkpointError, "rank 1: KeyError: 'position'")
+    with pytest.raises(error, match=said):
+        trainers.save(store, 1, model, loader=Broken())
+    assert store.steps() == []
+
+
+def lost(how: str, folder: Path, rank: int) -> None:
+    """The other rank is gone, or does not come."""
+    store, model = sp.Store(folder / "run"), wrapped("ddp")
+    if rank == 1:
+        if how == "stalled":
+            time.sleep(20)
+        os._exit(17)
+    try:
+        trainers.save(store, 5, model)
+    except RuntimeError as e:
+        print(e, *e.__notes__)
+        assert store.steps() == []
+        os._exit(3)
 
 
 def train(kind: str, phase: str, folder: Path, rank: int) -> None:
@@ -53,16 +164,28 @@ def step(model: Any, optimizer: torch.optim.Optimizer, target: int) -> str:
     return f"{target} {float(loss.detach()).hex()}"
 
 
-if __name__ == "__main__":
-    home, number = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{home}/meet", rank=number, world_size=2)
+def main(home: Path, number: int) -> None:
+    """All that goes well."""
     for wrapper in ("ddp", "fsdp2"):
         for part in ("first", "second"):
             train(wrapper, part, home, number)
             dist.barrier()
+        changed(wrapper, home, number)
+        afresh(wrapper, home)
+    failing(home, number)
     if number == 0:
         save_at(home / "pointer.json", sp.Store(home / "pointed"), {"w": torch.arange(4.0)})
     dist.barrier()
     assert load_at(home / "pointer.json")["w"].tolist() == [0, 1, 2, 3]
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    place, mine, *scenario = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    limit = datetime.timedelta(seconds=4 if scenario else 120)
+    dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=mine, world_size=2, timeout=limit)
+    if scenario:
+        lost(scenario[0], place, mine)
+    else:
+        main(place, mine)

@@ -33,8 +33,9 @@ def by_step(folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "5000"]
+@pytest.mark.parametrize("how", [[], ["background"]])
+def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
+    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "5000", *how]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     limit = time.monotonic() + 120
     while not (tmp_path / "killed" / "losses.txt").exists() or len(by_step(tmp_path / "killed")) < 11:
@@ -45,10 +46,10 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     process.wait()
     # A folder whose save was cut off: Accelerate itself refuses to write into it.
     for folder in (tmp_path / "killed" / "checkpoints").iterdir():
-        if not (folder / "random_states_0.pkl").exists():
+        if not (folder / "random_states_0.pkl").exists() or not (folder / "shrinkpoint.json").exists():
             shutil.rmtree(folder)
     steps = len(by_step(tmp_path / "killed")) + 7
-    main(tmp_path / "killed", steps)
+    main(tmp_path / "killed", steps, 2 if how else None, bool(how))
     main(tmp_path / "whole", steps)
     assert by_step(tmp_path / "killed") == by_step(tmp_path / "whole")
 
@@ -67,6 +68,46 @@ def test_nothing_raw_is_written_and_rotation_reaches_the_store(tmp_path: Path) -
         assert torch.equal(held["models"][0][name], tensor)
     # The stand-in is gone: optimizers answer for themselves again.
     assert set(accelerator._optimizers[0].state_dict()) == {"state", "param_groups"}
+
+
+def test_in_the_background_a_folder_is_kept_until_the_next_is_complete(tmp_path: Path) -> None:
+    project = accelerate.utils.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=project)
+    model = torch.nn.Linear(5, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    store, home = sp.Store(tmp_path / "store", cfg=sp.presets.lossless()), tmp_path / "checkpoints"
+    with sp.Saver(store) as saver:
+        hooks = compress_states(accelerator, saver)
+        accelerator.save_state()
+        hooks.wait()
+        before = model.weight.detach().clone()
+        assert saver.pid is not None
+        os.kill(saver.pid, signal.SIGSTOP)
+        accelerator.save_state()
+        assert not (home / "checkpoint_1" / "shrinkpoint.json").exists()
+        with torch.no_grad():
+            model.weight.zero_()
+        os.kill(saver.pid, signal.SIGKILL)
+        with pytest.raises(sp.MissingParentError, match=r"checkpoint_1: .* its save was cut off; load the one before"):
+            accelerator.load_state(str(home / "checkpoint_1"))
+        with pytest.raises(ChildProcessError):
+            accelerator.save_state()
+        # The folder that is left was not removed to make room.
+        assert sorted(f.name for f in home.iterdir()) == ["checkpoint_0", "checkpoint_1"]
+        accelerator.load_state(str(home / "checkpoint_0"))
+        assert torch.equal(model.weight, before)
+        # Accelerate would count the folder that was cut off, and remove the only complete one for it.
+        project.iteration = 2
+        accelerator.save_state()
+        assert sorted(f.name for f in home.iterdir()) == ["checkpoint_0", "checkpoint_2"]
+        accelerator.save_state()
+        hooks.remove()
+        assert "save_state" not in vars(accelerator)
+        assert sorted(f.name for f in home.iterdir()) == ["checkpoint_2", "checkpoint_3"]
+        assert len(store.steps()) == 2
+        project.total_limit = 1
+        with pytest.raises(sp.BadArgumentError, match="total_limit is 1"):
+            compress_states(accelerator, saver)
 
 
 def test_folders_without_a_pointer_and_other_models(tmp_path: Path) -> None:
@@ -92,5 +133,5 @@ def test_folders_without_a_pointer_and_other_models(tmp_path: Path) -> None:
     hooks.remove()
     ours.save_state(str(tmp_path / "again"))
     assert (tmp_path / "again" / "model.safetensors").exists()
-    with pytest.raises(sp.BadArgumentError, match="store must be a Store"):
+    with pytest.raises(sp.BadArgumentError, match="saver must be a Saver or a Store"):
         compress_states(ours, tmp_path)  # type: ignore[arg-type]

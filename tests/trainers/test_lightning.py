@@ -41,11 +41,13 @@ def by_step(folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "500"]
+@pytest.mark.parametrize("how", [[], ["background"]])
+def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
+    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "500", *how]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     limit = time.monotonic() + 120
-    while len(list((tmp_path / "killed").glob("*.ckpt"))) < 2 or len(finals(tmp_path / "killed")) < 14:
+    kept = 1 if how else 2
+    while len(list((tmp_path / "killed").glob("*.ckpt"))) < kept or len(finals(tmp_path / "killed")) < 14:
         assert process.poll() is None
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -82,6 +84,67 @@ def test_saving_in_a_thread(tmp_path: Path) -> None:
     newest = max((tmp_path / "run").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
     again = load_from_checkpoint(Model, newest)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def frozen(plugin: CompressedIO) -> int:
+    """Stop the worker of a plugin, so that its next save stays in flight; its process id."""
+    (saver,) = plugin._savers.values()
+    pid = saver._saver.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_nothing_is_removed_before_the_next_one_is_durable(tmp_path: Path, end: signal.Signals) -> None:
+    plugin = CompressedIO(sp.presets.lossless(), background=True)
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    plugin.save_checkpoint({"state_dict": {"a": torch.full((99,), 1.0)}}, first)
+    assert plugin.load_checkpoint(first)["state_dict"]["a"].tolist() == [1.0] * 99
+    pid = frozen(plugin)
+    live = torch.full((99,), 2.0)
+    plugin.save_checkpoint({"state_dict": {"a": live}}, second)
+    live.zero_()
+    plugin.remove_checkpoint(first)
+    assert first.exists()
+    assert not second.exists()
+    os.kill(pid, end)
+    if end == signal.SIGKILL:
+        with pytest.raises(ChildProcessError):
+            plugin.teardown()
+        assert not second.exists()
+        assert CompressedIO().load_checkpoint(first)["state_dict"]["a"].tolist() == [1.0] * 99
+    else:
+        plugin.teardown()
+        assert not first.exists()
+        assert CompressedIO().load_checkpoint(second)["state_dict"]["a"].tolist() == [2.0] * 99
+        assert sp.Store(tmp_path / "shrinkpoint").steps() == [1]
+    plugin.save_checkpoint({"state_dict": {"a": live}}, second)
+    assert CompressedIO().load_checkpoint(second)["state_dict"]["a"].tolist() == [0.0] * 99
+    plugin.teardown()
+
+
+def test_a_fit_in_the_background_leaves_all_durable(tmp_path: Path) -> None:
+    model = fit(tmp_path / "run", 5, plugin=CompressedIO(background=True))
+    files = sorted((tmp_path / "run").glob("*.ckpt"))
+    store = sp.Store(tmp_path / "run" / "shrinkpoint")
+    assert len(files) == len(store.steps()) == 2
+    assert all(store.describe(step).is_delta for step in store.steps())
+    for a, b in zip(model.parameters(), load_from_checkpoint(Model, files[-1]).parameters(), strict=True):
+        assert torch.allclose(a, b, atol=0.1 * float(b.detach().abs().max()))
+    resumed = fit(tmp_path / "run", 6, files[-1], plugin=CompressedIO(background=True))
+    assert resumed is not model
+    assert store.describe(store.steps()[-1]).is_delta
+
+
+def test_a_process_that_ends_without_teardown_finishes_the_save(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from shrinkpoint.trainers.lightning import CompressedIO; "
+        "plugin = CompressedIO(background=True); "
+        "plugin.save_checkpoint({'state_dict': {'a': torch.arange(99.0)}}, sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.ckpt")], check=True, timeout=120)
+    assert CompressedIO().load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["a"].tolist() == list(range(99))
 
 
 def test_a_folder_can_be_moved_and_a_file_alone_cannot(tmp_path: Path) -> None:

@@ -244,6 +244,119 @@ def test_what_fits_is_loaded_if_asked(store: sp.Store) -> None:
     other.step()
 
 
+def test_a_resized_parameter_has_no_state_of_any_optimizer(store: sp.Store) -> None:
+    job = Job(1, optimizer="Adagrad")
+    job.step()
+    trainers.save(store, 1, job.model, job.optimizer)
+    other = Job(2, width=32, optimizer="Adagrad")
+    with pytest.warns(StateMismatchWarning, match=r"last\.weight: shape"):
+        trainers.resume(store, other.model, other.optimizer, strict=False)
+    assert [float(other.optimizer.state[p]["step"]) for p in other.model.parameters()] == [0, 0, 0, 1]
+    other.step()
+
+
+class Counting(nn.Linear):
+    """A module with a state beside its tensors."""
+
+    seen: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_extra_state_of_modules(store: sp.Store) -> None:
+    model, other = nn.Sequential(Counting(3, 3)), nn.Sequential(Counting(3, 3))
+    model[0].seen = 7
+    trainers.save(store, 1, model)
+    assert trainers.resume(store, other) == 1
+    assert other[0].seen == 7
+    with pytest.raises(sp.BadArgumentError, match=r"0\._extra_state: not in the model"):
+        trainers.resume(store, nn.Sequential(nn.Linear(3, 3)))
+
+
+def test_a_model_without_storage_is_refused(store: sp.Store) -> None:
+    trainers.save(store, 1, Job(1).model)
+    with torch.device("meta"):
+        empty = Job(1).model
+    with pytest.raises(sp.BadArgumentError, match=r"first\.weight and 3 more are on the meta device"):
+        trainers.resume(store, empty)
+    trainers.resume(store, empty.to_empty(device="cpu"))
+    assert torch.equal(empty.first.weight, Job(1).model.first.weight)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_optimizers_that_cannot_make_an_empty_step(store: sp.Store, name: str) -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.EmbeddingBag(50, 8, sparse=True) if name == "SparseAdam" else nn.Linear(6, 8)
+        return model, getattr(torch.optim, name)(model.parameters())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        x = torch.arange(12).reshape(2, 6)
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            found: torch.Tensor = model(x if name == "SparseAdam" else x.float()).square().mean()
+            found.backward()
+            return found
+
+        optimizer.step(loss)  # type: ignore[call-overload]
+        return next(model.parameters()).detach().clone()
+
+    model, optimizer = make(1)
+    train(model, optimizer)
+    trainers.save(store, 1, model, optimizer)
+    other, fresh = make(2)
+    trainers.resume(store, other, fresh)
+    assert torch.equal(train(model, optimizer), train(other, fresh))
+
+
+class Counted(torch.optim.AdamW):
+    """An optimizer with a state of its own beside torch's."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "steps"})
+
+
+def test_what_an_optimizer_keeps_beside_its_entries(store: sp.Store) -> None:
+    job = Job(1)
+    both = [Counted(job.model[0].parameters()), Counted(job.model[1].parameters())]
+    for optimizer, steps in zip(both, (1, 3), strict=True):
+        for _ in range(steps):
+            job.model(torch.rand(3, 6)).square().sum().backward()
+            optimizer.step()
+    trainers.save(store, 1, job.model, both)
+    other = Job(2)
+    fresh = [Counted(other.model[0].parameters()), Counted(other.model[1].parameters())]
+    trainers.resume(store, other.model, fresh)
+    assert [one.steps for one in fresh] == [1, 3]
+
+
+def test_how_an_optimizer_computes_is_its_own(store: sp.Store) -> None:
+    job = Job(1)
+    job.step()
+    job.optimizer.param_groups[0] |= {"capturable": True, "fused": True, "lr": 0.5}
+    trainers.save(store, 1, job.model, job.optimizer)
+    other = Job(2)
+    trainers.resume(store, other.model, other.optimizer)
+    group = other.optimizer.param_groups[0]
+    assert (group["capturable"], group["fused"], group["lr"]) == (False, None, 0.5)
+    other.step()
+
+
 def test_another_dtype_is_not_converted_silently(store: sp.Store) -> None:
     job = Job(1)
     trainers.save(store, 1, job.model)
@@ -260,6 +373,54 @@ def test_another_optimizer_is_refused(store: sp.Store) -> None:
     groups = [{"params": [p]} for p in other.model.parameters()]
     with pytest.raises(sp.BadArgumentError, match="1 parameter groups in the checkpoint, 4 here"):
         trainers.resume(store, other.model, torch.optim.AdamW(groups))
+
+
+@pytest.mark.parametrize(("before", "now"), [("AdamW", "SGD"), ("SGD", "AdamW")])
+def test_the_state_of_another_optimizer_is_left_out_if_asked(store: sp.Store, before: str, now: str) -> None:
+    def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(6, 4)
+        more = {"momentum": 0.9} if name == "SGD" else {}
+        return model, getattr(torch.optim, name)(model.parameters(), lr=0.25, **more)
+
+    model, optimizer = make(before)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    trainers.save(store, 1, model, optimizer)
+    other, fresh = make(now)
+    with pytest.warns(StateMismatchWarning, match=f"optimizer: {before} in the checkpoint, {now} here"):
+        trainers.resume(store, other, fresh, strict=False)
+    assert not fresh.state
+    assert fresh.param_groups[0]["lr"] == 0.25
+    other(torch.ones(2, 6)).sum().backward()
+    fresh.step()
+
+
+def test_a_parameter_of_two_optimizers_is_refused(store: sp.Store) -> None:
+    model = nn.Linear(3, 3)
+    both = [torch.optim.SGD(model.parameters()), torch.optim.SGD([model.weight])]
+    with pytest.raises(sp.BadArgumentError, match="weight is a parameter of two optimizers"):
+        trainers.save(store, 1, model, both)
+
+
+def test_a_scaler_that_was_disabled(store: sp.Store) -> None:
+    model = nn.Linear(3, 3)
+    trainers.save(store, 1, model, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    scaler = torch.amp.GradScaler("cpu")
+    assert trainers.resume(store, model, scaler=scaler) == 1
+    assert scaler.get_scale() == 65536.0
+
+
+@pytest.mark.parametrize("other", [{"model": 3}, {"ranks": []}, {"ranks": [{}]}, {"step": "x"}])
+def test_a_state_of_something_else_changes_nothing(store: sp.Store, other: dict[str, Any]) -> None:
+    model = nn.Linear(3, 3)
+    trainers.save(store, 1, model)
+    store.save(2, store.load(1) | other)
+    with torch.no_grad():
+        model.weight.zero_()
+    with pytest.raises(sp.BadArgumentError, match=r"no checkpoint of trainers\.save"):
+        trainers.resume(store, model)
+    assert not model.weight.any()
 
 
 def test_missing_parts_are_named(store: sp.Store) -> None:
@@ -334,6 +495,51 @@ def test_two_processes(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RanksChangedWarning)
             assert trainers.resume(sp.Store(tmp_path / kind), model, torch.optim.AdamW(model.parameters())) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "said"), [("lost", "peer"), ("stalled", "Timed out")])
+def test_a_process_that_is_lost_while_the_state_comes_together(tmp_path: Path, how: str, said: str) -> None:
+    command = [sys.executable, str(MULTI), str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank), how], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+    text = ranks[0].communicate(timeout=120)[0]
+    ranks[1].kill()
+    ranks[1].communicate()
+    assert ranks[0].returncode == 3
+    assert said in text
+    assert "rank 0 of 2: step 5 was not saved; another process is gone or does not answer" in text
+
+
+def test_fsdp2_in_one_process(tmp_path: Path, store: sp.Store) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    def make(sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model: Any = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 3))
+        if sharded:
+            fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+        return [p.detach().clone() for p in found]
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model, optimizer = make(True)
+        train(model, optimizer)
+        trainers.save(store, 1, model, optimizer)
+        optimizer.zero_grad()
+        expected = train(model, optimizer)
+        for sharded in (True, False):
+            other, fresh = make(sharded)
+            assert trainers.resume(store, other, fresh) == 1
+            for a, b in zip(expected, train(other, fresh), strict=True):
+                assert torch.equal(a, b)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_loop_of_the_readme_has_at_most_six_added_lines() -> None:

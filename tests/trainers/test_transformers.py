@@ -20,9 +20,15 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from transformers import AutoModelForCausalLM, Trainer
 
-from shrinkpoint.trainers.transformers import CompressCallback, CompressedCheckpoints, expand
+from shrinkpoint.trainers.transformers import (
+    CompressCallback,
+    CompressedCheckpoints,
+    IncompleteCheckpointWarning,
+    expand,
+    newest_complete,
+)
 
-from .transformers_run import make
+from .transformers_run import BackgroundTrainer, SmallTrainer, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("transformers_run.py")
@@ -41,9 +47,10 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [[], ["background"]])
+def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
     # So many steps that the run cannot end before it is killed; the learning rate depends on the number.
-    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "5000"]
+    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "5000", *how]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     limit = time.monotonic() + 120
     while not (tmp_path / "killed" / "losses.txt").exists() or len(by_step(tmp_path / "killed")) < 13:
@@ -55,7 +62,7 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     steps = len(by_step(tmp_path / "killed")) + 6
 
     for folder, resume in (("killed", True), ("whole", None)):
-        trainer = make(tmp_path / folder, 5000, callbacks=[_stop_at(steps)])
+        trainer = make(tmp_path / folder, 5000, BackgroundTrainer if how else SmallTrainer, [_stop_at(steps)])
         trainer.train(resume_from_checkpoint=resume)
     assert by_step(tmp_path / "killed") == by_step(tmp_path / "whole")
 
@@ -85,6 +92,64 @@ def test_nothing_raw_is_written_and_rotation_reaches_the_store(tmp_path: Path) -
     found = store.load()["model"]
     for name, parameter in trainer.model.state_dict().items():
         assert torch.equal(found[name], parameter.cpu())
+
+
+def test_in_the_background_all_is_durable_in_the_end(tmp_path: Path) -> None:
+    more = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "learning_rate": 5e-2}
+    trainer = make(tmp_path / "run", 16, BackgroundTrainer, metric_for_best_model="loss", save_total_limit=2, **more)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint).name
+    held = {name for name in names(tmp_path / "run") if name.startswith("checkpoint")}
+    assert held == {best, "checkpoint-16"} or (len(held) == 2 and best in held)
+    store = sp.Store(tmp_path / "run" / "shrinkpoint")
+    assert len(store.steps()) == 2
+    for name in held:
+        assert not names(tmp_path / "run" / name) & RAW
+    args = torch.load(tmp_path / "run" / best / "training_args.bin", weights_only=False)
+    assert args.save_total_limit == trainer.args.save_total_limit == 2
+
+
+def test_a_save_cut_off_leaves_the_folder_before_it(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Freeze(TrainerCallback):
+        """Stop the worker before the second save, and kill it after the next step."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saver = trainer._saver
+            if saver is None or state.global_step not in (7, 10):
+                return
+            saver.wait() if state.global_step == 7 else None
+            os.kill(saver._saver.pid, signal.SIGSTOP if state.global_step == 7 else signal.SIGKILL)
+
+    trainer = make(tmp_path / "run", 16, BackgroundTrainer, [Freeze()], save_total_limit=1)
+    with pytest.raises(ChildProcessError):
+        trainer.train()
+    assert {"checkpoint-4", "checkpoint-8"} <= names(tmp_path / "run")
+    assert "shrinkpoint.json" not in names(tmp_path / "run" / "checkpoint-8")
+    again = make(tmp_path / "run", 16, BackgroundTrainer, save_total_limit=1)
+    with pytest.warns(IncompleteCheckpointWarning, match="resumed from checkpoint-4; the saves of checkpoint-8"):
+        again.train(resume_from_checkpoint=True)
+    make(tmp_path / "whole", 16).train()
+    assert by_step(tmp_path / "run") == by_step(tmp_path / "whole")
+    assert [n for n in names(tmp_path / "run") if n.startswith("checkpoint")] == ["checkpoint-16"]
+
+
+def test_where_a_run_begins_or_goes_on(tmp_path: Path) -> None:
+    assert newest_complete(tmp_path / "none") is None
+    for name, files in {
+        "checkpoint-1": {"trainer_state.json": "{}", "model.safetensors": ""},
+        "checkpoint-20": {"trainer_state.json": "{}"},
+        "checkpoint-3": {"trainer_state.json": "{", "model.safetensors": ""},
+        "other-40": {"trainer_state.json": "{}", "model.safetensors": ""},
+    }.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+    with pytest.warns(IncompleteCheckpointWarning, match="from checkpoint-1; the saves of checkpoint-3, checkpoint-20"):
+        assert newest_complete(tmp_path) == str(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "trainer_state.json").unlink()
+    assert newest_complete(tmp_path) is None
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:

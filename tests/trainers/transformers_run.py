@@ -1,4 +1,4 @@
-"""A small Transformers run for the tests: `python transformers_run.py FOLDER STEPS`."""
+"""A small Transformers run for the tests: `python transformers_run.py FOLDER STEPS [background]`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ class SmallTrainer(CompressedCheckpoints, Trainer):  # type: ignore[misc]
     compression = sp.presets.lossless()
 
 
+class BackgroundTrainer(SmallTrainer):
+    """The same with saves in the background."""
+
+    background = True
+
+
 def make(folder: Path, steps: int, cls: type[Trainer] = SmallTrainer, callbacks: Any = (), **more: Any) -> Trainer:
     """A trainer over a tiny GPT-2 with dropout."""
     torch.manual_seed(0)
@@ -65,4 +71,7 @@ def make(folder: Path, steps: int, cls: type[Trainer] = SmallTrainer, callbacks:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), int(sys.argv[2])).train()
+    if sys.argv[3:]:
+        make(Path(sys.argv[1]), int(sys.argv[2]), BackgroundTrainer, save_total_limit=1).train()
+    else:
+        make(Path(sys.argv[1]), int(sys.argv[2])).train()

@@ -1,0 +1,118 @@
+"""Saves behind pointer files while training goes on: a file points to its checkpoint once that is durable."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import fsspec
+
+from ..codec.errors import ShrinkpointError
+from ..store.saver import Saver, SaveResult
+from ..store.store import Store
+from .pointers import PathLike, Pointer, drop, drop_replaced, in_flight, key_of, next_step, read_pointer, write_pointer
+
+
+class Background:
+    """A `Saver` for pointer files; one save is in flight at a time.
+
+    What is to be removed once a checkpoint is there (`then`) waits for it, so that a run that is killed at any moment
+    has the one before.
+
+    Args:
+        store: where to.
+        saver: to save by, closed by whoever made it; None: one for that store, ended by `close`.
+    """
+
+    def __init__(self, store: Store, saver: Saver | None = None) -> None:
+        self.store = store
+        self._own = saver is None
+        self._saver = Saver(store) if saver is None else saver
+        self._lock = threading.Lock()
+        self._done: Future[None] | None = None
+        self._after: list[Callable[[], object]] = []
+        self._busy = False
+
+    def save(self, path: PathLike, state: Any, *, grads: Any = None, kinds: Mapping[str, Any] | None = None) -> None:
+        """Copy a state and see to its being saved as the store's next step, and to a file that points there.
+
+        Raises:
+            Exception: what the save before this one raised, see `Saver.save`; this one was not begun then.
+        """
+        self.wait()
+        before = read_pointer(path)
+        fs, name = fsspec.core.url_to_fs(os.fspath(path))
+        fs.makedirs(os.path.dirname(name), exist_ok=True)
+        future: Any = self._saver.save(next_step(self.store), state, grads=grads, kinds=kinds)
+        self._done, self._busy = Future(), True
+        in_flight[key_of(name)] = self._done
+        future.add_done_callback(lambda saved: self._finish(saved, path, before))
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Do something once the save in flight is durable, in its thread, or at once. Left out where the save fails."""
+        with self._lock:
+            if self._busy:
+                self._after.append(work)
+                return
+        work()
+
+    def wait(self) -> None:
+        """Until nothing is in flight.
+
+        Raises:
+            Exception: what the save raised.
+        """
+        done, self._done = self._done, None
+        if done is not None:
+            concurrent.futures.wait([done])
+            self._saver.wait()
+            done.result()
+
+    def close(self) -> None:
+        """Wait, and end the worker."""
+        try:
+            self.wait()
+        finally:
+            if self._own:
+                self._saver.close()
+
+    def _finish(self, future: Future[SaveResult], path: PathLike, before: Pointer | None) -> None:
+        """What the saver's thread does when a save is done, well or not."""
+        key, error = key_of(fsspec.core.url_to_fs(os.fspath(path))[1]), None
+        done = in_flight[key]
+        try:
+            self._point(future.result(), path, before)
+            del in_flight[key]  # what comes after it may read the file
+            while work := self._next():
+                work()
+        except BaseException as e:
+            error = e
+        with self._lock:
+            self._busy, self._after = False, []
+        in_flight.pop(key, None)
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def _next(self) -> Callable[[], object] | None:
+        """What is to be done next; None: nothing, and from now on it is done at once."""
+        with self._lock:
+            self._busy = bool(self._after)
+            return self._after.pop(0) if self._after else None
+
+    def _point(self, result: SaveResult, path: PathLike, before: Pointer | None) -> None:
+        if result.status != "saved":
+            raise ShrinkpointError(f"{os.fspath(path)}: the save of step {result.step} was {result.status}")
+        # Another object than training uses in its thread.
+        store = Store(self.store.url, self.store.cfg)
+        fs, name = fsspec.core.url_to_fs(os.fspath(path))
+        if not fs.isdir(os.path.dirname(name)) and "file" in (fs.protocol if isinstance(fs.protocol, tuple) else ()):
+            drop(store, [result.step])  # the folder was removed meanwhile, and the checkpoint with it
+            return
+        write_pointer(path, store, result.step, store.describe(result.step).identity)
+        drop_replaced(path, store, before)
