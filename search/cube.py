@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +174,13 @@ class Cube:
         for name in ("metric", *_STEPPED):
             axis = getattr(self, name)
             if not isinstance(axis, tuple | list) or not axis:
-                raise BadArgumentError(f"the cube's axis {name} is empty")
+                raise BadArgumentError(
+                    f"the cube's axis {name} is {axis!r:.80}; it must be a tuple of at least one value"
+                )
             object.__setattr__(self, name, tuple(axis))
-            if name != "metric" and list(axis) != sorted(set(axis)):
-                raise BadArgumentError(f"the cube's axis {name} is {axis}; it must ascend")
-        if len(set(self.metric)) < len(self.metric):
+            if name != "metric" and not _ascends(axis):
+                raise BadArgumentError(f"the cube's axis {name} is {axis!r:.80}; it must ascend")
+        if any(self.metric.count(m) > 1 for m in self.metric):
             raise BadArgumentError(f"the cube's axis metric is {self.metric}; a metric stands in it twice")
         # Every value stands in one of these points, which refuse what is out of range.
         longest = max(len(getattr(self, name)) for name in _STEPPED)
@@ -250,6 +252,13 @@ class Cube:
             raise BadArgumentError(f"{str(data)[:80]} is no cube; its fields are {', '.join(sorted(names))}")
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return Cube(**fields)
+
+
+def _ascends(axis: Sequence[Any]) -> bool:
+    try:
+        return all(a < b for a, b in itertools.pairwise(axis))
+    except TypeError:
+        return False
 
 
 def _place(axis: tuple[float, ...], value: float) -> int:

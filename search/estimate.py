@@ -20,7 +20,7 @@ from ..codec.codebook import Fit, fit, largest_of, spacing, variance
 from ..codec.leaves import LeafSpec, NpArray, as_bytes
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
-from ..codec.quantize import LevelsMemory, Quantize, rounded_codebook
+from ..codec.quantize import MAX_BINS, LevelsMemory, Quantize, _few_values, rounded_codebook
 from ..codec.ratedistortion import cheapest_levels
 from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign
@@ -82,6 +82,7 @@ class Estimator:
         self._protect: dict[float, tuple[float, float]] = {}
         self._prune: dict[tuple[float, str], dict[str, tuple[float, float]]] = {}
         self._found: dict[Quantize, Estimate] = {}
+        self._few: dict[int, NpArray | None] = {}
         self._protected = self._bytes_protected()
 
     def __call__(self, points: Sequence[Point]) -> list[Estimate]:
@@ -122,7 +123,10 @@ class Estimator:
             how = Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
             key = how, limit, codec.coder, codec.rate
             if key not in counted:
-                codebook, histogram = _codebook(histograms[limit], how, before, leaf.spec, exactly=bool(codec.rate))
+                few = self._few_values(i, histograms[limit][0], bins) if codec.coder == "smallest" else None
+                codebook, histogram = _codebook(
+                    histograms[limit], how, before, leaf.spec, few, exactly=bool(codec.rate)
+                )
                 rate = codec.rate if codec.rate and 1e-15 < largest_of(histogram) < 1e15 else 0.0
                 trade = rate * variance(histogram) if rate else 0.0
                 levels = _levels(part, before, limit, codebook, trade)
@@ -134,15 +138,28 @@ class Estimator:
             row[:] = counted[key]
         return out
 
+    def _few_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
+        """All values of an array where they are at most `most`, as the codec finds them; looked for once."""
+        if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
+            return None
+        if i not in self._few:
+            self._few[i] = _few_values(self._leaves[i], histogram, MAX_BINS)
+        few = self._few[i]
+        return few if few is not None and few.size <= most else None
+
     def _histogram(self, i: int, limit: Thresholds) -> tuple[Histogram, Histogram]:
-        """What a codebook is fitted to, and a coarser one, quicker to fit to, which changes sizes by little."""
+        """What a codebook is fitted to, and a coarser one, quicker to fit to, which changes sizes by little.
+
+        With few different values, what the coarser one would merge may be most of the array.
+        """
         leaf, part = self._leaves[i], self._samples[i]
         fine = self._sketches[i].signed
         if leaf.gradient is None:
             fine = kept(fine, limit)
         else:
             fine = kept_histogram(part.x, limit, fine.bits, gradient=part.gradient)
-        return fine, coarser(fine, _COARSE)
+        few = np.count_nonzero(fine.counts[:-1]) <= MAX_BINS
+        return fine, fine if few else coarser(fine, _COARSE)
 
     def _bytes(self, levels: NpArray, part: Sample, before: LevelsMemory | None, entries: int, coder: str) -> float:
         """Stored bytes of the whole array but for its codebook, from the levels of the sample."""
@@ -203,12 +220,19 @@ def _normal(codec: Quantize) -> Quantize:
 
 
 def _codebook(
-    histograms: tuple[Histogram, Histogram], how: Fit, before: LevelsMemory | None, spec: LeafSpec, *, exactly: bool
+    histograms: tuple[Histogram, Histogram],
+    how: Fit,
+    before: LevelsMemory | None,
+    spec: LeafSpec,
+    few: NpArray | None,
+    *,
+    exactly: bool,
 ) -> tuple[NpArray, Histogram]:
     """The codebook as the codec would have it, and the histogram it was fitted to.
 
     An optimal codebook may come from the coarser one. Where the parent's may be kept, or an iteration follows that
-    makes large differences of small ones, it must be from what the codec sees.
+    makes large differences of small ones, it must be from what the codec sees. `few` are all values of the array, which
+    then each have an entry.
     """
     fine, coarse = histograms
     parent = None if before is None else before.codebook
@@ -217,6 +241,8 @@ def _codebook(
     if parent is not None and histogram is coarse and (reason == "frozen" or _alike(codebook, parent)):
         histogram = fine
         codebook, reason = fit(histogram, how, parent)
+    if few is not None and not np.isin(few, codebook).all():
+        return few, histogram
     return codebook if reason == "frozen" else rounded_codebook(codebook, spec), histogram
 
 

@@ -29,7 +29,10 @@ def measured(evaluate: Evaluate, state: Any, what: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise BadArgumentError(f"evaluate returned {str(value)[:60]} at {what}; it must return a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from ..codec.errors import BadArgumentError
 from .cube import Cube, Point
 
 DIRECTIONS = ("lower", "higher")
+_KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+"""What JSON must have for a field of one of these types; other fields are read by what they consist of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class SearchResult:
         return SearchResult(**found)
 
     def __str__(self) -> str:
-        what = "lossless" if self.point is None and not self.met else str(self.point or "by error target")
+        what = str(self.point) if self.point is not None else "lossless" if not self.met else self.method
         kept = (
             "" if self.degradation is None else f", degradation {self.degradation:+.3%} of {self.threshold:.3%} allowed"
         )
@@ -186,4 +188,13 @@ def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:
     names = {f.name for f in dataclasses.fields(kind)}
     if not isinstance(data, Mapping) or set(data) != names:
         raise BadArgumentError(f"{str(data)[:80]} is no {what}; its fields are {', '.join(sorted(names))}")
+    for f in dataclasses.fields(kind):
+        if not _fits(str(f.type), _read(data[f.name])):
+            raise BadArgumentError(f"no {what}: its {f.name} is {str(data[f.name])[:80]!r}, not {f.type}")
     return dict(data)
+
+
+def _fits(annotation: str, value: Any) -> bool:
+    """Whether a value is of a field's type, as far as that is a plain one."""
+    kind = _KINDS.get(annotation.removesuffix(" | None"))
+    return kind is None or isinstance(value, kind) or (value is None and annotation.endswith("None"))

@@ -30,7 +30,7 @@ BETTER = 0.9
 """The pruning metric is switched where the other's degradation is at most so many times as large."""
 PATIENCE = 4
 """Searches in which the other metric is not tried again once it was found no better."""
-LIKELY = 0.3
+LIKELY = 0.5
 """One after another, neighbours are only tried that pass with at least this probability; beside each other all are that
 are not hopeless."""
 
@@ -183,7 +183,7 @@ def _check(
     for name, value, least in (("steps", steps, 0), ("budget", budget, 3)):
         if type(value) is not int or value < least:
             raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if not all(isinstance(t, Trial) for t in resume):
+    if not isinstance(resume, Sequence) or not all(isinstance(t, Trial) for t in resume):
         raise BadArgumentError("resume must be Trials, as `progress` was given them or SearchResult.trials has them")
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise BadArgumentError(f"progress is {progress!r}; it must be True, False, None or callable")
@@ -311,7 +311,8 @@ def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
         )
         if not chosen:
             break
-        if trials.scale.direction is None and not any(t.point is not None for t in trials.found):
+        first = not any(t.point is not None for t in trials.found)
+        if trials.scale.direction is None and first and space.left > 1:
             smallest = min(candidates, key=lambda c: c.nbytes).point
             chosen = [smallest, *(p for p in chosen if p != smallest)][: trials.at_once]
         space.round(chosen, stale)
@@ -364,9 +365,16 @@ def _result(space: _Space, choice: _Choice, method: str, fell_back: bool, given:
     trials, best = space.trials, choice.trial
     notes = [*space.notes, *choice.notes]
     if best is None or best.point is None:
-        notes.append(f"no configuration of the cube was seen to keep {trials.allowed:.3%}: lossless is used")
+        notes.append(
+            f"no configuration of the cube was seen to keep {trials.allowed:.3%}: lossless is used; "
+            f"the cube ends at {space.asked.bins[-1]} bins, more may do"
+        )
     elif abs(best.degradation) <= trials.scale.spread:
         notes.append(f"the choice's degradation is within the spread of evaluate, {trials.scale.spread:.3%}")
+    if best is not None and best.point is not None and best.point.bins in (space.asked.bins[0], space.asked.bins[-1]):
+        notes.append(
+            f"the choice has {best.point.bins} bins, an end of the cube: a wider one may hold a smaller choice"
+        )
     if trials.scale.direction is None:
         notes.append("no trial differed from the baseline: which direction is better is not known")
     elif not given:

@@ -76,4 +76,5 @@ def open_files(url: str | os.PathLike[str]) -> Files:
 
     fs, root = fsspec.core.url_to_fs(os.fspath(url))
     root = root.rstrip("/") or "/"
-    return LocalFiles(root) if isinstance(fs, LocalFileSystem) else ObjectFiles(fs, root)
+    # `~nobody` is no home of anyone's, and left as it is.
+    return LocalFiles(os.path.join(os.getcwd(), root)) if isinstance(fs, LocalFileSystem) else ObjectFiles(fs, root)

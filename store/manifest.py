@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from ..codec.errors import CorruptDataError, NewerFormatError
+from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
 from .sealed import seal, unseal
 
 VERSION = 1
@@ -110,6 +112,17 @@ class Manifest:
             and self.file == data_name(self.step, self.id)
             and (self.metric is None or (type(self.metric) is float and math.isfinite(self.metric)))
         )
+
+
+def check_step(step: Any) -> int:
+    """A step's number, also one of NumPy's, or BadArgumentError."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise BadArgumentError(f"step is {step!r:.80}; it must be an integer in [0, {MAX_STEP}]")
+    return number
 
 
 def data_name(step: int, identity: str) -> str:

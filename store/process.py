@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..codec import errors
@@ -23,13 +24,28 @@ _PATIENCE = 10.0
 """Seconds a worker has to end once it is told to and has nothing to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the first save of a place builds on.
+
+    Args:
+        step: which.
+        identity: `Manifest.identity` that it must have.
+        head: the same in this process's memory, where it is there.
+    """
+
+    step: int
+    identity: str
+    head: Head | None = None
+
+
 class Place(Protocol):
     """What does the saves of a `Saver`, one after another."""
 
     arena: Arena
     on_device: bool
 
-    def run(self, step: int, snapshot: Snapshot, origin: Head | None) -> tuple[dict[str, Any], list[Warned]]:
+    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """Do one save; what came of it and the warnings nobody has seen. Raises what it raised.
 
         The first one builds on `origin`.
@@ -56,11 +72,11 @@ class ThreadPlace:
         self._stop = False
         self.arena = Arena()
 
-    def run(self, step: int, snapshot: Snapshot, origin: Head | None) -> tuple[dict[str, Any], list[Warned]]:
+    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """See Place."""
         self._stop = False
-        if origin is not None and self._store.head is None:
-            self._store.go_on(origin)
+        if origin is not None and origin.head is not None and self._store.head is None:
+            self._store.go_on(origin.head)
         return described(perform(self._store, step, snapshot, self.arena, lambda: self._stop, alone=True)), []
 
     def cancel(self) -> None:
@@ -116,7 +132,7 @@ class ProcessPlace:
         """Whether it runs."""
         return self._process.poll() is None
 
-    def run(self, step: int, snapshot: Snapshot, origin: Head | None) -> tuple[dict[str, Any], list[Warned]]:
+    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """See Place. The worker reads the origin's chain anew, for its memory is not shared.
 
         Raises:
@@ -129,7 +145,7 @@ class ProcessPlace:
             "step": step,
             "snapshot": snapshot.to_json(),
             "size": self.arena.size,
-            "origin": None if origin is None else [origin.last.step, origin.last.identity],
+            "origin": None if origin is None else [origin.step, origin.identity],
         }
         try:
             send(self._sock, job, () if self._knows_arena else (self.arena.fd,))

@@ -18,11 +18,32 @@ def count(files: Files) -> int:
     return max(numbers, default=0)
 
 
+def steps(files: Files) -> list[int]:
+    """The steps restored from, in order; a record that cannot be read is left out: the count stands beside."""
+    found = []
+    for name in filter(_NAME.fullmatch, files.list(FOLDER)):
+        try:
+            step = json.loads(files.read(f"{FOLDER}/{name}"))["step"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if type(step) is int and step >= 0:
+            found.append(step)
+    return found
+
+
 def add(files: Files, step: int, known: int) -> int:
     """Count one more, of this step; returns how many there are then."""
     number = max(known, count(files)) + 1
     # The token tells this restore from another of the same step that takes the same number at the same moment.
     data = json.dumps({"step": step, "token": uuid.uuid4().hex}).encode()
-    while not files.create(f"{FOLDER}/{number:09d}.json", data):
+    while not _created(files, f"{FOLDER}/{number:09d}.json", data):
         number += 1
     return number
+
+
+def _created(files: Files, name: str, data: bytes) -> bool:
+    try:
+        return files.create(name, data)
+    except FileNotFoundError:
+        # A reader holds no lock, so `gc` may have taken the file in the making for garbage.
+        return files.create(name, data)

@@ -21,14 +21,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.kinds import check_kinds
 from . import copying
-from .manifest import MAX_STEP
-from .process import Place, ProcessPlace, ThreadPlace
+from .manifest import check_step
+from .process import Origin, Place, ProcessPlace, ThreadPlace
 from .snapshot import Snapshot, plan, take
-from .store import Head, Store
+from .store import Store
 from .worker import kinds_tree
 
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
+_BARREN = 2
+"""After so many workers in a row that died before they had saved anything the next one begins anew: reading the chain
+may be what they died of."""
 
 
 class SaverWarning(UserWarning):
@@ -76,7 +79,7 @@ class _Job:
     future: Future[SaveResult]
     stall: float
     waited: float
-    origin: Head | None
+    origin: Origin | None
 
 
 class _Runner:
@@ -86,6 +89,7 @@ class _Runner:
         self.place = place
         self.error: BaseException | None = None
         self.last: SaveResult | None = None
+        self.saved: SaveResult | None = None
         self.future: Future[SaveResult] | None = None
         self.warned: list[str] = []
         self.pid = os.getpid()
@@ -112,6 +116,8 @@ class _Runner:
                 continue
             answer["seconds"] = time.perf_counter() - begin
             self.last = SaveResult(step=job.step, stall=job.stall, waited=job.waited, **answer)
+            if self.last.status == "saved":
+                self.saved = self.last
             self.warned += [f"step {job.step}: {category}: {message}" for category, message in warned]
             job.future.set_result(self.last)
             # From the second save of a large state on; loading it is nothing that a trainer should wait for.
@@ -129,6 +135,11 @@ class _Runner:
             warnings.warn(self.warned.pop(0), SaverWarning, stacklevel=stacklevel)
         error, self.error = self.error, None
         return error
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is the thread itself: a callback of a future."""
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """Wait, end the thread, free the place. In a forked child there is nothing to end."""
@@ -158,7 +169,8 @@ class Saver:
     after `state = store.load()` with a delta, with an untouched store with a base.
 
     What goes wrong in the worker is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
-    returned. If the worker is killed that is a ChildProcessError; the call after it starts another one.
+    returned. If the worker is killed that is a ChildProcessError; the save after it starts another one, which reads the
+    chain of the last save and goes on with it.
 
     Memory: one copy of the state (with `grads`), made at the first save and used again, and the worker's own: see
     docs/saver.md.
@@ -217,9 +229,10 @@ class Saver:
         )
         self._lock = threading.RLock()
         self._closed = False
-        self._first = True
         self._runner: _Runner | None = None
         self._last: SaveResult | None = None
+        self._saved: SaveResult | None = None
+        self._barren = 0
         self._start()
 
     def __repr__(self) -> str:
@@ -283,8 +296,7 @@ class Saver:
         with self._lock:
             begin = time.perf_counter()
             runner = self._ready()
-            if type(step) is not int or not 0 <= step <= MAX_STEP:
-                raise BadArgumentError(f"step is {step!r}; it must be an integer in [0, {MAX_STEP}]")
+            step = check_step(step)
             check_kinds(kinds)
             future: Future[SaveResult] = Future()
             future.set_running_or_notify_cancel()
@@ -300,10 +312,17 @@ class Saver:
                 self._raise(runner)
             waited = time.perf_counter() - waiting
             snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
-            # A worker in the place of a killed one begins anew: the chain may be what it died of.
-            origin = self.store.head if self._first else None
-            runner.submit(_Job(step, snapshot, future, time.perf_counter() - begin, waited, origin))
+            runner.submit(_Job(step, snapshot, future, time.perf_counter() - begin, waited, self._origin()))
             return future
+
+    def _origin(self) -> Origin | None:
+        """What a worker that has saved nothing yet builds on: the last save of the one before, or the store's head."""
+        if self._barren >= _BARREN:
+            return None
+        if self._saved is not None:
+            return Origin(self._saved.step, self._saved.id)
+        head = self.store.head
+        return None if head is None else Origin(head.last.step, head.last.identity, head)
 
     def wait(self, timeout: float | None = None) -> SaveResult | None:
         """Wait until nothing is in flight.
@@ -337,6 +356,8 @@ class Saver:
             if runner is None or runner.pid != os.getpid():
                 self._closed = True
                 return
+            if runner.is_here:
+                raise ShrinkpointError("a saver cannot be closed by a callback of its future, which is part of a save")
             runner.wait()
             self._closed = True
             self._finalizer.detach()
@@ -387,10 +408,12 @@ class Saver:
         if isinstance(place, ProcessPlace) and not place.alive:
             if error is None:
                 error = ChildProcessError(place.epitaph())
-            error.add_note("Nothing is in flight now; the next save starts a new worker and, with it, a new chain.")
+            error.add_note("Nothing is in flight now; the next save starts a new worker that goes on with the chain.")
             self._last = runner.last or self._last
+            self._saved = runner.saved or self._saved
+            self._barren = 0 if runner.saved is not None else self._barren + 1
             self._finalizer.detach()
-            self._runner, self._first = None, False
+            self._runner = None
             runner.close()
         if error is not None:
             raise error

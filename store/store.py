@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 
+from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint, Row, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
@@ -24,10 +25,10 @@ from .catalog import Catalog, Entry
 from .chain import FOLDER as DATA
 from .chain import carried_by, forest, opener, resolve, walk
 from .compaction import Compaction
-from .files import TEMPORARY, open_files
+from .files import TEMPORARY, Files, open_files
 from .inmemory import NearFiles
 from .lock import open_lock
-from .manifest import MAX_STEP, Manifest, data_name, is_data, manifest_name
+from .manifest import Manifest, check_step, data_name, is_data, manifest_name
 from .policy import wants_base
 from .retention import Retention
 
@@ -116,17 +117,12 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str], cfg: Config | None = None, *, in_memory: int = 0) -> None:
         self.cfg = Config() if cfg is None else check_config(cfg)
-        if not isinstance(url, (str, os.PathLike)):
-            raise BadArgumentError(f"url must be a path or an fsspec URL, not {type(url).__qualname__}")
-        try:
-            self._files = open_files(url)
-        except (ValueError, ImportError) as e:
-            raise BadArgumentError(f"url {os.fspath(url)!r}: {e}") from None
+        self._files = _opened(url)
         self._catalog = Catalog(self._files)
         self._lock = open_lock(self._files)
         self._head: Head | None = None
         self._restores: int | None = None
-        self.url = self._files.root if self._files.local else os.fspath(url)
+        self.url = self._files.root if self._files.local else str(os.fspath(url))
         """Where it is: `Store(store.url)` is the same store from any working folder."""
         self.in_memory = check_keep(in_memory)
         self._memory = InMemory(self.url, self.in_memory) if self.in_memory else None
@@ -155,13 +151,27 @@ class Store:
         """
         return self._entry(self._step(step)).manifest
 
+    def header(self, manifest: Manifest) -> Checkpoint:
+        """The checkpoint of a manifest that `describe` or `manifests` gave, only its header read: for `summary()`.
+
+        Raises:
+            CorruptDataError, MissingParentError, NewerFormatError: it is not readable.
+        """
+        try:
+            return opener(self._files, manifest)(None)
+        except MissingParentError:
+            now = self._entry(manifest.step).manifest
+            if now.file == manifest.file:
+                raise
+            return opener(self._files, now)(None)
+
     @property
     def head(self) -> Head | None:
         """What the next delta builds on: set by `save`, `load` and `follow`; None: the next checkpoint is a base."""
         return self._head
 
     def follow(self, step: int | str, identity: str | None = None) -> None:
-        """Let the next delta build on a step, as after `load`, without restoring its state.
+        """Let the next delta build on a step, as after `load`, without restoring its state; it is read from storage.
 
         Args:
             step: which, or its tag.
@@ -170,12 +180,11 @@ class Store:
         Raises:
             MissingParentError: it was saved anew and has another identity. Else as `load`; the head is left as it was.
         """
-        hits = self._near.hits if self._near is not None else 0
         number = self._step(step)
-        entry, ckpt, base = self._resolve(number)
+        entry, ckpt, base = self._settled(number, lambda e: (e, *resolve(self._files, e.manifest)))
         if identity not in (None, entry.manifest.identity):
             raise MissingParentError(f"step {number}: it was saved anew, it is not {str(identity)[:16]}... any more")
-        self._go_on_from(entry, ckpt, base, hits)
+        self._go_on_from(entry, ckpt, base)
 
     def go_on(self, head: Head) -> None:
         """Let the next delta build on what another object for the same store has as its head, in this process."""
@@ -197,7 +206,10 @@ class Store:
         """The step that is meant by a number or tag, which must be there."""
         steps = self.steps()
         found = step
-        if isinstance(step, str):
+        if not isinstance(step, str):
+            with contextlib.suppress(BadArgumentError):
+                found = check_step(step)
+        else:
             with contextlib.suppress(BadArgumentError):
                 found = labels.read_tag(self._files, labels.check_tag(step))
         if type(found) is not int or found not in steps:
@@ -237,8 +249,7 @@ class Store:
             BadArgumentError, UnsupportedLeafError: see `compress`.
             OSError: the bytes could not be written.
         """
-        if type(step) is not int or not 0 <= step <= MAX_STEP:
-            raise BadArgumentError(f"step is {step!r}; it must be an integer in [0, {MAX_STEP}]")
+        step = check_step(step)
         metric = _check_metric(metric)
         file = None
         try:
@@ -340,17 +351,18 @@ class Store:
         hits = self._near.hits if self._near is not None else 0
         entry, ckpt, base = self._resolve(step)
         state = decompress(ckpt)
-        self._go_on_from(entry, ckpt, base, hits)
+        if self._near is not None and self._near.hits > hits:
+            # What was not read from storage may be damaged there: nothing is built on it.
+            self._head = None
+        else:
+            self._go_on_from(entry, ckpt, base)
         if count:
             self._count_restore(step)
         return state
 
-    def _go_on_from(self, entry: Entry, ckpt: Checkpoint, base: Checkpoint, hits: int) -> None:
-        """Let the next delta build on what was just read, or on its base; `hits` are those of memory before that."""
-        if self._near is not None and self._near.hits > hits:
-            # What was not read from storage may be damaged there: nothing is built on it.
-            self._head = None
-        elif self.cfg.chain.against == "previous" or base is ckpt:
+    def _go_on_from(self, entry: Entry, ckpt: Checkpoint, base: Checkpoint) -> None:
+        """Let the next delta build on what was just read, or on its base."""
+        if self.cfg.chain.against == "previous" or base is ckpt:
             self._head = Head(ckpt, entry.manifest, entry.manifest)
         else:
             self._head = Head(base, _manifest_of_base(entry.manifest, base), entry.manifest)
@@ -435,8 +447,7 @@ class Store:
         Returns:
             The steps that are stored otherwise than before, ascending.
         """
-        if type(max_cost) not in (int, float) or not 1 <= max_cost <= 1e6:
-            raise BadArgumentError(f"max_cost is {max_cost!r}; it must be a number in [1, 1e6]")
+        check_range("max_cost", max_cost, 1, 1e6)
         with self._lock.shared() as lease:
             return Compaction(self._files, self._catalog, lease, float(max_cost), progress).run()
 
@@ -448,7 +459,7 @@ class Store:
 
         Args:
             retention: what to keep; None: every step. Pinned and tagged ones are always kept.
-            timeout: seconds to wait for savers to finish.
+            timeout: seconds to wait for savers to finish, 0 or more.
             dry_run: remove nothing, only say what would be. It waits for savers too: what they write is no garbage.
 
         Returns:
@@ -460,6 +471,7 @@ class Store:
         """
         if retention is not None and not isinstance(retention, Retention):
             raise BadArgumentError(f"retention is {retention!r:.80}; it must be a Retention")
+        check_range("timeout", timeout, 0, math.inf)
         with self._lock.alone(timeout) as lease:
             generations = self._catalog.generations()
             entries = self._catalog.all()
@@ -523,15 +535,16 @@ class Store:
             BadArgumentError: one is not there, or is pinned or tagged.
             TimeoutError: others did not stop writing.
         """
+        numbers = [check_step(step) for step in steps]
         with self._lock.alone(60.0):
             generations = self._catalog.generations()
             protected = labels.pins(self._files) | set(labels.tags(self._files).values())
-            for step in steps:
+            for step in numbers:
                 if step not in generations:
                     raise BadArgumentError(f"step {step!r} is not in {self._files.root}; {_listed(self.steps())}")
                 if step in protected:
                     raise BadArgumentError(f"step {step} is pinned or tagged")
-            self._catalog.drop({step: generations[step] for step in steps})
+            self._catalog.drop({step: generations[step] for step in numbers})
 
     # ------------------------------------------------------------------------------------------------------- labels
 
@@ -556,10 +569,11 @@ class Store:
         with self._lock.shared():
             self._files.write(labels.pin_name(self._step(step)), b"")
 
-    def unpin(self, step: int) -> None:
-        """Take a pin back; nothing happens where there is none."""
-        if type(step) is int and 0 <= step <= MAX_STEP:
-            self._files.remove([labels.pin_name(step)])
+    def unpin(self, step: int | str) -> None:
+        """Take a pin back, of a step or a tag's; nothing happens where there is none."""
+        number = self.tags().get(step) if isinstance(step, str) else check_step(step)
+        if number is not None:
+            self._files.remove([labels.pin_name(number)])
 
     def pins(self) -> list[int]:
         """The pinned steps, ascending."""
@@ -601,6 +615,8 @@ class Store:
             CorruptDataError, MissingParentError, NewerFormatError: a step is not intact; those before it are copied.
         """
         target = Store(url, self.cfg)
+        if isinstance(steps, (int, str)):
+            raise BadArgumentError(f"steps is {steps!r}; it must be a list of steps, or None")
         asked = self.steps() if steps is None else [self._step(step) for step in steps]
         chosen = {step: self._entry(step).manifest for step in asked}
         tags = {name: step for name, step in self.tags().items() if step in chosen}
@@ -621,6 +637,19 @@ class Store:
             for name, step in tags.items():
                 target._files.write(labels.tag_name(name), labels.tag_data(step))
         return target
+
+
+def _opened(url: Any) -> Files:
+    """The files at a path or URL, or BadArgumentError."""
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else url
+    if not isinstance(text, str):
+        raise BadArgumentError(f"url must be a path or an fsspec URL, not {type(url).__qualname__}")
+    if not text or "\0" in text:
+        raise BadArgumentError(f"url is {text!r:.200}; it must name a folder, or be an fsspec URL")
+    try:
+        return open_files(text)
+    except (ValueError, ImportError) as e:
+        raise BadArgumentError(f"url {text!r}: {e}") from None
 
 
 def _copy_step(source: Store, target: Store, manifest: Manifest) -> None:
@@ -675,7 +704,7 @@ def _check_metric(metric: Any) -> float | None:
         return None
     try:
         value = float(metric)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if isinstance(metric, (bool, str)) or not math.isfinite(value):
         raise BadArgumentError(f"metric is {metric!r:.80}; it must be a finite number or None")

@@ -134,6 +134,7 @@ def test_sums_are_those_of_the_store(tmp_path: Path) -> None:
     store.load(30)
     store.load(20)
     store.pin(10)
+    (tmp_path / "s" / "restores" / ".tmp-0-000000004.json").write_text('{"step": 10}')
     run = collect(store, name="s")
     assert [s.step for s in run.steps] == store.steps()
     assert run.restored == (20, 30, 20)
@@ -158,10 +159,13 @@ def test_sums_are_those_of_the_store(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     store = made_store(tmp_path / "s", 3)
     (tmp_path / "s" / "data" / store.describe(30).file).write_bytes(b"")
+    (manifest,) = (tmp_path / "s" / "steps").glob("*10.json")
+    manifest.write_bytes(b"{}")
     run = collect(store, name="s")
-    assert [s.step for s in run.steps] == [10, 20]
+    assert [s.step for s in run.steps] == [20]
+    assert run.all_steps == 3
     assert run.tensor_step == 20
-    assert len(run.problems) == 1
+    assert [problem.split(":")[0] for problem in run.problems] == ["step 10", "step 30"]
     assert "step 30" in Parts(page(run)).text
     with pytest.raises(sp.CorruptDataError):
         collect(store, name="s", step=30)
@@ -321,6 +325,17 @@ def test_a_search_is_shown(tmp_path: Path) -> None:
     told = Parts(written(tmp_path / "s", "--search", tmp_path / "search.json")).text
     assert html.unescape(text(str(result))) in told
     assert all(trial.reason in told for trial in result.trials)
+    # A trial may have been no number, and a file may say anything.
+    no_number = sp.search({"w": weight}, lambda s: 1.0 if (s["w"] == weight).all() else float("nan"), 0.05)
+    (tmp_path / "search.json").write_text(json.dumps(no_number.to_json()))
+    assert (
+        "quality is not a number"
+        in Parts(written(tmp_path / "s", "--search", tmp_path / "search.json", "--force")).text
+    )
+    (tmp_path / "search.json").write_text(json.dumps({**result.to_json(), "nbytes": "many"}))
+    failed = CliRunner().invoke(app, ["report", str(tmp_path / "s"), "--search", str(tmp_path / "search.json")])
+    assert failed.exit_code == 2
+    assert "its nbytes is 'many', not int" in failed.stderr
 
 
 def test_what_the_command_says(tmp_path: Path) -> None:

@@ -128,6 +128,10 @@ def test_points_and_cubes_go_through_json() -> None:
         {"prune": (0.0, 0.9), "protect": (0.2,)},
         {"rate": (0.0, 0.1), "system": "inshrinkerator"},
         {"system": "nobody's"},
+        {"bins": (4, "8")},
+        {"bins": None},
+        {"bins": range(4, 9)},
+        {"metric": (["magnitude"],)},
     ],
 )
 def test_bad_axes_are_refused(axis: dict[str, Any]) -> None:

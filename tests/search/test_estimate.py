@@ -123,6 +123,49 @@ def test_rate_lowers_the_size_and_raises_the_error() -> None:
             assert e.nbytes + subject.rest_nbytes == pytest.approx(nbytes, rel=0.02, abs=100)
 
 
+def few_values(values: list[float], shares: list[float], size: int) -> torch.Tensor:
+    drawn = np.random.default_rng(0).choice(np.array(values, np.float32), size=(size, size), p=shares)
+    return torch.from_numpy(drawn)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        few_values([1.0, 1.001, 1.002, 50.0], [0.3, 0.3, 0.3, 0.1], 768),
+        few_values([-2, -0.5, -0.49, 0.0, 0.001, 0.0011, 0.5, 3], [0.02, 0.2, 0.1, 0.3, 0.08, 0.2, 0.05, 0.05], 768),
+        few_values([k / 10 for k in range(-8, 8)], [1 / 16] * 16, 768),
+    ],
+    ids=["near", "eight", "4 bit"],
+)
+def test_arrays_of_few_different_values(tensor: torch.Tensor, delta: bool) -> None:
+    """Where each has an entry of its own the size is that of all of them, and no error is left; else as ever."""
+    points = [
+        Point(bins, prune, "magnitude", protect, 0.0, 32)
+        for bins in (4, 6, 8, 16, 32)
+        for prune in (0.0, 0.3)
+        for protect in (0.0005, 0.01)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    other = torch.randn(64, 64, generator=generator)
+    state, prev = {"w": tensor, "v": other}, None
+    if delta:
+        prev = sp.compress(state)
+        moved = tensor.flatten().clone()
+        at = torch.randperm(moved.numel(), generator=generator)[: moved.numel() // 20]
+        moved[at] = moved[at.flip(0)]
+        state = {"w": moved.view(tensor.shape), "v": other}
+    subject = Subject.of(state, points[0], prev, None, None)
+    for point, found in zip(points, estimator(subject)(points), strict=True):
+        ckpt = sp.compress(state, prev, point.config())
+        back = sp.decompress(ckpt)
+        met = sum(state[k].numel() * relative_error(state[k], back[k]) for k in state) / sum(
+            x.numel() for x in state.values()
+        )
+        assert found.nbytes + subject.rest_nbytes == pytest.approx(ckpt.nbytes, rel=0.03)
+        assert found.error == pytest.approx(met, rel=0.05, abs=1e-5)
+
+
 def test_constant_empty_and_zero_arrays() -> None:
     state = {"a": torch.zeros(64, 64), "b": torch.full((64, 64), 3.0), "c": torch.zeros(0, 2048)}
     subject = Subject.of(state, SOME[0], None, None, None)

@@ -210,6 +210,7 @@ def test_what_makes_no_difference_is_taken_at_its_smallest() -> None:
     assert found.within_spread
     assert found.nbytes == min(t.nbytes for t in found.trials if t.point is not None)
     assert any("not known" in note for note in found.notes)
+    assert any("has 4 bins, an end of the cube" in note for note in found.notes)
 
 
 def test_a_spread_is_measured_and_reported() -> None:
@@ -379,7 +380,9 @@ def test_results_go_through_json() -> None:
     ):
         text = json.dumps(found.to_json(), allow_nan=False)
         assert SearchResult.from_json(json.loads(text)) == found
-    for bad in (None, {}, {**found.to_json(), "more": 1}, {**found.to_json(), "trials": [3]}):
+    plain = found.to_json()
+    wrong = ({"more": 1}, {"trials": [3]}, {"nbytes": "3"}, {"spread": None}, {"baseline": []}, {"met": 1})
+    for bad in (None, {}, *({**plain, **change} for change in wrong)):
         with pytest.raises(BadArgumentError):
             SearchResult.from_json(bad)
 
@@ -433,7 +436,7 @@ def test_a_threshold_that_nothing_meets_means_lossless_and_a_warning(caplog: pyt
     assert not found.met
     assert found.point is None
     assert found.config == sp.presets.lossless()
-    assert any("lossless" in note for note in found.notes)
+    assert any("lossless is used; the cube ends at 64 bins" in note for note in found.notes)
     assert str(found).startswith("lossless: size not tried; ")
     assert any(r.levelno == logging.WARNING and "lossless" in r.getMessage() for r in caplog.records)
     assert found.rounds < 12
@@ -517,6 +520,8 @@ def test_an_evaluate_that_is_not_comparable_between_calls() -> None:
         ({"last": Point(4, 0.0, "magnitude", 0.0)}, "last"),
         ({"cube": 216}, "cube"),
         ({"resume": [3]}, "resume"),
+        ({"resume": None}, "resume"),
+        ({"evaluate": lambda s: 10**400}, "returned inf for the state itself"),
         ({"progress": "yes"}, "progress"),
         ({"group": object()}, "group"),
         ({"state": 3}, "state"),
@@ -540,7 +545,14 @@ def test_a_delta_needs_a_resolved_parent() -> None:
 def test_a_state_in_which_there_is_nothing_to_choose() -> None:
     found = sp.search({"step": 1, "bias": torch.ones(5)}, lambda s: 1 / 0, 0.01)
     assert (found.method, found.met, found.evaluations) == ("nothing to choose", True, 0)
+    assert str(found).startswith("nothing to choose: size not tried")
     assert sp.compress({"step": 1, "bias": torch.ones(5)}, cfg=found.config).nbytes > 0
+
+
+def test_the_least_budget_is_not_spent_on_what_will_fail() -> None:
+    state = random_state()
+    found = sp.search(state, Loss(state, scale=0.2), 0.01, budget=3)
+    assert (found.met, found.rounds) == (True, 3)
 
 
 def test_the_budget_is_kept_and_what_it_leaves_is_said() -> None:

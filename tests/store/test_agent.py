@@ -322,6 +322,19 @@ def test_nothing_is_built_on_what_only_memory_has(root: Path) -> None:
     assert same(sp.Store(root).load(5), 5)
 
 
+def test_a_step_is_gone_on_with_as_storage_has_it(root: Path) -> None:
+    filled(root)
+    store = sp.Store(root, LOSSLESS, in_memory=2)
+    store.follow(4)
+    assert store.save(5, state(5)).is_delta
+    (root / "data" / store.describe(5).file).write_bytes(b"lost")
+    other = sp.Store(root, LOSSLESS, in_memory=2)
+    with pytest.raises(sp.CorruptDataError, match="step 5"):
+        other.follow(5)
+    assert other.head is None
+    assert same(other.load(), 5)
+
+
 def test_a_damaged_copy_in_memory_is_passed_over(root: Path) -> None:
     store = filled(root)
     memory = InMemory(str(root), 2)

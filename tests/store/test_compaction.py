@@ -207,6 +207,19 @@ def test_loads_beside_compaction_and_collection(tmp_path: Path) -> None:
     assert reader.verify() == {}
 
 
+def test_a_header_is_read_where_its_step_has_moved_to(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 0, 1, 2)
+    before, _ = store.manifests()
+    assert store.compact(1.0) == [1, 2]
+    store.gc()
+    assert not (tmp_path / "data" / before[2].file).exists()
+    assert [store.header(m).identity for m in before.values()] == [m.identity for m in before.values()]
+    store.drop(2)
+    store.gc()
+    with pytest.raises(sp.MissingParentError, match=r"step 2: it was removed"):
+        store.header(before[2])
+
+
 def test_a_restated_file_that_is_not_the_same_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = fill(sp.Store(tmp_path, lossless()), *range(8))
     before = listing(tmp_path)
@@ -237,6 +250,10 @@ def test_few_checkpoints_are_held_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_costs_that_are_none(cost: Any, tmp_path: Path) -> None:
     with pytest.raises(sp.BadArgumentError, match="max_cost"):
         sp.Store(tmp_path).compact(cost)
+
+
+def test_a_cost_of_any_kind_of_number(tmp_path: Path) -> None:
+    assert fill(sp.Store(tmp_path, lossless()), 0, 1).compact(np.float64(1)) == [1]
 
 
 @settings(max_examples=20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
+from shrinkpoint.store import local
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.sealed import seal
 from tests.store.common import data_path, fill, listing, lossless, manifest_path, same, state
@@ -143,7 +145,7 @@ def test_metrics(tmp_path: Path) -> None:
     for other in (store, sp.Store(tmp_path)):
         assert [other.describe(s).metric for s in (1, 2, 3)] == [0.25, None, None]
     assert store.describe("x") == store.describe(1)
-    for metric in (float("nan"), float("inf"), "1", True, [], object()):
+    for metric in (float("nan"), float("inf"), "1", True, [], object(), 10**400):
         with pytest.raises(sp.BadArgumentError, match="metric"):
             store.rate(1, metric)  # type: ignore[arg-type]
         with pytest.raises(sp.BadArgumentError, match="metric"):
@@ -177,9 +179,13 @@ def test_pins_and_tags(tmp_path: Path) -> None:
         for act in (lambda n: store.tag(n, 1), store.untag):
             with pytest.raises(sp.BadArgumentError, match="a tag is"):
                 act(name)
+    store.unpin("best")
+    assert store.pins() == []
+    store.pin(2)
     store.unpin(2)
     store.unpin(2)
     store.unpin(77)
+    store.unpin("never")
     store.untag("best")
     store.untag("never")
     assert (store.tags(), store.pins()) == ({"v1.0-rc": 1}, [])
@@ -187,6 +193,12 @@ def test_pins_and_tags(tmp_path: Path) -> None:
         store.load("best")
     with pytest.raises(sp.BadArgumentError, match="step 9"):
         store.drop(9)
+    for wrong in ([1], "1", True, None):
+        with pytest.raises(sp.BadArgumentError, match="step is"):
+            store.drop(wrong)  # type: ignore[arg-type]
+    for wrong in (1, "1"):
+        with pytest.raises(sp.BadArgumentError, match="steps is"):
+            store.copy(tmp_path / "other", wrong)  # type: ignore[arg-type]
 
 
 def test_restores_are_counted(tmp_path: Path) -> None:
@@ -206,6 +218,23 @@ def test_restores_are_counted(tmp_path: Path) -> None:
     assert sp.Store(tmp_path).restores() == 3
     files = sorted((tmp_path / "restores").iterdir())
     assert [json.loads(p.read_text())["step"] for p in files] == [2, 1, 2]
+
+
+def test_a_restore_beside_a_collection_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1)
+    real, collected = local.link, list[str]()
+
+    def link(temporary: str, target: str) -> None:
+        if not collected:
+            collected.extend(sp.Store(tmp_path).gc())
+        real(temporary, target)
+
+    monkeypatch.setattr(local, "link", link)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.load()
+    assert [name.partition("/")[0] for name in collected] == ["restores"]
+    assert store.restores() == 1
 
 
 def test_the_configuration_is_told_of_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -408,9 +409,8 @@ def test_a_killed_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
             saver.save(3, state(3))
         assert lost.exception(10) is error.value
         assert saver.pid is None
-        store.follow(1)
         done = saver.save(3, state(3)).result(60)
-        assert (done.status, done.is_delta) == ("saved", False)
+        assert (done.status, done.is_delta) == ("saved", True)
         second = saver.pid
         assert second not in (None, first)
         # Also where it had nothing to do.
@@ -421,6 +421,59 @@ def test_a_killed_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
         assert saver.last == done
     assert store.steps() == [1, 3]
     assert store.verify() == {}
+
+
+def killed(saver: sp.Saver) -> None:
+    """Kill the worker and hear of it."""
+    assert saver.pid is not None
+    os.kill(saver.pid, signal.SIGKILL)
+    assert gone(saver.pid)
+    with pytest.raises(ChildProcessError, match="killed by SIGKILL"):
+        saver.wait()
+
+
+@posix
+@linux
+@pytest.mark.parametrize(("against", "in_memory"), [("previous", 0), ("base", 0), ("previous", 2)])
+def test_the_worker_after_a_killed_one_goes_on_with_the_chain(
+    against: str, in_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are those of a run in which nothing was killed."""
+    runtime = tempfile.TemporaryDirectory(prefix="sp-")  # a socket's name must be short
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime.name)
+    cfg = sp.Config(chain=sp.ChainPolicy(5, against))  # type: ignore[arg-type]
+    plainly = sp.Store(tmp_path / "plainly", cfg)
+    store = sp.Store(tmp_path / "beside", cfg, in_memory=in_memory)
+    with sp.Saver(store) as saver:
+        for step in range(6):
+            expected = plainly.save(step, state(step))
+            assert saver.save(step, state(step)).result(60).id == expected.checkpoint.id
+            if step in (0, 2, 3):
+                killed(saver)
+    assert files(tmp_path / "beside") == files(tmp_path / "plainly")
+    assert store.verify() == {}
+    if store._memory is not None:
+        assert store._memory.steps()[-1] == 5
+        store._memory.end()
+    runtime.cleanup()
+
+
+@posix
+@linux
+def test_a_chain_that_workers_die_of_is_given_up(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "run", LOSSLESS)
+    store.save(0, state(0))
+    with sp.Saver(store) as saver:
+        for step in (1, 2):
+            saver._ready()
+            assert saver.pid is not None
+            os.kill(saver.pid, signal.SIGSTOP)
+            saver.save(step, state(step))
+            killed(saver)
+        assert not saver.save(3, state(3)).result(60).is_delta
+        killed(saver)
+        assert saver.save(4, state(4)).result(60).is_delta
+    assert store.steps() == [0, 3, 4]
 
 
 @posix
@@ -550,6 +603,22 @@ def test_a_store_in_this_memory_is_saved_by_a_thread() -> None:
     for step in range(3):
         twin.save(step, state(step))
     assert [difference(twin.load(i), store.load(i)) for i in range(3)] == [""] * 3
+
+
+def test_callbacks_may_save_but_not_close() -> None:
+    store = sp.Store(memory_url(), LOSSLESS)
+    found: list[Any] = []
+
+    def back(_: Any) -> None:
+        with pytest.raises(sp.ShrinkpointError, match="cannot be closed by a callback"):
+            saver.close()
+        found.append(saver.save(2, {"a": 2}))
+
+    with sp.Saver(store) as saver:
+        saver.save(1, {"a": 1}).add_done_callback(back)
+        until(lambda: bool(found))
+        assert found[0].result(10).status == "saved"
+    assert store.steps() == [1, 2]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

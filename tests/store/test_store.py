@@ -97,6 +97,18 @@ def test_steps_that_are_none(root: Path, step: Any) -> None:
     assert not root.exists()
 
 
+def test_steps_of_other_kinds_of_integers(root: Path) -> None:
+    store = sp.Store(root, LOSSLESS)
+    for step in (np.int64(3), np.uint8(4), torch.tensor(5)):
+        assert type(store.save(step, {"a": 1}).step) is int  # type: ignore[arg-type]
+    assert sp.Store(root).steps() == [3, 4, 5]
+    assert store.load(np.int32(4)) == {"a": 1}  # type: ignore[arg-type]
+    with sp.Saver(store, mode="thread") as saver:
+        assert saver.save(np.int64(6), {"a": 1}).result().step == 6  # type: ignore[arg-type]
+    store.drop(np.int64(3))  # type: ignore[arg-type]
+    assert store.steps() == [4, 5, 6]
+
+
 def test_loading_a_step_that_is_not_there(root: Path) -> None:
     store = filled(root, 2)
     for step in (5, -1, "10", 10.5):
@@ -104,10 +116,22 @@ def test_loading_a_step_that_is_not_there(root: Path) -> None:
             store.load(step)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("url", [5, None, b"x", "nosuch://x", ["a"]])
+class BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"x"
+
+
+@pytest.mark.parametrize("url", [5, None, b"x", "nosuch://x", ["a"], "", "a\0b", BytesPath()])
 def test_urls_that_are_none(url: Any) -> None:
     with pytest.raises(sp.BadArgumentError, match="url"):
         sp.Store(url)
+
+
+def test_a_home_of_nobody_is_a_name_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = filled(Path("~nobody-of-this-name/run"), 1)
+    monkeypatch.chdir("/")
+    assert sp.Store(store.url).steps() == [0]
 
 
 def test_configurations_that_are_none(root: Path) -> None:

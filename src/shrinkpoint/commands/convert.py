@@ -102,7 +102,8 @@ def compress(
         emit(where | sizes | {"id": ckpt.id, "delta": ckpt.is_delta, "parent": ckpt.parent_id, "worst_errors": worst})
         return
     kind = "delta" if ckpt.is_delta else "base"
-    line(f"{size(ckpt.raw_nbytes)} -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}, {kind}: {', '.join(where.values())}")
+    to = ", ".join(map(str, where.values()))
+    line(f"{size(ckpt.raw_nbytes)} -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}, {kind}: {to}")
     told = ", ".join(f"{measure} {error:.3g}" for measure, error in worst.items())
     line(f"largest error of an array: {told}" if told else "every array is exact")
 
@@ -144,7 +145,7 @@ def _to_store(
     elif not base and store.steps():
         newest_intact(store, lambda s: store.load(s, count=False))
     saved = store.save(step, state, metric=metric)
-    return saved.checkpoint, {"store": url, "step": str(step)}
+    return saved.checkpoint, {"store": url, "step": step}
 
 
 def restore(

@@ -43,7 +43,8 @@ def load_state(path: Path) -> Any:
     """
     if path.is_dir():
         if not is_dcp(path):
-            raise CorruptDataError(f"{path}: neither a store nor a folder of torch.distributed.checkpoint")
+            kind = "a store" if (path / "steps").is_dir() else "no folder of torch.distributed.checkpoint"
+            raise CorruptDataError(f"{path}: is {kind}; a .pt or safetensors file or a DCP folder is needed here")
         return load_dcp(path)
     with open(path, "rb") as file:
         start = file.read(9)
@@ -135,8 +136,9 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
     for node in found:
         value = node.value
         if not isinstance(value, torch.Tensor):
+            array = np.array(value)
             try:
-                value = torch.from_numpy(np.array(value))
+                value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
             except TypeError as error:
                 raise UnsupportedLeafError(f"{node.path}: safetensors: {error}") from None
         if node.path in arrays:

@@ -67,10 +67,7 @@ def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
 
 def header_of(store: Store, step: int | str) -> Checkpoint:
     """A step's checkpoint of which only the header is read: enough for `summary`."""
-    from ..store.chain import opener
-    from ..store.files import open_files
-
-    return opener(open_files(store.url), store.describe(step))(None)
+    return store.header(store.describe(step))
 
 
 def header_of_file(path: Path) -> Checkpoint:

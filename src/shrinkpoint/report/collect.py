@@ -15,11 +15,11 @@ from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatErro
 from ..codec.kinds import guess
 from ..codec.parallel import map_chunks
 from ..store import restores
-from ..store.chain import opener
-from ..store.files import Files, open_files
+from ..store.files import open_files
 from .histogram import Histogram, histogram
 
 if TYPE_CHECKING:
+    from ..store.manifest import Manifest
     from ..store.store import Store
 
 MAX_STEPS = 500
@@ -148,16 +148,21 @@ def collect(
         BadArgumentError: no such step; a file that is no search result.
         CorruptDataError, MissingParentError, NewerFormatError: the step that is asked for cannot be read.
     """
-    files = open_files(store.url)
-    numbers = store.steps()
+    # What is asked for wrongly is said before everything is read.
+    found = tuple((str(path), _search(path)) for path in searches)
+    if step is not None:
+        store.describe(step)
+    manifests, unreadable = store.manifests()
+    numbers = sorted(manifests.keys() | unreadable.keys())
     shown = _spread(numbers, MAX_STEPS)
     pins, tags = set(store.pins()), store.tags()
     rows: list[StepRow] = []
-    problems: dict[int, str] = {}
+    problems = {number: unreadable[number] for number in shown if number in unreadable}
     for done, number in enumerate(shown, 1):
         labels = (*(["pinned"] if number in pins else []), *(t for t, at in tags.items() if at == number))
         try:
-            rows.append(_row(store, files, number, labels))
+            if number not in unreadable:
+                rows.append(_row(manifests[number], store.header(manifests[number]), labels))
         except DAMAGE as error:
             problems[number] = str(error)
         if progress is not None:
@@ -168,14 +173,14 @@ def collect(
         name=name,
         steps=tuple(rows),
         all_steps=len(numbers),
-        restored=_restored(files),
+        restored=tuple(restores.steps(open_files(store.url))),
         restores=store.restores(),
         tensors=tensors,
         all_tensors=all_tensors,
         tensor_step=at,
         curves=_curves(results),
-        searches=tuple((str(path), _search(path)) for path in searches),
-        problems=tuple(problems.values()),
+        searches=found,
+        problems=tuple(problems[number] for number in sorted(problems)),
     )
 
 
@@ -199,9 +204,7 @@ def category(record: ArrayRecord) -> str:
     return {"weight": f"{kind.layer} weights", "state": "other state"}.get(kind.role, f"{kind.role}s")
 
 
-def _row(store: Store, files: Files, number: int, labels: tuple[str, ...]) -> StepRow:
-    manifest = store.describe(number)
-    ckpt = opener(files, manifest)(None)
+def _row(manifest: Manifest, ckpt: Checkpoint, labels: tuple[str, ...]) -> StepRow:
     parts: Counter[str] = Counter()
     raw: Counter[str] = Counter()
     errors: dict[str, list[float]] = {}
@@ -216,7 +219,7 @@ def _row(store: Store, files: Files, number: int, labels: tuple[str, ...]) -> St
             errors.setdefault(f"{role}, {record.measure}", []).append(record.error)
     parts[HEADER] = manifest.nbytes - sum(parts.values())
     return StepRow(
-        number,
+        manifest.step,
         manifest.is_delta,
         manifest.nbytes,
         manifest.raw_nbytes,
@@ -252,19 +255,6 @@ def _tensors(ckpt: Checkpoint | None) -> tuple[tuple[Tensor, ...], int]:
         return Tensor(record, category(record), histogram(ckpt.memory_of(record), record.spec))
 
     return tuple(map_chunks(one, largest)), len(found)
-
-
-def _restored(files: Files) -> tuple[int, ...]:
-    """The steps restored from, in order; a record that cannot be read is left out: the count stands beside."""
-    found = []
-    for name in files.list(restores.FOLDER):
-        try:
-            step = json.loads(files.read(f"{restores.FOLDER}/{name}"))["step"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue
-        if type(step) is int and step >= 0:
-            found.append(step)
-    return tuple(found)
 
 
 def _curves(results: Path | None) -> dict[str, list[tuple[float, float]]]:

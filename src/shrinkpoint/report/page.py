@@ -201,7 +201,7 @@ def _searches(run: Run) -> list[str]:
                         t.round,
                         "the state itself" if t.point is None else t.point,
                         t.nbytes or "",
-                        f"{t.quality:.6g}",
+                        "nan" if t.quality is None else f"{t.quality:.6g}",
                         f"{t.degradation:+.3%}",
                         "yes" if t.passed else "no",
                         t.reason,
