@@ -169,13 +169,29 @@ def ratio_targets() -> str:
 
 
 def ratio_peers() -> str:
-    """Other libraries on the same two states: their ratio and ours, alone and 10 steps apart, and what each loses."""
-    lines = []
-    for row in _ratio():
-        if _is_peer(row):
-            pair = f"{_value(row, ' x')} / {number(row['peer_value'])}{' x' if row['peer_value'] else ''}"
-            lines.append([row["row"], pair, {True: "yes", False: "**no**", None: NONE}[row["met"]], row["note"]])
-    return markdown(["", "ours / theirs", "larger at no more loss", ""], lines)
+    """Other libraries on the same two states: our ratio and theirs, and where either loses, what is lost later."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    models: dict[str, None] = {}
+    for row in filter(_is_peer, _ratio()):
+        model, _, rest = row["row"].partition(", against ")
+        peer, _, what = rest.partition(": whole state")
+        models[model] = None
+        for case in [what.removeprefix(", ")] if what else ["no parent", "10 steps apart"]:
+            cells.setdefault((peer, case), {})[model] = _pair(row)
+    lines = [[peer, case, *(found.get(m, NONE) for m in models)] for (peer, case), found in cells.items()]
+    return markdown(["", "ours / theirs", *models], lines)
+
+
+def _pair(row: Json) -> str:
+    """Ours and theirs; "no" where ours is not larger at no more loss."""
+    if row["value"] is None:
+        return NONE
+    text = f"{number(row['value'])} / {number(row['peer_value'])} x"
+    losses = re.fullmatch(r"ours .*, (\S+) % later; theirs .*, (\S+) %", row["note"])
+    if losses is not None and set(losses.groups()) != {"+0.00"}:
+        ours, theirs = (x if x != "+nan" else "ruined" for x in losses.groups())
+        text += f", {ours} / {theirs} %"
+    return text if row["met"] else f"**no:** {text}"
 
 
 def _is_peer(row: Json) -> bool:

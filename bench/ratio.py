@@ -256,7 +256,7 @@ def run(options: Options) -> list[Row]:
             best = _smallest(_own(by_system, loss), "chain")
             for what, target in (("chain", chain), ("late", late)):
                 rows.append(_target_row(name, size, what, loss, target, best, by_system))
-    return rows if options.quick else rows + medians(rows)
+    return rows if options.quick or options.only else rows + medians(rows)
 
 
 _EQUAL = "late weight deltas at no more loss than"

@@ -199,14 +199,17 @@ class Quantize:
         """Sketch every array, then take thresholds over all of them."""
         if not leaves:
             return []
-        sketches = map_chunks(self._sketch, leaves)
-        protect = self._protection(sketches, parents)
-        by_layer = pruning(sketches, self.prune, self._metric(leaves)) if self.prune else {}
+        sketches = map_chunks(self.sketch, leaves)
+        protect = self.protection_limits(sketches, parents)
+        by_layer = {}
+        if self.prune:
+            self.check_gradients(leaves)
+            by_layer = pruning(sketches, self.prune, self.prune_metric)
         thresholds = [Thresholds(*protect, *by_layer.get(sketch.layer, (0.0, 0.0))) for sketch in sketches]
-        trades = self._trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
+        trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
         return [Plan(*decided) for decided in zip(sketches, thresholds, trades, strict=True)]
 
-    def _trades(self, leaves: Sequence[Leaf], histograms: Sequence[Histogram]) -> list[Trade]:
+    def trades(self, leaves: Sequence[Leaf], histograms: Sequence[Histogram]) -> list[Trade]:
         """One slope for all arrays whose importance is known, in their mean weighted variance; else one for each."""
         # The kernel works in float32.
         usable = [bool(self.rate) and 1e-15 < largest_of(h) < 1e15 for h in histograms]
@@ -223,14 +226,15 @@ class Quantize:
             for i in range(len(leaves))
         ]
 
-    def _metric(self, leaves: Sequence[Leaf]) -> str:
+    def check_gradients(self, leaves: Sequence[Leaf]) -> None:
+        """Refuse to prune by sensitivity what has no gradient."""
         if self.prune_metric == "sensitivity":
             for leaf in leaves:
                 if leaf.gradient is None and leaf.kind.layer != "embedding":
                     raise BadArgumentError(f"{leaf.path}: pruning by sensitivity needs its gradient in grads=")
-        return self.prune_metric
 
-    def _sketch(self, leaf: Leaf) -> Sketch:
+    def sketch(self, leaf: Leaf) -> Sketch:
+        """Histograms of an array's values and, where there is a gradient, of its sensitivity."""
         bits = bits_for(self.alpha, FORMATS[leaf.spec.dtype])
         signed = log_histogram(leaf.flat, bits, signed=True)
         if leaf.gradient is None:
@@ -240,7 +244,7 @@ class Quantize:
             leaf.kind.layer, signed, log_histogram(leaf.flat, bits_for(self.alpha, wide), gradient=leaf.gradient)
         )
 
-    def _protection(self, sketches: Sequence[Sketch], parents: Sequence[Memory | None]) -> tuple[float, float]:
+    def protection_limits(self, sketches: Sequence[Sketch], parents: Sequence[Memory | None]) -> tuple[float, float]:
         """Protection thresholds; the parent's stay while they protect about what was asked (moving costs bits)."""
         if not self.protect:
             return (np.inf, np.inf)
@@ -262,7 +266,7 @@ class Quantize:
             histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
         scale = unit(largest_of(plan.sketch.signed))
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
-        few = _few_values(leaf, histogram, bins) if self.coder == "smallest" else None
+        few = few_values(leaf, histogram, bins) if self.coder == "smallest" else None
         target = np.inf if self.max_error is None else self.max_error
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
@@ -333,7 +337,7 @@ def _quantize(
     return LevelsMemory(levels, codebook, protected, plan.thresholds), met
 
 
-def _few_values(leaf: Leaf, histogram: Histogram, most: int) -> NpArray | None:
+def few_values(leaf: Leaf, histogram: Histogram, most: int) -> NpArray | None:
     """All finite values, ascending, where they are at most `most`: each has an entry then, and none is lost."""
     if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
         return None

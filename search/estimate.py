@@ -20,7 +20,7 @@ from ..codec.codebook import Fit, fit, largest_of, spacing, variance
 from ..codec.leaves import LeafSpec, NpArray, as_bytes
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
-from ..codec.quantize import MAX_BINS, LevelsMemory, Quantize, _few_values, rounded_codebook
+from ..codec.quantize import MAX_BINS, LevelsMemory, Quantize, few_values, rounded_codebook
 from ..codec.ratedistortion import cheapest_levels
 from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign
@@ -75,7 +75,7 @@ class Estimator:
             p if isinstance(p, LevelsMemory) and p.levels.size == leaf.spec.size else None
             for leaf, p in zip(leaves, parents, strict=True)
         ]
-        self._sketches: list[Sketch] = map_chunks(codec._sketch, self._leaves)
+        self._sketches: list[Sketch] = map_chunks(codec.sketch, self._leaves)
         self._chosen = representatives(self._leaves)
         total = sum(self._leaves[i].spec.size for i, _ in self._chosen)
         self._samples = {i: sample(self._leaves[i], self._parents[i], total) for i, _ in self._chosen}
@@ -102,7 +102,7 @@ class Estimator:
     def _thresholds(self, codec: Quantize) -> dict[str, Thresholds]:
         """Thresholds by layer type, as `Quantize.prepare` has them."""
         if codec.protect not in self._protect:
-            self._protect[codec.protect] = codec._protection(self._sketches, self._parents)
+            self._protect[codec.protect] = codec.protection_limits(self._sketches, self._parents)
         key = codec.prune, codec.prune_metric
         if key not in self._prune:
             self._prune[key] = pruning(self._sketches, *key) if codec.prune else {}
@@ -123,7 +123,7 @@ class Estimator:
             how = Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
             key = how, limit, codec.coder, codec.rate
             if key not in counted:
-                few = self._few_values(i, histograms[limit][0], bins) if codec.coder == "smallest" else None
+                few = self._all_values(i, histograms[limit][0], bins) if codec.coder == "smallest" else None
                 codebook, histogram = _codebook(
                     histograms[limit], how, before, leaf.spec, few, exactly=bool(codec.rate)
                 )
@@ -138,12 +138,12 @@ class Estimator:
             row[:] = counted[key]
         return out
 
-    def _few_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
+    def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
         """All values of an array where they are at most `most`, as the codec finds them; looked for once."""
         if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
             return None
         if i not in self._few:
-            self._few[i] = _few_values(self._leaves[i], histogram, MAX_BINS)
+            self._few[i] = few_values(self._leaves[i], histogram, MAX_BINS)
         few = self._few[i]
         return few if few is not None and few.size <= most else None
 

@@ -14,7 +14,7 @@ import torch
 
 import shrinkpoint as sp
 
-from .common import difference, round_trip
+from .common import difference, round_trip, through_bytes
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -226,3 +226,18 @@ def test_biases_by_any_name_are_exact() -> None:
 def test_kinds_of_what_is_none_are_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(sp.BadArgumentError, match="which has no"):
         sp.kinds(*arguments)
+
+
+@pytest.mark.parametrize(
+    "cfg", [sp.Config(), sp.Config(rate=0.01), sp.presets.inshrinkerator(), sp.Config(max_rel_error=0.1)]
+)
+def test_what_diverged_does_not_grow(cfg: sp.Config) -> None:
+    nan = torch.full((256, 256), float("nan"))
+    mixed = nan.clone()
+    mixed[::2] = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    state = {"model": {"w": nan, "x": mixed, "emb.weight": -nan}, "optimizer": {"state": {0: {"exp_avg_sq": nan}}}}
+    base = sp.compress(state, cfg=cfg)
+    delta = sp.compress(state, base, cfg)
+    for ckpt in (base, delta):
+        assert ckpt.nbytes < 0.8 * ckpt.raw_nbytes
+        assert bool(through_bytes(ckpt, base if ckpt.is_delta else None)["model"]["w"].isnan().all())

@@ -109,7 +109,7 @@ class WholeState(Quantize):
         sketches = [self.sketches[leaf.key] for leaf in leaves]
         pruned = self.decided.prune
         thresholds = [Thresholds(*self.decided.protect, *pruned.get(s.layer, (0.0, 0.0))) for s in sketches]
-        trades = self._trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
+        trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
         return [Plan(*made) for made in zip(sketches, thresholds, trades, strict=True)]
 
 
@@ -138,8 +138,8 @@ class Weights:
         self.summaries: dict[Quantize, Summary] = {}
         for codec, group in groups.items():
             if codec.prune:
-                codec._metric(group)
-            found = map_chunks(codec._sketch, group)
+                codec.check_gradients(group)
+            found = map_chunks(codec.sketch, group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
             self.summaries[codec] = Summary(_counts(found), _before(group, parent))
 
@@ -196,7 +196,7 @@ def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, De
         sketches = [counts.sketch() for summary in told for counts in summary.counts]
         before = [summary.before for summary in told if summary.before is not None]
         prune = pruning(sketches, codec.prune, "magnitude") if codec.prune else {}
-        decided[codec] = Decided(codec._protection(sketches, before), prune)
+        decided[codec] = Decided(codec.protection_limits(sketches, before), prune)
     return decided
 
 
