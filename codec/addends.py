@@ -109,9 +109,10 @@ def blocks(n: int, spec: LeafSpec) -> Iterator[slice]:
 
 def rounded(values: NpArray, spec: LeafSpec) -> NpArray:
     """Bytes of float32 or float64 values in the array's dtype, to nearest, ties to even; bfloat16 not of NaN."""
-    if spec.dtype == "bfloat16":
-        return bfloat16.nearest(values.astype(np.float32, copy=False)).view(np.uint8)
-    return values.astype(spec.dtype, copy=False).view(np.uint8)
+    with np.errstate(all="ignore"):  # too large for the dtype is infinity, too small is zero: that is rounding
+        if spec.dtype == "bfloat16":
+            return bfloat16.nearest(values.astype(np.float32, copy=False)).view(np.uint8)
+        return values.astype(spec.dtype, copy=False).view(np.uint8)
 
 
 def _fewest(new: NpArray, old: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray] | None:

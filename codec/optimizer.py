@@ -321,12 +321,12 @@ def narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
 
 def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArray, NpArray]:
     """Row means, and column means over the mean of all: their products are the rank-one estimate."""
-    matrix = as_float32(flat, spec).reshape(shape)
     step = max(1, CHUNK // shape[1])
     rows = np.empty(shape[0])
     columns = np.zeros(shape[1])
     for start in range(0, shape[0], step):
-        by_row, by_column = _sums(matrix[start : start + step])
+        part = as_float32(flat[start * shape[1] : (start + step) * shape[1]], spec)
+        by_row, by_column = _sums(part.reshape(-1, shape[1]))
         rows[start : start + step] = by_row / shape[1]
         columns += by_column
     columns /= shape[0]

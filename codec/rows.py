@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import choice, shown
 from ..kernels.arrays import is_torch
 from ..kernels.bitpack import pack_bits
 from ..kernels.distortion import Distortion, distortion
@@ -54,6 +55,7 @@ ENOUGH = ((1, 2), (3, 3), (20, 4), (math.inf, 8))
 _PLAIN, _CODED = 0, 1
 _CONTEXT_BITS = 4
 _CHECKED = 256
+_NODES = 10**15
 
 
 def width_for(restores: float) -> int:
@@ -73,8 +75,8 @@ def expected_failures(probability: float, nodes: int, duration: float) -> int:
 
     Args:
         probability: of one node failing within one unit of time (an hour, say), in [0, 1]; from failure logs.
-        nodes: number of nodes, at least 1.
-        duration: of the run, in the same unit of time, at least 0.
+        nodes: number of nodes, 1 to 10**15.
+        duration: of the run, in the same unit of time, 0 to 1e15.
 
     Raises:
         BadArgumentError: a value out of range.
@@ -86,8 +88,8 @@ def expected_failures(probability: float, nodes: int, duration: float) -> int:
     Source: Check-N-Run, section 6.2.1.
     """
     check_range("probability", probability, 0, 1)
-    if type(nodes) is not int or nodes < 1:
-        raise BadArgumentError(f"nodes is {nodes!r}; it must be an integer of at least 1")
+    if type(nodes) is not int or not 1 <= nodes <= _NODES:
+        raise BadArgumentError(f"nodes is {shown(nodes)}; it must be an integer in [1, {_NODES}]")
     check_range("duration", duration, 0, 1e15)
     return math.ceil(probability * nodes * duration)
 
@@ -132,11 +134,10 @@ class Rows:
     id: ClassVar[str] = "rows"
 
     def __post_init__(self) -> None:
-        known = self.bits is None or self.bits == "auto" or (type(self.bits) is int and self.bits in WIDTHS)
-        if not known:
-            raise BadArgumentError(f"bits is {self.bits!r}; it must be 2, 3, 4, 8, 'auto' or None")
-        if self.method not in METHODS:
-            raise BadArgumentError(f"method is {self.method!r}; it must be one of {', '.join(METHODS)}")
+        known = self.bits is None or (type(self.bits) is int and self.bits in WIDTHS)
+        if not known and not (isinstance(self.bits, str) and self.bits == "auto"):
+            raise BadArgumentError(f"bits is {shown(self.bits)}; it must be 2, 3, 4, 8, 'auto' or None")
+        choice("method", self.method, METHODS)
         if self.num_bins is not None and (type(self.num_bins) is not int or not 1 <= self.num_bins <= 4096):
             raise BadArgumentError(f"num_bins is {self.num_bins!r}; it must be an integer in [1, 4096]")
         if self.ratio is not None:
@@ -148,8 +149,7 @@ class Rows:
                 "bits is 'auto': expected_restores is needed too (expected_failures estimates it from a node's "
                 "probability of failure, the number of nodes and the duration)"
             )
-        if self.coder not in ("smallest", "published"):
-            raise BadArgumentError(f"coder is {self.coder!r}; it must be 'smallest' or 'published'")
+        choice("coder", self.coder, ("smallest", "published"))
         if self.max_error is not None:
             check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
 
