@@ -19,7 +19,7 @@ from shrinkpoint.codec import clusters, leaves, optimizer, quantize
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.kernels.arrays import is_torch
 
-from .common import difference, take_apart
+from .common import take_apart
 
 HERE = torch.cuda.is_available()
 pytestmark = [
@@ -103,7 +103,6 @@ def test_the_same_bytes_as_on_the_cpu(name: str, request: pytest.FixtureRequest)
         del header["parent"], other_header["parent"]
         assert header == other_header
         assert body == other_body
-        assert difference(sp.decompress(prev), sp.decompress(other)) == ""
 
 
 def test_moments_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
