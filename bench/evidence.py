@@ -493,6 +493,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = HOME / page
         text = path.read_text(encoding="utf-8")
         path.write_text(regenerated(text), encoding="utf-8")
+    if _ratio():
+        bench_ratio.plot([Row(**row) for row in _ratio()], PICTURES / "ratio.png")
     rows = _training()
     if _models(rows, training.FAILURES[0]):
         training.plot(rows, PICTURES / "training.png")

@@ -441,12 +441,16 @@ def plot(rows: list[Row], path: Path) -> None:
         name, _, system = where.partition(", ")
         if system and row.value is not None:
             points.setdefault(name, {}).setdefault(system, {})[what] = row.value
+    across = min(2, len(points))
+    down = -(-len(points) // across)
     figure, axes = pyplot.subplots(
-        1, len(points), figsize=(4.6 * len(points), 4.2), layout="constrained", squeeze=False
+        down, across, figsize=(5.2 * across, 3.6 * down), layout="constrained", squeeze=False
     )
-    for axis, (name, systems) in zip(axes[0], points.items(), strict=True):
+    for axis in axes.flat[len(points) :]:
+        axis.remove()
+    for axis, (name, systems) in zip(axes.flat, points.items(), strict=False):
         curve = []
-        for system, values in systems.items():
+        for number, (system, values) in enumerate(systems.items()):
             if "loss change later" not in values or system.startswith("weights"):
                 continue
             x, y = values["whole state, chain with its bases"], values["loss change later"]
@@ -454,12 +458,15 @@ def plot(rows: list[Row], path: Path) -> None:
             if ours:
                 curve.append((x, y))
             axis.plot(x, y, "o", color="#2a6f97" if ours else "#b5651d")
-            axis.annotate(system, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            # Those of one preset lie near each other: one above, one below.
+            lift = -3 if ours else 3 if number % 2 else -8
+            axis.annotate(system, (x, y), textcoords="offset points", xytext=(6, lift), fontsize=7)
         axis.plot(*zip(*sorted(curve), strict=True), color="#2a6f97", linewidth=1)
         axis.axhline(0, color="#999999", linewidth=0.6)
         axis.set_xscale("log")
+        axis.set_xlim(1, 400)
         axis.set_title(name, loc="left")
-        axis.set_xlabel("times smaller, chain with its bases")
-    axes[0][0].set_ylabel(f"held-out loss after {FURTHER} further steps, change in %")
+    figure.supxlabel("times smaller, chain with its bases", fontsize=10)
+    figure.supylabel(f"held-out loss after {FURTHER} further steps, change in %", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
