@@ -15,7 +15,6 @@ from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
-from .exact import Exact
 from .importance import second_moments
 from .kinds import check_kinds, is_update
 from .leaves import is_array
@@ -24,9 +23,6 @@ from .optimizer import FirstMoment, square_of
 from .parallel import map_arrays
 from .quantize import Quantize
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
-
-_SLACK = 64
-"""Bytes that a small array may grow by."""
 
 
 @np.errstate(**NUMPY_DEFAULTS)
@@ -114,13 +110,7 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
             plans[i] = plan
 
     def one(i: int) -> Stored:
-        stored = codecs[i].encode(leaves[i], parents[i], plans[i])
-        # Arrays of values that no codec is for (NaN throughout) may come out larger than they are.
-        if sum(map(len, stored.pieces)) > leaves[i].spec.nbytes + _SLACK and stored.measure != "exact":
-            return dataclasses.replace(
-                Exact().encode(leaves[i], parents[i]), note=f"exact: no smaller by {codecs[i].id}"
-            )
-        return stored
+        return codecs[i].encode(leaves[i], parents[i], plans[i])
 
     siblings = {j: i for i, j in _siblings(leaves).items() if isinstance(codecs[i], FirstMoment)}
     second = set(siblings.values())

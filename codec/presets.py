@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 
-from ..kernels.arguments import choice, flag, shown
+from ..kernels import arguments
 from .changed import Changed
 from .clusters import Clusters
 from .config import ChainPolicy, Config, Rule
@@ -101,8 +100,8 @@ def lc_checkpoint(
 
     Source: LC-Checkpoint, section 3.
     """
-    choice("second_moments", second_moments, ("relative", "exponent"))
-    differences = ExponentDelta(bits, "huffman" if flag("huffman", huffman) else "packed")
+    arguments.choice("second_moments", second_moments, ("relative", "exponent"))
+    differences = ExponentDelta(bits, "huffman" if arguments.flag("huffman", huffman) else "packed")
     second = SecondMoment() if second_moments == "relative" else differences
     rules = [Rule("weight", differences), Rule("first moment", differences), Rule("second moment", second)]
     return Config(rules, chain=chain)
@@ -136,20 +135,11 @@ def bitsnap(
     Source: BitSnap, sections 3.3, 3.4 and 4.4.
     """
     states = Clusters(clusters, "published")
-    rules = [Rule(match, states) for match in ("first moment", "second moment", *_patterns(master))]
+    rules = [Rule(match, states) for match in ("first moment", "second moment", *arguments.strings("master", master))]
     if type(max_cached_iteration) is not int or max_cached_iteration < 1:
         raise BadArgumentError(f"max_cached_iteration is {max_cached_iteration!r}; it must be an integer of at least 1")
     chain = ChainPolicy(base_every=max_cached_iteration, against="base")
     return Config([*rules, Rule("*", Changed("published"))], chain=chain)
-
-
-def _patterns(master: Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(master, str):
-        with suppress(TypeError):
-            patterns = tuple(master)
-            if all(isinstance(p, str) and p for p in patterns):
-                return patterns
-    raise BadArgumentError(f"master is {shown(master)}; it must be a sequence of patterns, () for none")
 
 
 _POLICIES = {
@@ -198,11 +188,11 @@ def check_n_run(
 
     Source: Check-N-Run, sections 5 and 6.
     """
-    choice("policy", policy, _POLICIES)
+    arguments.choice("policy", policy, _POLICIES)
     if bits is None:
         raise BadArgumentError("bits is None; it must be 2, 3, 4, 8 or 'auto'")
     if moment_bits is not None and not (type(moment_bits) is int and moment_bits in WIDTHS):
-        raise BadArgumentError(f"moment_bits is {shown(moment_bits)}; it must be 2, 3, 4, 8 or None")
+        raise BadArgumentError(f"moment_bits is {arguments.shown(moment_bits)}; it must be 2, 3, 4, 8 or None")
     table = Rows(bits, method, num_bins, ratio, expected_restores, coder)
     exact = Rows(None)
     moments = exact if moment_bits is None else Rows(moment_bits, method, num_bins, ratio, expected_restores, coder)

@@ -287,6 +287,8 @@ class Quantize:
                 return finer
             return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {target:g}")
         pieces = [_references(memory, leaf.spec, before), *_level_chunks(memory, before, self.coder)]
+        if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
+            return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
         limits = plan.thresholds
         meta = {
             "t": [

@@ -1,0 +1,200 @@
+"""Pure array functions: `from shrinkpoint.kernels import log_histogram, assign, huffman_encode`.
+
+Each is looked up in its module on first use (`docs/kernels.md` names the modules), so that importing the package costs
+nothing. `assign` and `distortion` are a module and the function in it at once: the module is callable.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .assign import Thresholds, assign, boundaries, dequantize, magnitude_bits
+    from .bitpack import pack_bits, unpack_bits
+    from .categories import join_categories, split_categories
+    from .classes import class_sums, pattern_classes, row_column_sums
+    from .cluster import Clusters, cluster_dequantize, cluster_quantize
+    from .distortion import Distortion, distortion
+    from .errors import BadArgumentError, CorruptDataError, ShrinkpointError
+    from .exponent import (
+        Buckets,
+        Promotion,
+        exponent_buckets,
+        exponent_dequantize,
+        exponent_quantize,
+        merge_buckets,
+        promote,
+    )
+    from .floats import FORMATS, FloatFormat, bits_for
+    from .grid import grid_symbols, grid_values
+    from .histogram import Histogram, kept_histogram, log_histogram, merge, quantile
+    from .huffman import (
+        huffman_codes,
+        huffman_decode,
+        huffman_encode,
+        huffman_lengths,
+        pack_lengths,
+        unpack_lengths,
+    )
+    from .kmeans import bucket_weights, prepare, quantization_loss, weighted_kmeans, weighted_kmeans_many
+    from .levels import delta, joint_counts, merge_by_level, split_by_level, undelta
+    from .logbucket import bucket_index, bucket_value
+    from .mask import changed_mask, gather, pack_mask, scatter, unpack_mask
+    from .octaves import Octaves, join_octaves, split_octaves
+    from .planes import difference, merge_planes, split_planes, undifference
+    from .rans import (
+        coding_cost,
+        pack_frequencies,
+        rans_decode,
+        rans_encode,
+        rans_frequencies,
+        unpack_frequencies,
+    )
+    from .ratedistortion import rate_distortion_levels
+    from .residual import residual_factors, residual_symbols, residual_values
+    from .rows import row_dequantize, row_kmeans, row_lookup, row_quantize
+    from .runlength import rle_decode, rle_encode
+
+_SUBJECTS = {
+    "assign": "Thresholds assign boundaries dequantize magnitude_bits",
+    "bitpack": "pack_bits unpack_bits",
+    "categories": "join_categories split_categories",
+    "classes": "class_sums pattern_classes row_column_sums",
+    "cluster": "Clusters cluster_dequantize cluster_quantize",
+    "distortion": "Distortion distortion",
+    "errors": "BadArgumentError CorruptDataError ShrinkpointError",
+    "exponent": "Buckets Promotion exponent_buckets exponent_dequantize exponent_quantize merge_buckets promote",
+    "floats": "FORMATS FloatFormat bits_for",
+    "grid": "grid_symbols grid_values",
+    "histogram": "Histogram kept_histogram log_histogram merge quantile",
+    "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
+    "kmeans": "bucket_weights prepare quantization_loss weighted_kmeans weighted_kmeans_many",
+    "levels": "delta joint_counts merge_by_level split_by_level undelta",
+    "logbucket": "bucket_index bucket_value",
+    "mask": "changed_mask gather pack_mask scatter unpack_mask",
+    "octaves": "Octaves join_octaves split_octaves",
+    "planes": "difference merge_planes split_planes undifference",
+    "rans": "coding_cost pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
+    "ratedistortion": "rate_distortion_levels",
+    "residual": "residual_factors residual_symbols residual_values",
+    "rows": "row_dequantize row_kmeans row_lookup row_quantize",
+    "runlength": "rle_decode rle_encode",
+}
+_MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
+
+__all__ = [
+    "FORMATS",
+    "BadArgumentError",
+    "Buckets",
+    "Clusters",
+    "CorruptDataError",
+    "Distortion",
+    "FloatFormat",
+    "Histogram",
+    "Octaves",
+    "Promotion",
+    "ShrinkpointError",
+    "Thresholds",
+    "assign",
+    "bits_for",
+    "boundaries",
+    "bucket_index",
+    "bucket_value",
+    "bucket_weights",
+    "changed_mask",
+    "class_sums",
+    "cluster_dequantize",
+    "cluster_quantize",
+    "coding_cost",
+    "delta",
+    "dequantize",
+    "difference",
+    "distortion",
+    "exponent_buckets",
+    "exponent_dequantize",
+    "exponent_quantize",
+    "gather",
+    "grid_symbols",
+    "grid_values",
+    "huffman_codes",
+    "huffman_decode",
+    "huffman_encode",
+    "huffman_lengths",
+    "join_categories",
+    "join_octaves",
+    "joint_counts",
+    "kept_histogram",
+    "log_histogram",
+    "magnitude_bits",
+    "merge",
+    "merge_buckets",
+    "merge_by_level",
+    "merge_planes",
+    "pack_bits",
+    "pack_frequencies",
+    "pack_lengths",
+    "pack_mask",
+    "pattern_classes",
+    "prepare",
+    "promote",
+    "quantile",
+    "quantization_loss",
+    "rans_decode",
+    "rans_encode",
+    "rans_frequencies",
+    "rate_distortion_levels",
+    "residual_factors",
+    "residual_symbols",
+    "residual_values",
+    "rle_decode",
+    "rle_encode",
+    "row_column_sums",
+    "row_dequantize",
+    "row_kmeans",
+    "row_lookup",
+    "row_quantize",
+    "scatter",
+    "split_by_level",
+    "split_categories",
+    "split_octaves",
+    "split_planes",
+    "undelta",
+    "undifference",
+    "unpack_bits",
+    "unpack_frequencies",
+    "unpack_lengths",
+    "unpack_mask",
+    "weighted_kmeans",
+    "weighted_kmeans_many",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The function or class `name` of its module, imported now."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_MODULE_OF[name]}", __name__)
+    if name == _MODULE_OF[name]:
+        return module  # it is what the import has left here, and callable
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def make_callable(module: str, function: Callable[..., Any]) -> None:
+    """Let a module that has the name of its function be called as that function.
+
+    An import of the module puts it where the package's attribute of that name is, whatever stood there before; so the
+    attribute is always the module, and calling it always works.
+    """
+    members = {"__call__": staticmethod(function), "__signature__": inspect.signature(function)}
+    sys.modules[module].__class__ = type("CallableModule", (ModuleType,), members)

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import back_end, dtype_name, is_torch, on_gpu, to_numpy
+from . import make_callable
+from .arguments import check_arrays, instance, number
+from .arrays import back_end, dtype_name, is_torch, to_numpy
 from .errors import BadArgumentError
 from .floats import FloatFormat, format_named
 from .histogram import check_gradient
+from .planes import WIDTHS, same_device
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -50,9 +53,7 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         for name in ("protect_magnitude", "protect_sensitivity", "prune_magnitude", "prune_sensitivity"):
-            value = getattr(self, name)
-            if not value >= 0.0:
-                raise BadArgumentError(f"{name} is {value}; it must be 0 or more")
+            number(name, getattr(self, name), 0, math.inf)
 
 
 def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:
@@ -60,8 +61,9 @@ def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:
 
     `|x| >= threshold` is then `magnitude pattern of x >= magnitude_bits(threshold)`, NaN included as the largest.
     """
-    wide = np.dtype(np.float32 if fmt.name == "bfloat16" else fmt.name).type
-    with np.errstate(over="ignore", under="ignore"):
+    threshold = number("threshold", threshold, 0, math.inf)
+    wide = np.dtype(np.float32 if instance("fmt", fmt, FloatFormat).name == "bfloat16" else fmt.name).type
+    with np.errstate(all="ignore"):
         rounded = wide(threshold)
         if float(rounded) < threshold:
             rounded = np.nextafter(rounded, wide(np.inf))
@@ -71,6 +73,9 @@ def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:
 
 def codebook_float64(codebook: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The codebook of any library, dtype or device as float64 on the host (exact)."""
+    check_arrays(codebook=codebook)
+    if dtype_name(codebook) not in WIDTHS and getattr(codebook.dtype, "kind", None) not in tuple("biuf"):
+        raise BadArgumentError(f"codebook has dtype {dtype_name(codebook)}; real numbers are needed")
     if is_torch(codebook):
         import torch
 
@@ -115,9 +120,9 @@ def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float
     """
     fmt = format_named(dtype_name_of(dtype))
     codes = _checked_codebook(codebook)
-    middle = 0.5 * codes[:-1] + 0.5 * codes[1:]
     wide = np.dtype(np.float32 if fmt.name == "bfloat16" else fmt.name)
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(all="ignore"):
+        middle = 0.5 * codes[:-1] + 0.5 * codes[1:]
         above = middle.astype(wide)
         # Against twice the midpoint: half an odd number of smallest units is no float64.
         twice, total = 2.0 * above.astype(np.float64), codes[:-1] + codes[1:]
@@ -167,12 +172,13 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
 
     Source: Inshrinkerator, section 4 (prune, protect, quantize).
     """
-    module = back_end(x, "assign")
+    check_arrays(x=x)
     format_named(dtype_name(x))
+    instance("thresholds", thresholds, Thresholds)
     codes = _checked_codebook(codebook)
     if gradient is not None:
         check_gradient(x, gradient)
-    return module.assign(x, thresholds, codes, gradient=gradient)
+    return back_end(x, "assign").assign(x, thresholds, codes, gradient=gradient)
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
@@ -196,7 +202,7 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
         >>> dequantize(np.array([0, 3, 1, 2], dtype=np.uint8), codebook, protected=np.float32([9.5])).tolist()
         [0.0, 1.0, 9.5, -1.0]
     """
-    module = back_end(levels, "assign")
+    check_arrays(levels=levels, codebook=codebook)
     if dtype_name(levels) != "uint8":
         raise BadArgumentError(f"levels have dtype {dtype_name(levels)}; uint8 is needed")
     name = format_named(dtype_name(codebook)).name
@@ -204,10 +210,15 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
         raise BadArgumentError(
             f"codebook has shape {tuple(codebook.shape)}; one dimension of 0 ... {MAX_CODES} is needed"
         )
-    if protected is not None and (dtype_name(protected) != name or len(protected.shape) != 1):
-        raise BadArgumentError(
-            f"protected is {dtype_name(protected)}{tuple(protected.shape)}; 1-D {name}, like the codebook, is needed"
-        )
-    if on_gpu(codebook) != on_gpu(levels) or (protected is not None and on_gpu(protected) != on_gpu(levels)):
-        raise BadArgumentError("levels, codebook and protected are not on one device")
-    return module.dequantize(levels, codebook, protected=protected)
+    same_device("levels", levels, "codebook", codebook)
+    if protected is not None:
+        check_arrays(protected=protected)
+        if dtype_name(protected) != name or len(protected.shape) != 1:
+            raise BadArgumentError(
+                f"protected is {dtype_name(protected)} {tuple(protected.shape)}; 1-D {name}, as the codebook, is needed"
+            )
+        same_device("levels", levels, "protected", protected)
+    return back_end(levels, "assign").dequantize(levels, codebook, protected=protected)
+
+
+make_callable(__name__, assign)

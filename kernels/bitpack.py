@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import choice, integer
 from .arrays import back_end
-from .errors import BadArgumentError
-from .sequential import UNSIGNED, integer, stored_bytes, vector
+from .sequential import UNSIGNED, stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -59,7 +59,5 @@ def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -
     Source: BitSnap (2025), section 3.
     """
     data = stored_bytes(data)
-    if dtype not in UNSIGNED:
-        raise BadArgumentError(f"dtype is {dtype!r}; one of {', '.join(UNSIGNED)} is needed")
-    width = integer("width", width, 0, int(dtype[4:]))
+    width = integer("width", width, 0, int(choice("dtype", dtype, UNSIGNED)[4:]))
     return back_end(data, "bitpack").unpack_bits(data, width, integer("n", n, 0, 2**56), dtype)

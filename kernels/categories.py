@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import choice, integer
 from .arrays import back_end, dtype_name
-from .errors import BadArgumentError
-from .sequential import integer, stored_bytes, vector
+from .sequential import stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -90,7 +90,5 @@ def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: s
         [0, 7, 8, 9, 21]
     """
     categories = vector("categories", categories, ("uint8",))
-    if dtype not in WIDTHS:
-        raise BadArgumentError(f"dtype is {dtype!r}; one of {', '.join(WIDTHS)} is needed")
-    bits = integer("bits", bits, 1, most_bits(WIDTHS[dtype]))
+    bits = integer("bits", bits, 1, most_bits(WIDTHS[choice("dtype", dtype, WIDTHS)]))
     return back_end(categories, "categories").join_categories(categories, stored_bytes(extra), bits, dtype)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import integer
 from .arrays import back_end, dtype_name
-from .sequential import integer, vector
+from .sequential import vector
 
 if TYPE_CHECKING:
     from .arrays import Array

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .arrays import back_end, dtype_name, on_gpu
+from .arguments import check_arrays, integer
+from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .floats import FORMATS
 from .planes import same_device
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 SUM_BLOCK = 1024
 """Length of the blocks in which the sums behind mean and deviation are taken."""
+
+MOST = 16
+"""Most clusters: a label fits 4 bits."""
 
 SHIFT = 16
 """`first_code` is indexed by the pattern of a float32 in [0, 1], shifted right by this many bits."""
@@ -72,10 +76,10 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
         >>> q.labels.tolist(), q.scale.tolist(), q.minimum.tolist(), q.codes.tolist()
         ([0, 0, 1, 1], [1.0, 1.0], [0.0, 5.0], [0, 255, 0, 255])
     """
+    check_arrays(x=x)
     if dtype_name(x) not in FORMATS:
         raise BadArgumentError(f"x has dtype {dtype_name(x)}; one of {', '.join(FORMATS)} is needed")
-    if not 1 <= clusters <= 16:
-        raise BadArgumentError(f"clusters is {clusters}; it must be from 1 to 16")
+    clusters = integer("clusters", clusters, 1, MOST)
     out: Clusters = back_end(x, "cluster").cluster_quantize(x, clusters)
     return out
 
@@ -101,6 +105,7 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
         >>> cluster_dequantize(*cluster_quantize(np.array([0.0, 1.0, 5.0, 6.0]), 2)).tolist()
         [0.0, 1.0, 5.0, 6.0]
     """
+    check_arrays(codes=codes, labels=labels, scale=scale, minimum=minimum)
     for name, array, dtype in (
         ("codes", codes, "uint8"),
         ("labels", labels, "uint8"),
@@ -112,10 +117,9 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
                 f"{name} is {dtype_name(array)} {tuple(array.shape)}; {dtype} with one axis is needed"
             )
         same_device("codes", codes, name, array)
-    on_gpu(codes)
     if codes.shape[0] != labels.shape[0]:
         raise CorruptDataError(f"there are {codes.shape[0]} codes and {labels.shape[0]} labels; as many are needed")
-    if scale.shape[0] != minimum.shape[0] or not 1 <= scale.shape[0] <= 16:
+    if scale.shape[0] != minimum.shape[0] or not 1 <= scale.shape[0] <= MOST:
         raise CorruptDataError(
             f"scale has {scale.shape[0]} and minimum {minimum.shape[0]} entries; one a cluster, 1 to 16, is needed"
         )
@@ -123,16 +127,26 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
     return out
 
 
-@cache
 def normal_quantiles(clusters: int) -> tuple[float, ...]:
     """z_k with a share k / clusters of a standard normal below it, k = 1 ... clusters - 1, to nine decimals.
 
     Nine decimals, because the last bits of the inverse differ between mathematical libraries.
 
+    Args:
+        clusters: 1 to 16.
+
+    Raises:
+        BadArgumentError: `clusters` is out of range.
+
     Example:
         >>> normal_quantiles(4)
         (-0.67448975, 0.0, 0.67448975)
     """
+    return _quantiles(integer("clusters", clusters, 1, MOST))
+
+
+@cache
+def _quantiles(clusters: int) -> tuple[float, ...]:
     return tuple(round(NormalDist().inv_cdf(k / clusters), 9) + 0.0 for k in range(1, clusters))
 
 
@@ -152,7 +166,8 @@ def boundaries(total: float, squares: float, n: int, clusters: int) -> np.ndarra
     square = mean * mean
     deviation = math.sqrt(max(squares / max(n, 1) - square, 0.0))
     quantiles = np.array(normal_quantiles(clusters), np.float64)
-    return (mean + deviation * quantiles).astype(np.float32)
+    with np.errstate(all="ignore"):  # beyond the largest float32 is infinity: no element is there
+        return (mean + deviation * quantiles).astype(np.float32)
 
 
 def ranges(
@@ -165,7 +180,7 @@ def ranges(
     """
     empty = lowest > highest
     low = np.where(empty, np.float32(0), lowest) + np.float32(0)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         scale = np.where(empty, np.float32(0), highest) + np.float32(0) - low
     if not np.isfinite(scale).all():
         raise BadArgumentError("x spans more than float32 can hold within one cluster; scale it down")

@@ -6,8 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .arrays import back_end
+from . import make_callable
+from .arguments import check_arrays
+from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
+from .floats import format_named
+from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -49,18 +53,25 @@ def distortion(x: Array, y: Array) -> Distortion:
     Elements of x that are not finite do not count: they are never approximated.
 
     Args:
-        x: float array, any shape.
-        y: the same shape, on the same device.
+        x: any shape, float16, bfloat16, float32 or float64.
+        y: the same shape, any of these dtypes, on the same device.
 
     Raises:
-        BadArgumentError: the shapes differ.
+        BadArgumentError: no such dtype, or the shapes or devices differ.
 
     Example:
         >>> import numpy as np
         >>> distortion(np.array([3.0, 4.0]), np.array([3.0, 4.5])).relative_l2
         0.1
     """
+    check_arrays(x=x, y=y)
+    format_named(dtype_name(x))
+    format_named(dtype_name(y))
     if tuple(x.shape) != tuple(y.shape):
         raise BadArgumentError(f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; they must be the same")
+    same_device("x", x, "y", y)
     result: Distortion = back_end(x, "distortion").distortion(x, y)
     return result
+
+
+make_callable(__name__, distortion)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arguments import check_arrays, check_table, instance, integer, shown
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .floats import FloatFormat, format_named
@@ -54,11 +55,22 @@ class Promotion:
         table: uint8 or, for more than 8 bits, uint16 [2 E]: level of each bucket by `sign * E + field` (the pattern
             shifted right past the mantissa); 0 for what is not kept.
         format: name of the float format.
+
+    Raises:
+        BadArgumentError: a dtype or the length of `table` does not fit the format.
     """
 
     codebook: np.ndarray[Any, Any]
     table: np.ndarray[Any, Any]
     format: str
+
+    def __post_init__(self) -> None:
+        fmt = format_named(self.format)
+        dtype = "uint16" if getattr(self.table, "dtype", None) == np.uint16 else "uint8"
+        check_table("table", self.table, dtype, (2 << fmt.exponent,))
+        check_table(
+            "codebook", self.codebook, f"uint{fmt.width}", instance("codebook", self.codebook, np.ndarray).shape[:1]
+        )
 
 
 def exponent_buckets(x: Array) -> Buckets:
@@ -81,6 +93,7 @@ def exponent_buckets(x: Array) -> Buckets:
 
     Source: LC-Checkpoint, section 3.1.1, exponent-based quantization.
     """
+    check_arrays(x=x)
     format_named(dtype_name(x))
     out: Buckets = back_end(x, "exponent").exponent_buckets(x)
     return out
@@ -98,8 +111,9 @@ def merge_buckets(first: Buckets, *rest: Buckets) -> Buckets:
         >>> merge_buckets(b, b).zeros
         2
     """
-    out = first
+    out = instance("buckets", first, Buckets)
     for other in rest:
+        instance("buckets", other, Buckets)
         if other.format != out.format:
             raise BadArgumentError(f"buckets of {out.format} and of {other.format} cannot be merged")
         lowest = np.where(out.counts == 0, other.lowest, np.minimum(out.lowest, other.lowest))
@@ -134,8 +148,8 @@ def promote(buckets: Buckets, bits: int) -> Promotion:
 
     Source: LC-Checkpoint, section 3.1.1, priority promotion.
     """
-    if not 1 <= bits <= MAX_BITS:
-        raise BadArgumentError(f"bits is {bits}; it must be from 1 to {MAX_BITS}")
+    instance("buckets", buckets, Buckets)
+    bits = integer("bits", bits, 1, MAX_BITS)
     fmt = format_named(buckets.format)
     fields = buckets.counts.shape[1]
     broken = int(buckets.counts[:, -1].sum())
@@ -172,6 +186,8 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
         >>> exponent_quantize(x, promote(exponent_buckets(x), 1)).tolist()
         [1, 1, 0, 0, 0]
     """
+    check_arrays(x=x)
+    instance("promotion", promotion, Promotion)
     if dtype_name(x) != promotion.format:
         raise BadArgumentError(f"x has dtype {dtype_name(x)}; the promotion is of {promotion.format}")
     out: Array = back_end(x, "exponent").exponent_quantize(x, promotion)
@@ -201,12 +217,13 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
         >>> exponent_dequantize(exponent_quantize(x, p), p.codebook).view("float32").tolist()
         [1.25, 1.25, -1.25, 0.25, 0.0]
     """
+    check_arrays(levels=levels)
     if dtype_name(levels) not in ("uint8", "uint16"):
         raise BadArgumentError(f"levels has dtype {dtype_name(levels)}; uint8 or uint16 is needed")
-    patterns = codebook.dtype.name in ("uint16", "uint32", "uint64")
+    patterns = isinstance(codebook, np.ndarray) and dtype_name(codebook) in ("uint16", "uint32", "uint64")
     if not patterns or codebook.ndim != 1 or not 1 <= codebook.size <= 1 << 16:
         raise BadArgumentError(
-            f"codebook is {codebook.dtype.name} {codebook.shape}; 1 to 65536 uint16, uint32 or uint64 are needed"
+            f"codebook is {shown(codebook)}; a NumPy array of 1 to 65536 uint16, uint32 or uint64 is needed"
         )
     out: Array = back_end(levels, "exponent").exponent_dequantize(levels, codebook)
     return out

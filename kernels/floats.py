@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .arguments import instance, number
 from .errors import BadArgumentError
 
 
@@ -50,10 +51,9 @@ FORMATS: dict[str, FloatFormat] = {
 
 def format_named(name: str) -> FloatFormat:
     """The format of dtype `name`; raises BadArgumentError for a dtype that has no log buckets."""
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise BadArgumentError(f"dtype {name} has no log buckets; one of {', '.join(FORMATS)} is needed") from None
+    if not isinstance(name, str) or name not in FORMATS:
+        raise BadArgumentError(f"dtype {name} has no log buckets; one of {', '.join(FORMATS)} is needed")
+    return FORMATS[name]
 
 
 def bits_for(alpha: float, fmt: FloatFormat) -> int:
@@ -66,6 +66,6 @@ def bits_for(alpha: float, fmt: FloatFormat) -> int:
     Raises:
         BadArgumentError: alpha is not in (0, 1).
     """
-    if not 0.0 < alpha < 1.0:
-        raise BadArgumentError(f"alpha is {alpha}; it must be above 0 and below 1")
+    alpha = number("alpha", alpha, 0, 1, open_low=True, open_high=True)
+    instance("fmt", fmt, FloatFormat)
     return min(max(math.ceil(-math.log2(alpha)) - 1, 0), fmt.mantissa)

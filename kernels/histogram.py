@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arguments import check_arrays, check_table, flag, instance, integer, number
 from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
@@ -50,13 +51,9 @@ class Histogram:
 
     def __post_init__(self) -> None:
         fmt = format_named(self.format)
-        if not 0 <= self.bits <= min(MAX_BITS, fmt.mantissa):
-            raise BadArgumentError(f"bits is {self.bits}; it must be 0 ... {min(MAX_BITS, fmt.mantissa)}")
-        length = (2 if self.signed else 1) * fmt.buckets(self.bits) + 2
-        if self.counts.dtype != np.int64 or self.counts.shape != (length,):
-            raise BadArgumentError(
-                f"counts is {self.counts.dtype}{self.counts.shape}; int64 of shape ({length},) is needed"
-            )
+        bits = integer("bits", self.bits, 0, min(MAX_BITS, fmt.mantissa))
+        length = (2 if flag("signed", self.signed) else 1) * fmt.buckets(bits) + 2
+        check_table("counts", self.counts, "int64", (length,))
 
     @property
     def total(self) -> int:
@@ -139,6 +136,7 @@ def product_format(x: Array, gradient: Array) -> str:
 
 def check_gradient(x: Array, gradient: Array) -> None:
     """Refuse a gradient whose shape, dtype or device does not fit x."""
+    check_arrays(gradient=gradient)
     if tuple(gradient.shape) != tuple(x.shape):
         raise BadArgumentError(
             f"gradient has shape {tuple(gradient.shape)}; the shape of x, {tuple(x.shape)}, is needed"
@@ -148,9 +146,10 @@ def check_gradient(x: Array, gradient: Array) -> None:
         raise BadArgumentError("gradient is on another device than x")
 
 
-def _check_bits(bits: int) -> None:
-    if not 0 <= bits <= MAX_BITS:
-        raise BadArgumentError(f"bits is {bits}; it must be 0 ... {MAX_BITS}")
+def _check_thresholds(thresholds: Thresholds) -> None:
+    from .assign import Thresholds
+
+    instance("thresholds", thresholds, Thresholds)
 
 
 def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
@@ -181,14 +180,14 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
 
     Source: Inshrinkerator, section 4.3; |gradient * x| is its sensitivity (section 4.2).
     """
-    module = back_end(x, "histogram")
-    _check_bits(bits)
+    check_arrays(x=x)
     format_named(dtype_name(x))
+    bits, signed = integer("bits", bits, 0, MAX_BITS), flag("signed", signed)
     if gradient is not None:
         if signed:
             raise BadArgumentError("signed is True; with a gradient only magnitudes are counted")
         check_gradient(x, gradient)
-    result: Histogram = module.log_histogram(x, bits, signed=signed, gradient=gradient)
+    result: Histogram = back_end(x, "histogram").log_histogram(x, bits, signed=signed, gradient=gradient)
     return result
 
 
@@ -216,12 +215,13 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
 
     Source: Inshrinkerator, section 4.3: the codebook is fitted on what is neither pruned nor protected.
     """
-    module = back_end(x, "histogram")
-    _check_bits(bits)
+    check_arrays(x=x)
     format_named(dtype_name(x))
+    bits = integer("bits", bits, 0, MAX_BITS)
+    _check_thresholds(thresholds)
     if gradient is not None:
         check_gradient(x, gradient)
-    result: Histogram = module.kept_histogram(x, thresholds, bits, gradient=gradient)
+    result: Histogram = back_end(x, "histogram").kept_histogram(x, thresholds, bits, gradient=gradient)
     return result
 
 
@@ -250,8 +250,9 @@ def merge(*histograms: Histogram) -> Histogram:
     """
     if not histograms:
         raise BadArgumentError("histograms is empty; merge needs at least one")
-    first = histograms[0]
+    first = instance("histogram", histograms[0], Histogram)
     for h in histograms[1:]:
+        instance("histogram", h, Histogram)
         if h.bits != first.bits or h.signed != first.signed:
             raise BadArgumentError(
                 f"histograms differ: bits {first.bits} and {h.bits}, signed {first.signed} and {h.signed}"
@@ -292,8 +293,8 @@ def quantile(histogram: Histogram, q: float) -> float:
 
     Source: Inshrinkerator, section 4.3.
     """
-    if not 0.0 <= q <= 1.0:
-        raise BadArgumentError(f"q is {q}; it must be 0 ... 1")
+    q = number("q", q, 0, 1)
+    instance("histogram", histogram, Histogram)
     cumulative = np.cumsum(histogram.counts[:-1])
     n = int(cumulative[-1])
     if n == 0:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import choice, integer
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import integer, stored_bytes, vector
+from .sequential import stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -125,8 +126,7 @@ def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "ui
     data = stored_bytes(data)
     lengths = vector("lengths", lengths, ("uint8",))
     _check_alphabet("lengths", lengths)
-    if dtype not in ("uint8", "uint16"):
-        raise BadArgumentError(f"dtype is {dtype!r}; uint8 or uint16 is needed")
+    choice("dtype", dtype, ("uint8", "uint16"))
     n, streams = integer("n", n, 0, 2**56), integer("streams", streams, 1, 255)
     return back_end(data, "huffman").huffman_decode(data, lengths, n, dtype, streams=streams)
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import back_end, to_numpy
+from .arguments import check_arrays, choice, integer, number, shown
+from .arrays import back_end, dtype_name, on_gpu, to_numpy
 from .errors import BadArgumentError
+from .planes import same_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +20,11 @@ if TYPE_CHECKING:
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 METHODS = ("exact", "kmeans++")
+DTYPES = ("float16", "float32", "float64", *(f"{kind}{width}" for kind in ("int", "uint") for width in (8, 16, 32, 64)))
+"""What centers and weights may be given in; all is computed in float64."""
 
 
+@np.errstate(all="ignore")
 def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     """Weight of each histogram bucket: `sigma * count / sum(counts) + (1 - sigma) * |value| / sum(|values|)`.
 
@@ -44,14 +49,17 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
 
     Source: Inshrinkerator, section 4.3 (frequency and magnitude, each normalized to sum to one).
     """
-    if not 0.0 <= sigma <= 1.0:
-        raise BadArgumentError(f"sigma is {sigma}; it must be 0 ... 1")
+    sigma = number("sigma", sigma, 0, 1)
+    for name, array in (("counts", counts), ("values", values)):
+        _check_values(name, array)
+        if on_gpu(array):
+            raise BadArgumentError(f"{name} is on a GPU; this runs on the CPU only, so move it there first")
     count, value = to_numpy(counts), to_numpy(values).astype(np.float64)
     if count.ndim != 1 or count.shape != value.shape:
         raise BadArgumentError(f"counts {count.shape} and values {value.shape} must be 1-D and of one length")
     used = np.flatnonzero(count)
-    number, magnitude = count[used].astype(np.float64), np.abs(value[used])
-    if (number < 0).any() or not np.isfinite(magnitude).all():
+    often, magnitude = count[used].astype(np.float64), np.abs(value[used])
+    if (often < 0).any() or not np.isfinite(magnitude).all():
         raise BadArgumentError("counts must be >= 0 and the values of non-empty buckets finite")
     weights = np.zeros(count.size)
     if used.size == 0:
@@ -59,12 +67,13 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     magnitude = np.ldexp(magnitude, -int(np.frexp(magnitude.max())[1]))  # so that a sum of huge ones stays finite
     whole = math.fsum(magnitude)
     share = sigma if used.size > 1 and whole > 0.0 else 1.0
-    weights[used] = share * (number / math.fsum(number))
+    weights[used] = share * (often / math.fsum(often))
     if share < 1.0:
         weights[used] += (1.0 - share) * (magnitude / whole)
     return weights
 
 
+@np.errstate(all="ignore")
 def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
     """What every back end solves: strictly ascending centers with positive weights, scaled by powers of two.
 
@@ -90,8 +99,17 @@ def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
     return x, w, exponent
 
 
+def _check_values(name: str, x: Array) -> None:
+    check_arrays(**{name: x})
+    if dtype_name(x) not in DTYPES:
+        raise BadArgumentError(f"{name} has dtype {dtype_name(x)}; one of {', '.join(DTYPES)} is needed")
+
+
 def _check(centers: Array, weights: Array) -> None:
-    x, w = to_numpy(centers) if _on_host(centers) else None, to_numpy(weights) if _on_host(weights) else None
+    _check_values("centers", centers)
+    _check_values("weights", weights)
+    same_device("centers", centers, "weights", weights)
+    x, w = (None, None) if on_gpu(centers) else (to_numpy(centers), to_numpy(weights))
     if len(centers.shape) != 1 or tuple(centers.shape) != tuple(weights.shape):
         raise BadArgumentError(
             f"centers {tuple(centers.shape)} and weights {tuple(weights.shape)} must be 1-D and of one length"
@@ -104,26 +122,36 @@ def _check(centers: Array, weights: Array) -> None:
         raise BadArgumentError("weights are not all finite and >= 0")
 
 
-def _on_host(x: Array) -> bool:
-    from .arrays import on_gpu
+def _checked_options(method: str, seed: int, iterations: int) -> tuple[int, int]:
+    choice("method", method, METHODS)
+    return integer("seed", seed, -math.inf, math.inf), integer("iterations", iterations, 0, 2**31 - 1)
 
-    return not on_gpu(x)
+
+def _checked_k(k: int, initial: Array | None) -> int:
+    k = integer("k", k, 1, 65536)
+    if initial is None:
+        return k
+    _check_values("initial", initial)
+    if len(initial.shape) != 1 or not 1 <= initial.shape[0] <= k:
+        raise BadArgumentError(f"initial has shape {tuple(initial.shape)}; 1-D with 1 ... k = {k} codes is needed")
+    if not on_gpu(initial):
+        codes = to_numpy(initial)
+        if not np.isfinite(codes).all() or (codes[1:] < codes[:-1]).any():
+            raise BadArgumentError("initial is not finite and ascending")
+    return k
 
 
-def _check_options(k: int, method: str, initial: Array | None, iterations: int) -> None:
-    if not 1 <= k <= 65536:
-        raise BadArgumentError(f"k is {k}; it must be 1 ... 65536")
-    if method not in METHODS:
-        raise BadArgumentError(f"method is {method!r}; one of {', '.join(METHODS)} is needed")
-    if iterations < 0:
-        raise BadArgumentError(f"iterations is {iterations}; it must be 0 or more")
-    if initial is not None:
-        if len(initial.shape) != 1 or not 1 <= initial.shape[0] <= k:
-            raise BadArgumentError(f"initial has shape {tuple(initial.shape)}; 1-D with 1 ... k = {k} codes is needed")
-        if _on_host(initial):
-            codes = to_numpy(initial)
-            if not np.isfinite(codes).all() or (codes[1:] < codes[:-1]).any():
-                raise BadArgumentError("initial is not finite and ascending")
+def _listed(name: str, items: Any) -> list[Any]:
+    try:
+        return list(items)
+    except (TypeError, RuntimeError, NotImplementedError):
+        raise BadArgumentError(f"{name} is {shown(items)}; a sequence is needed") from None
+
+
+def _pair(problem: Any) -> tuple[Array, Array]:
+    if not isinstance(problem, tuple | list) or len(problem) != 2:
+        raise BadArgumentError(f"a problem is {shown(problem)}; a pair of centers and weights is needed")
+    return problem[0], problem[1]
 
 
 def weighted_kmeans(
@@ -149,8 +177,8 @@ def weighted_kmeans(
         k: most codes, 1 ... 65536.
         method: "exact" (default) or "kmeans++".
         initial: float64 [1 ... k], ascending: warm start; the result has its length (a code without points stays).
-        seed: of the k-means++ seeding; default 0.
-        iterations: most Lloyd iterations; default 50, it stops when nothing changes.
+        seed: of the k-means++ seeding, any integer (modulo 2**64); default 0.
+        iterations: most Lloyd iterations, 0 ... 2**31 - 1; default 50, it stops when nothing changes.
 
     Returns:
         float64, ascending, library and device of `centers`; `min(k, distinct centers of positive weight)` codes.
@@ -166,7 +194,7 @@ def weighted_kmeans(
     Source: Inshrinkerator, section 4.3 (weighted k-means on the sketch); exact: Grønlund et al. 2017, arXiv 1701.07204.
     """
     _check(centers, weights)
-    _check_options(k, method, initial, iterations)
+    k, (seed, iterations) = _checked_k(k, initial), _checked_options(method, seed, iterations)
     return back_end(centers, "kmeans").weighted_kmeans(
         centers, weights, k, method=method, initial=initial, seed=seed, iterations=iterations
     )
@@ -201,13 +229,16 @@ def weighted_kmeans_many(
         >>> [c.tolist() for c in weighted_kmeans_many([(x, w), (x[1:], w[1:])], [2, 1])]
         [[0.5, 10.0], [5.5]]
     """
-    ks = [k] * len(problems) if isinstance(k, int) else list(k)
-    starts = [None] * len(problems) if initial is None else list(initial)
+    problems = [_pair(p) for p in _listed("problems", problems)]
+    ks = _listed("k", k) if hasattr(k, "__len__") else [k] * len(problems)
+    starts = [None] * len(problems) if initial is None else _listed("initial", initial)
     if len(ks) != len(problems) or len(starts) != len(problems):
         raise BadArgumentError(f"{len(problems)} problems, but {len(ks)} values of k and {len(starts)} of initial")
-    for (centers, weights), one_k, start in zip(problems, ks, starts, strict=True):
+    for centers, weights in problems:
         _check(centers, weights)
-        _check_options(one_k, method, start, iterations)
+        same_device("the first centers", problems[0][0], "centers", centers)
+    ks = [_checked_k(one, start) for one, start in zip(ks, starts, strict=True)]
+    seed, iterations = _checked_options(method, seed, iterations)
     if not problems:
         return []
     result: list[Array] = back_end(problems[0][0], "kmeans").weighted_kmeans_many(
@@ -233,6 +264,8 @@ def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
         0.75
     """
     _check(centers, weights)
+    _check_values("codebook", codebook)
+    same_device("centers", centers, "codebook", codebook)
     if len(codebook.shape) != 1 or codebook.shape[0] == 0:
         raise BadArgumentError(f"codebook has shape {tuple(codebook.shape)}; 1-D with at least one code is needed")
     return float(back_end(centers, "kmeans").quantization_loss(centers, weights, codebook))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from .arguments import check_arrays, integer
 from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
 
@@ -18,12 +19,12 @@ MAX_SIZE = 256
 """Most levels a byte can tell apart."""
 
 
-def _check(size: int, **arrays: Array) -> None:
-    """All arrays uint8, of one number of elements, on one device; size in range."""
-    if not 2 <= size <= MAX_SIZE:
-        raise BadArgumentError(f"size is {size}; it must be 2 ... {MAX_SIZE}")
+def _checked(size: int, **arrays: Array) -> int:
+    """The size, in range; all arrays must be uint8, of one number of elements, on one device."""
+    check_arrays(**arrays)
+    size = integer("size", size, 2, MAX_SIZE)
     (first_name, first), *others = arrays.items()
-    where = on_gpu(first)  # also refuses what is no array
+    where = on_gpu(first)
     for name, array in arrays.items():
         if dtype_name(array) != "uint8":
             raise BadArgumentError(f"{name} has dtype {dtype_name(array)}; uint8 is needed")
@@ -33,6 +34,7 @@ def _check(size: int, **arrays: Array) -> None:
             raise BadArgumentError(f"{name} has {number} elements; as many as {first_name}, {wanted}, are needed")
         if on_gpu(array) != where:
             raise BadArgumentError(f"{name} and {first_name} are on different devices")
+    return size
 
 
 def delta(previous: Array, current: Array, size: int) -> Array:
@@ -56,7 +58,7 @@ def delta(previous: Array, current: Array, size: int) -> Array:
 
     Source: Inshrinkerator, section 4.5 (delta encoding of quantized checkpoints).
     """
-    _check(size, current=current, previous=previous)
+    size = _checked(size, current=current, previous=previous)
     return back_end(current, "levels").delta(previous, current, size)
 
 
@@ -80,7 +82,7 @@ def undelta(previous: Array, delta: Array, size: int) -> Array:
         >>> undelta(np.array([2, 3, 0], dtype=np.uint8), np.array([0, 4, 4], dtype=np.uint8), 5).tolist()
         [2, 4, 1]
     """
-    _check(size, delta=delta, previous=previous)
+    size = _checked(size, delta=delta, previous=previous)
     return back_end(delta, "levels").undelta(previous, delta, size)
 
 
@@ -108,7 +110,7 @@ def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]
 
     Source: Inshrinkerator, section 4.5 (rearrangement by the previous bucket).
     """
-    _check(size, values=values, keys=keys)
+    size = _checked(size, values=values, keys=keys)
     grouped, counts = back_end(values, "levels").split_by_level(values, keys, size)
     return grouped, counts
 
@@ -134,7 +136,7 @@ def merge_by_level(grouped: Array, keys: Array, size: int) -> Array:
         >>> merge_by_level(u8(8, 10, 7, 9), u8(1, 0, 1, 0), 3).tolist()
         [7, 8, 9, 10]
     """
-    _check(size, grouped=grouped, keys=keys)
+    size = _checked(size, grouped=grouped, keys=keys)
     return back_end(grouped, "levels").merge_by_level(grouped, keys, size)
 
 
@@ -159,6 +161,7 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
         >>> joint_counts(u8(0, 1, 1), u8(1, 1, 1), 2, 2).tolist()
         [[0, 1], [0, 2]]
     """
-    _check(previous_size, current=current, previous=previous)
-    _check(current_size, current=current)
+    current_size = integer("current_size", current_size, 2, MAX_SIZE)
+    previous_size = integer("previous_size", previous_size, 2, MAX_SIZE)
+    _checked(previous_size, current=current, previous=previous)
     return back_end(current, "levels").joint_counts(previous, current, previous_size, current_size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from .arguments import check_arrays, integer, shown
 from .arrays import back_end, dtype_name
 from .assign import dtype_name_of
 from .errors import BadArgumentError
@@ -13,11 +15,12 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 
-def _check_bits(bits: int, dtype: str) -> None:
+def _checked_bits(bits: int, dtype: str) -> int:
     fmt = format_named(dtype)
     limit = min(fmt.mantissa, (2**30 // fmt.octaves).bit_length() - 1)  # the largest index, 2 J + 1, is an int32
-    if not 0 <= bits <= limit:
-        raise BadArgumentError(f"bits is {bits}; it must be 0 ... {limit} for {dtype}")
+    if not 0 <= integer("bits", bits, -math.inf, math.inf) <= limit:
+        raise BadArgumentError(f"bits is {shown(bits)}; it must be 0 ... {limit} for {dtype}")
+    return int(bits)
 
 
 def bucket_index(x: Array, bits: int) -> Array:
@@ -43,9 +46,8 @@ def bucket_index(x: Array, bits: int) -> Array:
 
     Source: LC-Checkpoint, section 3 (exponent buckets), with sub-buckets.
     """
-    module = back_end(x, "logbucket")
-    _check_bits(bits, dtype_name(x))
-    return module.bucket_index(x, bits)
+    check_arrays(x=x)
+    return back_end(x, "logbucket").bucket_index(x, _checked_bits(bits, dtype_name(x)))
 
 
 def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
@@ -67,9 +69,9 @@ def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
         >>> bucket_value(np.array([277, 427, 127], dtype=np.int32), 0, "float32").tolist()
         [0.0, 1.5, -1.5]
     """
-    module = back_end(index, "logbucket")
+    check_arrays(index=index)
     name = dtype_name_of(dtype)
-    _check_bits(bits, name)
+    bits = _checked_bits(bits, name)
     if dtype_name(index) != "int32":
         raise BadArgumentError(f"index has dtype {dtype_name(index)}; int32 is needed")
-    return module.bucket_value(index, bits, name)
+    return back_end(index, "logbucket").bucket_value(index, bits, name)

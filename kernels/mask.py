@@ -6,8 +6,10 @@ which pays as long as less than 15/16 of 16-bit values changed.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+from .arguments import check_arrays, integer
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .planes import same_device, width_of
@@ -64,6 +66,7 @@ def pack_mask(mask: Array) -> Array:
         >>> pack_mask(np.array([True, False, True] + 6 * [False])).tolist()
         [5, 0]
     """
+    check_arrays(mask=mask)
     if dtype_name(mask) != "bool":
         raise BadArgumentError(f"mask has dtype {dtype_name(mask)}; bool is needed")
     out: Array = back_end(mask, "mask").pack_mask(mask)
@@ -89,8 +92,7 @@ def unpack_mask(data: Array, n: int) -> Array:
         >>> unpack_mask(np.array([5], dtype="uint8"), 3).tolist()
         [True, False, True]
     """
-    if n < 0:
-        raise BadArgumentError(f"n is {n}; it must be at least 0")
+    n = integer("n", n, 0, 2**62)
     _check_mask("data", data, n)
     out: Array = back_end(data, "mask").unpack_mask(data, n)
     return out
@@ -115,8 +117,9 @@ def gather(x: Array, mask_bits: Array) -> Array:
         >>> gather(np.array([1.0, 2.0, 3.0]), np.array([6], dtype="uint8")).tolist()
         [2.0, 3.0]
     """
+    check_arrays(x=x)
     width_of(dtype_name(x))
-    _check_mask("mask_bits", mask_bits, _size(x))
+    _check_mask("mask_bits", mask_bits, math.prod(x.shape))
     same_device("x", x, "mask_bits", mask_bits)
     out: Array = back_end(x, "mask").gather(x, mask_bits)
     return out
@@ -148,7 +151,7 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
     _check_same("base", base, "values", values)
     if len(values.shape) != 1:
         raise BadArgumentError(f"values has shape {tuple(values.shape)}; one axis is needed")
-    _check_mask("mask_bits", mask_bits, _size(base))
+    _check_mask("mask_bits", mask_bits, math.prod(base.shape))
     same_device("base", base, "mask_bits", mask_bits)
     out: Array = back_end(base, "mask").scatter(base, mask_bits, values)
     return out
@@ -164,16 +167,9 @@ def wrong_count(marked: int, values: int) -> CorruptDataError:
     return CorruptDataError(f"mask marks {marked} elements, but there are {values} values")
 
 
-def _size(x: Array) -> int:
-    """Number of elements of x."""
-    n = 1
-    for length in x.shape:
-        n *= int(length)
-    return n
-
-
 def _check_same(name: str, x: Array, other: str, y: Array) -> None:
     """Check that two arrays share one dtype of fixed width and one device."""
+    check_arrays(**{name: x, other: y})
     width_of(dtype_name(x))
     if dtype_name(x) != dtype_name(y):
         raise BadArgumentError(f"{name} has dtype {dtype_name(x)} and {other} {dtype_name(y)}; they must be the same")
@@ -182,6 +178,7 @@ def _check_same(name: str, x: Array, other: str, y: Array) -> None:
 
 def _check_mask(name: str, data: Array, n: int) -> None:
     """Check dtype and length of packed bits for n elements."""
+    check_arrays(**{name: data})
     if dtype_name(data) != "uint8" or len(data.shape) != 1:
         raise BadArgumentError(f"{name} is {dtype_name(data)} {tuple(data.shape)}; uint8 with one axis is needed")
     if data.shape[0] != (n + 7) // 8:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import back_end, dtype_name
+from .arguments import check_arrays, instance, integer, shown
+from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_OCTAVES = 254
 """Different octaves that fit a byte beside the symbol for zero."""
+_LARGEST = 2**30 - 1
+"""Largest J: an index goes up to 2 J + 1 and is an int32."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -48,17 +51,22 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
     Args:
         index: int32 [n] on the host, as `logbucket.bucket_index` gives them: 0 ... 2 J + 1, J = `buckets`.
         bits: log2 of the sub-buckets an octave, 0 ... 16.
-        buckets: J, `FloatFormat.buckets(bits)`.
+        buckets: J, `FloatFormat.buckets(bits)`; 0 ... 2**30 - 1.
 
     Raises:
-        BadArgumentError: another dtype, or bits out of range.
+        BadArgumentError: another dtype, an array on a GPU, or bits or buckets out of range.
 
     Example:
         >>> o = split_octaves(np.array([10, 12, 7], dtype=np.int32), 1, 10)
         >>> o.symbols.tolist(), o.negative.tolist(), o.fraction.tolist()
         ([0, 1, 2], [0, 1], [[1, 0]])
     """
-    _check(index, bits)
+    check_arrays(index=index)
+    if dtype_name(index) != "int32" or len(index.shape) != 1:
+        raise BadArgumentError(f"index is {dtype_name(index)} {tuple(index.shape)}; int32 of one dimension is needed")
+    if on_gpu(index):
+        raise BadArgumentError("index is on a GPU; this runs on the CPU only, so move it there first")
+    bits, buckets = _checked(bits, buckets)
     result: Octaves | None = back_end(index, "octaves").split_octaves(index, bits, buckets)
     return result
 
@@ -72,17 +80,22 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
         buckets: as in `split_octaves`.
 
     Raises:
-        BadArgumentError: m is not the number of nonzero symbols, or bits out of range.
+        BadArgumentError: m is not the number of nonzero symbols, another dtype, or a number out of range.
     """
-    _check(None, bits)
+    instance("octaves", octaves, Octaves)
+    bits, buckets = _checked(bits, buckets)
+    integer("octaves.low", octaves.low, 0, _LARGEST)
+    for name, ndim in (("symbols", 1), ("negative", 1), ("fraction", 2)):
+        stream = getattr(octaves, name)
+        if not isinstance(stream, np.ndarray) or stream.dtype != np.uint8 or stream.ndim != ndim:
+            raise BadArgumentError(f"octaves.{name} is {shown(stream)}; NumPy uint8 of {ndim} dimensions is needed")
     m = int(np.count_nonzero(octaves.symbols))
     if octaves.negative.shape[0] != m or octaves.fraction.shape[1] != m:
         raise BadArgumentError(f"{m} symbols are nonzero; {octaves.negative.shape[0]} signs, {octaves.fraction.shape}")
     return back_end(octaves.symbols, "octaves").join_octaves(octaves, bits, buckets)
 
 
-def _check(index: Array | None, bits: int) -> None:
+def _checked(bits: int, buckets: int) -> tuple[int, int]:
     if type(bits) is not int or not 0 <= bits <= 16:
-        raise BadArgumentError(f"bits is {bits!r}; it must be an integer in [0, 16]")
-    if index is not None and (dtype_name(index) != "int32" or len(index.shape) != 1):
-        raise BadArgumentError(f"index is {dtype_name(index)} {tuple(index.shape)}; int32 of one dimension is needed")
+        raise BadArgumentError(f"bits is {shown(bits)}; it must be an integer in [0, 16]")
+    return bits, integer("buckets", buckets, 0, _LARGEST)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+from .arguments import check_arrays, choice
 from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
 
@@ -29,11 +30,10 @@ WIDTHS: dict[str, int] = {
 
 def width_of(dtype: str) -> int:
     """Width in bits of the dtype called `dtype`; raises BadArgumentError for one that is not in `WIDTHS`."""
-    try:
-        return WIDTHS[dtype]
-    except KeyError:
-        hint = " (view it as its real and imaginary parts)" if dtype.startswith("complex") else ""
-        raise BadArgumentError(f"dtype is {dtype}{hint}; one of {', '.join(WIDTHS)} is needed") from None
+    if not isinstance(dtype, str) or dtype not in WIDTHS:
+        hint = " (view it as its real and imaginary parts)" if str(dtype).startswith("complex") else ""
+        raise BadArgumentError(f"dtype is {dtype}{hint}; the name of one of {', '.join(WIDTHS)} is needed")
+    return WIDTHS[dtype]
 
 
 def ordered_by_sign(dtype: str) -> bool:
@@ -68,6 +68,7 @@ def split_planes(x: Array) -> Array:
 
     Source: byte grouping, Hershcovitch et al. 2024 (ZipNN), section 3; named as an option in BitSnap, section 3.3.
     """
+    check_arrays(x=x)
     width_of(dtype_name(x))
     out: Array = back_end(x, "planes").split_planes(x)
     return out
@@ -97,6 +98,7 @@ def merge_planes(planes: Array, dtype: str) -> Array:
         >>> merge_planes(split_planes(x), "float32").view("float32").tolist()
         [1.5, -0.0, nan]
     """
+    check_arrays(planes=planes)
     itemsize = width_of(dtype) // 8
     if dtype_name(planes) != "uint8":
         raise BadArgumentError(f"planes has dtype {dtype_name(planes)}; uint8 is needed")
@@ -183,8 +185,8 @@ def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *,
 
 def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: str | None) -> str:
     """Check what `difference` and `undifference` have in common; returns the dtype the patterns of y are to mean."""
-    if method not in get_args(Method):
-        raise BadArgumentError(f"method is {method!r}; one of {', '.join(get_args(Method))} is needed")
+    check_arrays(**{name: x, other: y})
+    choice("method", method, get_args(Method))
     if tuple(x.shape) != tuple(y.shape):
         raise BadArgumentError(f"{name} has shape {tuple(x.shape)} and {other} {tuple(y.shape)}; they must be the same")
     same_device(name, x, other, y)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import flag, integer
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import integer, stored_bytes, vector
+from .sequential import stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -51,7 +52,8 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
     """
     counts = vector("counts", counts, ("int64",), ndim=2)
     _check_table("counts", counts)
-    return back_end(counts, "rans").rans_frequencies(counts, integer("precision", precision, *PRECISIONS), exact=exact)
+    precision, exact = integer("precision", precision, *PRECISIONS), flag("exact", exact)
+    return back_end(counts, "rans").rans_frequencies(counts, precision, exact=exact)
 
 
 def short_digits(others: int, present: int) -> int:

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arguments import check_arrays, shown
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import format_named
+from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -55,19 +57,26 @@ def rate_distortion_levels(
 
     Source: entropy-constrained scalar quantization (Chou, Lookabaugh and Gray 1989), with the parent as context.
     """
+    check_arrays(x=x, levels=levels, previous=previous)
     format_named(dtype_name(x))
     for name, array in (("levels", levels), ("previous", previous)):
         if dtype_name(array) != "uint8" or tuple(array.shape) != tuple(x.shape) or len(x.shape) != 1:
             raise BadArgumentError(
                 f"{name} is {dtype_name(array)} {tuple(array.shape)}; uint8 {tuple(x.shape)} is needed"
             )
-    if importance is not None and (dtype_name(importance) != "float32" or tuple(importance.shape) != tuple(x.shape)):
-        raise BadArgumentError(
-            f"importance is {dtype_name(importance)} {tuple(importance.shape)}; float32 {tuple(x.shape)} is needed"
-        )
+        same_device("x", x, name, array)
+    if importance is not None:
+        check_arrays(importance=importance)
+        if dtype_name(importance) != "float32" or tuple(importance.shape) != tuple(x.shape):
+            raise BadArgumentError(
+                f"importance is {dtype_name(importance)} {tuple(importance.shape)}; float32 {tuple(x.shape)} is needed"
+            )
+        same_device("x", x, "importance", importance)
     for name, table in (("codebook", codebook), ("prices", prices)):
         if not isinstance(table, np.ndarray) or table.dtype != np.float32:
-            raise BadArgumentError(f"{name} must be a float32 NumPy array")
-    if prices.ndim != 2 or prices.shape[1] != codebook.size + 2 or not np.isfinite(prices).all():
-        raise BadArgumentError(f"prices has shape {prices.shape}; finite [contexts, {codebook.size + 2}] is needed")
+            raise BadArgumentError(f"{name} is {shown(table)}; a float32 NumPy array is needed")
+    if codebook.ndim != 1 or prices.ndim != 2 or prices.shape[1] != codebook.size + 2 or not np.isfinite(prices).all():
+        raise BadArgumentError(
+            f"codebook has shape {codebook.shape}, prices {prices.shape}; [K] and finite [contexts, K + 2] are needed"
+        )
     return back_end(x, "ratedistortion").rate_distortion_levels(x, levels, previous, codebook, prices, importance)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arguments import check_arrays, check_table, integer, shown
 from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
 
@@ -56,12 +57,13 @@ def residual_symbols(
 
     Source: the rank-one estimate is Adafactor's (Shazeer and Stern 2018, section 3).
     """
+    check_arrays(x=x)
     if dtype_name(x) != "float32" or len(x.shape) != 1:
         raise BadArgumentError(f"x is {dtype_name(x)} {tuple(x.shape)}; float32 of one dimension is needed")
-    _check(rows, columns, start, int(x.shape[0]))
-    if type(octaves) is not int or not 1 <= octaves <= 64:
-        raise BadArgumentError(f"octaves is {octaves!r}; it must be an integer in [1, 64]")
+    start = _checked_start(rows, columns, start, int(x.shape[0]))
+    octaves = integer("octaves", octaves, 1, 64)
     if previous is not None:
+        check_arrays(previous=previous)
         if dtype_name(previous) != "uint8" or tuple(previous.shape) != tuple(x.shape):
             raise BadArgumentError(
                 f"previous is {dtype_name(previous)} {tuple(previous.shape)}; uint8 {tuple(x.shape)} is needed"
@@ -85,12 +87,17 @@ def residual_factors(distances: Floats, counts: Floats) -> Factors:
     Returns:
         float32 [256], 0 for symbols 0, 1 and those that do not occur.
 
+    Raises:
+        BadArgumentError: dtypes or shapes do not fit.
+
     Example:
         >>> d, n = np.zeros(256), np.zeros(256)
         >>> d[129], n[129] = 6 * 2.0**23, 2
         >>> float(residual_factors(d, n)[129])
         8.0
     """
+    check_table("distances", distances, "float64", (256,))
+    check_table("counts", counts, "float64", (256,))
     used = (counts > 0) & (np.arange(256) >= FIRST)
     mean = np.rint(distances / np.where(used, counts, 1.0))
     patterns = np.clip(mean + (127 << 23), 1 << 23, (255 << 23) - 1).astype(np.int32)
@@ -110,17 +117,19 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     Raises:
         BadArgumentError: dtypes, shapes or ranges do not fit.
     """
+    check_arrays(symbols=symbols)
     if dtype_name(symbols) != "uint8" or len(symbols.shape) != 1:
         raise BadArgumentError(f"symbols are {dtype_name(symbols)} {tuple(symbols.shape)}; uint8 [n] is needed")
-    _check(rows, columns, start, int(symbols.shape[0]))
-    if table.dtype != np.float32 or table.shape != (256,):
-        raise BadArgumentError("table must be float32 of 256 entries")
+    start = _checked_start(rows, columns, start, int(symbols.shape[0]))
+    check_table("table", table, "float32", (256,))
     return back_end(symbols, "residual").residual_values(symbols, rows, columns, start, table)
 
 
-def _check(rows: Factors, columns: Factors, start: int, n: int) -> None:
+def _checked_start(rows: Factors, columns: Factors, start: int, n: int) -> int:
     for name, factors in (("rows", rows), ("columns", columns)):
         if not isinstance(factors, np.ndarray) or factors.dtype != np.float32 or factors.ndim != 1:
-            raise BadArgumentError(f"{name} must be a float32 NumPy array of one dimension")
-    if start < 0 or start + n > rows.size * columns.size:
+            raise BadArgumentError(f"{name} is {shown(factors)}; a float32 NumPy array of one dimension is needed")
+    start = integer("start", start, 0, rows.size * columns.size)
+    if start + n > rows.size * columns.size:
         raise BadArgumentError(f"elements {start} to {start + n} are not within {rows.size} x {columns.size}")
+    return start

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .arrays import back_end, dtype_name, on_gpu
+from .arguments import check_arrays, choice, integer, number
+from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .floats import FORMATS
 from .planes import same_device
@@ -75,18 +76,11 @@ def row_quantize(
     Source: Check-N-Run, section 5.2, approaches 1 and 3. The loop condition printed there never starts; this is the
     one the text describes: go on while x_max - x_min > (1 - ratio) * range.
     """
-    _check_rows(x, bits)
-    if method not in get_args(Method):
-        raise BadArgumentError(f"method is {method!r}; one of {', '.join(get_args(Method))} is needed")
-    if num_bins is None:
-        num_bins = 25 if bits <= 3 else 45
-    if not 1 <= num_bins <= 4096:
-        raise BadArgumentError(f"num_bins is {num_bins}; it must be from 1 to 4096")
-    if not 0.0 < ratio <= 1.0:
-        raise BadArgumentError(f"ratio is {ratio}; it must be above 0 and at most 1")
-    out: tuple[Array, Array, Array] = back_end(x, "rows").row_quantize(
-        x, bits, method, num_bins=num_bins, ratio=float(ratio)
-    )
+    bits = _check_rows(x, bits)
+    choice("method", method, get_args(Method))
+    num_bins = integer("num_bins", (25 if bits <= 3 else 45) if num_bins is None else num_bins, 1, 4096)
+    ratio = number("ratio", ratio, 0, 1, open_low=True)
+    out: tuple[Array, Array, Array] = back_end(x, "rows").row_quantize(x, bits, method, num_bins=num_bins, ratio=ratio)
     return out
 
 
@@ -152,9 +146,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
 
     Source: Check-N-Run, section 5.2, approach 2. The paper starts at random, this from a uniform grid.
     """
-    _check_rows(x, bits)
-    if not 0 <= iterations <= 1000:
-        raise BadArgumentError(f"iterations is {iterations}; it must be from 0 to 1000")
+    bits, iterations = _check_rows(x, bits), integer("iterations", iterations, 0, 1000)
     out: tuple[Array, Array] = back_end(x, "rows").row_kmeans(x, bits, iterations=iterations)
     return out
 
@@ -195,7 +187,8 @@ def search_steps(num_bins: int, ratio: float) -> int:
         >>> search_steps(25, 0.6), search_steps(25, 0.28), search_steps(45, 1.0)
         (15, 7, 45)
     """
-    return math.ceil(ratio * num_bins - 1e-9)
+    bins = integer("num_bins", num_bins, 1, 4096)
+    return math.ceil(number("ratio", ratio, 0, 1, open_low=True) * bins - 1e-9)
 
 
 def unknown_code(code: int, entries: int) -> CorruptDataError:
@@ -203,21 +196,21 @@ def unknown_code(code: int, entries: int) -> CorruptDataError:
     return CorruptDataError(f"code {code} has no entry in a codebook of {entries}")
 
 
-def _check_rows(x: Array, bits: int) -> None:
-    """Check what is to be quantized."""
+def _check_rows(x: Array, bits: int) -> int:
+    """Check what is to be quantized; returns the bits."""
+    check_arrays(x=x)
     if dtype_name(x) not in FORMATS:
         raise BadArgumentError(f"x has dtype {dtype_name(x)}; one of {', '.join(FORMATS)} is needed")
     if len(x.shape) != 2:
         raise BadArgumentError(f"x has shape {tuple(x.shape)}; two axes, rows and columns, are needed")
-    if not 1 <= bits <= 8:
-        raise BadArgumentError(f"bits is {bits}; it must be from 1 to 8")
+    return integer("bits", bits, 1, 8)
 
 
 def _check_codes(codes: Array, *others: tuple[str, Array]) -> None:
     """Check the dtypes and devices of stored codes and of the numbers that go with them."""
+    check_arrays(codes=codes, **dict(others))
     if dtype_name(codes) != "uint8" or len(codes.shape) != 2:
         raise BadArgumentError(f"codes is {dtype_name(codes)} {tuple(codes.shape)}; uint8 with two axes is needed")
-    on_gpu(codes)
     for name, values in others:
         if dtype_name(values) != "float32":
             raise BadArgumentError(f"{name} has dtype {dtype_name(values)}; float32 is needed")

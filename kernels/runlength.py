@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import integer
 from .arrays import back_end
-from .sequential import integer, vector
+from .sequential import vector
 
 if TYPE_CHECKING:
     from .arrays import Array

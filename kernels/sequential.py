@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arguments import check_arrays
 from .arrays import dtype_name, on_gpu, to_numpy
 from .errors import BadArgumentError
 
@@ -20,8 +21,7 @@ def vector(name: str, x: Array, dtypes: tuple[str, ...], ndim: int = 1) -> Array
 
     The coders are sequential and run on the CPU only, so an array on a GPU is refused, not copied.
     """
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise BadArgumentError(f"{name} is a {type(x).__name__}; an array of {' or '.join(dtypes)} is needed")
+    check_arrays(**{name: x})
     if dtype_name(x) not in dtypes:
         raise BadArgumentError(f"{name} has dtype {dtype_name(x)}; {' or '.join(dtypes)} is needed")
     if len(x.shape) != ndim:
@@ -36,17 +36,6 @@ def stored_bytes(x: Array | bytes | bytearray | memoryview) -> Array:
     if isinstance(x, bytes | bytearray | memoryview):
         return np.frombuffer(x, dtype=np.uint8)
     return vector("data", x, ("uint8",))
-
-
-def integer(name: str, value: Any, low: int, high: int) -> int:
-    """`value` as an int if it is one in [low, high]; raises BadArgumentError otherwise."""
-    try:
-        number = value.__index__()
-    except (AttributeError, TypeError):
-        raise BadArgumentError(f"{name} is {value!r}; an integer is needed") from None
-    if not low <= number <= high:
-        raise BadArgumentError(f"{name} is {number}; it must be in {low} ... {high}")
-    return int(number)
 
 
 def compiled(x: Array) -> np.ndarray[Any, Any]:

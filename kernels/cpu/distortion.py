@@ -80,20 +80,20 @@ def _larger(largest: float, a: float, b: float) -> float:
     return largest
 
 
-def _floats(x: Array) -> Any:
-    """x as NumPy float32 or float64; the 16-bit formats are widened, which is exact."""
-    values = to_numpy(x)
-    if dtype_name(x) == "bfloat16":
+def _floats(values: Any, dtype: str) -> Any:
+    """Values of `dtype` (bfloat16 as bit patterns) as float32 or float64; the 16-bit formats are widened, exactly."""
+    if dtype == "bfloat16":
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
 def distortion(x: Array, y: Array) -> Distortion:
     """See `kernels.distortion`."""
-    x, y = x.reshape(-1), y.reshape(-1)
+    first, second = to_numpy(x).reshape(-1), to_numpy(y).reshape(-1)
     total = Distortion(0.0, 0.0, 0.0)
-    for start in range(0, x.shape[0], _STEP):
-        a, b = _floats(x[start : start + _STEP]), _floats(y[start : start + _STEP])
+    for start in range(0, first.size, _STEP):
+        part = slice(start, start + _STEP)
+        a, b = _floats(first[part], dtype_name(x)), _floats(second[part], dtype_name(y))
         parts = _finite(a, b)
         if not math.isfinite(parts[1]):
             parts = _careful(a, b)

@@ -176,6 +176,7 @@ def _loss(x: Any, w: Any, codes: Any) -> float:
     return loss
 
 
+@np.errstate(all="ignore")
 def _solve(
     centers: Array, weights: Array, k: int, method: str, initial: Array | None, seed: int, iterations: int
 ) -> Vector:

@@ -75,7 +75,7 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
     if marked != v.size:
         raise wrong_count(marked, v.size)
     _scatter(words, v, BIT_AT, out)
-    return as_values(out, base).reshape(base.shape)
+    return as_values(out.reshape(base.shape), base)
 
 
 def _words(data: np.ndarray[Any, Any], n: int) -> np.ndarray[Any, Any]:

@@ -30,14 +30,14 @@ def patterns(x: Array) -> np.ndarray[Any, Any]:
     return a.reshape(-1).view(np.dtype(f"uint{8 * a.dtype.itemsize}"))
 
 
-def as_values(flat: np.ndarray[Any, Any], x: Array) -> Array:
-    """Flat patterns as values of x's dtype in the library of x."""
+def as_values(bits: np.ndarray[Any, Any], x: Array) -> Array:
+    """Patterns as values of x's dtype in the library of x."""
     if is_torch(x):
-        return like(flat, x).view(x.dtype)
+        return like(bits, x).view(x.dtype)
     if isinstance(x, np.ndarray):
-        return flat.view(x.dtype.newbyteorder("="))
+        return bits.view(x.dtype.newbyteorder("="))
     name = dtype_name(x)
-    return like(flat, x, dtype=name) if name == "bfloat16" else like(flat.view(name), x)
+    return like(bits, x, dtype=name) if name == "bfloat16" else like(bits.view(name), x)
 
 
 def split_planes(x: Array) -> Array:
@@ -81,7 +81,7 @@ def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dt
         np.bitwise_xor(d, p, out=out)
     else:
         _undifference(d, p, ordered_by_sign(dtype or dtype_name(previous)), out)
-    return as_values(out, previous).reshape(previous.shape)
+    return as_values(out.reshape(previous.shape), previous)
 
 
 # Every shift below is a constant once LLVM has inlined it: with a shift known only at run time the narrowing to bytes

@@ -33,7 +33,7 @@ def as_float32(x: Array) -> np.ndarray[Any, Any]:
     a = to_numpy(x)
     if dtype_name(x) == "bfloat16":
         return (a.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return a.astype(np.float32, copy=False)
 
 

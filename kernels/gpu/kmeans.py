@@ -443,6 +443,7 @@ def _hosted(arrays: Sequence[Array]) -> list[Vector]:
     return np.split(whole, np.cumsum([t.numel() for t in flat])[:-1])
 
 
+@np.errstate(all="ignore")
 def weighted_kmeans_many(
     problems: Sequence[tuple[Array, Array]],
     k: Sequence[int],
@@ -607,11 +608,11 @@ def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> l
     return list(codes.split([p.codes.size for p in problems]))
 
 
+@np.errstate(all="ignore")
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
     """See `shrinkpoint.kernels.kmeans.quantization_loss`; a sum in one fixed order, so taken on the host."""
     x, w, codes = _hosted([centers, weights, codebook])
     nearest = codes[np.searchsorted(0.5 * codes[:-1] + 0.5 * codes[1:], x, side="left")]
     step = x - nearest
-    with np.errstate(all="ignore"):
-        terms = np.where(w > 0.0, w * (step * step), 0.0)
+    terms = np.where(w > 0.0, w * (step * step), 0.0)
     return float(_prefix(terms)[-1])

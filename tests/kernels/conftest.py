@@ -96,3 +96,11 @@ def fresh() -> np.random.Generator:
     seed = int.from_bytes(os.urandom(4), "little")
     sys.stderr.write(f"fresh data seed: {seed}\n")
     return np.random.default_rng(seed)
+
+
+STRICT_SHAPES = [(), (0,), (7,), (2, 3), (0, 4)]
+
+
+def strict_array(x: np.ndarray[Any, Any]) -> Any:
+    """x in the library that has nothing but what the array API standard says: no method `reshape`, for one."""
+    return pytest.importorskip("array_api_strict").asarray(x)

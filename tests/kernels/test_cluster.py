@@ -213,3 +213,22 @@ S = np.zeros(2, f32)
 def test_bad_arguments(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("clusters", [0, 17, 2**70, 2.5, None])
+def test_quantiles_of_more_clusters_than_there_can_be_are_refused(clusters: Any) -> None:
+    for call in (lambda: normal_quantiles(clusters), lambda: boundaries(1.0, 1.0, 1, clusters)):
+        with pytest.raises(BadArgumentError, match="clusters is"):
+            call()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("state", ["warn", "raise"])
+def test_boundaries_beyond_float32_go_unnoticed(back_end: BackEnd, state: Any) -> None:
+    largest = np.finfo(f32).max
+    x = np.array([-largest, largest, 0.0, 1e-45], f32)
+    expected = oracle.cluster_quantize(x, 16)
+    with np.errstate(all=state):
+        found = back_end.module("cluster").cluster_quantize(back_end.array(x), 16)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(back_end.numpy(got), want, strict=True)

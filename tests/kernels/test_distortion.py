@@ -10,7 +10,7 @@ import pytest
 from shrinkpoint.kernels.distortion import Distortion, distortion
 from shrinkpoint.kernels.errors import BadArgumentError
 
-from .conftest import BackEnd
+from .conftest import STRICT_SHAPES, BackEnd, strict_array
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf, on purpose
 
@@ -51,3 +51,15 @@ def test_shapes_must_match() -> None:
 def test_parts_add_up() -> None:
     assert Distortion(1.0, 2.0, 0.5) + Distortion(2.0, 2.0, 0.25) == Distortion(3.0, 4.0, 0.5)
     assert Distortion(0.0, 0.0, 0.0).relative_l2 == 0.0
+
+
+@pytest.mark.parametrize("shape", STRICT_SHAPES)
+def test_arrays_that_are_only_standard(shape: tuple[int, ...], fresh: np.random.Generator) -> None:
+    x, y = np.asarray(fresh.normal(size=shape)), np.asarray(fresh.normal(size=shape))
+    assert distortion(strict_array(x), strict_array(y)) == distortion(x, y)
+
+
+def test_dtypes_of_other_kinds_are_refused() -> None:
+    for x, y in ((np.zeros(2, int), np.zeros(2)), (np.zeros(2), np.zeros(2, bool)), (np.zeros(2), np.zeros(2, ">f8"))):
+        with pytest.raises(BadArgumentError, match="one of float16, bfloat16, float32, float64"):
+            distortion(x, y)

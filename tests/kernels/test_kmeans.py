@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -213,3 +214,32 @@ def test_bad_arguments() -> None:
         with pytest.raises(BadArgumentError, match=message):
             call()
     assert weighted_kmeans_many([], 3) == []
+
+
+@pytest.mark.parametrize("kind", ["normal", "huge", "tiny", "spread"])
+@pytest.mark.parametrize("method", ["exact", "kmeans++"])
+def test_the_error_state_of_the_caller_has_no_effect(kind: str, method: str, fresh: np.random.Generator) -> None:
+    x, w = problem(fresh, 60, kind)
+    counts = fresh.integers(0, 9, 60)
+    expected = weighted_kmeans(x, w, 7, method=method)
+    loss, weights = quantization_loss(x, w, expected), bucket_weights(counts, x)
+    with np.errstate(all="raise"):
+        np.testing.assert_array_equal(weighted_kmeans(x, w, 7, method=method), expected, strict=True)
+        assert quantization_loss(x, w, expected) == loss
+        np.testing.assert_array_equal(bucket_weights(counts, x), weights, strict=True)
+
+
+def test_numbers_of_other_kinds() -> None:
+    x, w = np.array([0.0, 1.0, 10.0]), np.ones(3)
+    same = [weighted_kmeans(x, w, k).tolist() for k in (2, np.int64(2))]
+    same += [
+        weighted_kmeans_many([(x, w)], k)[0].tolist() for k in (2, np.int64(2), [2], (np.int64(2),), np.array([2]))
+    ]
+    assert all(codes == same[0] for codes in same)
+    seeds = [weighted_kmeans(x, w, 2, method="kmeans++", seed=seed).tolist() for seed in (5, 5 + 2**64, 5 - 2**64)]
+    assert seeds[0] == seeds[1] == seeds[2]
+    for iterations in (math.nan, 1.5, 2**31):
+        with pytest.raises(BadArgumentError, match="iterations is"):
+            weighted_kmeans(x, w, 2, iterations=iterations)  # type: ignore[arg-type]
+    with pytest.raises(BadArgumentError, match="centers has dtype bfloat16"):  # whose bits would be taken for numbers
+        weighted_kmeans(torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.ones(2), 1)

@@ -14,6 +14,7 @@ from shrinkpoint.kernels.cpu import mask as compiled
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.mask import changed_mask, gather, pack_mask, scatter, unpack_mask
 
+from .conftest import STRICT_SHAPES, strict_array
 from .patterns import array_of, patterns_of, random_patterns
 
 if TYPE_CHECKING:
@@ -206,3 +207,14 @@ ONE = np.zeros(1, np.uint8)
 def test_bad_arguments(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", STRICT_SHAPES)
+def test_arrays_that_are_only_standard(shape: tuple[int, ...], fresh: np.random.Generator) -> None:
+    old = np.asarray(fresh.normal(size=shape))
+    new = np.where(fresh.random(shape) < 0.5, old, 0.0)
+    base, wanted = strict_array(old), strict_array(new)
+    bits = changed_mask(wanted, base)
+    found = scatter(base, bits, gather(wanted, bits))
+    assert type(found) is type(base)
+    np.testing.assert_array_equal(np.asarray(found._array), new, strict=True)

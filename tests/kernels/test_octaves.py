@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,3 +62,30 @@ def test_bad_arguments() -> None:
     broken = public.Octaves(0, 3, np.zeros(2, np.uint8), octaves.negative, octaves.fraction, octaves.odd)
     with pytest.raises(BadArgumentError, match="nonzero"):
         public.join_octaves(broken, 1, 20)
+
+
+def test_a_number_of_buckets_that_compares_with_nothing_is_refused() -> None:
+    # With it the two passes disagree on what is finite, and the second writes beyond what the first has counted.
+    index = np.arange(5, dtype=np.int32)
+    octaves = public.split_octaves(index, 4, 10)
+    for buckets in (float("nan"), 2.5, -1, 2**30, None, np.array([4, 5])):
+        with pytest.raises(BadArgumentError, match="buckets"):
+            public.split_octaves(index, 4, buckets)  # type: ignore[arg-type]
+        with pytest.raises(BadArgumentError, match="buckets"):
+            public.join_octaves(octaves, 4, buckets)  # type: ignore[arg-type]
+
+
+def test_streams_that_are_no_bytes_are_refused() -> None:
+    octaves = public.split_octaves(np.arange(5, dtype=np.int32), 4, 10)
+    assert octaves is not None
+    for name, value in (
+        ("symbols", octaves.symbols.astype(np.int64)),
+        ("symbols", octaves.symbols[None]),
+        ("negative", octaves.negative.tolist()),
+        ("fraction", octaves.fraction[0]),
+        ("low", -1),
+        ("low", 2**40),
+        ("low", 1.5),
+    ):
+        with pytest.raises(BadArgumentError, match=f"octaves.{name}"):
+            public.join_octaves(dataclasses.replace(octaves, **{name: value}), 4, 10)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.planes import WIDTHS, difference, merge_planes, split_planes, undifference
 
+from .conftest import STRICT_SHAPES, strict_array
 from .patterns import array_of, patterns_of, random_patterns
 
 if TYPE_CHECKING:
@@ -174,3 +175,16 @@ def _f32(*shape: int) -> Any:
 def test_bad_arguments(call: Any, message: str) -> None:
     with pytest.raises(BadArgumentError, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", STRICT_SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_arrays_that_are_only_standard(shape: tuple[int, ...], method: Any, fresh: np.random.Generator) -> None:
+    old, new = (np.asarray(fresh.normal(size=shape)) for _ in range(2))
+    parts = strict_array(old), strict_array(new)
+    found = difference(parts[1], parts[0], method)
+    assert type(found) is type(parts[0])
+    np.testing.assert_array_equal(np.asarray(found._array), difference(new, old, method), strict=True)
+    back = undifference(found, parts[0], method)
+    assert type(back) is type(parts[0])
+    np.testing.assert_array_equal(np.asarray(back._array), new, strict=True)

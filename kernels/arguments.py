@@ -1,0 +1,113 @@
+"""The checks of arguments that all public modules share. Each takes constant time: none reads an array."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import suppress
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from .arrays import is_torch
+from .errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from .arrays import Array
+
+T = TypeVar("T")
+
+
+def check_arrays(**named: Array) -> None:
+    """Refuse what no back end can read; the keywords are the names of the arguments.
+
+    Raises:
+        BadArgumentError: not an array, or a torch tensor that is not dense memory on a CPU or a CUDA device.
+    """
+    for name, x in named.items():
+        if isinstance(x, np.ndarray):
+            continue
+        if is_torch(x):
+            _check_tensor(name, x)
+        elif isinstance(x, type) or not all(hasattr(x, a) for a in ("dtype", "shape", "__dlpack_device__")):
+            raise BadArgumentError(f"{name} is {shown(x)}, not an array: NumPy, torch or any array-API array is needed")
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    import torch
+
+    if x.layout is not torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
+        raise BadArgumentError(
+            f"{name} is a torch tensor of layout {x.layout} on device {x.device}; a dense one on cpu or cuda is needed"
+        )
+
+
+def check_table(name: str, table: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise BadArgumentError unless `table` is a NumPy array, for it is wanted on the host, of this dtype and shape."""
+    if not isinstance(table, np.ndarray) or table.dtype != dtype or table.shape != shape:
+        raise BadArgumentError(f"{name} is {shown(table)}; a NumPy array of {dtype} {shape} is needed")
+
+
+def integer(name: str, value: Any, low: float, high: float) -> int:
+    """`value` as an int if it is one in [low, high]; raises BadArgumentError otherwise."""
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadArgumentError(f"{name} is {shown(value)}; an integer is needed") from None
+    if not low <= number <= high:
+        raise BadArgumentError(f"{name} is {shown(number)}; it must be in {low} ... {high}")
+    return int(number)
+
+
+def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> float:
+    """`value` as a float if it is a real number in the range; raises BadArgumentError otherwise."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
+        left, right = "(" if open_low else "[", ")" if open_high else "]"
+        raise BadArgumentError(f"{name} is {shown(value)}; it must be a number in {left}{low:g}, {high:g}{right}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise BadArgumentError(f"{name} is {shown(value)}; a number within the range of float64 is needed") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool if it is one; raises BadArgumentError otherwise."""
+    if not isinstance(value, bool | np.bool_):
+        raise BadArgumentError(f"{name} is {shown(value)}; True or False is needed")
+    return bool(value)
+
+
+def choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """`value` if it is one of these strings; raises BadArgumentError otherwise."""
+    if not isinstance(value, str) or value not in choices:
+        raise BadArgumentError(f"{name} is {shown(value)}; one of {', '.join(choices)} is needed")
+    return value
+
+
+def strings(name: str, values: Any) -> tuple[str, ...]:
+    """`values` as a tuple if they are non-empty strings, any number of them; raises BadArgumentError otherwise."""
+    if not isinstance(values, str):
+        with suppress(TypeError):
+            listed = tuple(values)
+            if all(isinstance(v, str) and v for v in listed):
+                return listed
+    raise BadArgumentError(f"{name} is {shown(values)}; a sequence of strings is needed, () for none")
+
+
+def instance(name: str, value: Any, kind: type[T]) -> T:
+    """`value` if it is a `kind`; raises BadArgumentError otherwise."""
+    if not isinstance(value, kind):
+        raise BadArgumentError(f"{name} is {shown(value)}; a {kind.__name__} is needed")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: a short one as it is, of an array dtype and shape, of anything else the type."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or (isinstance(value, Real | str | bytes | type) and len(repr(value)) < 100):
+        return repr(value)
+    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
