@@ -78,7 +78,7 @@ def gone(pid: int, seconds: float = 20) -> bool:
             with open(f"/proc/{pid}/stat") as f:
                 if f.read().rpartition(")")[2].split()[0] == "Z":
                     return True
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the second where it ends between open and read
             return True
         time.sleep(0.02)
     return False
