@@ -66,7 +66,7 @@ def ended(pid: int, seconds: float = 20) -> bool:
         try:
             if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
                 return True
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return True
         time.sleep(0.02)
     return False
