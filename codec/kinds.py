@@ -27,6 +27,8 @@ _FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "
 _SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
 _BESIDE = {("exp_avg", "exp_avg_sq"), ("exp_avg", "max_exp_avg_sq"), ("mu", "nu"), ("m", "v")}
 """First and second moments whose update is the one over the root of the other: Adam's, by whatever name."""
+_ADAMS = {"adam", "adamw", "nadam", "radam", "lamb"}
+"""Optimizers, by class name in lower case, of whose moments that is so whatever the moments are called."""
 _OTHER_UNITS = {"Adafactor", "CAME"}
 """Optimizers that call an average of the update, already divided by the root, `exp_avg`."""
 _NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln|ln_?\w|bn|bn\d+|running_mean|running_var)([._/]|$)", re.IGNORECASE)
@@ -109,6 +111,8 @@ def is_update(first: str, kind: Kind, second: str) -> bool:
         kind: its kind.
         second: path of the second moment.
     """
+    if kind.optimizer is not None and kind.optimizer.lower() in _ADAMS:
+        return True
     names = first.rpartition("/")[2], second.rpartition("/")[2]
     return names in _BESIDE and kind.optimizer not in _OTHER_UNITS
 

@@ -21,8 +21,8 @@ else:
         raise ImportError("this adapter needs Keras 3: pip install keras, with KERAS_BACKEND=torch") from None
 
 
-_FIRST = {"momentum", "m"}
-_SECOND = {"velocity", "velocity_hat", "v", "u"}
+_FIRST = {"momentum", "m", "u"}
+_SECOND = {"velocity", "velocity_hat", "v"}
 """As Adam, AdamW, Adamax, Nadam, Lamb, RMSprop and SGD of Keras call them."""
 
 
@@ -100,7 +100,7 @@ class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
             for part, mine in _variables(self.model).items()
         }
         state = {**parts, "epoch": epoch + 1, "rng": capture_rng()}
-        self.saver.save(epoch + 1, state, kinds=_kinds(parts["optimizer"]))
+        self.saver.save(epoch + 1, state, kinds=_kinds(parts["optimizer"], _class_of(self.model.optimizer)))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Called by Keras; what is in flight is durable afterwards."""
@@ -142,11 +142,16 @@ def _owned(path: str, owners: dict[str, str]) -> str:
     return f"{owners[flat]}/{last[len(flat) + 1 :]}"
 
 
-def _kinds(optimizer: dict[str, Any]) -> dict[str, Kind]:
+def _class_of(optimizer: Any) -> str:
+    """Name of an optimizer's class, of the one within where its loss is scaled."""
+    return type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+
+
+def _kinds(optimizer: dict[str, Any], owner: str) -> dict[str, Kind]:
     """What is a moment of which parameter; everything else of an optimizer is exact."""
     table = {}
     for name in optimizer:
         parameter, _, entry = name.rpartition("/")
         role = "first moment" if entry in _FIRST else "second moment" if entry in _SECOND else "state"
-        table[f"optimizer/{name}"] = Kind("other", role, parameter)
+        table[f"optimizer/{name}"] = Kind("other", role, parameter, owner)
     return table

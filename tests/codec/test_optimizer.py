@@ -255,3 +255,15 @@ def test_second_moments_near_the_top_of_their_range_stay_finite() -> None:
         back = sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg_sq"]
         assert bool(torch.isfinite(back).all())
         assert rows_of(ckpt)["exp_avg_sq"].error < 1
+
+
+@pytest.mark.parametrize(("owner", "codec"), [("AdamW", "grid"), ("Lamb", "grid"), ("RMSprop", "log-buckets")])
+def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: str) -> None:
+    kinds = {
+        "w/momentum": sp.Kind("linear", "first moment", "w", owner),
+        "w/velocity": sp.Kind("linear", "second moment", "w", owner),
+    }
+    entry = adam((64, 100))
+    tree = {"optimizer": {"w": {"momentum": entry["exp_avg"], "velocity": entry["exp_avg_sq"]}}}
+    rows = rows_of(sp.compress(tree, kinds=kinds))
+    assert (rows["momentum"].codec, rows["velocity"].codec) == (codec, "rank-one")

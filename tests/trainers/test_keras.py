@@ -49,12 +49,13 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     assert by_epoch(tmp_path / "killed") == by_epoch(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "rmsprop", "sgd", "adagrad"])
 def test_an_optimizers_variables_are_known_for_what_they_are(tmp_path: Path, optimizer: str) -> None:
     keras = pytest.importorskip("keras")
     made = {
         "adamw": keras.optimizers.AdamW(0.01),
         "lamb": keras.optimizers.Lamb(0.01),
+        "rmsprop": keras.optimizers.RMSprop(0.01, momentum=0.9),
         "sgd": keras.optimizers.SGD(0.01, momentum=0.9),
         "adagrad": keras.optimizers.Adagrad(0.01),
     }[optimizer]
@@ -69,6 +70,8 @@ def test_an_optimizers_variables_are_known_for_what_they_are(tmp_path: Path, opt
     assert rows["model/net/first/kernel"] == "levels"
     if optimizer in ("adamw", "lamb"):
         assert (rows[f"{kernel}/momentum"], rows[f"{kernel}/velocity"]) == ("grid", "rank-one")
+    elif optimizer == "rmsprop":  # its momentum is of the update
+        assert (rows[f"{kernel}/momentum"], rows[f"{kernel}/velocity"]) == ("log-buckets", "rank-one")
     elif optimizer == "sgd":
         assert rows[f"{kernel}/momentum"] == "log-buckets"
     else:
