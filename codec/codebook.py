@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.distortion import Distortion, distortion
 from ..kernels.histogram import Histogram
 from ..kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans
+from .leaves import Array
 
 MOST = 254
 """Most entries of a codebook: a level is a byte, and two levels are taken."""
@@ -48,6 +50,14 @@ def unit(largest: float) -> float:
     if largest == 0.0 or 1e-100 < largest < 1e100:
         return 1.0
     return math.ldexp(1.0, max(-1000, min(1000, -math.frexp(largest)[1])))
+
+
+def scaled_distortion(x: Array, y: Array, scale: float) -> Distortion:
+    """The distortion of arrays brought near 1 by `unit`; its sums are in those units, its ratios the arrays' own."""
+    if scale == 1.0:
+        return distortion(x, y)
+    with np.errstate(invalid="ignore", under="ignore"):
+        return distortion(x * scale, y * scale)
 
 
 def largest_of(histogram: Histogram) -> float:

@@ -143,8 +143,9 @@ def _siblings(leaves: list[Leaf]) -> dict[int, int]:
     found = {}
     for i, leaf in _moments(leaves, "first moment"):
         j = seconds.get((leaf.path.rpartition("/")[0], leaf.spec))
-        fits = j is not None and leaf.spec.dtype in ("float32", "bfloat16")
-        if j is not None and fits and is_update(leaf.path, leaf.kind, leaves[j].path):
+        if j is None or leaf.spec.dtype not in ("float32", "bfloat16"):
+            continue
+        if is_update(leaf.path, leaf.kind, leaves[j].path):
             found[i] = j
     return found
 

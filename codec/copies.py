@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..kernels.arrays import is_torch
-from ..kernels.distortion import distortion
 from .base import CHUNK, Codec, Leaf, Memory, Stored
-from .codebook import unit
+from .codebook import scaled_distortion, unit
 from .errors import CorruptDataError
 from .exact import Exact
 from .leaves import Array, LeafSpec, NpArray, as_bytes, largest
@@ -106,7 +105,7 @@ def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -
     if is_torch(copy.flat):
         restored = restored.to(copy.flat.device)
     scale = unit(largest(copy.flat)) if copy.spec.dtype == "float64" else 1.0
-    met = distortion(copy.flat, restored) if scale == 1.0 else distortion(copy.flat * scale, restored * scale)
+    met = scaled_distortion(copy.flat, restored, scale)
     return Stored("copy", {}, [], None, met.relative_l2, "relative L2", note, number)
 
 

@@ -235,7 +235,7 @@ def on_host(x: Array) -> NpArray:
 
 def largest(flat: Array) -> float:
     """The largest magnitude; 0 of an empty array, NaN where one is in it."""
-    return float(abs(flat).max()) if flat.shape[0] else 0.0
+    return max(float(flat.max()), -float(flat.min())) if flat.shape[0] else 0.0
 
 
 def from_bytes(data: NpArray, spec: LeafSpec) -> Array:

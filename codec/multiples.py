@@ -23,7 +23,7 @@ from ..kernels.distortion import Distortion, distortion
 from .base import CHUNK, Leaf, Memory, Stored
 from .errors import BadArgumentError, CorruptDataError
 from .exact import BytesMemory, decode_bytes, pieces_of
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest
 from .parallel import map_chunks
 
 _DTYPES = ("float32", "float64")
@@ -86,16 +86,16 @@ def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored 
     starts = range(0, x.size, CHUNK)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         squares = math.fsum(map_chunks(lambda s: float(np.square(x[s : s + CHUNK], dtype=np.float64).sum()), starts))
-        largest = float(np.abs(x).max(initial=0.0))
+    most = largest(x)
     wanted = target * math.sqrt(12 * squares / max(1, x.size))
     before = parent if isinstance(parent, MultiplesMemory) and parent.numbers.size == x.size else None
     if before is not None and not _FINEST * wanted <= before.step <= _OLD * wanted:
         before = None
     step = _FRESH * wanted if before is None else before.step
     # Neither infinite nor so small that it is no number of its own; sums that overflow or underflow end here, too.
-    if not 1e-290 < step < 1e290 or not largest / step < _bias(_WIDTHS[-1]) - 1:
+    if not 1e-290 < step < 1e290 or not most / step < _bias(_WIDTHS[-1]) - 1:
         return None
-    width = next(w for w in _WIDTHS if largest / step < _bias(w) - 1)
+    width = next(w for w in _WIDTHS if most / step < _bias(w) - 1)
     width = width if before is None else max(width, before.numbers.itemsize)
     numbers = np.empty(x.size, f"<u{width}")
 

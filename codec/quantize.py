@@ -17,13 +17,13 @@ import numpy as np
 
 from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.assign import Thresholds, assign, dequantize
-from ..kernels.distortion import Distortion, distortion
+from ..kernels.distortion import Distortion
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.histogram import Histogram, kept_histogram, log_histogram
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
-from .codebook import MOST, Fit, fit, largest_of, predicted_error, spacing, unit, variance
+from .codebook import MOST, Fit, fit, largest_of, predicted_error, scaled_distortion, spacing, unit, variance
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
@@ -328,10 +328,7 @@ def _quantize(
         protected = from_bytes(held, leaf.spec)
         restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
         levels[start : start + CHUNK] = on_host(own)
-        if scale == 1.0:
-            return held, distortion(x, restored)
-        with np.errstate(invalid="ignore", under="ignore"):
-            return held, distortion(x * scale, restored * scale)
+        return held, scaled_distortion(x, restored, scale)
 
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([h for h, _ in parts]) if parts else np.empty(0, np.uint8)

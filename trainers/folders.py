@@ -135,6 +135,7 @@ def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
 
 
 def sort_of(tensor: torch.Tensor) -> Sort:
+    """A tensor's dtype and shape, as two tensors that may stand for each other have them."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
@@ -202,6 +203,7 @@ def new_folder(path: PathLike) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> None:
+    """Write a new file, durably; its folder is made, and a file that is there is refused (FileExistsError)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.write(data)
@@ -210,5 +212,6 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's bytes, making the folder they go to."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)

@@ -282,9 +282,12 @@ def test_empty_states() -> None:
 def test_the_callers_numpy_error_state_is_no_concern() -> None:
     v = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) ** 2 * 1e-44
     state = {"opt": {"state": {0: {"exp_avg_sq": v}}}}
+    expected = sp.compress(state)
     with np.errstate(all="raise"):
         base = sp.compress(state)
-        sp.decompress(sp.Checkpoint.from_bytes(sp.compress(state, base).to_bytes(), base))
+        back = sp.decompress(sp.Checkpoint.from_bytes(sp.compress(state, base).to_bytes(), base))
+    assert base.to_bytes() == expected.to_bytes()
+    assert difference(back, sp.decompress(expected)) == ""
 
 
 def test_checkpoints_travel_between_processes_and_are_copied() -> None:
