@@ -257,7 +257,7 @@ def tracker_cost(workload: Workload, say: Callable[[str], None]) -> list[Row]:
 def run(options: Options) -> list[Row]:
     """All rows: of one small model, without brute force, with `--quick`."""
     rows: list[Row] = []
-    for name in ("MLP",) if options.quick else ("MLP", "CNN", "GPT"):
+    for name in ("MLP",) if options.quick else ("MLP", "CNN", "embedding", "GPT"):
         if not options.wanted(name):
             continue
         workload = workloads.WORKLOADS[name]()

@@ -22,14 +22,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arrays import is_torch, on_gpu
+from ..kernels.arrays import on_gpu
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS
 from ..kernels.grid import ESCAPE as OFF_GRID
 from ..kernels.grid import grid_symbols, grid_values
 from ..kernels.logbucket import bucket_index, bucket_value
 from ..kernels.residual import ESCAPE as NO_RESIDUAL
-from ..kernels.residual import residual_factors, residual_symbols, residual_values
+from ..kernels.residual import factor_sums, residual_factors, residual_symbols, residual_values
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
@@ -326,38 +326,13 @@ def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArra
     columns = np.zeros(shape[1])
     for start in range(0, shape[0], step):
         part = as_float32(flat[start * shape[1] : (start + step) * shape[1]], spec)
-        by_row, by_column = _sums(part.reshape(-1, shape[1]))
+        by_row, by_column = factor_sums(part, shape[1])
         rows[start : start + step] = by_row / shape[1]
         columns += by_column
     columns /= shape[0]
     mean = rows.mean()
     columns = columns / mean if mean > 0 else columns
     return np.maximum(rows, 0).astype(np.float32), np.maximum(columns, 0).astype(np.float32)
-
-
-def _sums(part: Array) -> tuple[NpArray, NpArray]:
-    """Sums of rows and of columns, over what is finite, in float64, on the host."""
-    xp = _namespace(part)
-    with np.errstate(invalid="ignore"):
-        by_row = part.sum(axis=1, dtype=xp.float64)
-    if not bool(xp.isfinite(by_row).all()):
-        part = _where(xp.isfinite(part), part)
-        by_row = part.sum(axis=1, dtype=xp.float64)
-    return on_host(by_row), on_host(part.sum(axis=0, dtype=xp.float64))
-
-
-def _where(kept: Array, x: Array) -> Array:
-    """x where `kept`, else 0."""
-    xp = _namespace(x)
-    return xp.where(kept, x, xp.zeros_like(x))
-
-
-def _namespace(x: Array) -> Any:
-    if not is_torch(x):
-        return np
-    import torch
-
-    return torch
 
 
 def _factor_values(index: NpArray) -> NpArray:
@@ -515,5 +490,9 @@ def decode_grid(
 def square_of(values: Array, spec: LeafSpec) -> Array:
     """A decoded second moment as the grid needs it: float32, what is negative or not finite as 0."""
     square = as_float32(values, spec)
-    usable = (square >= 0) & (square < np.inf)
-    return square if bool(usable.all()) else _where(usable, square)
+    # Extremes first: they need no memory, and a NaN is an extreme.
+    if not spec.size or (float(square.min()) >= 0 and float(square.max()) < math.inf):
+        return square
+    if on_gpu(square):
+        return square.where((square >= 0) & (square < math.inf), 0.0)
+    return np.where((square >= 0) & (square < np.inf), square, np.float32(0))

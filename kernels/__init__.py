@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         unpack_frequencies,
     )
     from .ratedistortion import rate_distortion_levels
-    from .residual import residual_factors, residual_symbols, residual_values
+    from .residual import factor_sums, residual_factors, residual_symbols, residual_values
     from .rows import row_dequantize, row_kmeans, row_lookup, row_quantize
     from .runlength import rle_decode, rle_encode
 
@@ -82,7 +82,7 @@ _SUBJECTS = {
     "planes": "difference merge_planes split_planes undifference",
     "rans": "coding_cost pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "ratedistortion": "rate_distortion_levels",
-    "residual": "residual_factors residual_symbols residual_values",
+    "residual": "factor_sums residual_factors residual_symbols residual_values",
     "rows": "row_dequantize row_kmeans row_lookup row_quantize",
     "runlength": "rle_decode rle_encode",
 }
@@ -119,6 +119,7 @@ __all__ = [
     "exponent_buckets",
     "exponent_dequantize",
     "exponent_quantize",
+    "factor_sums",
     "gather",
     "grid_symbols",
     "grid_values",

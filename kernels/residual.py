@@ -21,6 +21,36 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Factors = np.ndarray[Any, np.dtype[np.float32]]
 
 
+def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
+    """Sums of a matrix's rows and of its columns over what is finite, from one pass: a rank-one estimate's factors.
+
+    Args:
+        x: float32 [R * columns], a matrix in C order.
+        columns: how many elements a row has, >= 1.
+
+    Returns:
+        float64 [R] and float64 [columns] on the host. Each addition is rounded once; in which order they are made is a
+        back end's own, so the last bits may differ between them.
+
+    Raises:
+        BadArgumentError: another dtype, or no whole number of rows.
+
+    Example:
+        >>> factor_sums(np.array([1, 2, 3, 10, 20, np.inf], np.float32), 3)[1].tolist()
+        [11.0, 22.0, 3.0]
+
+    Source: Shazeer and Stern 2018 (Adafactor), section 3.
+    """
+    check_arrays(x=x)
+    if dtype_name(x) != "float32" or len(x.shape) != 1:
+        raise BadArgumentError(f"x is {dtype_name(x)} {tuple(x.shape)}; float32 of one dimension is needed")
+    columns = integer("columns", columns, 1, 2**56)
+    if int(x.shape[0]) % columns:
+        raise BadArgumentError(f"{int(x.shape[0])} elements are no whole number of rows of {columns}")
+    rows, below = back_end(x, "residual").factor_sums(x, columns)
+    return rows, below
+
+
 def residual_symbols(
     x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
 ) -> tuple[Array, Floats, Floats]:

@@ -1,4 +1,4 @@
-"""Distortion on the CPU: one pass, eight partial sums so that additions need not wait for each other."""
+"""Distortion on the CPU: one pass, many partial sums so that additions need not wait for each other."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 _STEP = 1 << 20
+_LANES = 128
+"""Partial sums: enough that a loop over them is worth its start in vector registers."""
 _TINY = 1e-290
 _LIFT = 2.0**300
 
 
 @njit
-def _finite(x: Any, y: Any) -> Any:
-    """Sums in eight lanes; what is not finite makes the norm not finite, and the caller starts again with `_careful`.
+def _finite(x: Any, y: Any, error: Any, norm: Any) -> Any:
+    """Sums in lanes; what is not finite makes the norm not finite, and the caller starts again with `_careful`.
 
     By short blocks: the first loop is vectorized and only asks whether the largest relative error grew, without a
     division; after a short while it hardly ever did.
     """
-    error, norm = np.zeros(8), np.zeros(8)
     largest = 0.0
-    n = x.size
-    whole = n - n % 64
-    for at in range(0, whole, 64):
-        a, b = x[at : at + 64], y[at : at + 64]
-        over = False
-        for i in range(0, 64, 8):
-            for k in range(8):
-                u = np.float64(a[i + k])
-                d = np.float64(b[i + k]) - u
-                error[k] += d * d
-                norm[k] += u * u
-                over |= (abs(d) > largest * abs(u)) | ((abs(u) < _TINY) & (d != 0.0))
+    lanes = error.size
+    whole = x.size - x.size % lanes
+    for at in range(0, whole, lanes):
+        a, b = x[at : at + lanes], y[at : at + lanes]
+        over = 0
+        for k in range(lanes):
+            u = np.float64(a[k])
+            d = np.float64(b[k]) - u
+            error[k] += d * d
+            norm[k] += u * u
+            over += (abs(d) > largest * abs(u)) | ((abs(u) < _TINY) & (d != 0.0))
         if over:
-            for i in range(64):
-                largest = _larger(largest, np.float64(a[i]), np.float64(b[i]))
-    for i in range(whole, n):
+            for k in range(lanes):
+                largest = _larger(largest, np.float64(a[k]), np.float64(b[k]))
+    for i in range(whole, x.size):
         u = np.float64(x[i])
         d = np.float64(y[i]) - u
-        error[i & 7] += d * d
-        norm[i & 7] += u * u
+        error[i - whole] += d * d
+        norm[i - whole] += u * u
         largest = _larger(largest, u, np.float64(y[i]))
     total = squares = 0.0
-    for k in range(8):
+    for k in range(lanes):
         total += error[k]
         squares += norm[k]
     return total, squares, largest
@@ -94,7 +94,7 @@ def distortion(x: Array, y: Array) -> Distortion:
     for start in range(0, first.size, _STEP):
         part = slice(start, start + _STEP)
         a, b = _floats(first[part], dtype_name(x)), _floats(second[part], dtype_name(y))
-        parts = _finite(a, b)
+        parts = _finite(a, b, np.zeros(_LANES), np.zeros(_LANES))
         if not math.isfinite(parts[1]):
             parts = _careful(a, b)
         total += Distortion(*(float(p) for p in parts))

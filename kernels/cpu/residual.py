@@ -21,6 +21,44 @@ _CENTRE, _ESCAPED, _NOTHING = 512, 1024, 1025
 """Places in the look-up: no half octave off, no residual, zero."""
 
 
+_LANES = 32
+"""Partial sums of a row, so that additions need not wait for each other and fill whole registers."""
+
+
+@njit
+def _sums(x: Any, rows: Any, columns: Any, lanes: Any) -> None:
+    width = columns.size
+    whole = width - width % _LANES
+    for i in range(rows.size):
+        own = x[i * width : (i + 1) * width]
+        lanes[:] = 0.0
+        for at in range(0, whole, _LANES):
+            part, below = own[at : at + _LANES], columns[at : at + _LANES]
+            for k in range(_LANES):
+                value = np.float64(part[k])
+                below[k] += value
+                lanes[k] += value
+        total = 0.0
+        for j in range(whole, width):
+            value = np.float64(own[j])
+            columns[j] += value
+            total += value
+        for k in range(_LANES):
+            total += lanes[k]
+        rows[i] = total
+
+
+def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
+    """See `kernels.residual`."""
+    values = to_numpy(x)
+    rows, below = np.empty(values.size // columns), np.zeros(columns)
+    _sums(values, rows, below, np.empty(_LANES))
+    if not np.isfinite(rows).all():
+        below[:] = 0.0
+        _sums(np.where(np.isfinite(values), values, np.float32(0)), rows, below, np.empty(_LANES))
+    return rows, below
+
+
 @njit
 def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
     """Fill `out` with the next estimates from row i, column j; returns where the following ones start."""

@@ -36,6 +36,16 @@ def estimate_of(rows_ptr, columns_ptr, start, columns, inside, WIDE: tl.constexp
     return r * tl.load(columns_ptr + (across - down * columns), mask=inside, other=0.0)
 
 
+def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
+    """See `shrinkpoint.kernels.residual.factor_sums`."""
+    part = tensor(x).reshape(-1, columns)
+    by_row = part.sum(dim=1, dtype=torch.float64)
+    if not bool(by_row.isfinite().all()):
+        part = torch.where(part.isfinite(), part, 0.0)
+        by_row = part.sum(dim=1, dtype=torch.float64)
+    return by_row.cpu().numpy(), part.sum(dim=0, dtype=torch.float64).cpu().numpy()
+
+
 @triton.jit
 def symbols_kernel(
     x_ptr,

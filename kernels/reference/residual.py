@@ -25,6 +25,16 @@ def _estimates(xp: Any, like: Array, rows: Factors, columns: Factors, start: int
     return xp.asarray(rows[i], device=place) * xp.asarray(columns[j], device=place)
 
 
+def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
+    """See `kernels.residual`."""
+    xp = array_namespace(x)
+    values = xp.where(xp.isfinite(x), x, xp.zeros_like(x))
+    part = xp.astype(xp.reshape(values, (x.shape[0] // columns, columns)), xp.float64)
+    sums = (xp.sum(part, axis=1), xp.sum(part, axis=0))
+    rows, below = (np.asarray([float(s[i]) for i in range(s.shape[0])]) for s in sums)
+    return rows, below
+
+
 def residual_symbols(
     x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
 ) -> tuple[Array, Any, Any]:

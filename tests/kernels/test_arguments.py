@@ -135,6 +135,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             "importance": SQUARE,
         },
     ),
+    (k.factor_sums, {"x": X, "columns": N}),
     (
         k.residual_symbols,
         {"x": np.abs(X), "rows": ROWS, "columns": COLUMNS, "start": 0, "octaves": 2, "previous": LEVELS},

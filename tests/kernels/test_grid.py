@@ -59,6 +59,25 @@ def test_a_grid_point_is_within_half_a_step(fresh: np.random.Generator) -> None:
         grid.grid_symbols(x, square[:5], 0.5)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (1, 1), (7, 31), (5, 32), (3, 1000), (1000, 1), (64, 129)])
+@pytest.mark.parametrize("finite", [True, False])
+def test_factor_sums_are_those_of_what_is_finite(
+    back_end: BackEnd, rows: int, columns: int, finite: bool, fresh: np.random.Generator
+) -> None:
+    x = fresh.normal(size=rows * columns).astype(np.float32) if finite else _odd_values(fresh, rows * columns)
+    by_row, by_column = back_end.module("residual").factor_sums(back_end.array(x), columns)
+    wide = np.where(np.isfinite(x), x, 0).astype(np.float64).reshape(rows, columns)
+    for got, axis in ((by_row, 1), (by_column, 0)):
+        assert isinstance(got, np.ndarray)
+        # Each sum to the rounding of its largest terms.
+        assert (np.abs(got - wide.sum(axis=axis)) <= 1e-12 * np.abs(wide).sum(axis=axis)).all()
+
+
+def test_factor_sums_of_no_whole_rows() -> None:
+    with pytest.raises(BadArgumentError, match="5 elements are no whole number of rows of 2"):
+        residual.factor_sums(np.zeros(5, np.float32), 2)
+
+
 @pytest.mark.parametrize(("rows", "columns", "start"), [(1, 1, 0), (7, 13, 5), (3, 40000, 20000), (300, 1, 299)])
 @pytest.mark.parametrize("octaves", [1, 3, 64])
 def test_residual_agrees_with_the_oracle(
