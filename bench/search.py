@@ -3,7 +3,7 @@
 Each workload is trained once, with a `SensitivityTracker`; at ten checkpoints from early to late its weights are
 searched for thresholds of 0.1, 1 and 5 %, each search starting from the last one's choice and counting sizes as deltas
 against the checkpoint before, as a trainer would. `evaluate` sees one part of the held-out data; what is lost on
-another part is reported beside it. At the first checkpoint and at one in the middle (of the two small models) every
+another part is reported beside it. At the first checkpoint and at one in the middle (of all models but the GPT) every
 point of the cube is compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. Calls of
 `evaluate` are all counted, those with the state itself too. Only weights are in the states: moments would hide
 differences in size.

@@ -11,7 +11,6 @@ noise and are stored as they are (`kernels.categories`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
@@ -25,12 +24,10 @@ from .leaves import NpArray
 from .scaled import Layout
 
 MAGNITUDE, MANTISSA = range(2)
-SAMPLE, PARTS = 1 << 14, 8
-"""Elements of a chunk that are looked at to choose how to code it, in so many parts."""
 _CONTEXTS, _LEAST, _STRIDE = 64, 256, 16
 
 
-def encode_differences(u: NpArray, before: NpArray, layout: Layout) -> bytes:
+def encode_differences(u: NpArray, before: NpArray, layout: Layout) -> Writer:
     """Code float patterns against as many of the parent.
 
     Args:
@@ -38,7 +35,7 @@ def encode_differences(u: NpArray, before: NpArray, layout: Layout) -> bytes:
         before: the same of the parent.
         layout: of the float.
     """
-    some = sample(before.size)
+    some = entropy.sample(before.size)
     categories, extra = split_categories(difference_of(u, before, layout), most_bits(layout.width))
     kind = _cheaper(some(categories), some(before), layout)
     context, contexts = _contexts(before, layout, kind)
@@ -46,7 +43,7 @@ def encode_differences(u: NpArray, before: NpArray, layout: Layout) -> bytes:
     out.byte(kind)
     out.block(entropy.encode_levels(categories, 256, context, contexts, "fast"))
     out.raw(extra)
-    return out.done()
+    return out
 
 
 def decode_differences(data: Reader, before: NpArray, layout: Layout) -> NpArray:
@@ -72,15 +69,6 @@ def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> float:
     categories, extra = split_categories(steps, most_bits(layout.width))
     costs = [_conditional_bits(categories, *_contexts(before, layout, kind)) for kind in (MAGNITUDE, MANTISSA)]
     return min(costs) + 8.0 * int(extra.size)
-
-
-def sample(n: int) -> Callable[[NpArray], NpArray]:
-    """What takes the same small share of every array of n elements: short stretches all over it."""
-    if n <= SAMPLE:
-        return lambda x: x
-    length = SAMPLE // PARTS
-    starts = np.linspace(0, n - length, PARTS).astype(np.int64)
-    return lambda x: np.concatenate([x[i : i + length] for i in starts])
 
 
 def _cheaper(categories: NpArray, before: NpArray, layout: Layout) -> int:
@@ -111,7 +99,7 @@ def _contexts(before: NpArray, layout: Layout, kind: int) -> tuple[NpArray, int]
         table = (np.arange(16 << upper) & 15).astype(np.uint8)
         return pattern_classes(before, layout.mantissa - 4, table), 16
     fields = 1 << (upper - 1)
-    some = before[::_STRIDE] if before.size > SAMPLE else before
+    some = before[::_STRIDE] if before.size > entropy.SAMPLE else before
     counts = np.bincount((some >> some.dtype.type(layout.mantissa)).astype(np.int64) & (fields - 1), minlength=fields)
     group = (np.cumsum(counts) - counts) // max(_LEAST, -(-some.size // _CONTEXTS))
     numbers, dense = np.unique(group, return_inverse=True)

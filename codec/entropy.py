@@ -50,6 +50,11 @@ _HIGH_ENTROPY = 2.5
 """Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
 _LEAST_TABLE = 8
 _SLACK = 1.005
+SAMPLE, PARTS = 1 << 14, 8
+"""Elements of an array that are looked at to choose how to code it, in so many stretches."""
+_MANY = 4 * SAMPLE
+_NOISE = 8 / _SLACK
+"""Bits a symbol from which storing is as good."""
 
 
 def counts_of(symbols: U8) -> I64:
@@ -66,17 +71,39 @@ def encode(symbols: U8) -> bytes:
     Args:
         symbols: uint8, shape (n,); n is not stored.
     """
+    return coded(symbols).done()
+
+
+def coded(symbols: U8) -> Writer:
+    """What `encode` writes, symbols that are stored as they are not yet copied: they must not change before it is.
+
+    Where a sample of many symbols is noise, they are not counted.
+    """
+    if symbols.size >= _MANY and sampled_bits(np.bincount(sample(symbols.size)(symbols))) >= _NOISE * SAMPLE:
+        out = Writer()
+        out.byte(STORED)
+        out.raw(symbols)
+        return out
     return _encode_plain(symbols, counts_of(symbols))
 
 
-def _encode_plain(symbols: U8, counts: I64) -> bytes:
+def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    """What takes the same small share of every array of n elements: short stretches all over it."""
+    if n <= SAMPLE:
+        return lambda x: x
+    length = SAMPLE // PARTS
+    starts = np.linspace(0, n - length, PARTS).astype(np.int64)
+    return lambda x: np.concatenate([x[i : i + length] for i in starts])
+
+
+def _encode_plain(symbols: U8, counts: I64) -> Writer:
     out = Writer()
     n = symbols.size
     present = np.flatnonzero(counts)
     if present.size <= 1:
         out.byte(CONSTANT)
         out.byte(int(present[0]) if present.size else 0)
-        return out.done()
+        return out
     width = int(present[-1]).bit_length()
     sizes = {STORED: float(n), PACKED: 1 + np.ceil(n * width / 8)}
     least = min(sizes.values())
@@ -93,7 +120,7 @@ def _encode_plain(symbols: U8, counts: I64) -> bytes:
     # Within half a percent the faster coder is taken: stored, packed, huffman, rans.
     order = (STORED, PACKED, HUFFMAN, RANS)
     least = min(sizes.values())
-    method = next(m for m in order if m in sizes and sizes[m] <= 1.005 * least)
+    method = next(m for m in order if m in sizes and sizes[m] <= _SLACK * least)
     out.byte(method)
     if method == STORED:
         out.raw(symbols)
@@ -105,7 +132,7 @@ def _encode_plain(symbols: U8, counts: I64) -> bytes:
         out.raw(huffman_encode(symbols, lengths))
     else:
         model.write(out, symbols, None)
-    return out.done()
+    return out
 
 
 def order0_bits(counts: I64) -> float:
@@ -232,7 +259,7 @@ def encode_levels(levels: U8, size: int, parent: U8 | None, parent_size: int, co
     total[: counts.shape[1]] = counts.sum(axis=0)
     # Without the context it takes its entropy at least: where that is more, its table need not be made.
     if order0_bits(total) / 8 < model.cost and _Model.best(total[None, :]).cost <= model.cost:
-        return _encode_plain(levels, total)
+        return _encode_plain(levels, total).done()
     out = Writer()
     out.byte(CONDITIONAL)
     model.write(out, levels, parent)
@@ -243,7 +270,7 @@ def encode_huffman(symbols: U8) -> bytes:
     """Huffman alone, as the published system codes a base."""
     counts = counts_of(symbols)
     if np.count_nonzero(counts) <= 1:
-        return _encode_plain(symbols, counts)
+        return _encode_plain(symbols, counts).done()
     lengths = huffman_lengths(counts)
     out = Writer()
     out.byte(HUFFMAN)

@@ -24,7 +24,7 @@ import zstandard
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
-from .differences import SAMPLE, decode_differences, difference_bits, difference_of, encode_differences, sample
+from .differences import decode_differences, difference_bits, difference_of, encode_differences
 from .errors import CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
@@ -68,8 +68,9 @@ class Exact:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
-        data = as_bytes(leaf.flat)
-        return Stored("bytes", {}, pieces_of(data, leaf.spec, parent), BytesMemory(data.copy()))
+        # A copy from the start: what is stored and what is remembered are the same bytes, whoever writes meanwhile.
+        data = as_bytes(leaf.flat).copy()
+        return Stored("bytes", {}, pieces_of(data, leaf.spec, parent), BytesMemory(data))
 
 
 def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[bytes]:
@@ -106,19 +107,22 @@ def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
     return data.view(f"<{kind}{width}")
 
 
-def _coded(planes: NpArray) -> bytes:
+def _coded(planes: NpArray) -> Writer:
     out = Writer()
     for plane in planes:
-        out.block(entropy.encode(np.ascontiguousarray(plane)))
-    return out.done()
+        out.block(entropy.coded(np.ascontiguousarray(plane)))
+    return out
 
 
-def _encode_plain(data: NpArray) -> bytes:
-    coded = entropy.encode(data)
-    if data.size <= _SMALL:
-        return coded
-    frame = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data.data)
-    return min(coded, bytes([entropy.ZSTANDARD]) + frame, key=len)
+def _encode_plain(data: NpArray) -> Writer:
+    best = entropy.coded(data)
+    if data.size > _SMALL:
+        frame = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data.data)
+        if 1 + len(frame) < len(best):
+            best = Writer()
+            best.byte(entropy.ZSTANDARD)
+            best.raw(frame)
+    return best
 
 
 def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> bytes:
@@ -132,31 +136,40 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: i
     """
     if before is not None and np.array_equal(data, before):
         return bytes([UNCHANGED])
+    method, coded = _smallest(data, spec, before, start)
+    out = Writer()
+    out.byte(method)
+    out.raw(coded)
+    return out.done()
+
+
+def _smallest(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
+    """The method that takes the fewest bytes of those worth trying, and what it wrote."""
     current = _patterns(data, spec)
     if current is None or data.size <= _SMALL:
-        return bytes([PLAIN]) + _encode_plain(data)
+        return PLAIN, _encode_plain(data)
     if spec.dtype in LAYOUTS:
         return _encode_floats(data, spec, before, start)
-    candidates = []
+    found = {}
     if before is not None:
-        candidates.append(bytes([DIFFERENCE]) + _coded(split_planes(difference(current, _patterns(before, spec)))))
-        if len(candidates[0]) < _WORTHWHILE * data.size:
-            return candidates[0]
+        found[DIFFERENCE] = _coded(split_planes(difference(current, _patterns(before, spec))))
+        if len(found[DIFFERENCE]) < _WORTHWHILE * data.size:
+            return DIFFERENCE, found[DIFFERENCE]
     if current.dtype.itemsize > 1:
-        candidates.append(bytes([PLANES]) + _coded(split_planes(current)))
+        found[PLANES] = _coded(split_planes(current))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
-    if current.dtype.kind == "u" or len(candidates[-1]) < _REDUNDANT * data.size:
-        candidates.append(bytes([PLAIN]) + _encode_plain(data))
-    return min(candidates, key=len)
+    if current.dtype.kind == "u" or len(found[PLANES]) < _REDUNDANT * data.size:
+        found[PLAIN] = _encode_plain(data)
+    return min(found.items(), key=lambda way: len(way[1]))
 
 
-def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> bytes:
+def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
     layout = LAYOUTS[spec.dtype]
     parts = 8 * spec.itemsize // layout.width
     u = data.view(f"<u{layout.width // 8}")
     old = None if before is None else before.view(u.dtype)
     columns = 0 if start is None else columns_of(spec.shape, parts)
-    ways: dict[int, Callable[[], bytes]] = {
+    ways: dict[int, Callable[[], Writer]] = {
         SCALED: lambda: encode_scaled(u, layout, columns, (start or 0) * parts),
     }
     if old is not None:
@@ -166,19 +179,20 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
     if old is not None:
         bits = _estimates(u, old, layout)
         # What the scale of its rows and columns spares an array alone is not in the estimate.
-        near = {m: _NEAR if u.size <= SAMPLE or m == SCALED else 1.0 for m in chosen}
+        near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in chosen}
         chosen = [m for m in chosen if bits[m] <= near[m] * min(bits.values()) + _SMALL]
-    found = [bytes([method]) + ways[method]() for method in chosen]
+    found = {method: ways[method]() for method in chosen}
+    best = min(found, key=lambda method: len(found[method]))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
-    best = min(found, key=len)
-    if best[0] == SCALED and len(best) < _REDUNDANT * data.size:
-        best = min(best, bytes([PLAIN]) + _encode_plain(data), key=len)
-    return best
+    if best == SCALED and len(found[best]) < _REDUNDANT * data.size:
+        found[PLAIN] = _encode_plain(data)
+        best = min((best, PLAIN), key=lambda method: len(found[method]))
+    return best, found[best]
 
 
 def _estimates(u: NpArray, old: NpArray, layout: Layout) -> dict[int, float]:
     """Bits that a sample takes by each method, about."""
-    some = sample(u.size)
+    some = entropy.sample(u.size)
     u, old = some(u), some(old)
     steps = difference_of(u, old, layout)
     planes = {SCALED: split_planes(rotated(u, layout.rotation)), DIFFERENCE: split_planes(steps)}

@@ -15,11 +15,18 @@ _LARGE = 1 << 12
 
 
 class Writer:
-    """Appends fields to a byte buffer. Large ones are only referred to until `done`: they must not change before."""
+    """Appends fields to a byte buffer. Large ones are only referred to until `done`: they must not change before.
+
+    What one writer holds can be appended to another without being put together first. Its length is in bytes.
+    """
 
     def __init__(self) -> None:
         self._out = bytearray()
         self._parts: list[Bytes] = []
+        self._before = 0
+
+    def __len__(self) -> int:
+        return self._before + len(self._out)
 
     def byte(self, value: int) -> None:
         """One unsigned byte."""
@@ -32,8 +39,12 @@ class Writer:
             value >>= 7
         self._out.append(value)
 
-    def raw(self, data: Bytes | np.ndarray[Any, Any]) -> None:
+    def raw(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
         """Bytes as they are; their number must follow from the context."""
+        if isinstance(data, Writer):
+            for part in (*data._parts, data._out):
+                self.raw(part)
+            return
         if isinstance(data, np.ndarray):
             data = (
                 data.tobytes() if data.nbytes < _LARGE else memoryview(np.ascontiguousarray(data).view(np.uint8).data)
@@ -42,9 +53,10 @@ class Writer:
             self._out += data
         else:
             self._parts += (self._out, data)
+            self._before += len(self._out) + len(data)
             self._out = bytearray()
 
-    def block(self, data: Bytes | np.ndarray[Any, Any]) -> None:
+    def block(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
         """A varint with the number of bytes, then the bytes."""
         self.varint(data.nbytes if isinstance(data, np.ndarray) else len(data))
         self.raw(data)

@@ -86,7 +86,7 @@ def rotated(u: NpArray, bits: int) -> NpArray:
     return out
 
 
-def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> bytes:
+def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Writer:
     """Code float patterns.
 
     Args:
@@ -101,12 +101,12 @@ def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> bytes
     scaled = _in_scale(top, layout, columns, start)
     if scaled is None:
         out.varint(0)
-        out.block(entropy.encode(top))
+        out.block(entropy.coded(top))
     else:
         out.raw(scaled)
     for plane in planes[:-1]:
-        out.block(entropy.encode(np.ascontiguousarray(plane)))
-    return out.done()
+        out.block(entropy.coded(np.ascontiguousarray(plane)))
+    return out
 
 
 def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> bytes | None:
