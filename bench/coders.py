@@ -1,4 +1,6 @@
-"""Cases of the sequential coders on one CPU thread, alone and at the end of the whole way from weights to bytes.
+"""Cases of the coders on one CPU thread, alone and at the end of the whole way from weights to bytes.
+
+Those that are not sequential are measured on the GPU, too.
 
 The rate of a coder is in symbols; one symbol stands for a float32 weight, so a Gsym/s is 4 GB/s of weights, and that is
 what its share of memcpy is of.
@@ -6,12 +8,14 @@ what its share of memcpy is of.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from . import peers
+from .devices import host
 from .elementwise import BITS, LEVELS, PREFIX, Place, oracle
 from .harness import Case, CheckFailed, Job, Peer, Target, at_least, same
 
@@ -30,21 +34,30 @@ def cases(at: Place) -> list[Case]:
         ("rans_decode conditional", rans_decode, at_least(0.4, "value"), entropy[2:]),
         ("rle_encode", rle_encode, None, ()),
         ("rle_decode", rle_decode, None, ()),
-        ("pack_bits 5", pack_bits, None, ()),
-        ("unpack_bits 5", unpack_bits, None, ()),
-        ("split_octaves", split_octaves, None, ()),
-        ("join_octaves", join_octaves, None, ()),
     ]
     rows = [_case(at, row, "Gsym/s", make, target, others) for row, make, target, others in symbols]
+    rows += anywhere(at)
     rows.append(_case(at, "end to end encode", "GB/s", end_to_end_encode, at_least(0.7, "value"), whole))
     rows.append(_case(at, "end to end decode", "GB/s", end_to_end_decode, at_least(1.3, "value"), whole))
     return rows
 
 
+def anywhere(at: Place) -> list[Case]:
+    """The cases that the GPU has, too."""
+    rows = (
+        ("pack_bits 5", pack_bits),
+        ("unpack_bits 5", unpack_bits),
+        ("split_octaves", split_octaves),
+        ("join_octaves", join_octaves),
+    )
+    return [_case(at, row, "Gsym/s", make, None, ()) for row, make in rows]
+
+
 def _case(
     at: Place, row: str, unit: str, make: Callable[[Place], Job], target: Target | None, others: tuple[str, ...]
 ) -> Case:
-    return Case(row, at.n, unit, lambda: make(at), at.device.name, target, (at.device.floor, *others))
+    names = (at.device.floor, *others)
+    return Case(row, at.n, unit, lambda: make(at), at.device.name, target, names, at.device.missing)
 
 
 def _job(at: Place, call: Callable[[], object], check: Callable[[], str], others: list[Peer], note: str) -> Job:
@@ -77,7 +90,8 @@ def _and_oracle(subject: str, function: str, mine: Callable[..., Any], *argument
         reference = oracle(subject)
     except ImportError:
         return ""
-    same(function, mine(*arguments, **named), getattr(reference, function)(*arguments, **named))
+    on_host = (host(x) if hasattr(x, "dtype") else x for x in arguments)
+    same(function, mine(*arguments, **named), getattr(reference, function)(*on_host, **named))
     return ", prefix = oracle"
 
 
@@ -192,7 +206,7 @@ def _pack_job(at: Place, *, decode: bool) -> Job:
     from shrinkpoint.kernels.bitpack import pack_bits as pack
     from shrinkpoint.kernels.bitpack import unpack_bits as unpack
 
-    levels, _ = _levels(at)
+    levels = at.device.array(_levels(at)[0])
     data = pack(levels, 5)
 
     def check() -> str:
@@ -219,8 +233,11 @@ def _octaves_job(at: Place, *, decode: bool) -> Job:
 
     bits = 1
     buckets = FORMATS["float32"].buckets(bits)
-    index = bucket_index(at.sample.before(at.n), bits)
+    index = bucket_index(at.device.array(at.sample.before(at.n)), bits)
     octaves = split(index, bits, buckets)
+    if octaves is not None:
+        streams = {name: at.device.array(getattr(octaves, name)) for name in ("symbols", "negative", "fraction")}
+        octaves = dataclasses.replace(octaves, **streams)
 
     def check() -> str:
         if octaves is None:
@@ -229,7 +246,8 @@ def _octaves_job(at: Place, *, decode: bool) -> Job:
         return said + _and_oracle("octaves", "split_octaves", split, index[:PREFIX], bits, buckets)
 
     call = (lambda: join(octaves, bits, buckets)) if decode and octaves else (lambda: split(index, bits, buckets))
-    return _job(at, call, check, [], "relative error 1/4")
+    crosses = ", the streams come to the host" if at.device.gpu and not decode else ""
+    return _job(at, call, check, [], f"relative error 1/4{crosses}")
 
 
 def split_octaves(at: Place) -> Job:

@@ -1,4 +1,4 @@
-"""Cases that only a GPU has: all codebooks of a model in one launch, and a state of a billion parameters."""
+"""Cases of a GPU: all codebooks of a model in one launch, a state of a billion parameters, and coders it has, too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import codebooks, many
+from . import codebooks, coders, many
 from .elementwise import BITS, Place, oracle
 from .harness import Case, Job, Peer, at_least, at_most, same
 
@@ -47,6 +47,7 @@ def cases(at: Place) -> list[Case]:
             )
             for how, refit, times in (("frozen", False, 4), ("refit", True, 6))
         ),
+        *coders.anywhere(at),
         *many.cases(at),
     ]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ..kernels import arguments
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
 def check_range(
     name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-    """Raise BadArgumentError unless value is a number in the range."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
-        left, right = "(" if open_low else "[", ")" if open_high else "]"
-        raise BadArgumentError(f"{name} is {value!r}; it must be a number in {left}{low:g}, {high:g}{right}")
+    """Raise BadArgumentError unless value is a number in the range, an int or float as JSON keeps it."""
+    if not isinstance(value, (int, float)):
+        raise BadArgumentError(f"{name} is {arguments.shown(value)}; an int or float is needed")
+    arguments.number(name, value, low, high, open_low=open_low, open_high=open_high)

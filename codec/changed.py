@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import choice
 from ..kernels.mask import changed_mask, gather, scatter
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
-from .errors import BadArgumentError, CorruptDataError
+from .errors import CorruptDataError
 from .exact import PLAIN, BytesMemory, decode_chunk, encode_chunk
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory
@@ -51,8 +52,7 @@ class Changed:
     id: ClassVar[str] = "changed"
 
     def __post_init__(self) -> None:
-        if self.coder not in ("smallest", "published"):
-            raise BadArgumentError(f"coder is {self.coder!r}; it must be one of smallest, published")
+        choice("coder", self.coder, ("smallest", "published"))
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""

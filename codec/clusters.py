@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import choice
 from ..kernels.arrays import on_gpu
 from ..kernels.bitpack import pack_bits
 from ..kernels.cluster import cluster_dequantize, cluster_quantize
@@ -71,8 +72,7 @@ class Clusters:
     def __post_init__(self) -> None:
         if type(self.clusters) is not int or not 1 <= self.clusters <= MAX_CLUSTERS:
             raise BadArgumentError(f"clusters is {self.clusters!r}; it must be an integer in [1, {MAX_CLUSTERS}]")
-        if self.coder not in ("smallest", "published"):
-            raise BadArgumentError(f"coder is {self.coder!r}; it must be one of smallest, published")
+        choice("coder", self.coder, ("smallest", "published"))
         if self.max_error is not None:
             check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
 
@@ -93,7 +93,7 @@ class Clusters:
             except BadArgumentError:  # not finite, or too wide for float32
                 return None
             met, relative, nonzero = _errors(x, cluster_dequantize(codes, labels, scale, minimum), spec)
-            piece = _pack(on_host(codes), on_host(labels), on_host(scale), on_host(minimum), self.coder)
+            piece = _pack(on_host(codes), labels, on_host(scale), on_host(minimum), self.coder)
             return piece, met, relative, nonzero
 
         parts = map_chunks(one, range(0, spec.size, CHUNK))
@@ -132,17 +132,18 @@ def _differences(x: Array, y: Array) -> tuple[Distortion, float, int]:
     return distortion(x, y), float(total), int(own.shape[0])
 
 
-def _pack(codes: NpArray, labels: NpArray, scale: NpArray, minimum: NpArray, coder: str) -> bytes:
+def _pack(codes: NpArray, labels: Array, scale: NpArray, minimum: NpArray, coder: str) -> bytes:
     out = Writer()
     out.varint(scale.size)
     out.raw(minimum.astype("<f4"))
     out.raw(scale.astype("<f4"))
     if coder == "published":
-        out.block(bytes([entropy.PACKED, 4]) + bytes(pack_bits(labels, 4)))
+        out.block(bytes([entropy.PACKED, 4]) + on_host(pack_bits(labels, 4)).tobytes())
         out.block(bytes([entropy.STORED]) + codes.tobytes())
     else:
-        out.block(entropy.encode(labels))
-        out.block(entropy.encode_levels(codes, 256, labels, max(2, scale.size), "smallest"))
+        contexts = on_host(labels)
+        out.block(entropy.encode(contexts))
+        out.block(entropy.encode_levels(codes, 256, contexts, max(2, scale.size), "smallest"))
     return out.done()
 
 

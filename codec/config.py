@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..kernels.arguments import choice
 from .base import Codec, check_range, from_json, to_json
 from .changed import Changed
 from .clusters import Clusters
@@ -72,10 +73,9 @@ class ChainPolicy:
     def __post_init__(self) -> None:
         if self.base_every is not None and (type(self.base_every) is not int or self.base_every < 1):
             raise BadArgumentError(f"base_every is {self.base_every!r}; it must be an integer of at least 1, or None")
-        if self.against not in ("previous", "base"):
-            raise BadArgumentError(f"against is {self.against!r}; it must be 'previous' or 'base'")
-        if self.predictor not in (None, "size"):
-            raise BadArgumentError(f"predictor is {self.predictor!r}; it must be 'size' or None")
+        choice("against", self.against, ("previous", "base"))
+        if self.predictor is not None:
+            choice("predictor", self.predictor, ("size",))
         if self.max_restore_cost is not None:
             check_range("max_restore_cost", self.max_restore_cost, 1, 1e6)
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import choice
 from ..kernels.bitpack import pack_bits, unpack_bits
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.exponent import (
@@ -96,8 +97,7 @@ class ExponentDelta:
     def __post_init__(self) -> None:
         if self.bits is not None and (type(self.bits) is not int or not 1 <= self.bits <= 8):
             raise BadArgumentError(f"bits is {self.bits!r}; it must be None or an integer in [1, 8]")
-        if self.coder not in ("smallest", "huffman", "packed"):
-            raise BadArgumentError(f"coder is {self.coder!r}; it must be one of smallest, huffman, packed")
+        choice("coder", self.coder, ("smallest", "huffman", "packed"))
         if self.max_error is not None:
             check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
 

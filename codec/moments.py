@@ -27,7 +27,7 @@ from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
@@ -80,7 +80,7 @@ class LogBuckets:
             x = flat[start : start + CHUNK]
             index = bucket_index(x, bits)
             met = distortion(x, bucket_value(index, bits, leaf.spec.dtype))
-            return _encode_chunk(on_host(index), fmt.buckets(bits), bits, x), met
+            return _encode_chunk(index, fmt.buckets(bits), bits, x), met
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         pieces = [p for p, _ in parts if p is not None]
@@ -96,8 +96,8 @@ def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
     return dataclasses.replace(stored, note=note)
 
 
-def _encode_chunk(index: NpArray, buckets: int, bits: int, x: Array) -> bytes | None:
-    """None when the octaves present do not fit one byte."""
+def _encode_chunk(index: Array, buckets: int, bits: int, x: Array) -> bytes | None:
+    """None when the octaves present do not fit one byte; indices on a GPU are taken apart there."""
     octaves = split_octaves(index, bits, buckets)
     if octaves is None:
         return None

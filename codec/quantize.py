@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import choice
 from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.assign import Thresholds, assign, dequantize
 from ..kernels.distortion import Distortion
@@ -192,8 +193,7 @@ class Quantize:
             ("policy", ("frozen", "warm", "refit")),
             ("coder", ("smallest", "published")),
         ):
-            if getattr(self, name) not in allowed:
-                raise BadArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+            choice(name, getattr(self, name), allowed)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Plan]:
         """Sketch every array, then take thresholds over all of them."""
@@ -340,11 +340,25 @@ def few_values(leaf: Leaf, histogram: Histogram, most: int) -> NpArray | None:
     """All finite values, ascending, where they are at most `most`: each has an entry then, and none is lost."""
     if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
         return None
-    # Counted as bit patterns: integers are hashed, floats are sorted.
-    patterns = np.unique(as_bytes(leaf.flat).view(f"<u{leaf.spec.itemsize}"))
-    values = _widened(from_bytes(patterns.view(np.uint8), leaf.spec))
-    values = np.unique(values[np.isfinite(values)] + 0.0)
-    return values if 0 < values.size <= most else None
+    values = np.empty(0)
+    for start in range(0, leaf.spec.size, CHUNK):
+        part = _patterns(leaf.flat[start : start + CHUNK], leaf.spec, most)
+        values = np.union1d(values, part[np.isfinite(part)] + 0.0)
+        if values.size > most:
+            return None
+    return values if values.size else None
+
+
+def _patterns(x: Array, spec: LeafSpec, most: int) -> NpArray:
+    """The values behind the bit patterns in x, float64 on the host; from a GPU the finite ones alone, no more than say
+    whether they are at most `most`."""
+    if on_gpu(x):
+        import torch
+
+        found = torch.unique(x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[spec.itemsize])).view(x.dtype)
+        return on_host(found[torch.isfinite(found)][: most + 2].double())  # two of them may be zeros
+    # Integers are hashed, floats are sorted.
+    return _widened(from_bytes(np.unique(as_bytes(x).view(f"<u{spec.itemsize}")).view(np.uint8), spec))
 
 
 def _where_protected(x: Array, levels: Array) -> Array:

@@ -223,11 +223,13 @@ def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]
     if style.method == "raw":
         return as_bytes(x.reshape(-1)).reshape(count, -1), np.zeros(count, bool)
     if style.method == "kmeans":
-        codes, book = (on_host(a) for a in row_kmeans(x, style.bits))
-        numbers, span = book, book[:, -1] - book[:, 0]
+        codes, table = row_kmeans(x, style.bits)
+        numbers = on_host(table)
+        span = numbers[:, -1] - numbers[:, 0]
     else:
         search = {"num_bins": style.num_bins, "ratio": style.ratio} if style.method == "adaptive" else {}
-        codes, scale, minimum = (on_host(a) for a in row_quantize(x, style.bits, style.method, **search))  # type: ignore[arg-type]
+        codes, *ranges = row_quantize(x, style.bits, style.method, **search)  # type: ignore[arg-type]
+        scale, minimum = map(on_host, ranges)
         numbers = minimum[:, None] if style.method == "symmetric" else np.stack([scale, minimum], axis=1)
         span = scale
     head = 4 * style.numbers
@@ -270,16 +272,15 @@ def opened(records: NpArray, style: Style, columns: int) -> tuple[NpArray, NpArr
     return numbers, np.ascontiguousarray(codes[:, :columns])
 
 
-def pack_codes(codes: NpArray, bits: int) -> NpArray:
-    """uint8 [R, bytes]: the codes of each row, bit-packed, eight columns at a time."""
+def pack_codes(codes: Array, bits: int) -> NpArray:
+    """uint8 [R, bytes] on the host: the codes of each row, bit-packed where they are, eight columns at a time."""
     count, columns = codes.shape
     padded = -(-columns // 8) * 8
     if padded != columns:
-        wider = np.zeros((count, padded), np.uint8)
+        wider = codes.new_zeros((count, padded)) if is_torch(codes) else np.zeros((count, padded), np.uint8)
         wider[:, :columns] = codes
         codes = wider
-    packed: NpArray = pack_bits(np.ascontiguousarray(codes).reshape(-1), bits)
-    return packed.reshape(count, padded // 8 * bits)
+    return on_host(pack_bits(codes.reshape(-1), bits)).reshape(count, padded // 8 * bits)
 
 
 def picked(x: Array, rows: NpArray) -> Array:

@@ -20,10 +20,10 @@ def pack_bits(values: Array, width: int) -> Array:
         width: bits a value, 0 ... 32; 0 stores nothing and takes only zeros.
 
     Returns:
-        uint8[ceil(n * width / 8)]; the bits after the last value are zero.
+        uint8[ceil(n * width / 8)] on the same device; the bits after the last value are zero.
 
     Raises:
-        BadArgumentError: wrong dtype, shape or width, a value that needs more than `width` bits, or an array on a GPU.
+        BadArgumentError: wrong dtype, shape or width, or a value that needs more than `width` bits.
 
     Example:
         >>> import numpy as np
@@ -32,7 +32,7 @@ def pack_bits(values: Array, width: int) -> Array:
 
     Source: BitSnap (2025), section 3; the order of bits is that of Arrow and Parquet.
     """
-    values = vector("values", values, UNSIGNED)
+    values = vector("values", values, UNSIGNED, anywhere=True)
     return back_end(values, "bitpack").pack_bits(values, integer("width", width, 0, 32))
 
 
@@ -46,10 +46,10 @@ def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -
         dtype: "uint8", "uint16" or "uint32" of the result.
 
     Returns:
-        array of dtype, [n], of the same library as `data` (NumPy for bytes).
+        array of dtype, [n], of the same library and on the same device as `data` (NumPy for bytes).
 
     Raises:
-        BadArgumentError: an argument out of range, or an array on a GPU.
+        BadArgumentError: an argument out of range.
         CorruptDataError: another number of bytes than n values take, or a bit set after the last value.
 
     Example:
@@ -58,6 +58,6 @@ def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -
 
     Source: BitSnap (2025), section 3.
     """
-    data = stored_bytes(data)
+    data = stored_bytes(data, anywhere=True)
     width = integer("width", width, 0, int(choice("dtype", dtype, UNSIGNED)[4:]))
     return back_end(data, "bitpack").unpack_bits(data, width, integer("n", n, 0, 2**56), dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from .arguments import check_arrays, instance, integer, shown
 from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
+from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -24,7 +25,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Octaves:
-    """Indices of n elements, m of them neither zero nor not finite.
+    """Indices of n elements, m of them neither zero nor not finite; NumPy, for an entropy coder takes them from here.
 
     Args:
         low: lowest octave present, counted from the smallest subnormal's; 0 if m is 0.
@@ -46,15 +47,17 @@ class Octaves:
 def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
     """Take the indices of `bucket_index` apart; None if more than `MAX_OCTAVES` octaves are spanned.
 
+    Indices on a GPU are taken apart there: the streams alone come to the host.
+
         j = |index - buckets|;  octave = (j - 1) >> bits;  fraction = (j - 1) mod 2**bits;  negative = index < buckets
 
     Args:
-        index: int32 [n] on the host, as `logbucket.bucket_index` gives them: 0 ... 2 J + 1, J = `buckets`.
+        index: int32 [n], as `logbucket.bucket_index` gives them: 0 ... 2 J + 1, J = `buckets`.
         bits: log2 of the sub-buckets an octave, 0 ... 16.
         buckets: J, `FloatFormat.buckets(bits)`; 0 ... 2**30 - 1.
 
     Raises:
-        BadArgumentError: another dtype, an array on a GPU, or bits or buckets out of range.
+        BadArgumentError: another dtype or shape, or bits or buckets out of range.
 
     Example:
         >>> o = split_octaves(np.array([10, 12, 7], dtype=np.int32), 1, 10)
@@ -64,8 +67,6 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
     check_arrays(index=index)
     if dtype_name(index) != "int32" or len(index.shape) != 1:
         raise BadArgumentError(f"index is {dtype_name(index)} {tuple(index.shape)}; int32 of one dimension is needed")
-    if on_gpu(index):
-        raise BadArgumentError("index is on a GPU; this runs on the CPU only, so move it there first")
     bits, buckets = _checked(bits, buckets)
     result: Octaves | None = back_end(index, "octaves").split_octaves(index, bits, buckets)
     return result
@@ -75,24 +76,40 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
     """The indices again: the inverse of `split_octaves`, int32 [n]; what is not finite comes back as zero's index.
 
     Args:
-        octaves: consistent: m is the number of nonzero symbols; any bytes are allowed.
+        octaves: consistent: m is the number of nonzero symbols; any bytes are allowed. Where `symbols`, `negative` and
+            `fraction` are arrays on a GPU, all on the same one, the indices are made there.
         bits: as in `split_octaves`.
         buckets: as in `split_octaves`.
 
     Raises:
-        BadArgumentError: m is not the number of nonzero symbols, another dtype, or a number out of range.
+        BadArgumentError: m is not the number of nonzero symbols, another dtype or shape, or a number out of range.
     """
     instance("octaves", octaves, Octaves)
     bits, buckets = _checked(bits, buckets)
     integer("octaves.low", octaves.low, 0, _LARGEST)
     for name, ndim in (("symbols", 1), ("negative", 1), ("fraction", 2)):
         stream = getattr(octaves, name)
-        if not isinstance(stream, np.ndarray) or stream.dtype != np.uint8 or stream.ndim != ndim:
-            raise BadArgumentError(f"octaves.{name} is {shown(stream)}; NumPy uint8 of {ndim} dimensions is needed")
-    m = int(np.count_nonzero(octaves.symbols))
-    if octaves.negative.shape[0] != m or octaves.fraction.shape[1] != m:
-        raise BadArgumentError(f"{m} symbols are nonzero; {octaves.negative.shape[0]} signs, {octaves.fraction.shape}")
+        check_arrays(**{f"octaves.{name}": stream})
+        here = isinstance(stream, np.ndarray) or on_gpu(stream)
+        if not here or dtype_name(stream) != "uint8" or len(stream.shape) != ndim:
+            raise BadArgumentError(
+                f"octaves.{name} is {shown(stream)}; uint8 of {ndim} dimensions is needed, NumPy or on a GPU"
+            )
+        same_device("octaves.symbols", octaves.symbols, f"octaves.{name}", stream)
+    if octaves.fraction.shape[0] != (bits + 7) // 8:
+        raise BadArgumentError(
+            f"octaves.fraction has {octaves.fraction.shape[0]} planes; {(bits + 7) // 8} are needed for {bits} bits"
+        )
+    if isinstance(octaves.symbols, np.ndarray):  # a GPU counts on its way
+        check_counts(octaves, int(np.count_nonzero(octaves.symbols)))
     return back_end(octaves.symbols, "octaves").join_octaves(octaves, bits, buckets)
+
+
+def check_counts(octaves: Octaves, m: int) -> None:
+    """Raise BadArgumentError unless there are m signs and fractions."""
+    if octaves.negative.shape[0] != m or octaves.fraction.shape[1] != m:
+        signs, fractions = octaves.negative.shape[0], tuple(octaves.fraction.shape)
+        raise BadArgumentError(f"{m} symbols are nonzero; {signs} signs, {fractions}")
 
 
 def _checked(bits: int, buckets: int) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from ..residual import FIRST
 from ..rows import ERROR_STEPS, KMEANS_STEPS
 from . import (
     assign,
+    bitpack,
     cluster,
     distortion,
     exponent,
@@ -42,6 +43,7 @@ from . import (
     levels,
     logbucket,
     mask,
+    octaves,
     planes,
     ratedistortion,
     residual,
@@ -104,6 +106,8 @@ def builds() -> Iterator[Build]:
     yield from _levels()
     yield from _elementwise()
     yield from _mask()
+    yield from _bitpack()
+    yield from _octaves()
     yield from _kmeans()
     yield from _exponent()
     yield from _cluster()
@@ -177,6 +181,22 @@ def _mask() -> Iterator[Build]:
         yield Build(mask.pack_kernel, f"*{kind} *{kind} i64 *u8", mask.PACK, {"COMPARE": True})
         yield Build(mask.gather_kernel, f"*{kind} *u8 *i64 *i32 i64 *{kind}", mask.MOVE)
         yield Build(mask.scatter_kernel, f"*{kind} *{kind} *u8 *i64 *i32 i64 *{kind}", mask.MOVE)
+
+
+def _bitpack() -> Iterator[Build]:
+    for kind in ("u8", "i16", "i32"):
+        yield Build(bitpack.pack_kernel, f"*{kind} i64 i64 i32 *i32 *i32", bitpack.PACK)
+        yield Build(bitpack.unpack_kernel, f"*u8 i64 i64 i32 *{kind}", bitpack.UNPACK)
+
+
+def _octaves() -> Iterator[Build]:
+    yield Build(octaves.range_kernel, "*i32 i64 i64 i32 *i32", octaves.SPLIT)
+    yield Build(octaves.count_kernel, "*u8 i64 *i32", octaves.JOIN)
+    for count in (0, 1, 2):
+        types = "*i32 *i64 *i32 i64 i64 i64 i32 i32 i32 *u8 *u8 *i64"
+        yield Build(octaves.split_kernel, types, octaves.SPLIT, {"PLANES": count})
+        types = "*u8 *u8 *u8 *i64 *i32 i64 i64 i32 i32 i32 *i32"
+        yield Build(octaves.join_kernel, types, octaves.JOIN, {"PLANES": count})
 
 
 def _kmeans() -> Iterator[Build]:

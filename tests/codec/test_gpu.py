@@ -58,6 +58,7 @@ def training(t: int) -> dict[str, Any]:
         "fc.weight": torch.randn(60, 50, generator=g) * 0.02,
         "half.weight": (torch.randn(40, 64, generator=g) * 0.1).bfloat16(),
         "norm.weight": torch.ones(24),
+        "ternary.weight": torch.tensor([-0.3, -0.0, 0.0, 0.7])[torch.randint(4, (64, 64), generator=g)],
     }
     model = {k: (x.float() * (1 + 0.003 * t)).to(x.dtype) for k, x in model.items()}
     entries = [moments(tuple(x.shape), 10 * i + t // 2, x.dtype) for i, x in enumerate(model.values())]
@@ -82,6 +83,10 @@ CONFIGS = {
     "check-n-run": sp.presets.check_n_run(4),
     "bitsnap": sp.presets.bitsnap(),
     "lossless": sp.presets.lossless(),
+    "log buckets": sp.Config([("*", sp.LogBuckets())]),
+    "fine log buckets": sp.Config([("*", sp.LogBuckets(2.0**-12))]),
+    "rows": sp.Config([("weight", sp.Rows(3, "asymmetric"))]),
+    "rows by k-means": sp.Config([("weight", sp.Rows(2, "kmeans"))]),
 }
 
 
@@ -127,3 +132,49 @@ def test_moments_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch
     sp.compress(state, base)
     assert ("torch.uint8", 5600) in fetched
     assert [size for dtype, size in fetched if dtype != "torch.uint8" and size > 100] == []
+
+
+@pytest.fixture
+def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Type and elements of whatever was brought to the host."""
+    found: list[tuple[str, int]] = []
+    bring = torch.Tensor.cpu
+
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        found.append((str(x.dtype), x.numel()))
+        return bring(x)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", seen)
+    return found
+
+
+@pytest.mark.parametrize("alpha", [0.25, 2.0**-12])
+def test_log_buckets_are_taken_apart_on_the_device(device: str, crossed: list[tuple[str, int]], alpha: float) -> None:
+    """A byte of symbols and of signs an element come to the host, and one for every eight bits of fraction."""
+    x = torch.randn(70, 80, generator=torch.Generator().manual_seed(2))
+    x[3, 5] = float("inf")
+    sp.compress({"w": x.to(device)}, cfg=sp.Config([("*", sp.LogBuckets(alpha))]))
+    assert ("torch.uint8", 5600) in crossed
+    streams = 2 if alpha == 0.25 else 3
+    assert ("torch.uint8", streams * 5599) in crossed
+    assert [size for dtype, size in crossed if dtype != "torch.uint8" and size > 300] == []
+
+
+def test_packed_codes_alone_come_to_the_host(device: str, crossed: list[tuple[str, int]]) -> None:
+    x = torch.randn(70, 80, generator=torch.Generator().manual_seed(2)).to(device)
+    sp.compress({"w": x}, cfg=sp.Config([("*", sp.Rows(4, "asymmetric"))]))
+    assert ("torch.uint8", 2800) in crossed
+    assert max(size for _, size in crossed) == 2800
+
+
+def test_few_values_are_found_on_the_device(device: str, crossed: list[tuple[str, int]]) -> None:
+    """What tells whether an array has more values than its codebook has room for is no more than those."""
+    few = torch.tensor([-0.3, -0.0, 0.0, 0.7, float("nan")])[torch.arange(6400).reshape(80, 80) % 5]
+    many = 1 + 1e-3 * torch.rand(80, 80, generator=torch.Generator().manual_seed(2))
+    for x, codec in ((few, sp.Quantize(bins=3)), (many, sp.Quantize(bins=3))):
+        crossed.clear()
+        cfg = sp.Config([("*", codec)])
+        expected = sp.compress({"w": x.numpy()}, cfg=cfg)
+        found = sp.compress({"w": x.to(device)}, cfg=cfg)
+        assert found.summary()[0].error == pytest.approx(expected.summary()[0].error)
+        assert [size for dtype, size in crossed if dtype.startswith("torch.float") and size > 2000] == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.kernels.arrays import to_numpy
+from shrinkpoint.kernels.arrays import is_torch, to_numpy
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -96,6 +96,39 @@ def fresh() -> np.random.Generator:
     seed = int.from_bytes(os.urandom(4), "little")
     sys.stderr.write(f"fresh data seed: {seed}\n")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where public functions see a GPU: without one, where torch's tensors pass for CUDA tensors."""
+    if GPU_HERE:
+        return "cuda"
+    if not TRITON_HERE:
+        pytest.skip("Triton is not installed on this platform")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("shrinkpoint.kernels.") and hasattr(module, "on_gpu"):
+            monkeypatch.setattr(module, "on_gpu", is_torch)
+    return "cpu"
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a back end asks for holds bytes already, so that an element it forgets to write shows."""
+    in_torch, in_numpy = torch.empty, np.empty
+
+    def torch_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = in_torch(*args, **kwargs)
+        out.view(-1).view(torch.uint8).fill_(0xA5)
+        return out
+
+    def numpy_empty(*args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:
+        out = in_numpy(*args, **kwargs)
+        if out.dtype.kind != "O":
+            out.reshape(-1).view(np.uint8)[:] = 0xA5
+        return out
+
+    monkeypatch.setattr(torch, "empty", torch_empty)
+    monkeypatch.setattr(np, "empty", numpy_empty)
 
 
 STRICT_SHAPES = [(), (0,), (7,), (2, 3), (0, 4)]

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
+from shrinkpoint.kernels.cpu import bitpack as compiled
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.reference import bitpack as oracle
 
@@ -35,26 +37,47 @@ def long_number(values: Values, width: int) -> list[int]:
     return list(number.to_bytes((values.size * width + 7) // 8, "little"))
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_width(sequential_back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
-    module = sequential_back_end.module("bitpack")
+def test_every_width(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
+    module = back_end.module("bitpack")
     for width in range(int(dtype[4:]) + 1):
         for n in SIZES if width in (1, 3, 8) else fresh.choice(SIZES, 2).tolist():
             values = drawn(fresh, n, width, dtype)
-            data = module.pack_bits(sequential_back_end.array(values), width)
-            found = sequential_back_end.numpy(data)
+            data = module.pack_bits(back_end.array(values), width)
+            found = back_end.numpy(data)
             np.testing.assert_array_equal(found, np.asarray(long_number(values, width), np.uint8), strict=True)
-            back = sequential_back_end.numpy(module.unpack_bits(data, width, n, dtype))
+            back = back_end.numpy(module.unpack_bits(data, width, n, dtype))
             np.testing.assert_array_equal(back, values, strict=True)
 
 
-def test_oracle_on_strict(fresh: np.random.Generator) -> None:
-    strict = pytest.importorskip("array_api_strict")
-    for width in (0, 1, 5, 16):
-        values = drawn(fresh, 77, width, "uint16")
-        data = oracle.pack_bits(strict.asarray(values), width)
-        assert np.asarray(data._array).tolist() == long_number(values, width)
-        assert np.asarray(oracle.unpack_bits(data, width, 77, "uint16")._array).tolist() == values.tolist()
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("dtype", "width"), [("uint8", 3), ("uint8", 8), ("uint16", 11), ("uint32", 32)])
+def test_sizes_around_a_block(back_end: BackEnd, fresh: np.random.Generator, dtype: str, width: int) -> None:
+    """A block of the GPU is 1,024 words or 2,048 values, in the interpreter at least 1,024 of either."""
+    module = back_end.module("bitpack")
+    packed = 1024 // width * 32
+    for size in (1024, 2048, packed, 3 * packed):
+        for n in (size - 1, size, size + 1):
+            values = drawn(fresh, n, width, dtype)
+            data = module.pack_bits(back_end.array(values), width)
+            np.testing.assert_array_equal(back_end.numpy(data), compiled.pack_bits(values, width), strict=True)
+            np.testing.assert_array_equal(
+                back_end.numpy(module.unpack_bits(data, width, n, dtype)), values, strict=True
+            )
+
+
+def test_strides_and_any_start_in_memory(back_end: BackEnd, fresh: np.random.Generator) -> None:
+    module = back_end.module("bitpack")
+    for dtype, width in (("uint8", 5), ("uint16", 9), ("uint32", 31)):
+        values = drawn(fresh, 300, width, dtype)
+        data = module.pack_bits(back_end.array(values)[1::3], width)
+        assert back_end.numpy(data).tolist() == long_number(values[1::3], width)
+        for start in range(1, 6):
+            behind = back_end.array(np.concatenate([np.full(start, 255, np.uint8), back_end.numpy(data)]))[start:]
+            np.testing.assert_array_equal(
+                back_end.numpy(module.unpack_bits(behind, width, 100, dtype)), values[1::3], strict=True
+            )
 
 
 def test_strided_read_only_and_bytes(fresh: np.random.Generator) -> None:
@@ -87,29 +110,50 @@ def test_any_bytes(data: bytes, width: int, n: int) -> None:
     assert pack_bits(found, width).tobytes() == data
 
 
-def test_truncated_extended_and_trailing_bits() -> None:
+def test_truncated_extended_and_trailing_bits(back_end: BackEnd) -> None:
+    unpack = back_end.module("bitpack").unpack_bits
     for width, n in ((1, 5), (3, 11), (7, 9), (12, 3)):
-        data = pack_bits(np.zeros(n, np.uint16), width)
+        data = compiled.pack_bits(np.zeros(n, np.uint16), width)
         for size in range(data.size):
             with pytest.raises(CorruptDataError):
-                unpack_bits(data[:size], width, n, "uint16")
+                unpack(back_end.array(data[:size]), width, n, "uint16")
         with pytest.raises(CorruptDataError):
-            unpack_bits(data.tobytes() + b"\0", width, n, "uint16")
+            unpack(back_end.array(np.append(data, np.uint8(0))), width, n, "uint16")
         for bit in range(8 * data.size):
             flipped = data.copy()
             flipped[bit // 8] ^= 1 << (bit % 8)
             if bit < n * width:
-                assert unpack_bits(flipped, width, n, "uint16")[bit // width] == 1 << (bit % width)
+                found = back_end.numpy(unpack(back_end.array(flipped), width, n, "uint16"))
+                assert found[bit // width] == 1 << (bit % width)
             else:
                 with pytest.raises(CorruptDataError):
-                    unpack_bits(flipped, width, n, "uint16")
+                    unpack(back_end.array(flipped), width, n, "uint16")
 
 
-def test_bad_arguments(sequential_back_end: BackEnd) -> None:
-    module = sequential_back_end.module("bitpack")
-    for width in (0, 3, 7):
-        with pytest.raises(BadArgumentError):
-            module.pack_bits(sequential_back_end.array(np.asarray([0, 1 << width], np.uint8)), width)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_of_too_many_bits_is_found_wherever_it_is(
+    back_end: BackEnd, fresh: np.random.Generator, dtype: str
+) -> None:
+    pack = back_end.module("bitpack").pack_bits
+    for width in {0, 1, 3, 7, int(dtype[4:]) - 1}:
+        for at in (0, 1, 31, 32, 77, int(fresh.integers(100)), 99):
+            values = drawn(fresh, 100, width, dtype)
+            values[at] = 1 << width if at % 2 else (1 << int(dtype[4:])) - 1
+            with pytest.raises(BadArgumentError, match=f"width of {width}"):
+                pack(back_end.array(values), width)
+
+
+def test_public_functions_stay_on_the_device(device: str, fresh: np.random.Generator) -> None:
+    values = drawn(fresh, 100, 6, "uint8")
+    data = pack_bits(torch.from_numpy(values).to(device), 6)
+    assert data.device.type == device
+    assert data.tolist() == long_number(values, 6)
+    back = unpack_bits(data, 6, 100)
+    assert back.device.type == device
+    assert back.tolist() == values.tolist()
+
+
+def test_bad_arguments() -> None:
     values = np.zeros(3, np.uint8)
     for call in (
         lambda: pack_bits(values, 33),

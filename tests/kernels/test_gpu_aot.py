@@ -10,6 +10,7 @@ import pkgutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ pytest.importorskip("triton")
 from shrinkpoint.kernels import gpu
 from shrinkpoint.kernels.assign import Thresholds
 from shrinkpoint.kernels.exponent import promote
+from shrinkpoint.kernels.floats import FORMATS
 from shrinkpoint.kernels.gpu import aot
 from shrinkpoint.kernels.gpu.launch import INTERPRETED
 
@@ -202,6 +204,14 @@ def _call_everything(rng: np.random.Generator) -> None:
     for bits in (2, 4, 8):
         codes_, book = back_end("rows").row_kmeans(wide.float().reshape(3, 200), bits, iterations=1)
     back_end("rows").row_lookup(codes_, book)
+    for kind, width in (("uint8", 3), ("uint16", 9), ("uint32", 17)):
+        values = torch.from_numpy(rng.integers(0, 8, 600).astype(kind))
+        back_end("bitpack").unpack_bits(back_end("bitpack").pack_bits(values, width), width, 600, kind)
+    for bits in (0, 1, 16):
+        index = back_end("logbucket").bucket_index(wide.float(), bits)
+        octaves = back_end("octaves").split_octaves(index, bits, FORMATS["float32"].buckets(bits))
+        streams = {x: torch.tensor(getattr(octaves, x)) for x in ("symbols", "negative", "fraction")}
+        back_end("octaves").join_octaves(replace(octaves, **streams), bits, FORMATS["float32"].buckets(bits))
     for size in (5, 40):
         keys = torch.from_numpy(rng.integers(0, size, 600).astype(np.uint8))
         back_end("levels").undelta(keys, back_end("levels").delta(keys, keys.flip(0), size), size)
