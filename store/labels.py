@@ -71,3 +71,12 @@ def tag_name(name: str) -> str:
 def tag_data(step: int) -> bytes:
     """What is in it."""
     return seal({"step": step})
+
+
+def protected(files: Files) -> set[int]:
+    """Steps that are pinned or tagged.
+
+    Raises:
+        CorruptDataError: as `tags`.
+    """
+    return pins(files) | set(tags(files).values())

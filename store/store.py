@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from blake3 import blake3
-
 from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint, Row, decompress
 from ..codec.compress import compress
@@ -20,17 +18,18 @@ from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentErro
 from ..codec.partial import check_patterns, decompress_only
 from . import labels, restores
 from .agent import InMemory, check_keep
-from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry
 from .chain import FOLDER as DATA
 from .chain import carried_by, forest, opener, resolve, walk
 from .compaction import Compaction
-from .files import TEMPORARY, Files, open_files
+from .files import Files, open_files
+from .garbage import collect
 from .inmemory import NearFiles
 from .lock import open_lock
-from .manifest import Manifest, check_step, data_name, is_data, manifest_name
+from .manifest import Manifest, check_step, data_name
 from .policy import wants_base
 from .retention import Retention
+from .transfer import copy_step
 
 Progress = Callable[[int, int, int], None]
 """Called with (step, done, total) after each step."""
@@ -473,60 +472,7 @@ class Store:
             raise BadArgumentError(f"retention is {retention!r:.80}; it must be a Retention")
         check_range("timeout", timeout, 0, math.inf)
         with self._lock.alone(timeout) as lease:
-            generations = self._catalog.generations()
-            entries = self._catalog.all()
-            protected = labels.pins(self._files) | set(labels.tags(self._files).values())
-            if retention is not None:
-                entries = {s: entries[s] for s in self._kept(retention, entries, protected)}
-            needed = {name for entry in entries.values() for name in entry.manifest.chain}
-            doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
-            manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
-            garbage = [self._garbage(f, needed) for f in (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER)]
-            if not dry_run:
-                lease.renew()
-                self._catalog.drop(doomed)
-                for names in filter(None, garbage):
-                    lease.renew()
-                    self._files.remove(names)
-        return [*manifests, *(name for names in garbage for name in names)]
-
-    def _garbage(self, folder: str, needed: set[str]) -> list[str]:
-        """Files of a folder that are temporary, or data that no step needs."""
-        return [
-            f"{folder}/{name}"
-            for name in self._files.list(folder)
-            if name.startswith(TEMPORARY) or (folder == DATA and is_data(name) and name not in needed)
-        ]
-
-    def _kept(self, retention: Retention, entries: Mapping[int, Entry], protected: set[int]) -> list[int]:
-        """The steps to keep. One that is damaged must not take the place of one that is not."""
-        intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
-        damaged: set[int] = set()
-        while True:
-            keep = retention.kept(intact) if intact else set()
-            if len(keep) == len(intact):
-                break
-            bad = {step for step in keep if not self._is_intact(entries[step].manifest)}
-            if not bad:
-                break
-            damaged |= bad
-            intact = {step: metric for step, metric in intact.items() if step not in bad}
-        return sorted(keep | damaged | (protected & set(entries)))
-
-    def _is_intact(self, manifest: Manifest) -> bool:
-        """Whether a step's files are all there, as they were written."""
-        try:
-            for name in manifest.chain:
-                found = Checkpoint.from_bytes(self._files.read(f"{DATA}/{name}"))
-                if not name.endswith(f"-{found.id[:16]}.spt"):
-                    return False
-        except (FileNotFoundError, ShrinkpointError):
-            return False
-        except OSError as e:
-            if isinstance(e, (PermissionError, ConnectionError, TimeoutError)):
-                raise
-            return False
-        return True
+            return collect(self._files, self._catalog, lease, retention, dry_run=dry_run)
 
     def drop(self, *steps: int) -> None:
         """Remove steps, intact or not; others that are coded against them stay readable. `gc` frees the files.
@@ -538,7 +484,7 @@ class Store:
         numbers = [check_step(step) for step in steps]
         with self._lock.alone(60.0):
             generations = self._catalog.generations()
-            protected = labels.pins(self._files) | set(labels.tags(self._files).values())
+            protected = labels.protected(self._files)
             for step in numbers:
                 if step not in generations:
                     raise BadArgumentError(f"step {step!r} is not in {self._files.root}; {_listed(self.steps())}")
@@ -630,7 +576,7 @@ class Store:
                     raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
             for step in sorted(chosen):
                 if step not in there:
-                    self._settled(step, lambda entry: _copy_step(self, target, entry.manifest))
+                    self._settled(step, lambda e: copy_step(self._files, e.manifest, target._files, target._catalog))
                 lease.renew()
             for step in sorted(labels.pins(self._files) & set(chosen)):
                 target._files.write(labels.pin_name(step), b"")
@@ -650,22 +596,6 @@ def _opened(url: Any) -> Files:
         return open_files(text)
     except (ValueError, ImportError) as e:
         raise BadArgumentError(f"url {text!r}: {e}") from None
-
-
-def _copy_step(source: Store, target: Store, manifest: Manifest) -> None:
-    """Copy what is missing of a step's chain, the base first, then let the step exist."""
-    for name in reversed(manifest.chain):
-        path = f"{DATA}/{name}"
-        if target._files.exists(path):
-            continue
-        try:
-            data = source._files.read(path)
-        except FileNotFoundError:
-            raise MissingParentError(f"step {manifest.step}: its file {source._files.path(path)} is gone") from None
-        if not name.endswith(f"-{blake3(data).hexdigest()[:16]}.spt"):
-            raise CorruptDataError(f"step {manifest.step}: {source._files.path(path)} is not what its name says")
-        target._files.write(path, data)
-    target._catalog.commit(manifest)
 
 
 def _manifest(step: int, ckpt: Checkpoint, head: Head | None, metric: float | None) -> Manifest:

@@ -1,0 +1,97 @@
+"""Garbage collection: which steps a retention keeps, which files no step needs, and removing the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..codec.checkpoint import Checkpoint
+from ..codec.errors import ShrinkpointError
+from . import labels, restores
+from .catalog import FOLDER as STEPS
+from .catalog import Catalog, Entry
+from .chain import FOLDER as DATA
+from .files import TEMPORARY, Files
+from .lock import Lease
+from .manifest import Manifest, is_data, manifest_name
+from .retention import Retention
+
+_FOLDERS = (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER)
+
+
+def collect(
+    files: Files, catalog: Catalog, lease: Lease, retention: Retention | None, *, dry_run: bool = False
+) -> list[str]:
+    """Remove the steps that a retention does not keep (None: it keeps all), then every file that no step needs.
+
+    The manifests go first: at no instant does a step need a file that is gone.
+
+    Args:
+        files: of the store.
+        catalog: of the store.
+        lease: on the store, held alone.
+        retention: what to keep; pinned and tagged steps are always kept.
+        dry_run: remove nothing.
+
+    Returns:
+        Names of what was removed, or would be.
+
+    Raises:
+        CorruptDataError, NewerFormatError: a manifest or tag is not readable, so nobody can say what it needs.
+    """
+    generations = catalog.generations()
+    entries = catalog.all()
+    protected = labels.protected(files)
+    if retention is not None:
+        entries = {s: entries[s] for s in _kept(files, retention, entries, protected)}
+    needed = {name for entry in entries.values() for name in entry.manifest.chain}
+    doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
+    manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
+    garbage = [_garbage(files, folder, needed) for folder in _FOLDERS]
+    if not dry_run:
+        lease.renew()
+        catalog.drop(doomed)
+        for names in filter(None, garbage):
+            lease.renew()
+            files.remove(names)
+    return [*manifests, *(name for names in garbage for name in names)]
+
+
+def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:
+    """Files of a folder that are temporary, or data that no step needs."""
+    return [
+        f"{folder}/{name}"
+        for name in files.list(folder)
+        if name.startswith(TEMPORARY) or (folder == DATA and is_data(name) and name not in needed)
+    ]
+
+
+def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry], protected: set[int]) -> list[int]:
+    """The steps to keep. One that is damaged must not take the place of one that is not."""
+    intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
+    damaged: set[int] = set()
+    while True:
+        keep = retention.kept(intact) if intact else set()
+        if len(keep) == len(intact):
+            break
+        bad = {step for step in keep if not _is_intact(files, entries[step].manifest)}
+        if not bad:
+            break
+        damaged |= bad
+        intact = {step: metric for step, metric in intact.items() if step not in bad}
+    return sorted(keep | damaged | (protected & set(entries)))
+
+
+def _is_intact(files: Files, manifest: Manifest) -> bool:
+    """Whether a step's files are all there, as they were written."""
+    try:
+        for name in manifest.chain:
+            found = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
+            if not name.endswith(f"-{found.id[:16]}.spt"):
+                return False
+    except (FileNotFoundError, ShrinkpointError):
+        return False
+    except OSError as e:
+        if isinstance(e, (PermissionError, ConnectionError, TimeoutError)):
+            raise
+        return False
+    return True
