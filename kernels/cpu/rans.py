@@ -128,7 +128,8 @@ def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
     """Per context and symbol: least state that has to give a word, reciprocal of f (0: absent), start, 2**p - f.
 
     The reciprocal r = ceil(2**(32 + p) / f) exceeds the quotient by less than 1, and a state x that takes a symbol is
-    below 2**32 and below f << (32 - p). So (x * r) >> (32 + p) is x // f exactly, and x * r stays below 2**64.
+    below 2**32 and below f << (32 - p). So (x * r) >> (32 + p) is x // f exactly, and x * r stays below 2**64. `table`
+    comes as zeros: most contexts have few symbols, many have none.
     """
     columns = frequencies.shape[1]
     total = U64(1) << U64(precision)
@@ -137,16 +138,14 @@ def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
         start = U64(frequencies[c, peak])
         for s in range(columns):
             f = U64(frequencies[c, s])
+            if f == U64(0):
+                continue
             at = c * columns + s
             table[at, 0] = f << U64(32 - precision)
-            table[at, 1] = U64(0)
-            if f > U64(0):
-                table[at, 1] = ((total << U64(32)) + f - U64(1)) // f
-            table[at, 2] = start
+            table[at, 1] = ((total << U64(32)) + f - U64(1)) // f
             table[at, 3] = total - f
-            if s == peak:
-                table[at, 2] = U64(0)
-            else:
+            if s != peak:
+                table[at, 2] = start
                 start += f
 
 
@@ -268,7 +267,8 @@ def _encode_busy(
 def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: NumPy, peaks: NumPy) -> None:
     """symbol_of[c << p | slot]; table[c * S + s]: f | start << 32; peaks[c]: its symbol | its f << 8.
 
-    In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set.
+    In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set. `symbol_of` comes as zeros, most of which are
+    never touched: many contexts of a delta do not occur.
     """
     columns = frequencies.shape[1]
     for c in range(frequencies.shape[0]):
@@ -284,12 +284,11 @@ def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: N
             else:
                 start += f
             table[c * columns + s] = U64(f) | (U64(first) << U64(32))
-            for k in range(row + first, row + first + f):
-                symbol_of[k] = s
+            if s > 0:
+                for k in range(row + first, row + first + f):
+                    symbol_of[k] = s
         if start == 0:
             table[c * columns] = U64(1) << U64(63)
-            for k in range(row, row + (np.int64(1) << precision)):
-                symbol_of[k] = 0
 
 
 @njit
@@ -487,7 +486,7 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
     c = _contexts(contexts, s.size, rows)
     if s.size and int(s.max()) >= columns:
         raise BadArgumentError(f"symbols holds {int(s.max())}; frequencies has {columns} columns")
-    table = np.empty((f.size, 4), np.uint64)
+    table = np.zeros((f.size, 4), np.uint64)
     _encode_table(f, precision, table)
     words = np.empty(s.size + 1, np.uint16)  # at most one word a symbol, and one that is written in vain
     states = np.full(STATES, START, np.uint64)
@@ -529,7 +528,7 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
     count = max(d.size - HEADER, 0) // 2
     words = np.zeros(count + 4, np.uint16)
     words[:count] = np.frombuffer(d[HEADER:].tobytes(), "<u2")
-    symbol_of = np.empty(rows << precision, np.uint8)
+    symbol_of = np.zeros(rows << precision, np.uint8)
     table = np.empty(f.size, np.uint64)
     peaks = np.empty(rows, np.uint64)
     _decode_table(f, precision, symbol_of, table, peaks)
