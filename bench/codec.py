@@ -43,7 +43,7 @@ CONFIGS: dict[str, Callable[[], sp.Config]] = {
     "lossless": sp.presets.lossless,
 }
 FLOOR, ZSTD, TORCH = "memcpy", "zstd -3", "torch.save"
-COMPRESS, DECOMPRESS = at_least(300, "value"), at_least(500, "value")
+COMPRESS, DECOMPRESS = at_least(400, "value"), at_least(900, "value")
 
 
 @dataclass(frozen=True)

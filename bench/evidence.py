@@ -26,6 +26,8 @@ RESULTS = HOME / "bench" / "results"
 PAGES = ("README.md", "docs/evidence.md")
 PICTURES = HOME / "docs" / "pictures"
 NONE = "not measured"
+_RESUMES = ("resume, lossless", "loss after a lossy resume")
+_MET = {True: "yes", False: "**no**", None: NONE}
 _PRESETS = ("inshrinkerator", "lc_checkpoint", "check_n_run", "bitsnap", "lossless")
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 Json = dict[str, Any]
@@ -131,6 +133,26 @@ def _system(name: str) -> str:
             return name
         code = f"`presets.{preset}({argument})`"
     return f"{code}, {rest}" if rest else code
+
+
+def speed() -> str:
+    """Megabytes a second of `bench codec` on its large state, on one thread and on two, beside the peers' on one."""
+    found: dict[str, dict[str, float | None]] = {}
+    size, floor = 0, None
+    for row in rows_of("codec.json"):
+        what, config, state = [*row["row"].split(", "), "", ""][:3]
+        if (config, state) != ("default", "drawn"):
+            continue
+        cells = found.setdefault(what, {})
+        cells[row["device"].removeprefix("cpu, ")] = row["value"]
+        size = row["size"]
+        if row["device"] == "cpu, 1 thread":
+            cells[row["peer"]] = row["peer_value"]
+            floor = row["peer_value"] if row["peer"] == "memcpy" and floor is None else floor
+    columns = ("1 thread", "2 threads", "zstd -3", "torch.save")
+    lines = [[what, *(number(cells.get(c)) for c in columns)] for what, cells in found.items()]
+    title = f"MB/s of raw state, {size / 1e6:.0f} M parameters; memory copy {number(floor)}"
+    return markdown([title, *columns], lines)
 
 
 def ratio() -> str:
@@ -297,10 +319,43 @@ def _aims(rows: Iterable[Json]) -> str:
     """Rows with a target, and whether it is met."""
     lines = []
     for row in rows:
-        met = {True: "yes", False: "**no**", None: NONE}[row["met"]]
+        met = _MET[row["met"]]
         value = "none" if row["value"] is None else f"{number(row['value'])} {row['unit']}"
         lines.append([row["row"], value if row["met"] is not None else NONE, row["target"], met, row["note"]])
     return markdown(["", "measured", "target", "met", ""], lines)
+
+
+def aims(bench: str) -> str:
+    """What a bench aims at, from its committed results: the figure, beside which peer, whether the target is met."""
+    lines = []
+    for row in rows_of(f"{bench}*.json"):
+        if row["target"] is None:
+            continue
+        against = "" if row["ratio"] is None else f", {number(row['ratio'])} x {row['peer']}"
+        lacking = NONE if row["met"] is None else "none"
+        value = lacking if row["value"] is None else f"{number(row['value'])} {row['unit']}{against}"
+        where = f"{number(row['size'])}, {row['device']}"
+        lines.append([row["row"], where, value, row["target"], _MET[row["met"]]])
+    return markdown(["", "size, device", "measured", "target", "met"], lines)
+
+
+def frameworks() -> str:
+    """Each framework: a save by ours / by its own, and what a resume gives."""
+    cells: dict[str, dict[str, Json]] = {}
+    for row in rows_of("trainers.json"):
+        name, _, what = row["row"].partition(": ")
+        cells.setdefault(name, {})[what] = row
+    both = ("stall of a save", "overhead of the run", "bytes of a save", "lines", "save", "metadata")
+    lines = []
+    for name, found in cells.items():
+        peer = next(r["peer"] for r in found.values() if r["peer"])
+        line = [f"{name} / {peer}"]
+        for what in both:
+            pair = found.get(what)
+            line.append(f"{number(pair['value'])} / {number(pair['peer_value'])} {pair['unit']}" if pair else "")
+        line += [_value(found[w], f" {found[w]['unit']}") if w in found else "" for w in _RESUMES]
+        lines.append(line)
+    return markdown(["", *both, *_RESUMES], lines)
 
 
 def published() -> str:
@@ -418,7 +473,9 @@ def stages() -> str:
 def manifest() -> str:
     """Where the results come from; "+": with changes that were not committed yet."""
     lines = []
-    for name, document in (documents("ratio-*.json") | documents("training*.json")).items():
+    for name, document in documents("*.json").items():
+        if "rows" not in document or "machine" not in document:
+            continue
         machine, versions = document["machine"], document["versions"]
         about = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("python", "torch", "numpy", "numba"))
         commit = str(document["commit"])
@@ -434,6 +491,8 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
+    "speed": speed,
+    "frameworks": frameworks,
     "ratio": ratio,
     "ratio targets": ratio_targets,
     "ratio peers": ratio_peers,
@@ -448,6 +507,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizes": sizes,
     "stages": stages,
     "manifest": manifest,
+    **{f"aims {b}": lambda b=b: aims(b) for b in ("kernels", "codec", "search", "store", "saver", "systems")},  # type: ignore[misc]
     **{f"failures {m}": lambda m=m: failures(m) for m in training.STUDIES},  # type: ignore[misc]
     **{f"ablation {m}": lambda m=m: ablations(m) for m, study in training.STUDIES.items() if study.ablation},  # type: ignore[misc]
 }

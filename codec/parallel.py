@@ -17,6 +17,9 @@ from .errors import BadArgumentError
 A = TypeVar("A")
 B = TypeVar("B")
 
+LEAST_BESIDE = 1 << 18
+"""Elements from which an array is worth a thread: most of the work on a smaller one is Python's, which only one thread
+does at a time (measured on two cores: 1 M parameters in small arrays take longer on two threads than on one)."""
 _limit = int(os.environ.get("SHRINKPOINT_THREADS", "0"))
 _inside: ContextVar[bool] = ContextVar("inside a worker thread", default=False)
 _stop: ContextVar[Callable[[], bool] | None] = ContextVar("asks whether to give up", default=None)
@@ -122,7 +125,11 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
 
 
 def map_arrays(work: Callable[[A], B], arrays: Sequence[A], size: Callable[[A], int]) -> list[B]:
-    """`[work(a) for a in arrays]`: those above a chunk one after another, each on all threads by its chunks; small ones
-    beside each other."""
-    small = iter(map_chunks(work, [a for a in arrays if size(a) <= CHUNK]))
-    return [next(small) if size(a) <= CHUNK else work(a) for a in arrays]
+    """`[work(a) for a in arrays]`: those above a chunk one after another, each on all threads by its chunks; those of
+    `LEAST_BESIDE` elements and more beside each other; smaller ones in the calling thread."""
+
+    def beside(array: A) -> bool:
+        return LEAST_BESIDE <= size(array) <= CHUNK
+
+    shared = iter(map_chunks(work, [a for a in arrays if beside(a)]))
+    return [next(shared) if beside(a) else map_chunks(work, [a])[0] for a in arrays]

@@ -61,6 +61,7 @@ def test_every_published_table_has_an_experiment() -> None:
         "LC-Checkpoint cost of a failure",
         *(f"Check-N-Run {what}" for what in ("error of the quantizers", "greedy search", "modified rows", "restores")),
         "Check-N-Run policies",
+        "Check-N-Run row tracker",
         *(f"BitSnap ratio by {what}" for what in ("changed values", "iterations")),
         *(f"BitSnap {what}" for what in ("error of the moments", "loss after a restore", "quality score")),
         "lossless ratio",

@@ -18,14 +18,16 @@ from ..evidence import NONE, markdown, number
 
 HOME = Path(__file__).resolve().parents[2]
 PAGE = HOME / "docs" / "systems.md"
-RESULTS = HOME / "bench" / "results" / "systems.json"
+RESULTS = HOME / "bench" / "results"
 _BLOCK = re.compile(r"(<!-- table systems (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 Json = dict[str, Any]
 
 
 def results() -> Json:
-    """The committed results."""
-    found: Json = json.loads(RESULTS.read_text(encoding="utf-8"))
+    """The committed results: `systems.json` with the rows of experiments that were run by themselves."""
+    parts = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("systems*.json"))}
+    rows = [row for document in parts.values() for row in document["rows"]]
+    found: Json = parts["systems"] | {"rows": rows}
     return found
 
 

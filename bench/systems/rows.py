@@ -1,4 +1,5 @@
-"""Check-N-Run's figures 5, 6 and 9 to 17, on the embedding model: quantizers, modified rows, restores, policies.
+"""Check-N-Run's figures 5, 6 and 9 to 17, on the embedding model: quantizers, modified rows, restores, policies; and
+what marking the rows costs a step.
 
 The model is `workloads.embedding` (four tables of 10,000 x 32, ids by a power law), trained with Adagrad, which leaves
 rows that no batch has looked up as they are. An interval is as long as it takes to modify about 26 % of the model, as
@@ -21,11 +22,11 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
-from .. import workloads
+from .. import overhead, workloads
 from ..devices import threads
 from ..harness import Options, Row, interleave, one_thread_clock
 from ..workloads import Run, State
-from .table import Experiment, mean, row, times
+from .table import DEVICE, Experiment, mean, row, times
 
 Floats = npt.NDArray[np.float32]
 METHODS = ("symmetric", "asymmetric", "adaptive", "k-means")
@@ -370,10 +371,21 @@ def _capacity(found: list[tuple[bool, int, int]], policy: str) -> list[float]:
     return kept
 
 
+def tracker(name: str, options: Options) -> list[Row]:
+    """Time of a training step whose look-ups are marked, against one without, in turn."""
+    plain, tracked = AdagradRun(0, 3), AdagradRun(0, 3)
+    with threads(1), sp.RowTracker(tracked.model, tracked.optimizer):
+        share, note = overhead.of_steps(plain, tracked)
+    size = sum(p.numel() for p in plain.model.parameters())
+    met = share is not None and share <= 1.0
+    return [Row(f"{name}: of a step", DEVICE, size, share, "%", None, None, None, "<= 1 %", met, note)]
+
+
 EXPERIMENTS = (
     Experiment("Check-N-Run error of the quantizers", methods),
     Experiment("Check-N-Run greedy search", search),
     Experiment("Check-N-Run modified rows", modified),
     Experiment("Check-N-Run restores", restores),
     Experiment("Check-N-Run policies", policies),
+    Experiment("Check-N-Run row tracker", tracker),
 )
