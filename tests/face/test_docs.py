@@ -321,7 +321,7 @@ def ratio_rows() -> list[str]:
 
 def search_rows() -> list[str]:
     lines = []
-    for model in ("MLP", "CNN"):
+    for model in ("MLP", "CNN", "embedding", "GPT"):
         rows = values_of(f"search-{model.lower()}")
         for threshold in ("0.1", "1.0", "5.0"):
             of = {k.partition(": ")[2]: r for k, r in rows.items() if k.startswith(f"{model}, {threshold}%: ")}
