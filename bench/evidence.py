@@ -17,7 +17,7 @@ from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from . import ablation, cost, training
+from . import ablation, cost, kernels, training
 from . import ratio as bench_ratio
 from .harness import Row
 
@@ -555,6 +555,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.write_text(regenerated(text), encoding="utf-8")
     if _ratio():
         bench_ratio.plot([Row(**row) for row in _ratio()], PICTURES / "ratio.png")
+    speeds = [Row(**row) for row in rows_of("kernels.json")]
+    if speeds:
+        kernels.plot(speeds, PICTURES / "kernels.png")
     rows = _training()
     if _models(rows, training.FAILURES[0]):
         training.plot(rows, PICTURES / "training.png")

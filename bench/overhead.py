@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .harness import ROUNDS, one_thread_clock
-from .harness import interleave as in_turn
+from .harness import ROUNDS, interleave, one_thread_clock
 from .workloads import Run
 
 
@@ -21,7 +20,7 @@ def of_steps(plain: Run, watched: Run) -> tuple[float | None, str]:
     pairs = zip(plain.model.parameters(), watched.model.parameters(), strict=True)
     if not all(torch.equal(a, b) for a, b in pairs):
         return None, "CHECK FAILED: what watches the training changed it"
-    times = in_turn(
+    times = interleave(
         {
             "plain": (lambda: plain.train(plain.step + 1), 4),
             "watched": (lambda: watched.train(watched.step + 1), 4),

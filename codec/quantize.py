@@ -355,7 +355,7 @@ def _patterns(x: Array, spec: LeafSpec, most: int) -> NpArray:
     if on_gpu(x):
         import torch
 
-        found = torch.unique(x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[spec.itemsize])).view(x.dtype)
+        found = torch.unique(x.view(getattr(torch, f"int{8 * spec.itemsize}"))).view(x.dtype)
         return on_host(found[torch.isfinite(found)][: most + 2].double())  # two of them may be zeros
     # Integers are hashed, floats are sorted.
     return _widened(from_bytes(np.unique(as_bytes(x).view(f"<u{spec.itemsize}")).view(np.uint8), spec))

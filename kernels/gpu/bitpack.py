@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 PACK = Launch(block=1024, warps=8)
 """In words."""
 UNPACK = Launch(block=2048, warps=8)
-UNSIGNED = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
 
 
 @triton.jit
@@ -123,7 +122,7 @@ def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
         raise CorruptDataError(f"{n} values of {width} bits take {size} bytes, not {t.numel()}")
     if n * width % 8 and int(t[-1]) >> (n * width % 8):
         raise CorruptDataError(f"bits are set after the last of {n} values of {width} bits")
-    kind = UNSIGNED[dtype]
+    kind = getattr(torch, dtype)
     make = torch.empty if width else torch.zeros
     values = make(n, dtype=INTEGERS[kind.itemsize], device=t.device)
     if size:
