@@ -15,6 +15,7 @@ from ..kernels import arguments
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
+    from .fields import Piece
     from .kinds import Kind
     from .leaves import LeafSpec
 
@@ -69,7 +70,7 @@ class Stored:
     Args:
         stream: name of the stream format in `codec.streams`.
         meta: what the decoder needs beside the pieces; plain JSON, numbers and strings only.
-        pieces: bytes, in order.
+        pieces: bytes, in order, or what holds them.
         memory: for a later delta; None where this codec makes none.
         error: achieved error (0.0 when exact), in the measure `measure`.
         measure: "exact", "relative L2" or "relative" (largest |x~ - x| / |x|).
@@ -80,7 +81,7 @@ class Stored:
 
     stream: str
     meta: dict[str, Any]
-    pieces: list[bytes]
+    pieces: Sequence[Piece]
     memory: Memory | None
     error: float = 0.0
     measure: str = "exact"

@@ -60,46 +60,62 @@ class Changed:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
-        data = as_bytes(leaf.flat)
-        pieces, counts = _pieces(data, leaf.spec, parent, self.coder)
+        # A copy from the start, as `Exact` has it.
+        data = as_bytes(leaf.flat).copy()
+        chunks = _chunks(data, leaf.spec, parent, self.coder)
         note = ""
-        if counts:
-            note = f"{100 * sum(counts) / max(leaf.spec.size, 1):.3g} % changed"
-            full = sum(p[0] == FULL for p in pieces)
+        if chunks and chunks[0].changed is not None:
+            changed = sum(c.changed or 0 for c in chunks)
+            note = f"{100 * changed / max(leaf.spec.size, 1):.3g} % changed"
+            full = sum(c.form == FULL for c in chunks)
             if full:
-                note += ", stored in full" if full == len(pieces) else f", {full} of {len(pieces)} chunks in full"
-        return Stored("changed", {}, pieces, BytesMemory(data.copy()), note=note)
+                note += ", stored in full" if full == len(chunks) else f", {full} of {len(chunks)} chunks in full"
+        return Stored("changed", {}, [c.piece for c in chunks], BytesMemory(data), note=note)
 
 
-def _pieces(data: NpArray, spec: LeafSpec, parent: Memory | None, coder: str) -> tuple[list[bytes], list[int]]:
-    """The chunks; and, against a parent, how many elements of each changed."""
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A coded chunk, its form, and how many of its elements changed; None where there is no parent."""
+
+    piece: Writer
+    form: int
+    changed: int | None
+
+
+def _chunks(data: NpArray, spec: LeafSpec, parent: Memory | None, coder: str) -> list[_Chunk]:
     usable = isinstance(parent, BytesMemory) and parent.data.size == data.size and spec.itemsize in _WIDTHS
     before = parent.data if usable and isinstance(parent, BytesMemory) else None
     step = CHUNK * spec.itemsize
 
-    def one(start: int) -> tuple[bytes, int]:
+    def one(start: int) -> _Chunk:
         own = data[start : start + step]
         if before is None:
-            return _full(own, spec, coder, start // spec.itemsize), 0
+            return _Chunk(_full(own, spec, coder, start // spec.itemsize), FULL, None)
         return _masked(own, before[start : start + step], spec, coder, start // spec.itemsize)
 
-    parts = map_chunks(one, range(0, data.size, step))
-    return [p for p, _ in parts], [] if before is None else [n for _, n in parts]
+    return map_chunks(one, range(0, data.size, step))
 
 
-def _values(data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> bytes:
+def _values(data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> Writer:
     """Values, a stretch of the array from its element `start` on, or (None) from all over it."""
-    if coder == "published":
-        return bytes([PLAIN, entropy.STORED]) + data.tobytes()
-    return encode_chunk(data, spec, None, start)
+    if coder != "published":
+        return encode_chunk(data, spec, None, start)
+    out = Writer()
+    out.byte(PLAIN)
+    out.byte(entropy.STORED)
+    out.raw(data)
+    return out
 
 
-def _full(data: NpArray, spec: LeafSpec, coder: str, start: int) -> bytes:
-    return bytes([FULL]) + _values(data, spec, coder, start)
+def _full(data: NpArray, spec: LeafSpec, coder: str, start: int) -> Writer:
+    out = Writer()
+    out.byte(FULL)
+    out.raw(_values(data, spec, coder, start))
+    return out
 
 
-def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> tuple[bytes, int]:
-    """A chunk against its parent, and how many elements changed."""
+def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> _Chunk:
+    """A chunk against its parent, in full where that is smaller."""
     width = f"<u{spec.itemsize}"
     new = data.view(width)
     mask = changed_mask(new, before.view(width))
@@ -109,19 +125,20 @@ def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: i
     out.block(bytes([entropy.STORED]) + mask.tobytes() if coder == "published" else entropy.encode(mask))
     if values.size:
         out.raw(_values(values.view(np.uint8), spec, coder, None))
-    masked = out.done()
     # Entropy coding leaves the same share of the changed values as of all, so that sizes before it decide.
+    masked = _Chunk(out, MASKED, int(values.size))
     if mask.size + values.nbytes < data.size:
-        return masked, int(values.size)
-    return min(masked, _full(data, spec, coder, start), key=len), int(values.size)
+        return masked
+    full = _full(data, spec, coder, start)
+    return masked if len(out) <= len(full) else _Chunk(full, FULL, int(values.size))
 
 
 def restate_changed(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
-) -> tuple[dict[str, Any], list[bytes]]:
+) -> tuple[dict[str, Any], list[Writer]]:
     """The same bytes against another parent, see `codec.restate`."""
     data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
-    return meta, _pieces(data, spec, parent, "smallest")[0]
+    return meta, [c.piece for c in _chunks(data, spec, parent, "smallest")]
 
 
 def decode_changed(

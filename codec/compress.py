@@ -15,6 +15,7 @@ from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored
 from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
+from .fields import parts_of
 from .importance import second_moments
 from .kinds import check_kinds, is_update
 from .leaves import is_array
@@ -160,7 +161,8 @@ def _decoded(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
         return stored.decoded()
     memory = stored.memory
     if memory is None:
-        memory = STREAMS[stored.stream](leaf.spec, stored.meta, [memoryview(p) for p in stored.pieces], parent, None)
+        pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
+        memory = STREAMS[stored.stream](leaf.spec, stored.meta, pieces, parent, None)
     return memory.values(leaf.spec)
 
 

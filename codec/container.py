@@ -24,6 +24,7 @@ import xxhash
 import zstandard
 
 from .errors import BadArgumentError, CorruptDataError, NewerFormatError
+from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
 
 Source = memoryview | Ranged
@@ -38,14 +39,14 @@ _CHECKSUM = 16
 _ENTRY = struct.Struct("<Q16s")
 
 
-def _digest(*parts: bytes | memoryview) -> bytes:
+def _digest(*parts: Bytes) -> bytes:
     h = xxhash.xxh3_128()
     for part in parts:
         h.update(part)
     return bytes(h.digest())
 
 
-def write(header: dict[str, Any], pieces: list[bytes]) -> bytes:
+def write(header: dict[str, Any], pieces: Iterable[Piece]) -> bytes:
     """The bytes of a file with this header and these pieces."""
     plain = json.dumps(header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
     if len(plain) > MAX_HEADER:
@@ -55,20 +56,24 @@ def write(header: dict[str, Any], pieces: list[bytes]) -> bytes:
     # A good level is worth its time where a header is a good part of a small file; the best is 20 times slower.
     level = 12 if len(plain) <= _SMALL_HEADER else 3
     stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
-    chunks: list[bytes] = []
-    group: list[bytes] = []
+    chunks: list[list[Bytes]] = []
+    group: list[Bytes] = []
+    sizes: list[int] = []
     size = 0
     for piece in pieces:
-        group.append(piece)
+        group += parts_of(piece)
         size += len(piece)
         if size >= CHUNK_TARGET:
-            chunks.append(b"".join(group))
+            chunks.append(group)
+            sizes.append(size)
             group, size = [], 0
     if size:
-        chunks.append(b"".join(group))
-    table = b"".join(_ENTRY.pack(len(c), _digest(c)) for c in chunks)
+        chunks.append(group)
+        sizes.append(size)
+    table = b"".join(_ENTRY.pack(n, _digest(*c)) for n, c in zip(sizes, chunks, strict=True))
     prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), 0)
-    return b"".join([prefix, _digest(prefix, stored, table), stored, table, *chunks])
+    # Nothing is put together before this: the bytes of a large state are copied once.
+    return b"".join([prefix, _digest(prefix, stored, table), stored, table, *itertools.chain.from_iterable(chunks)])
 
 
 @dataclass(frozen=True, slots=True)

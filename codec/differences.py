@@ -10,8 +10,6 @@ noise and are stored as they are (`kernels.categories`).
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from ..kernels.categories import join_categories, most_bits, split_categories
@@ -27,21 +25,20 @@ MAGNITUDE, MANTISSA = range(2)
 _CONTEXTS, _LEAST, _STRIDE = 64, 256, 16
 
 
-def encode_differences(u: NpArray, before: NpArray, layout: Layout) -> Writer:
+def encode_differences(u: NpArray, before: NpArray, layout: Layout, kind: int) -> Writer:
     """Code float patterns against as many of the parent.
 
     Args:
         u: unsigned patterns, shape (n,).
         before: the same of the parent.
         layout: of the float.
+        kind: of context, as `difference_bits` found it on a sample.
     """
-    some = entropy.sample(before.size)
     categories, extra = split_categories(difference_of(u, before, layout), most_bits(layout.width))
-    kind = _cheaper(some(categories), some(before), layout)
     context, contexts = _contexts(before, layout, kind)
     out = Writer()
     out.byte(kind)
-    out.block(entropy.encode_levels(categories, 256, context, contexts, "fast"))
+    out.block(entropy.in_context(categories, context, contexts)[0])
     out.raw(extra)
     return out
 
@@ -64,27 +61,19 @@ def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:
     return out
 
 
-def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> float:
-    """Bits that these zig-zag differences would take, about, their tables not counted."""
+def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[float, int]:
+    """Bits that these zig-zag differences would take, about, their tables not counted; and the better kind of context.
+
+    Both arrays are a sample, as `entropy.sample` takes it.
+    """
     categories, extra = split_categories(steps, most_bits(layout.width))
-    costs = [_conditional_bits(categories, *_contexts(before, layout, kind)) for kind in (MAGNITUDE, MANTISSA)]
-    return min(costs) + 8.0 * int(extra.size)
-
-
-def _cheaper(categories: NpArray, before: NpArray, layout: Layout) -> int:
-    """The kind of context with the smaller conditional entropy."""
-    kinds = (MAGNITUDE, MANTISSA)
-    return int(np.argmin([_conditional_bits(categories, *_contexts(before, layout, kind)) for kind in kinds]))
-
-
-def _conditional_bits(symbols: NpArray, context: NpArray, contexts: int) -> float:
-    """Bits that symbols take in their contexts, about."""
-    cells = np.bincount(context.astype(np.intp) << 8 | symbols, minlength=contexts << 8)
-    totals = cells.reshape(contexts, 256).sum(axis=1)
-    cells, totals = (c[c > 0] for c in (cells, totals))
-    # With Miller's correction, as in `entropy.sampled_bits`.
-    bits = (totals * np.log2(totals)).sum() - (cells * np.log2(cells)).sum()
-    return float(bits) + (cells.size - totals.size) / math.log(4)
+    bits = []
+    for kind in (MAGNITUDE, MANTISSA):
+        context, contexts = _contexts(before, layout, kind)
+        cells = np.bincount(context.astype(np.intp) << 8 | categories, minlength=contexts << 8)
+        bits.append(entropy.sampled_bits(cells.reshape(contexts, 256)))
+    kind = int(np.argmin(bits))
+    return bits[kind] + 8.0 * int(extra.size), kind
 
 
 def _contexts(before: NpArray, layout: Layout, kind: int) -> tuple[NpArray, int]:

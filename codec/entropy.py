@@ -108,9 +108,9 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
     sizes = {STORED: float(n), PACKED: 1 + np.ceil(n * width / 8)}
     least = min(sizes.values())
     # What no table can win is not tried: noise (mantissas), and streams so short that a table costs more than it saves.
-    entropy = _entropy(counts[present], n)
-    if n * entropy / 8 + _LEAST_TABLE < least:
-        if n < _MODEST or entropy > _HIGH_ENTROPY:
+    bits = entropy_bits(counts[present])
+    if _SLACK * (bits / 8 + _LEAST_TABLE) < least:
+        if n < _MODEST or bits > _HIGH_ENTROPY * n:
             lengths = huffman_lengths(counts)
             packed_lengths = pack_lengths(lengths)
             sizes[HUFFMAN] = len(packed_lengths) + 8 + float((counts * lengths).sum()) / 8
@@ -135,23 +135,20 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
     return out
 
 
-def order0_bits(counts: I64) -> float:
-    """Bits that symbols with these counts take together, each for itself; their entropy times their number."""
-    present = counts[counts > 0]
-    return _entropy(present, int(present.sum())) * int(present.sum()) if present.size else 0.0
+def entropy_bits(counts: I64) -> float:
+    """Bits that symbols with these counts take together by their entropy; of several rows, each in its own context."""
+    totals = counts.sum(axis=-1, keepdims=True)
+    cells, totals = counts[counts > 0], totals[totals > 0]
+    return float((totals * np.log2(totals)).sum() - (cells * np.log2(cells)).sum())
 
 
 def sampled_bits(counts: I64) -> float:
-    """`order0_bits` of a sample, corrected for what a sample's entropy lacks on average.
+    """`entropy_bits` of a sample, corrected for what a sample's entropy lacks on average.
 
     Source: Miller 1955, Note on the bias of information estimates.
     """
-    return order0_bits(counts) + (np.count_nonzero(counts) - 1) / math.log(4)
-
-
-def _entropy(counts: I64, n: int) -> float:
-    """Order-0 entropy in bits a symbol; all counts above zero, their sum n."""
-    return float(np.log2(n) - (counts * np.log2(counts)).sum() / n)
+    rows = np.count_nonzero(counts.sum(axis=-1))
+    return entropy_bits(counts) + (np.count_nonzero(counts) - int(rows)) / math.log(4)
 
 
 class _Model:
@@ -173,7 +170,8 @@ class _Model:
     def best(counts: I64, slack: float = 1.0, contexts: int = 1) -> _Model:
         """The cheaper of the precisions on offer; the coarse one, which is decoded faster, where it costs `slack`."""
         coarse = _Model(counts, PRECISIONS[0], contexts)
-        if coarse.cost < _MODEST:
+        # A finer table is no shorter, and no table beats the entropy.
+        if coarse.cost < _MODEST or coarse.cost <= slack * (entropy_bits(counts) / 8 + _STATES + len(coarse.table)):
             return coarse
         fine = _Model(counts, PRECISIONS[1], contexts)
         return coarse if coarse.cost <= slack * fine.cost else fine
@@ -251,19 +249,36 @@ def encode_levels(levels: U8, size: int, parent: U8 | None, parent_size: int, co
         return encode_huffman(levels) if parent is None else encode_rearranged(levels, size, parent, parent_size)
     if parent is None:
         return encode(levels)
-    counts = joint_counts(parent, levels, *(max(2, int(a.max(initial=0)) + 1) for a in (parent, levels)))
-    if int(np.trace(counts)) == levels.size:
-        return bytes([UNCHANGED])
-    model = _Model.best(counts, _SLACK if coder == "fast" else 1.0, parent_size)
+    return in_context(levels, parent, parent_size, _SLACK if coder == "fast" else 1.0)[0].done()
+
+
+def in_context(symbols: U8, context: U8, contexts: int, slack: float = _SLACK) -> tuple[Writer, float]:
+    """Code symbols in a context that both sides know, or without it where that is no larger.
+
+    Args:
+        symbols: uint8, shape (n,).
+        context: uint8, shape (n,), values below `contexts`.
+        contexts: 2 to 256.
+        slack: by how much larger it may be where that decodes faster.
+
+    Returns:
+        What was written, and the bits that the symbols' own entropy would take, without the context.
+    """
+    counts = joint_counts(context, symbols, *(max(2, int(a.max(initial=0)) + 1) for a in (context, symbols)))
     total = np.zeros(256, np.int64)
     total[: counts.shape[1]] = counts.sum(axis=0)
-    # Without the context it takes its entropy at least: where that is more, its table need not be made.
-    if order0_bits(total) / 8 < model.cost and _Model.best(total[None, :]).cost <= model.cost:
-        return _encode_plain(levels, total).done()
+    alone = entropy_bits(total)
     out = Writer()
+    if int(np.trace(counts)) == symbols.size:
+        out.byte(UNCHANGED)
+        return out, alone
+    model = _Model.best(counts, slack, contexts)
+    # Without the context it takes its entropy at least: where that is more, its table need not be made.
+    if alone / 8 < model.cost and _Model.best(total[None, :]).cost <= model.cost:
+        return _encode_plain(symbols, total), alone
     out.byte(CONDITIONAL)
-    model.write(out, levels, parent)
-    return out.done()
+    model.write(out, symbols, context)
+    return out, alone
 
 
 def encode_huffman(symbols: U8) -> bytes:

@@ -29,13 +29,14 @@ from .errors import CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
-from .scaled import LAYOUTS, Layout, columns_of, decode_scaled, encode_scaled, rotated
+from .scaled import LAYOUTS, Layout, columns_of, decode_scaled, encode_scaled
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES = range(6)
 _SMALL = 64
 _REDUNDANT = 0.5
 _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
+_EARLY = 1 << 12
 _NEAR = 1.06
 """Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
 
@@ -73,12 +74,12 @@ class Exact:
         return Stored("bytes", {}, pieces_of(data, leaf.spec, parent), BytesMemory(data))
 
 
-def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[bytes]:
+def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[Writer]:
     """The pieces of an array given as its bytes, against a parent where that is a `BytesMemory` of the same size."""
     before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == data.size else None
     step = CHUNK * 4
 
-    def one(start: int) -> bytes:
+    def one(start: int) -> Writer:
         stop = start + step
         old = None if before is None else before[start:stop]
         return encode_chunk(data[start:stop], spec, old, start // spec.itemsize)
@@ -88,7 +89,7 @@ def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[byte
 
 def restate_bytes(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
-) -> tuple[dict[str, Any], list[bytes]]:
+) -> tuple[dict[str, Any], list[Writer]]:
     """The same bytes against another parent, see `codec.restate`."""
     data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
     return meta, pieces_of(data, spec, parent)
@@ -110,7 +111,7 @@ def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
 def _coded(planes: NpArray) -> Writer:
     out = Writer()
     for plane in planes:
-        out.block(entropy.coded(np.ascontiguousarray(plane)))
+        out.block(entropy.coded(plane))
     return out
 
 
@@ -125,8 +126,8 @@ def _encode_plain(data: NpArray) -> Writer:
     return best
 
 
-def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> bytes:
-    """Code bytes of items of a dtype against as many of the parent, or alone.
+def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> Writer:
+    """Code bytes of items of a dtype against as many of the parent, or alone; `data` must not change before `done`.
 
     Args:
         data: uint8, any number of items, at least one.
@@ -134,13 +135,19 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: i
         before: the parent's bytes of the same items, or None.
         start: number of the first item in the array, where they are a stretch of it; None where they are not.
     """
-    if before is not None and np.array_equal(data, before):
-        return bytes([UNCHANGED])
-    method, coded = _smallest(data, spec, before, start)
     out = Writer()
+    if before is not None and _same(data, before):
+        out.byte(UNCHANGED)
+        return out
+    method, coded = _smallest(data, spec, before, start)
     out.byte(method)
     out.raw(coded)
-    return out.done()
+    return out
+
+
+def _same(data: NpArray, before: NpArray) -> bool:
+    """Whether two stretches hold the same bytes; what differs mostly does so early."""
+    return np.array_equal(data[:_EARLY], before[:_EARLY]) and np.array_equal(data, before)
 
 
 def _smallest(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
@@ -167,20 +174,19 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
     layout = LAYOUTS[spec.dtype]
     parts = 8 * spec.itemsize // layout.width
     u = data.view(f"<u{layout.width // 8}")
-    old = None if before is None else before.view(u.dtype)
     columns = 0 if start is None else columns_of(spec.shape, parts)
     ways: dict[int, Callable[[], Writer]] = {
         SCALED: lambda: encode_scaled(u, layout, columns, (start or 0) * parts),
     }
-    if old is not None:
-        ways[SIZES] = lambda: encode_differences(u, old, layout)
+    chosen = [SCALED]
+    if before is not None:
+        old = before.view(u.dtype)
+        bits, kind = _estimates(u, old, layout)
+        ways[SIZES] = lambda: encode_differences(u, old, layout, kind)
         ways[DIFFERENCE] = lambda: _coded(split_planes(difference_of(u, old, layout)))
-    chosen = list(ways)
-    if old is not None:
-        bits = _estimates(u, old, layout)
         # What the scale of its rows and columns spares an array alone is not in the estimate.
-        near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in chosen}
-        chosen = [m for m in chosen if bits[m] <= near[m] * min(bits.values()) + _SMALL]
+        near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in ways}
+        chosen = [m for m in ways if bits[m] <= near[m] * min(bits.values()) + _SMALL]
     found = {method: ways[method]() for method in chosen}
     best = min(found, key=lambda method: len(found[method]))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
@@ -190,14 +196,15 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
     return best, found[best]
 
 
-def _estimates(u: NpArray, old: NpArray, layout: Layout) -> dict[int, float]:
-    """Bits that a sample takes by each method, about."""
+def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:
+    """Bits that a sample takes by each method, about; and the kind of context for `SIZES`."""
     some = entropy.sample(u.size)
     u, old = some(u), some(old)
     steps = difference_of(u, old, layout)
-    planes = {SCALED: split_planes(rotated(u, layout.rotation)), DIFFERENCE: split_planes(steps)}
+    planes = {SCALED: split_planes(u, layout.rotation), DIFFERENCE: split_planes(steps)}
     bits = {m: sum(entropy.sampled_bits(np.bincount(p, minlength=256)) for p in planes[m]) for m in planes}
-    return bits | {SIZES: difference_bits(steps, old, layout)}
+    sizes, kind = difference_bits(steps, old, layout)
+    return bits | {SIZES: sizes}, kind
 
 
 def decode_bytes(

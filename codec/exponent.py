@@ -41,7 +41,7 @@ from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .codebook import unit
 from .errors import BadArgumentError, CorruptDataError
 from .exact import BytesMemory, Exact, decode_chunk, encode_chunk
-from .fields import Reader, Writer
+from .fields import Piece, Reader, Writer
 from .leaves import LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 
@@ -398,7 +398,7 @@ def decode_exponent(
 
 def restate_exponent(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
-) -> tuple[dict[str, Any], list[bytes]]:
+) -> tuple[dict[str, Any], list[Piece]]:
     """The same restored array and code tables against another parent, see `codec.restate`."""
     if not isinstance(memory, BytesMemory):
         raise BadArgumentError("exponent: the memory of another stream cannot be restated as exponent buckets")
@@ -411,13 +411,20 @@ def restate_exponent(
         head.varint(len(table))
         head.block(pack_lengths(np.frombuffer(table, np.uint8)))
 
-    def one(start: int) -> bytes:
+    def one(start: int) -> Writer:
         part = _bytes_of(start, spec)
         own = memory.data[part]
         old = None if before is None else before[part]
-        exact = bytes([EXACTLY]) + encode_chunk(own, spec, old, start)
+        exact = encode_chunk(own, spec, old, start)
         added = None if old is None else encode_addends(own, old, spec)
-        return exact if added is None else min(exact, bytes([BY_ADDENDS]) + added, key=len)
+        out = Writer()
+        if added is None or len(exact) <= len(added):
+            out.byte(EXACTLY)
+            out.raw(exact)
+        else:
+            out.byte(BY_ADDENDS)
+            out.raw(added)
+        return out
 
     return meta, [head.done(), *map_chunks(one, range(0, spec.size, CHUNK))]
 

@@ -10,7 +10,6 @@ from .errors import CorruptDataError
 
 Bytes = bytes | bytearray | memoryview
 
-
 _LARGE = 1 << 12
 
 
@@ -42,7 +41,7 @@ class Writer:
     def raw(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
         """Bytes as they are; their number must follow from the context."""
         if isinstance(data, Writer):
-            for part in (*data._parts, data._out):
+            for part in data.parts():
                 self.raw(part)
             return
         if isinstance(data, np.ndarray):
@@ -61,9 +60,22 @@ class Writer:
         self.varint(data.nbytes if isinstance(data, np.ndarray) else len(data))
         self.raw(data)
 
+    def parts(self) -> tuple[Bytes, ...]:
+        """All bytes written so far, in order, as they are held."""
+        return (*self._parts, self._out)
+
     def done(self) -> bytes:
-        """All bytes written so far."""
-        return b"".join((*self._parts, self._out))
+        """All bytes written so far, put together."""
+        return b"".join(self.parts())
+
+
+Piece = bytes | Writer
+"""What a codec wrote of an array, put together already or not yet."""
+
+
+def parts_of(piece: Piece) -> tuple[Bytes, ...]:
+    """A piece as the buffers it is held in."""
+    return piece.parts() if isinstance(piece, Writer) else (piece,)
 
 
 class Reader:

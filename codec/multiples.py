@@ -23,6 +23,7 @@ from ..kernels.distortion import Distortion, distortion
 from .base import CHUNK, Leaf, Memory, Stored
 from .errors import BadArgumentError, CorruptDataError
 from .exact import BytesMemory, decode_bytes, pieces_of
+from .fields import Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest
 from .parallel import map_chunks
 
@@ -115,7 +116,7 @@ def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored 
 
 def restate_multiples(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
-) -> tuple[dict[str, Any], list[bytes]]:
+) -> tuple[dict[str, Any], list[Writer]]:
     """The same multiples against another parent, see `codec.restate`."""
     if not isinstance(memory, MultiplesMemory):
         raise BadArgumentError("multiples: the memory of another stream cannot be restated")

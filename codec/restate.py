@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from . import container
 from .base import Memory
 from .checkpoint import ArrayRecord, Checkpoint, check_resolved
+from .fields import Piece
 from .parallel import map_chunks
 from .streams import DELTA_STREAMS, RESTATE
 
@@ -43,7 +45,7 @@ def restate(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
     if prev is not None:
         check_resolved(prev)
 
-    def one(record: ArrayRecord) -> tuple[dict[str, Any], list[bytes], bool, Memory | None]:
+    def one(record: ArrayRecord) -> tuple[dict[str, Any], Sequence[Piece], bool, Memory | None]:
         if record.stream not in DELTA_STREAMS:
             return record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, None
         memory = ckpt.memory_of(record)

@@ -27,7 +27,6 @@ from .leaves import NpArray
 ROWS_OF = 64
 _LEAST_ROWS = 8
 _LEAST = 2048
-_BLOCK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +73,6 @@ def columns_of(shape: Sequence[int], parts: int) -> int:
     return columns
 
 
-def rotated(u: NpArray, bits: int) -> NpArray:
-    """Patterns rotated to the left; unsigned integers of 16 bits or more."""
-    kind = u.dtype.type
-    out = np.empty_like(u)
-    for start in range(0, u.size, _BLOCK):
-        some = u[start : start + _BLOCK]
-        part = out[start : start + _BLOCK]
-        np.left_shift(some, kind(bits), out=part)
-        part |= some >> kind(8 * u.itemsize - bits)
-    return out
-
-
 def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Writer:
     """Code float patterns.
 
@@ -95,8 +82,8 @@ def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Write
         columns: of the matrix they are a part of, 0 where they are of none.
         start: number of the first one in it.
     """
-    planes = split_planes(rotated(u, layout.rotation))
-    top = np.ascontiguousarray(planes[-1])
+    planes = split_planes(u, layout.rotation)
+    top = planes[-1]
     out = Writer()
     scaled = _in_scale(top, layout, columns, start)
     if scaled is None:
@@ -105,11 +92,11 @@ def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Write
     else:
         out.raw(scaled)
     for plane in planes[:-1]:
-        out.block(entropy.coded(np.ascontiguousarray(plane)))
+        out.block(entropy.coded(plane))
     return out
 
 
-def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> bytes | None:
+def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> Writer | None:
     """The uppermost plane in the context of its places' scale, with all that is needed; None where that is larger."""
     n = top.size
     if n < _LEAST:
@@ -130,16 +117,14 @@ def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> bytes |
         column_class = _halves(sums, there, layout.steps)
     rows8, columns8 = ((np.minimum(c - c.min(), 255)).astype(np.uint8) for c in (row_class, column_class))
     context = class_sums(rows8, columns8, n, phase)
-    contexts = max(2, int(context.max()) + 1)
-    coded = entropy.encode_levels(top, 256, context, contexts, "fast")
+    coded, alone = entropy.in_context(top, context, max(2, int(context.max()) + 1))
     out = Writer()
     out.varint(width)
     out.varint(phase)
     out.block(entropy.encode(rows8))
     out.block(entropy.encode(columns8))
     out.block(coded)
-    done = out.done()
-    return done if 8 * len(done) < entropy.order0_bits(entropy.counts_of(top)) else None
+    return out if 8 * len(out) < alone else None
 
 
 def _halves(sums: NpArray, numbers: NpArray, steps: int) -> NpArray:
@@ -165,4 +150,5 @@ def decode_scaled(data: Reader, n: int, layout: Layout) -> NpArray:
         planes[-1] = entropy.decode(data.block(), n, context, max(2, int(context.max(initial=0)) + 1))
     for plane in planes[:-1]:
         plane[:] = entropy.decode(data.block(), n)
-    return rotated(merge_planes(planes, f"uint{layout.width}"), layout.width - layout.rotation)
+    patterns: NpArray = merge_planes(planes, f"uint{layout.width}", layout.rotation)
+    return patterns

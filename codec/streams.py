@@ -11,6 +11,7 @@ from .clusters import decode_clusters
 from .copies import decode_copy
 from .exact import decode_bytes, restate_bytes
 from .exponent import decode_exponent, restate_exponent
+from .fields import Piece
 from .leaves import Array, LeafSpec
 from .moments import decode_log_buckets
 from .multiples import decode_multiples, restate_multiples
@@ -34,7 +35,7 @@ STREAMS: dict[str, Decoder] = {
     "clusters": decode_clusters,
     "rows": decode_rows,
 }
-Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dict[str, Any], list[bytes]]]
+Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dict[str, Any], Sequence[Piece]]]
 """From spec, metadata, the memory to state anew and the new parent's memory: new metadata and pieces."""
 
 RESTATE: dict[str, Restater] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .arguments import check_arrays, choice
+from .arguments import check_arrays, choice, integer
 from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
 
@@ -47,37 +47,41 @@ def same_device(name: str, x: Array, other: str, y: Array) -> None:
         raise BadArgumentError(f"{name} and {other} live on different devices; move one beside the other")
 
 
-def split_planes(x: Array) -> Array:
+def split_planes(x: Array, rotation: int = 0) -> Array:
     """Byte planes of x: all least significant bytes first, then all second bytes, and so on.
 
-        planes[p, i] = (pattern(x[i]) >> 8 p) & 255,   x in C order
+        planes[p, i] = (rotl(pattern(x[i]), rotation) >> 8 p) & 255,   x in C order
 
     Args:
         x: array of any shape, strided or not; any dtype in `WIDTHS` (8 to 64 bits).
+        rotation: bits, 0 (default) to 7, by which each pattern is rotated to the left first. By one, all of a
+            float32's or bfloat16's exponent is in the uppermost plane, and the sign in the lowest.
 
     Returns:
         uint8 [itemsize, n], n the number of elements of x; plane 0 holds the least significant bytes.
 
     Raises:
-        BadArgumentError: a dtype of no fixed width of 8, 16, 32 or 64 bits.
+        BadArgumentError: a dtype of no fixed width of 8, 16, 32 or 64 bits; a rotation out of range.
 
     Example:
         >>> import numpy as np
         >>> split_planes(np.array([1, 258], dtype="uint16")).tolist()
         [[1, 2], [0, 1]]
+        >>> split_planes(np.array([1.0, -1.0], dtype="float32"), rotation=1).tolist()
+        [[0, 1], [0, 0], [0, 0], [127, 127]]
 
     Source: byte grouping, Hershcovitch et al. 2024 (ZipNN), section 3; named as an option in BitSnap, section 3.3.
     """
     check_arrays(x=x)
     width_of(dtype_name(x))
-    out: Array = back_end(x, "planes").split_planes(x)
+    out: Array = back_end(x, "planes").split_planes(x, integer("rotation", rotation, 0, 7))
     return out
 
 
-def merge_planes(planes: Array, dtype: str) -> Array:
+def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
     """The bit patterns whose byte planes these are: the exact inverse of `split_planes`.
 
-        pattern[i] = sum over p of planes[p, i] << 8 p
+        pattern[i] = rotr(sum over p of planes[p, i] << 8 p, rotation)
 
     Patterns, not values, because NumPy knows no bfloat16 or float8: the caller views them as what they are
     (`patterns.view(np.float32)`, `patterns.view(torch.bfloat16)`) and reshapes.
@@ -85,12 +89,14 @@ def merge_planes(planes: Array, dtype: str) -> Array:
     Args:
         planes: uint8 [itemsize, n].
         dtype: name of the dtype that was split, one of `WIDTHS` ("float32", "bfloat16", "int64", "bool", ...).
+        rotation: the one the patterns were split with, 0 (default) to 7 bits.
 
     Returns:
         Flat [n] array of unsigned integers as wide as `dtype`: uint8, uint16, uint32 or uint64.
 
     Raises:
-        BadArgumentError: `planes` is not uint8, or its first axis is not the itemsize of `dtype`.
+        BadArgumentError: `planes` is not uint8, its first axis is not the itemsize of `dtype`, or a rotation out of
+            range.
 
     Example:
         >>> import numpy as np
@@ -104,7 +110,7 @@ def merge_planes(planes: Array, dtype: str) -> Array:
         raise BadArgumentError(f"planes has dtype {dtype_name(planes)}; uint8 is needed")
     if len(planes.shape) != 2 or planes.shape[0] != itemsize:
         raise BadArgumentError(f"planes has shape {tuple(planes.shape)}; ({itemsize}, n) is needed for {dtype}")
-    out: Array = back_end(planes, "planes").merge_planes(planes, dtype)
+    out: Array = back_end(planes, "planes").merge_planes(planes, dtype, integer("rotation", rotation, 0, 7))
     return out
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shrinkpoint.codec.entropy import counts_of, decode, encode_huffman, order0_bits
+from shrinkpoint.codec.entropy import counts_of, decode, encode_huffman, entropy_bits
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.fields import Reader, Writer
 from shrinkpoint.codec.leaves import LeafSpec
@@ -60,7 +60,7 @@ class QDCompressor:
 
     def bins(self, x: Floats) -> int:
         """Bins of a layer."""
-        entropy = order0_bits(counts_of(Grid.over(x, 256).levels(x))) / x.size
+        entropy = entropy_bits(counts_of(Grid.over(x, 256).levels(x))) / x.size
         return int(min(max(1 << int(np.ceil(entropy)), self.least), self.most))
 
     def encode(self, state: State, previous: State | None) -> Saved:

@@ -24,9 +24,9 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.categories.split_categories`."""
     v = compiled(values)
     categories = np.empty(v.size, np.uint8)
-    words = np.empty((v.size * (8 * v.itemsize - 1 - bits) + 63) // 64 + 1, "<u8")
-    total = int((_split_wide if v.itemsize == 8 else _split)(v, bits, categories, words))
-    extra = words.view(np.uint8)[: (total + 7) // 8].copy()
+    extra = np.empty(8 * ((v.size * (8 * v.itemsize - 1 - bits) + 63) // 64 + 1), np.uint8)
+    total = int((_split_wide if v.itemsize == 8 else _split)(v, bits, categories, extra.view("<u8")))
+    extra.resize((total + 7) // 8, refcheck=False)  # in place: nobody else has seen it
     return like(categories, values), like(extra, values)
 
 
@@ -56,11 +56,14 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
     offset = np.int32(126) + np.int32(bits)  # exponent bias less the halving, and the bits after the leading one
     floats = np.empty(BLOCK, np.float32)
     patterns = floats.view(np.int32)
+    wide = np.empty(BLOCK, np.uint32)
     open_bits, extra = np.zeros(BLOCK, np.uint32), np.zeros(BLOCK, np.uint32)
-    word, fill, total = np.uint64(0), np.uint64(0), np.int64(0)
+    sizes, fields = np.zeros(BLOCK // 2, np.uint64), np.zeros(BLOCK // 2, np.uint64)
+    word, fill = np.uint64(0), np.uint64(0)
     at = np.int64(0)
     for start in range(0, values.size, BLOCK):
         part = values[start : start + BLOCK]
+        own = categories[start : start + BLOCK]
         # The second bit cleared, so that no rounding reaches the next power of two; halved, so that it is positive.
         for i in range(part.size):
             v = (np.uint32(part[i]) | least) >> np.uint32(1)
@@ -69,28 +72,46 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
         for i in range(part.size):
             v = np.uint32(part[i])
             k = np.uint32((patterns[i] >> np.int32(23)) - offset)
-            categories[start + i] = np.uint8((k << shift) + (v >> k))
+            wide[i] = (k << shift) + (v >> k)
             open_bits[i] = k
             extra[i] = v & ((np.uint32(1) << k) - np.uint32(1))
             some |= k
+        for i in range(part.size):
+            own[i] = np.uint8(wide[i])
         if some == np.uint32(0):
             continue
-        if part.size % 2:
-            open_bits[part.size] = extra[part.size] = np.uint32(0)  # BLOCK is even
-        for i in range((part.size + 1) // 2):
+        for i in range(part.size, BLOCK):
+            open_bits[i] = extra[i] = np.uint32(0)
+        # Open bits of two neighbours beside each other, then of four and more while they fit into a word: that much
+        # shorter is the loop in which each turn waits for the one before.
+        most = np.uint64(0)
+        for i in range(BLOCK // 2):
             first = np.uint64(open_bits[2 * i])
-            x = np.uint64(extra[2 * i]) | np.uint64(extra[2 * i + 1]) << first
-            both = first + np.uint64(open_bits[2 * i + 1])
+            fields[i] = np.uint64(extra[2 * i]) | np.uint64(extra[2 * i + 1]) << first
+            size = first + np.uint64(open_bits[2 * i + 1])
+            sizes[i] = size
+            most = max(most, size)
+        count = BLOCK // 2
+        while count > 1 and most <= np.uint64(32):
+            count //= 2
+            most = np.uint64(0)
+            for i in range(count):
+                first = sizes[2 * i]
+                fields[i] = fields[2 * i] | fields[2 * i + 1] << first
+                size = first + sizes[2 * i + 1]
+                sizes[i] = size
+                most = max(most, size)
+        for i in range(count):
+            x = fields[i]
             word |= x << fill
             words[at] = word
-            filled = fill + both
+            filled = fill + sizes[i]
             full = filled >> np.uint64(6)
             at += np.int64(full)
             word = ((x >> one) >> (sixty - fill)) if full else word
             fill = filled & sixty
-            total += np.int64(both)
     words[at] = word
-    return total
+    return np.int64(64) * at + np.int64(fill)
 
 
 @njit

@@ -337,7 +337,7 @@ def _code(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy, decoding: 
 
 def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
     """uint32[rows, columns] as bytes; one row of code lengths up to `parameter`, or frequencies of that precision."""
-    room = 256
+    room = max(256, table.size)
     while True:
         data = np.empty(room, np.uint8)
         size = _code(table, parameter, lengths, data, False)

@@ -164,8 +164,10 @@ def _elementwise() -> Iterator[Build]:
         yield Build(logbucket.value_kernel, f"*i32 i64 i32 *i{width}", logbucket.ELEMENTS, constants)
     for itemsize in (1, 2, 4, 8):
         kind = "u8" if itemsize == 1 else f"i{8 * itemsize}"
-        yield Build(planes.split_kernel, f"*{kind} i64 *u8", planes.ELEMENTS, {"ITEMSIZE": itemsize})
-        yield Build(planes.merge_kernel, f"*u8 i64 *{kind}", planes.ELEMENTS, {"ITEMSIZE": itemsize})
+        for rotation in (0, 1):
+            constants = {"ITEMSIZE": itemsize, "ROTATION": rotation}
+            yield Build(planes.split_kernel, f"*{kind} i64 *u8", planes.ELEMENTS, constants)
+            yield Build(planes.merge_kernel, f"*u8 i64 *{kind}", planes.ELEMENTS, constants)
         yield Build(planes.xor_kernel, f"*{kind} *{kind} i64 *{kind}", planes.ELEMENTS)
         for floating in (False, True):
             constants = {"WIDTH": 8 * itemsize, "FLOAT": floating}

@@ -22,16 +22,24 @@ UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @triton.jit
-def split_kernel(patterns_ptr, n: tl.int64, planes_ptr, ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """planes[p, i] = byte p of pattern i."""
+def split_kernel(
+    patterns_ptr, n: tl.int64, planes_ptr, ITEMSIZE: tl.constexpr, ROTATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """planes[p, i] = byte p of pattern i rotated to the left."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
-    for p in tl.static_range(ITEMSIZE):
-        tl.store(planes_ptr + p * n + offsets, ((pattern >> (8 * p)) & 255).to(tl.uint8), mask=inside)
+    if ITEMSIZE == 1:
+        pattern = pattern.to(tl.int32)
+    lowest = pattern
+    if ROTATION > 0:
+        lowest = (pattern << ROTATION) | ((pattern >> (8 * ITEMSIZE - ROTATION)) & ((1 << ROTATION) - 1))
+    tl.store(planes_ptr + offsets, (lowest & 255).to(tl.uint8), mask=inside)
+    for p in tl.static_range(1, ITEMSIZE):
+        tl.store(planes_ptr + p * n + offsets, ((pattern >> (8 * p - ROTATION)) & 255).to(tl.uint8), mask=inside)
 
 
-def split_planes(x: Array) -> Array:
+def split_planes(x: Array, rotation: int = 0) -> Array:
     """See `shrinkpoint.kernels.planes.split_planes`."""
     t = tensor(x)
     planes = torch.empty((t.element_size(), t.numel()), dtype=torch.uint8, device=t.device)
@@ -45,14 +53,17 @@ def split_planes(x: Array) -> Array:
                 planes,
                 # constants
                 ITEMSIZE=t.element_size(),
+                ROTATION=rotation,
                 **ELEMENTS.constants(t.numel()),
             )
     return like(planes, x)
 
 
 @triton.jit
-def merge_kernel(planes_ptr, n: tl.int64, patterns_ptr, ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Pattern i = sum over p of planes[p, i] << 8 p."""
+def merge_kernel(
+    planes_ptr, n: tl.int64, patterns_ptr, ITEMSIZE: tl.constexpr, ROTATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Pattern i = sum over p of planes[p, i] << 8 p, rotated to the right."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     kind: tl.constexpr = tl.int64 if ITEMSIZE == 8 else tl.int32
@@ -60,10 +71,13 @@ def merge_kernel(planes_ptr, n: tl.int64, patterns_ptr, ITEMSIZE: tl.constexpr, 
     for p in tl.static_range(1, ITEMSIZE):
         byte = tl.load(planes_ptr + p * n + offsets, mask=inside, other=0).to(kind)
         pattern = pattern | (byte << (8 * p))
+    if ROTATION > 0:
+        back: tl.constexpr = 8 * ITEMSIZE - ROTATION
+        pattern = ((pattern >> ROTATION) & ((1 << back) - 1)) | (pattern << back)
     tl.store(patterns_ptr + offsets, pattern.to(patterns_ptr.dtype.element_ty), mask=inside)
 
 
-def merge_planes(planes: Array, dtype: str) -> Array:
+def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
     """See `shrinkpoint.kernels.planes.merge_planes`."""
     t = tensor(planes)
     itemsize, n = width_of(dtype) // 8, t.shape[1]
@@ -78,6 +92,7 @@ def merge_planes(planes: Array, dtype: str) -> Array:
                 patterns,
                 # constants
                 ITEMSIZE=itemsize,
+                ROTATION=rotation,
                 **ELEMENTS.constants(n),
             )
     return like(patterns.view(UNSIGNED[itemsize]), planes)

@@ -13,21 +13,27 @@ from ..planes import ordered_by_sign, width_of
 from .bits import from_bits, to_bits
 
 
-def split_planes(x: Array) -> Array:
+def split_planes(x: Array, rotation: int = 0) -> Array:
     """See `shrinkpoint.kernels.planes.split_planes`."""
-    u = patterns(x)
+    width = width_of(dtype_name(x))
+    u = _rotated(patterns(x), rotation, width)
     xp = array_namespace(u)
-    return xp.stack([unsigned(u >> shift, 8) for shift in range(0, width_of(dtype_name(x)), 8)])
+    return xp.stack([unsigned(u >> shift, 8) for shift in range(0, width, 8)])
 
 
-def merge_planes(planes: Array, dtype: str) -> Array:
+def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
     """See `shrinkpoint.kernels.planes.merge_planes`."""
     xp = array_namespace(planes)
     width = width_of(dtype)
     out = xp.zeros(planes.shape[1], dtype=xp.int64)
     for p in range(width // 8):
         out = out | (xp.astype(planes[p, :], xp.int64) << (8 * p))
-    return unsigned(out, width)
+    return unsigned(_rotated(out, width - rotation, width), width)
+
+
+def _rotated(u: Array, bits: int, width: int) -> Array:
+    """Patterns, int64, rotated to the left; what is above `width` bits is of no account."""
+    return u if bits in (0, width) else (u << bits) | ((u >> (width - bits)) & ((1 << bits) - 1))
 
 
 def difference(current: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:

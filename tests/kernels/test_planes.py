@@ -52,6 +52,23 @@ def test_planes_are_the_bytes(back_end: BackEnd, fresh: np.random.Generator, dty
         np.testing.assert_array_equal(back_end.numpy(merged), u, strict=True)
 
 
+@pytest.mark.parametrize("dtype", FLOATS + UNMAPPED)
+def test_rotated_planes_are_the_bytes_of_rotated_patterns(
+    back_end: BackEnd, fresh: np.random.Generator, dtype: str
+) -> None:
+    module = back_end.module("planes")
+    width = WIDTHS[dtype]
+    for n in (0, 1, 513, 700):
+        u = random_patterns(fresh, dtype, n)
+        rotation = int(fresh.integers(1, 8))
+        turned = [(int(x) << rotation | int(x) >> (width - rotation)) & ((1 << width) - 1) for x in u]
+        expected = np.array(turned, u.dtype).view(np.uint8).reshape(n, u.itemsize).T
+        planes = module.split_planes(array_of(back_end, u, dtype), rotation)
+        np.testing.assert_array_equal(back_end.numpy(planes), expected, strict=True)
+        merged = module.merge_planes(planes, dtype, rotation)
+        np.testing.assert_array_equal(back_end.numpy(merged), u, strict=True)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", FLOATS + UNMAPPED)
 def test_difference_is_exact_and_comes_back(
@@ -160,6 +177,8 @@ def _f32(*shape: int) -> Any:
     [
         (lambda: split_planes(np.zeros(2, complex)), "real and imaginary"),
         (lambda: split_planes(np.zeros(2, "M8[s]")), "dtype is"),
+        (lambda: split_planes(_f32(2), 8), "rotation is 8"),
+        (lambda: merge_planes(np.zeros((4, 2), np.uint8), "float32", -1), "rotation is -1"),
         (lambda: merge_planes(np.zeros((4, 2), np.uint8), "float64"), "shape"),
         (lambda: merge_planes(np.zeros((4, 2), np.int8), "float32"), "uint8"),
         (lambda: merge_planes(np.zeros(4, np.uint8), "float32"), "shape"),
