@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float32]
 Restore = Callable[[State, int], State]
 LADDER = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 254)
 THRESHOLDS = (0.001, 0.01, 0.05)
+CHECKPOINTS = 10
 OURS, TAILS, BARE, PUBLISHED = "ours, exact", "ours, sigma 0.2", "ours, nothing protected", "Inshrinkerator"
 UNIFORM, ADAPTIVE, KMEANS = "uniform", "adaptive uniform", "k-means, outliers kept"
 _PAPER: dict[str, tuple[str, dict[str, tuple[float | None, float | None, float | None]]]] = {
@@ -191,7 +192,7 @@ def bins(label: str) -> Callable[[str, Options], list[Row]]:
         if options.quick and label != "MLP":
             return []
         with threads(1):
-            training = trained(_workload(label, options), 1 if options.quick else 3 if label == "GPT" else 4)
+            training = trained(_workload(label, options), 1 if options.quick else CHECKPOINTS)
             rows = []
             for system, restore in QUANTIZERS.items():
                 if options.quick and system not in (OURS, UNIFORM):
@@ -313,6 +314,6 @@ def _ablation_rows(name: str, label: str, policy: str, ratios: dict[str, list[fl
 
 
 EXPERIMENTS = (
-    *(Experiment(f"Inshrinkerator bins on {label}", bins(label)) for label in workloads.WORKLOADS if label != "ViT"),
+    *(Experiment(f"Inshrinkerator bins on {label}", bins(label)) for label in workloads.WORKLOADS),
     Experiment("Inshrinkerator delta coder", ablation),
 )
