@@ -19,10 +19,12 @@ from .exact import Exact
 from .exponent import ExponentDelta
 from .kinds import by_path, kind_of, touched_rows
 from .leaves import is_array, read_leaf, same_storage_key
-from .moments import FINEST, LogBuckets
+from .moments import LogBuckets
 from .optimizer import FirstMoment, SecondMoment, cell_octaves, grid_step
 from .quantize import Quantize
 from .rows import Rows
+
+_TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)
 
 
 def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
@@ -107,13 +109,8 @@ def with_targets(codec: Codec, cfg: Config) -> Codec:
         codec = dataclasses.replace(codec, step=grid_step(cfg.rate))
     if isinstance(codec, SecondMoment) and codec.octaves is None:
         codec = dataclasses.replace(codec, octaves=cell_octaves(cfg.rate))
-    target = cfg.max_rel_error
-    if isinstance(codec, ExponentDelta | Clusters | Rows) and codec.max_error is None:
-        return dataclasses.replace(codec, max_error=target)
-    if target is not None and isinstance(codec, LogBuckets | FirstMoment | SecondMoment):
-        if isinstance(codec, LogBuckets) and target >= codec.alpha:
-            return codec
-        return LogBuckets(min(target, codec.alpha)) if target >= FINEST else Exact()
+    if isinstance(codec, _TARGETED) and codec.max_error is None:
+        return dataclasses.replace(codec, max_error=cfg.max_rel_error)
     return codec
 
 

@@ -12,6 +12,7 @@ finite x; zero stays zero and nothing else becomes zero. A chunk is
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,6 +33,9 @@ from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
 FINEST = 2.0**-17
+_FINEST_BITS = 16
+_LEAST_ERROR = 0.7 / math.sqrt(12)
+"""About the relative L2 error of one bucket an octave, of values spread evenly over their octaves' logarithms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,11 @@ class LogBuckets:
 
     Args:
         alpha: largest |x~ - x| / |x|, in [2**-17, 0.5]; default 0.25. What is used is the next power of two below.
+        max_error: relative L2 error the array may have, in (0, 1): alpha is halved until it has no more, and the array
+            stored exactly where 2**-17 is not enough. None (default): `Config.max_rel_error`.
 
     Raises:
-        BadArgumentError: alpha out of range.
+        BadArgumentError: a value out of range.
 
     Example:
         >>> LogBuckets(alpha=0.01)
@@ -61,19 +67,41 @@ class LogBuckets:
     """
 
     alpha: float = 0.25
+    max_error: float | None = None
     id: ClassVar[str] = "log-buckets"
 
     def __post_init__(self) -> None:
         check_range("alpha", self.alpha, FINEST, 0.5)
+        if self.max_error is not None:
+            check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
-        """Encode one array; `error` is the largest relative error met."""
+        """Encode one array; `error` is the largest relative error met, with `max_error` the relative L2 error."""
         fmt = FORMATS[leaf.spec.dtype]
         bits = bits_for(self.alpha, fmt)
+        if self.max_error is None:
+            return self._at(bits, leaf, parent)[0]
+        # One bit more halves the error: how many are needed follows from those of the first attempt.
+        bits = max(bits, math.ceil(math.log2(_LEAST_ERROR / self.max_error)))
+        while bits <= min(_FINEST_BITS, fmt.mantissa):
+            stored, met = self._at(bits, leaf, parent)
+            if stored.measure == "exact":
+                return stored
+            if met <= self.max_error:
+                return dataclasses.replace(stored, error=met, measure="relative L2")
+            if not math.isfinite(met):  # squares beyond the range of a float64
+                break
+            bits += max(1, math.floor(math.log2(met / self.max_error)))
+        note = f"exact: log buckets miss the error target {self.max_error:g}"
+        return dataclasses.replace(Exact().encode(leaf, parent), note=note)
+
+    def _at(self, bits: int, leaf: Leaf, parent: Memory | None) -> tuple[Stored, float]:
+        """With `2**bits` buckets an octave; and the relative L2 error."""
+        fmt = FORMATS[leaf.spec.dtype]
         flat = leaf.flat
 
         def one(start: int) -> tuple[bytes | None, Distortion]:
@@ -85,9 +113,10 @@ class LogBuckets:
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         pieces = [p for p, _ in parts if p is not None]
         if len(pieces) < len(parts):
-            return _exactly(leaf, parent)
+            return _exactly(leaf, parent), 0.0
         met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
-        return Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative")
+        stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative")
+        return stored, met.relative_l2
 
 
 def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:

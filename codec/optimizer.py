@@ -15,6 +15,7 @@ First moment: (0) the table of each grid point's value. (1 + i) as above.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from .moments import LogBuckets, ValuesMemory
 from .parallel import map_chunks
 
 _FACTOR_BITS = 3
+_ATTEMPTS = 5
 _F32 = FORMATS["float32"]
 
 
@@ -50,6 +52,8 @@ class SecondMoment:
         octaves: width of a correction's cell in powers of two, 1 to 64; a larger one costs less, errs more. None
             (default): `cell_octaves` of `Config.rate`.
         alpha: relative error where rank one does not apply, see `LogBuckets`; default 0.25.
+        max_error: relative L2 error the array may have, in (0, 1): rank one with the widest cells that keep to it, none
+            wider than `octaves`, else log buckets, else exact. None (default): `Config.max_rel_error`.
 
     Raises:
         BadArgumentError: a value out of range.
@@ -59,23 +63,38 @@ class SecondMoment:
 
     octaves: int | None = None
     alpha: float = 0.25
+    max_error: float | None = None
     id: ClassVar[str] = "second moment"
 
     def __post_init__(self) -> None:
         if self.octaves is not None and (type(self.octaves) is not int or not 1 <= self.octaves <= 64):
             raise BadArgumentError(f"octaves is {self.octaves!r}; it must be an integer in [1, 64], or None")
-        LogBuckets(self.alpha)
+        LogBuckets(self.alpha, self.max_error)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
-        """Encode one array; `error` is the largest relative error of an element."""
+        """Encode one array; `error` is the largest relative error of an element, with `max_error` relative L2."""
         shape = matrix_shape(leaf.spec)
-        if shape is None:
-            return LogBuckets(self.alpha).encode(leaf, parent)
         octaves = cell_octaves(0.0) if self.octaves is None else self.octaves
+        target = math.inf if self.max_error is None else self.max_error
+        while shape is not None and octaves > 0 and _least_error(octaves) <= target:
+            stored, met = self._rank_one(leaf, parent, shape, octaves)
+            if met.largest_relative == np.inf:  # a factor took a value beyond the dtype's range
+                break
+            if self.max_error is None:
+                return stored
+            if met.relative_l2 <= target:
+                return dataclasses.replace(stored, error=met.relative_l2, measure="relative L2")
+            octaves -= 1
+        return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
+
+    def _rank_one(
+        self, leaf: Leaf, parent: Memory | None, shape: tuple[int, int], octaves: int
+    ) -> tuple[Stored, Distortion]:
+        """As a matrix, with cells of so many octaves; and how far it is from it."""
         before = _rank_one(parent, leaf.spec)
         indices = tuple(bucket_index(f, _FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
         rows, columns = map(_factor_values, indices)
@@ -101,12 +120,11 @@ class SecondMoment:
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
-        if error.largest_relative == np.inf:  # a factor took a value beyond the dtype's range
-            return LogBuckets(self.alpha).encode(leaf, parent)
         symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
         memory = RankOneMemory(symbols, indices[0], indices[1], table, escaped)
         pieces = _rank_one_pieces(memory, before)
-        return Stored("rank-one", {}, pieces, memory, error.largest_relative, "relative", decoded=lambda: data)
+        worst = error.largest_relative
+        return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
 
 
 def _escaped(x: Array, symbols: Array, escape: int, counts: NpArray) -> Array:
@@ -203,6 +221,8 @@ class FirstMoment:
     Args:
         step: distance of grid points in units of m / sqrt(v), in (0, 16]; None: `grid_step` of `Config.rate`.
         alpha: relative error where there is no second moment, see `LogBuckets`; default 0.25.
+        max_error: relative L2 error the array may have, in (0, 1): the widest step that keeps to it, no wider than
+            `step`, else log buckets, else exact. None (default): `Config.max_rel_error`.
 
     Raises:
         BadArgumentError: a value out of range.
@@ -210,13 +230,14 @@ class FirstMoment:
 
     step: float | None = None
     alpha: float = 0.25
+    max_error: float | None = None
     id: ClassVar[str] = "first moment"
     uses_sibling: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.step is not None:
             check_range("step", self.step, 0, 16, open_low=True)
-        LogBuckets(self.alpha)
+        LogBuckets(self.alpha, self.max_error)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""
@@ -224,10 +245,22 @@ class FirstMoment:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
-        if leaf.sibling is None:
-            return LogBuckets(self.alpha).encode(leaf, parent)
-        square = _beside(leaf.sibling, leaf.flat)
         step = grid_step(0.0) if self.step is None else float(self.step)
+        for _ in range(1 if self.max_error is None else _ATTEMPTS):
+            stored = None if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
+            if stored is None:
+                break
+            if self.max_error is None or stored.error <= self.max_error:
+                return stored
+            if not math.isfinite(stored.error):  # squares beyond the range of a float64
+                break
+            # The error is about in proportion to the step, once that is not much more than the values.
+            step *= 2.0 ** -(max(1, math.ceil(8 * math.log2(stored.error / self.max_error))) / 8)
+        return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
+
+    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> Stored | None:
+        """With grid points so far apart; None where too many values are on none."""
+        square = _beside(sibling, leaf.flat)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
@@ -237,7 +270,7 @@ class FirstMoment:
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         counts = sum((p[2] for p in parts), np.zeros(256))
         if counts[OFF_GRID] > 0.01 * leaf.spec.size:
-            return LogBuckets(self.alpha).encode(leaf, parent)
+            return None
         with np.errstate(divide="ignore", invalid="ignore"):
             table = _rounded(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
         table[OFF_GRID] = 0.0
@@ -265,6 +298,11 @@ def grid_step(rate: float) -> float:
         (0.5, 2.0)
     """
     return min(16.0, max(0.5, math.sqrt(1000 * rate)))
+
+
+def _least_error(octaves: int) -> float:
+    """A relative L2 error that second moments in cells so wide hardly ever stay below, so that they need no trying."""
+    return 0.05 * min(octaves, 3)
 
 
 def cell_octaves(rate: float) -> int:
