@@ -42,12 +42,12 @@ FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
-	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,keras]' pytest hypothesis
+	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,keras,orbax]' pytest hypothesis
 	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
-		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py keras.py hub.py examples.py) \
+		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py keras.py hub.py examples.py orbax.py) \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)
 
 lint: $(VENV)/.test

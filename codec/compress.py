@@ -17,7 +17,7 @@ from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
 from .fields import parts_of
 from .importance import second_moments
-from .kinds import check_kinds, is_update
+from .kinds import check_kinds, is_update, moment_place
 from .leaves import is_array
 from .matching import beside, gradients_by_path, matched, tie
 from .optimizer import FirstMoment, square_of
@@ -140,10 +140,10 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
 
 def _siblings(leaves: list[Leaf]) -> dict[int, int]:
     """For each first moment the number of the second moment beside it: same place and shape, a dtype grids take."""
-    seconds = {(leaf.path.rpartition("/")[0], leaf.spec): j for j, leaf in _moments(leaves, "second moment")}
+    seconds = {(*moment_place(leaf.path)[::2], leaf.spec): j for j, leaf in _moments(leaves, "second moment")}
     found = {}
     for i, leaf in _moments(leaves, "first moment"):
-        j = seconds.get((leaf.path.rpartition("/")[0], leaf.spec))
+        j = seconds.get((*moment_place(leaf.path)[::2], leaf.spec))
         if j is None or leaf.spec.dtype not in ("float32", "bfloat16"):
             continue
         if is_update(leaf.path, leaf.kind, leaves[j].path):

@@ -14,6 +14,7 @@ import numpy as np
 from ..kernels.arrays import is_torch
 from ..kernels.histogram import log_histogram
 from .base import Array, Leaf
+from .kinds import moment_place
 from .leaves import NpArray
 
 FLOOR = 0.05
@@ -28,11 +29,12 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
     by order among the arrays of one shape, where there are as many second moments as weights.
     """
     weights = [i for i, leaf in enumerate(leaves) if leaf.kind.role == "weight"]
-    seconds: dict[str, int] = {}
+    seconds: dict[tuple[str, str], int] = {}
     for i, leaf in enumerate(leaves):
         # Of several (amsgrad's maximum) the first.
         if leaf.kind.role == "second moment":
-            seconds.setdefault(leaf.path.rpartition("/")[0] if "nu" not in leaf.path.split("/") else leaf.path, i)
+            above, _, below = moment_place(leaf.path)
+            seconds.setdefault((above, below), i)
     by_tail: dict[str, list[int]] = {}
     for i in weights:
         parts = leaves[i].path.split("/")
@@ -40,8 +42,8 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
             by_tail.setdefault("/".join(parts[cut:]), []).append(i)
     found: dict[int, int] = {}
     unnamed: list[int] = []
-    for folder, j in seconds.items():
-        named = leaves[j].kind.parameter or _name(leaves[j].path, folder)
+    for (above, below), j in seconds.items():
+        named = leaves[j].kind.parameter or below or _name(above)
         candidates = [i for i in by_tail.get(named, []) if leaves[i].spec.shape == leaves[j].spec.shape]
         if len(candidates) == 1:
             found.setdefault(candidates[0], j)
@@ -55,11 +57,8 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
     return found
 
 
-def _name(path: str, folder: str) -> str:
-    """A parameter's name as the path of its optimizer entry tells it; "" where there is but a number."""
-    parts = path.split("/")
-    if "nu" in parts:
-        return "/".join(parts[parts.index("nu") + 1 :])
+def _name(folder: str) -> str:
+    """A parameter's name as the folder of its optimizer entry tells it; "" where there is but a number."""
     last = folder.rpartition("/")[2]
     return "" if last.isdigit() else last
 

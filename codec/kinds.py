@@ -86,15 +86,28 @@ def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
         tail = tail[cut + 1 :]
 
 
-def _role(path: str) -> str:
+def moment_place(path: str) -> tuple[str, str, str]:
+    """What stands above a moment's name in its path, the name, and what stands below it.
+
+    Below is the parameter where the optimizer keeps a tree of parameters for each moment, as Optax does; else nothing.
+
+    Example:
+        >>> moment_place("optimizer/state/0/exp_avg_sq"), moment_place("opt_state/0/nu/dense/kernel")
+        (('optimizer/state/0', 'exp_avg_sq', ''), ('opt_state/0', 'nu', 'dense/kernel'))
+    """
     parts = path.split("/")
-    last = parts[-1]
-    # Optax keeps a tree of parameters below each moment.
-    for part in parts[:-1]:
-        if part in ("mu", "nu") and any(p.isdigit() for p in parts[: parts.index(part)]):
-            return "first moment" if part == "mu" else "second moment"
-    if len(parts) >= 2:
-        known = len(last) > 2 or _OWNER.search("/".join(parts[:-1])) is not None
+    for at, part in enumerate(parts[:-1]):
+        if part in ("mu", "nu") and any(p.isdigit() for p in parts[:at]):
+            return "/".join(parts[:at]), part, "/".join(parts[at + 1 :])
+    return "/".join(parts[:-1]), parts[-1], ""
+
+
+def _role(path: str) -> str:
+    above, last, below = moment_place(path)
+    if below:
+        return "first moment" if last == "mu" else "second moment"
+    if above:
+        known = len(last) > 2 or _OWNER.search(above) is not None
         if last in _SECOND and known:
             return "second moment"
         if last in _FIRST and known:
@@ -113,7 +126,7 @@ def is_update(first: str, kind: Kind, second: str) -> bool:
     """
     if kind.optimizer is not None and kind.optimizer.lower() in _ADAMS:
         return True
-    names = first.rpartition("/")[2], second.rpartition("/")[2]
+    names = moment_place(first)[1], moment_place(second)[1]
     return names in _BESIDE and kind.optimizer not in _OTHER_UNITS
 
 

@@ -319,3 +319,24 @@ def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: st
     tree = {"optimizer": {"w": {"momentum": entry["exp_avg"], "velocity": entry["exp_avg_sq"]}}}
     rows = rows_of(sp.compress(tree, kinds=kinds))
     assert (rows["momentum"].codec, rows["velocity"].codec) == (codec, "rank-one")
+
+
+def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> None:
+    """Optax's layout; `nu` alone of its kind in a place, or of another shape, has no first moment."""
+    entries = {name: adam((64, 96), seed=seed) for seed, name in enumerate(("dense/kernel", "out/kernel"))}
+    optax = {
+        kind: {name.split("/")[0]: {"kernel": entry[own]} for name, entry in entries.items()}
+        for kind, own in (("mu", "exp_avg"), ("nu", "exp_avg_sq"))
+    }
+    ckpt = sp.compress({"opt_state": [{"count": torch.tensor(3), **optax}]})
+    usual = sp.compress({"optimizer": {"state": dict(enumerate(entries.values()))}})
+    streams = sorted(row.codec for row in ckpt.summary())
+    assert streams == ["bytes", "grid", "grid", "rank-one", "rank-one"]
+    moments_of = [sum(r.stored_bytes for r in c.summary() if r.codec != "bytes") for c in (ckpt, usual)]
+    assert moments_of[0] == moments_of[1]
+    back = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["opt_state"][0]
+    kept = sp.decompress(usual)["optimizer"]["state"]
+    for at, name in enumerate(("dense", "out")):
+        assert torch.equal(back["mu"][name]["kernel"], kept[at]["exp_avg"])
+    lone = sp.compress({"opt_state": [{"mu": optax["mu"]}, {"nu": optax["nu"]}]})
+    assert {row.codec for row in lone.summary() if "/mu/" in row.path} == {"log-buckets"}

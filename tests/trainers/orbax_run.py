@@ -1,0 +1,106 @@
+"""A small JAX run for the tests: `python orbax_run.py FOLDER STEPS [store|process]`; it resumes if it can."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+import shrinkpoint as sp
+from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave
+
+EVERY = 3
+
+
+class Adam(NamedTuple):
+    """Moments, as Optax keeps them."""
+
+    count: jax.Array
+    mu: Any
+    nu: Any
+
+
+class Empty(NamedTuple):
+    """A transformation without a state."""
+
+
+def build(width: int = 64) -> dict[str, Any]:
+    """The state of a run that has not begun."""
+    first, second, rng = jax.random.split(jax.random.PRNGKey(0), 3)
+    params = {
+        "first": {"kernel": jax.random.normal(first, (16, width)) / 4, "bias": jnp.zeros(width)},
+        "last": {"kernel": jax.random.normal(second, (width, 16)) / 8, "bias": jnp.zeros(16)},
+    }
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    opt = (Empty(), Adam(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.copy, zeros)))
+    return {"params": params, "opt": opt, "rng": rng, "done": 0}
+
+
+def loss_of(params: Any, x: jax.Array, keep: jax.Array) -> jax.Array:
+    """Of a network with dropout, whose task is to square its input."""
+    hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"]) * keep
+    return jnp.mean((hidden @ params["last"]["kernel"] + params["last"]["bias"] - x**2) ** 2)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+def step(params: Any, opt: Any, rng: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
+    """One step of Adam; the buffers of the state before are given away."""
+    rng, data, drop = jax.random.split(rng, 3)
+    x = jax.random.normal(data, (32, 16))
+    keep = jax.random.bernoulli(drop, 0.8, (32, params["first"]["bias"].shape[0])).astype(jnp.float32)
+    loss, grads = jax.value_and_grad(loss_of)(params, x, keep)
+    empty, adam = opt
+    count = adam.count + 1
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, adam.mu, grads)
+    nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, adam.nu, grads)
+    rate = 1e-3 * jnp.sqrt(1 - 0.999**count) / (1 - 0.9**count)
+    params = jax.tree.map(lambda p, m, v: p - rate * m / (jnp.sqrt(v) + 1e-8), params, mu, nu)
+    return params, (empty, Adam(count, mu, nu)), rng, loss
+
+
+def trained(state: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any], float]]:
+    """The states and losses of further steps."""
+    for _ in range(steps):
+        params, opt, rng, loss = step(state["params"], state["opt"], state["rng"])
+        state = {"params": params, "opt": opt, "rng": rng, "done": state["done"] + 1}
+        yield state, float(loss)
+
+
+def abstract(state: Any) -> Any:
+    """What to restore to: the arrays without their values."""
+    return jax.tree.map(lambda x: ocp.tree.to_shape_dtype_struct(x) if hasattr(x, "shape") else x, state)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, how: str = "store", cfg: sp.Config | None = None, **options: Any) -> Iterator[Any]:
+    """A manager of compressed checkpoints; `how`: store, or in the background by a process or thread."""
+    store = sp.Store(folder / "shrinkpoint", cfg=cfg)
+    with contextlib.ExitStack() as stack:
+        handler = CompressedHandler(store if how == "store" else stack.enter_context(sp.Saver(store, mode=how)))
+        chosen = ocp.CheckpointManagerOptions(**options)
+        yield stack.enter_context(ocp.CheckpointManager(folder, item_handlers=handler, options=chosen))
+
+
+def main(folder: Path, steps: int, how: str = "store", keep: int = 2) -> None:
+    """Train to so many steps; a line a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with opened(folder / "run", how, sp.presets.lossless(), max_to_keep=keep) as manager:
+        begin = build()
+        if manager.latest_step() is not None:
+            begin = manager.restore(manager.latest_step(), args=CompressedRestore(abstract(begin)))
+        for state, loss in trained(begin, steps - begin["done"]):
+            with (folder / "losses.txt").open("a") as out:
+                print(state["done"], loss.hex(), file=out)
+            if state["done"] % EVERY == 0:
+                manager.save(state["done"], args=CompressedSave(state))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,352 @@
+"""Orbax as it is on the registry: managers over our handler, killed and resumed, rotated, on other shardings."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.commands.sources import header_of
+
+ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from shrinkpoint.trainers import orbax as adapter  # noqa: E402
+from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave  # noqa: E402
+from tests.pages import run_page  # noqa: E402
+
+from .orbax_run import abstract, build, main, opened, trained  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RUN = Path(__file__).with_name("orbax_run.py")
+DEVICES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _devices() -> None:
+    """Several devices of the CPU, where no other test has used JAX yet."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+        os.environ["XLA_FLAGS"] = flags.strip()
+    jax.devices()
+
+
+def by_step(folder: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for line in (folder / "losses.txt").read_text().splitlines():
+        assert found.setdefault(int(line.split()[0]), line) == line
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).dtype == np.asarray(y).dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["store", "process"])
+def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(RUN), str(tmp_path / "killed"), "50000", how], start_new_session=True
+    )
+    limit = time.monotonic() + 120
+    home, lines = tmp_path / "killed" / "run", tmp_path / "killed" / "losses.txt"
+    # As soon as a save is on its way, once there are some.
+    while not lines.exists() or len(by_step(tmp_path / "killed")) < 14 or not list(home.glob("*orbax-checkpoint-tmp*")):
+        assert process.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    steps = len(by_step(tmp_path / "killed")) + 7
+    main(tmp_path / "killed", steps, how)
+    main(tmp_path / "whole", steps)
+    assert by_step(tmp_path / "killed") == by_step(tmp_path / "whole")
+    # What the save that was cut off had left in the store is not there any more either.
+    assert len(sp.Store(home / "shrinkpoint").steps()) <= 3
+
+
+def test_rotation_reaches_the_store_and_deltas_stay_whole(tmp_path: Path) -> None:
+    states = {}
+    with opened(tmp_path, cfg=sp.presets.lossless(), max_to_keep=2) as manager:
+        for state, _ in trained(build(), 6):
+            states[state["done"]] = jax.tree.map(np.array, state)
+            assert manager.save(state["done"], args=CompressedSave(state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [5, 6]
+        for step in (5, 6):
+            assert same(manager.restore(step, args=CompressedRestore(states[step])), states[step])
+    store = sp.Store(tmp_path / "shrinkpoint")
+    assert [store.describe(step).is_delta for step in store.steps()] == [True, True]
+    assert not store.verify()
+    # A step that is deleted by hand leaves too, and a run that goes on does so with a delta.
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        manager.restore(6)
+        manager.delete(5)
+        manager.save(7, args=CompressedSave(states[6]))
+    store = sp.Store(tmp_path / "shrinkpoint")
+    assert len(store.steps()) == 2
+    assert store.describe(store.steps()[-1]).is_delta
+
+
+def test_in_the_background_a_step_is_kept_until_the_next_is_complete(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "shrinkpoint", cfg=sp.presets.lossless())
+    state = build()
+    with sp.Saver(store) as saver:
+        options = ocp.CheckpointManagerOptions(max_to_keep=1)
+        manager = ocp.CheckpointManager(tmp_path, item_handlers=CompressedHandler(saver), options=options)
+        manager.save(1, args=CompressedSave(state))
+        manager.wait_until_finished()
+        assert saver.pid is not None
+        os.kill(saver.pid, signal.SIGSTOP)
+        manager.save(2, args=CompressedSave(state))
+        assert manager.is_saving_in_progress()
+        assert not (tmp_path / "2").exists()
+        os.kill(saver.pid, signal.SIGKILL)
+        with pytest.raises(ChildProcessError):
+            manager.wait_until_finished()
+        assert (tmp_path / "1").exists()
+        assert same(manager.restore(1, args=CompressedRestore(abstract(state))), state)
+        # It was told of once; the next save is not refused for it.
+        manager.save(3, args=CompressedSave(state))
+        manager.wait_until_finished()
+        manager.close()
+    # Orbax has forgotten to remove what the save that failed was to replace; as long as the folder is there it is kept.
+    assert len(store.steps()) == 2
+    with opened(tmp_path) as manager:
+        assert manager.all_steps() == [1, 3]
+        for step in (1, 3):
+            assert same(manager.restore(step, args=CompressedRestore(abstract(state))), state)
+
+
+def test_buffers_may_be_given_away_while_a_save_is_in_flight(tmp_path: Path) -> None:
+    with opened(tmp_path, "thread", sp.presets.lossless()) as manager:
+        copies = {}
+        for state, _ in trained(build(), 4):
+            copies[state["done"]] = jax.tree.map(np.array, state)
+            manager.save(state["done"], args=CompressedSave(state))
+        manager.wait_until_finished()
+        for step, copy in copies.items():
+            assert same(manager.restore(step, args=CompressedRestore(copy)), copy)
+
+
+def test_lossy_by_default_and_smaller_than_what_orbax_writes(tmp_path: Path) -> None:
+    state = list(trained(build(512), 30))[-1][0]
+    with opened(tmp_path / "small") as manager:
+        manager.save(30, args=CompressedSave(state))
+        manager.wait_until_finished()
+        found = manager.restore(30, args=CompressedRestore(abstract(state)))
+    with ocp.CheckpointManager(tmp_path / "raw") as manager:
+        manager.save(30, args=ocp.args.StandardSave(state))
+    store = sp.Store(tmp_path / "small" / "shrinkpoint")
+    rows = {row.path: row for row in header_of(store, store.steps()[-1]).summary()}
+    codecs = {path: row.codec for path, row in rows.items()}
+    assert codecs["params/first/kernel"] == "levels"
+    assert codecs["opt/1/mu/first/kernel"] in ("grid", "log-buckets")
+    assert codecs["opt/1/nu/first/kernel"] == "rank-one"
+    assert {codecs[path] for path in ("params/first/bias", "opt/1/count", "rng")} == {"bytes"}
+    assert bytes_in(tmp_path / "small") < bytes_in(tmp_path / "raw") / 4
+    for name in ("first", "last"):
+        before, after = state["params"][name]["kernel"], found["params"][name]["kernel"]
+        error = float(jnp.linalg.norm(after - before) / jnp.linalg.norm(before))
+        assert 0 < error < 0.1
+        assert np.array_equal(state["params"][name]["bias"], found["params"][name]["bias"])
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_another_sharding_dtype_and_container(tmp_path: Path, asynchronous: bool) -> None:
+    if len(jax.devices()) < DEVICES:
+        pytest.skip("JAX was used before with fewer devices")
+    rows = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), P("x"))
+    columns = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("y",)), P(None, "y"))
+    whole = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    tree = {
+        "w": jax.device_put(whole, rows),
+        "half": jnp.asarray(whole, jnp.bfloat16),
+        "list": [np.arange(5, dtype=np.int64), (jnp.float32(3), True)],
+        "scale": 1.5,
+        "nothing": None,
+    }
+    options = {"enable_async_checkpointing": asynchronous}
+    with opened(tmp_path, "thread" if asynchronous else "store", sp.presets.lossless(), **options) as manager:
+        manager.save(1, args=CompressedSave(tree))
+        manager.wait_until_finished()
+        again = manager.restore(1, args=CompressedRestore(tree))
+        assert same(again, tree)
+        assert again["w"].sharding == rows
+        assert isinstance(again["list"][0], np.ndarray)
+        wanted = {**tree, "w": jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=columns)}
+        wanted["half"] = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+        moved = manager.restore(1, args=CompressedRestore(wanted))
+        assert moved["w"].sharding == columns
+        assert [shard.data.shape for shard in moved["w"].addressable_shards] == [(64, 16)] * 2
+        assert np.array_equal(moved["w"], whole)
+        assert moved["half"].dtype == jnp.float32
+        assert np.array_equal(moved["half"], np.asarray(tree["half"]).astype(np.float32))
+        assert (moved["scale"], moved["nothing"], moved["list"][1][1]) == (1.5, None, True)
+        plain = manager.restore(1)
+        assert set(plain) == {"w", "half", "list", "scale"}
+        assert np.array_equal(plain["list"]["0"], tree["list"][0])
+        assert plain["half"].dtype == jnp.bfloat16
+
+
+def test_several_items_and_single_checkpoints(tmp_path: Path) -> None:
+    state, stores = build(), {name: sp.Store(tmp_path / "run" / f"{name}-store") for name in ("state", "ema")}
+    handlers = {name: CompressedHandler(store) for name, store in stores.items()}
+    manager = ocp.CheckpointManager(
+        tmp_path / "run",
+        item_handlers={**handlers, "note": ocp.handlers.JsonCheckpointHandler()},
+        options=ocp.CheckpointManagerOptions(max_to_keep=1, best_fn=lambda m: m["score"]),
+    )
+    with manager:
+        for step, score in ((1, 0.5), (2, 0.25)):
+            items = {"state": CompressedSave(state), "ema": CompressedSave(state["params"])}
+            args = ocp.args.Composite(**items, note=ocp.args.JsonSave({"step": step}))
+            manager.save(step, args=args, metrics={"score": score})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]  # the best
+        found = manager.restore(1, args=ocp.args.Composite(ema=CompressedRestore(abstract(state["params"]))))
+        assert same(found["ema"]["first"]["bias"], state["params"]["first"]["bias"])
+    assert [len(store.steps()) for store in stores.values()] == [1, 1]
+    for how in (ocp.Checkpointer, ocp.AsyncCheckpointer):
+        store = sp.Store(tmp_path / how.__name__ / "shrinkpoint", cfg=sp.presets.lossless())
+        with how(CompressedHandler(store)) as checkpointer:
+            checkpointer.save(tmp_path / how.__name__ / "one", args=CompressedSave(state))
+            checkpointer.save(tmp_path / how.__name__ / "two", args=CompressedSave(state))
+            getattr(checkpointer, "wait_until_finished", lambda: None)()
+            for name in ("one", "two"):
+                args = CompressedRestore(abstract(state))
+                assert same(checkpointer.restore(tmp_path / how.__name__ / name, args=args), state)
+
+
+def test_a_moved_folder_and_one_that_is_read_from_elsewhere(tmp_path: Path) -> None:
+    state = build()
+    with opened(tmp_path / "here", cfg=sp.presets.lossless()) as manager:
+        manager.save(1, args=CompressedSave(state))
+    (tmp_path / "here").rename(tmp_path / "there")
+    with opened(tmp_path / "other") as manager:
+        found = manager.restore(1, directory=tmp_path / "there", args=CompressedRestore(abstract(state)))
+    assert same(found, state)
+
+
+def test_what_does_not_fit_is_refused_with_a_list(tmp_path: Path) -> None:
+    state = build()
+    with opened(tmp_path) as manager:
+        manager.save(1, args=CompressedSave(state))
+        manager.wait_until_finished()
+        renamed = abstract(state)
+        renamed["params"]["second"] = renamed["params"].pop("last")
+        with pytest.raises(sp.BadArgumentError, match="params/last/bias: not in item") as caught:
+            manager.restore(1, args=CompressedRestore(renamed))
+        assert "params/second/kernel: not in the checkpoint" in str(caught.value)
+        with pytest.raises(sp.BadArgumentError, match=r"first/kernel: shape \(16, 64\) in the checkpoint, \(16, 32\)"):
+            manager.restore(1, args=CompressedRestore(abstract(build(32))))
+
+
+def test_missing_and_damaged_steps(tmp_path: Path) -> None:
+    state = build()
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        for step in (1, 2):
+            manager.save(step, args=CompressedSave(state))
+        manager.wait_until_finished()
+        with pytest.raises(FileNotFoundError):
+            manager.restore(3, args=CompressedRestore(abstract(state)))
+        store = sp.Store(tmp_path / "shrinkpoint")
+        last = Path(store.url) / "data" / store.describe(store.steps()[-1]).file
+        content = bytearray(last.read_bytes())
+        content[len(content) // 2] ^= 255
+        last.chmod(0o644)
+        last.write_bytes(content)
+        with pytest.raises(sp.CorruptDataError):
+            manager.restore(2, args=CompressedRestore(abstract(state)))
+        assert same(manager.restore(1, args=CompressedRestore(abstract(state))), state)
+        store.drop(store.steps()[0])
+        with pytest.raises(sp.MissingParentError, match="points to step 0"):
+            manager.restore(1)
+        (tmp_path / "2" / "default" / "shrinkpoint.json").unlink()
+        with pytest.raises(sp.BadArgumentError, match="not a checkpoint of shrinkpoint"):
+            manager.restore(2)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Alike:
+    """A container whose two leaves go by one name."""
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """For JAX."""
+        return [(jax.tree_util.GetAttrKey("x"), jnp.ones(3)), (jax.tree_util.DictKey("x"), jnp.zeros(3))], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: Any) -> Alike:
+        """For JAX."""
+        return cls()
+
+
+def test_the_page_and_the_docstrings_are_true() -> None:
+    report = run_page(Path(__file__).parents[2] / "docs" / "trainers.md")
+    assert report.ran >= 1
+    result = doctest.testmod(adapter)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(sp.BadArgumentError, match="must be a Saver or a Store, not int"):
+        CompressedHandler(3)  # type: ignore[arg-type]
+    # Not asynchronous: Orbax waits for five minutes at exit for the folder of a save that was refused.
+    state, options = {"w": jnp.ones(3)}, ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    elsewhere = CompressedHandler(sp.Store(tmp_path / "elsewhere" / "shrinkpoint"))
+    with (
+        ocp.CheckpointManager(tmp_path / "run", item_handlers=elsewhere, options=options) as manager,
+        pytest.raises(sp.BadArgumentError, match="the store must be beside the steps"),
+    ):
+        manager.save(1, args=CompressedSave(state))
+    with opened(tmp_path / "names", enable_async_checkpointing=False) as manager:
+        with pytest.raises(sp.BadArgumentError, match="2 leaves have 1 names"):
+            manager.save(1, args=CompressedSave({"list": Alike()}))
+        with pytest.raises(sp.UnsupportedLeafError, match="key"):
+            manager.save(2, args=CompressedSave({"key": jax.random.key(0)}))
+        assert not manager.all_steps()
+
+
+@pytest.mark.parametrize("shared", ["handler", "store"])
+def test_a_store_shared_by_two_items_is_an_error(tmp_path: Path, shared: str) -> None:
+    store = sp.Store(tmp_path / "shrinkpoint")
+    one = CompressedHandler(store)
+    other = one if shared == "handler" else CompressedHandler(store)
+    manager = ocp.CheckpointManager(tmp_path, item_handlers={"a": one, "b": other})
+    args = ocp.args.Composite(a=CompressedSave({"w": jnp.ones(3)}), b=CompressedSave({"w": jnp.zeros(3)}))
+    manager.save(1, args=args)
+    with pytest.raises(sp.ShrinkpointError):
+        manager.wait_until_finished()
+
+
+@pytest.mark.slow
+def test_arrays_that_are_spread_over_two_processes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(RUN.with_name("orbax_ranks.py")), str(port), str(tmp_path)]
+    running = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    assert [process.communicate(timeout=120)[0].splitlines()[-1] for process in running] == ["as it was"] * 2
+    assert [process.returncode for process in running] == [0, 0]
+    assert len(sp.Store(tmp_path / "shrinkpoint").steps()) == 2
