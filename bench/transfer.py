@@ -38,11 +38,12 @@ THRESHOLD = 0.05
 WANTED = 11.0
 SYSTEMS = {
     "default": Cube(
-        bins=(3, 4, 6, 8, 12, 16, 24),
+        bins=(3, 4, 6, 8, 10, 12, 16, 24),
         prune=(0.0, 0.1, 0.2),
         metric=("magnitude",),
         protect=(0.0005,),
         rate=(0.0, 0.003, 0.01, 0.03),
+        embedding_bins=(4, 6, 8, 12, 16, 24),
     ),
     "inshrinkerator": Cube(metric=("magnitude",), system="inshrinkerator"),
 }
