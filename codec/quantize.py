@@ -206,13 +206,15 @@ class Quantize:
             self.check_gradients(leaves)
             by_layer = pruning(sketches, self.prune, self.prune_metric)
         thresholds = [Thresholds(*protect, *by_layer.get(sketch.layer, (0.0, 0.0))) for sketch in sketches]
-        trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
+        trades = [Trade(0.0)] * len(leaves)
+        if self.rate:
+            trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
         return [Plan(*decided) for decided in zip(sketches, thresholds, trades, strict=True)]
 
     def trades(self, leaves: Sequence[Leaf], histograms: Sequence[Histogram]) -> list[Trade]:
         """One slope for all arrays whose importance is known, in their mean weighted variance; else one for each."""
         # The kernel works in float32.
-        usable = [bool(self.rate) and 1e-15 < largest_of(h) < 1e15 for h in histograms]
+        usable = [1e-15 < largest_of(h) < 1e15 for h in histograms]
         variances = [variance(h) if u else 0.0 for h, u in zip(histograms, usable, strict=True)]
         known = [i for i, leaf in enumerate(leaves) if usable[i] and leaf.importance is not None]
         roots = dict(zip(known, map_chunks(lambda i: mean_root(leaves[i].importance), known), strict=True))

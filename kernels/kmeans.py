@@ -64,9 +64,11 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     weights = np.zeros(count.size)
     if used.size == 0:
         return weights
-    magnitude = np.ldexp(magnitude, -int(np.frexp(magnitude.max())[1]))  # so that a sum of huge ones stays finite
-    whole = math.fsum(magnitude)
-    share = sigma if used.size > 1 and whole > 0.0 else 1.0
+    share, whole = 1.0, 0.0
+    if sigma < 1.0 and used.size > 1:
+        magnitude = np.ldexp(magnitude, -int(np.frexp(magnitude.max())[1]))  # so that a sum of huge ones stays finite
+        whole = math.fsum(magnitude)
+        share = sigma if whole > 0.0 else 1.0
     weights[used] = share * (often / math.fsum(often))
     if share < 1.0:
         weights[used] += (1.0 - share) * (magnitude / whole)
