@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -414,6 +415,70 @@ def keras(job: Job) -> Outcome:
     return done
 
 
+def orbax(job: Job) -> Outcome:
+    """JAX: Orbax's `StandardSave` against our handler, both asynchronous."""
+    import jax
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave
+
+    ready: Any = jax.block_until_ready
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        (a, first), (b, second), (c, last) = ((params[f"{k}.weight"].T, params[f"{k}.bias"]) for k in (0, 2, 4))
+        hidden = jax.nn.gelu(jax.nn.gelu(x @ a + first, approximate=False) @ b + second, approximate=False)
+        return jnp.square(hidden @ c + last - y).mean()
+
+    @jax.jit
+    def descend(state: Any, x: Any, y: Any) -> Any:
+        """A step of AdamW, its state as Optax keeps it."""
+        params, (adam,) = state["params"], state["opt_state"]
+        grads, count = jax.grad(loss)(params, x, y), adam["count"] + 1
+        mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, adam["mu"], grads)
+        nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, adam["nu"], grads)
+        far, near = 1 - 0.9**count, 1 - 0.999**count
+        params = jax.tree.map(
+            lambda p, m, v: p * (1 - 0.01 * RATE) - RATE * (m / far) / (jnp.sqrt(v / near) + 1e-8), params, mu, nu
+        )
+        return {"params": params, "opt_state": [{"count": count, "mu": mu, "nu": nu}]}
+
+    params = {name: jnp.asarray(w.numpy()) for name, w in net(job.width).layers.state_dict().items()}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state: Any = {"params": params, "opt_state": [{"count": jnp.zeros(()), "mu": zeros, "nu": zeros}]}
+    data, done, step = epoch_of(job), Outcome(), 0
+    with contextlib.ExitStack() as stack:
+        handler, save, restore = None, ocp.args.StandardSave, ocp.args.StandardRestore
+        if job.how == "ours":
+            store = sp.Store(job.folder / "shrinkpoint", job.cfg)
+            saver = stack.enter_context(sp.Saver(store, mode="process")) if job.timed else store
+            handler, save, restore = CompressedHandler(saver), CompressedSave, CompressedRestore
+        manager = stack.enter_context(ocp.CheckpointManager(job.folder.absolute(), item_handlers=handler))
+        if manager.latest_step() is not None:
+            step = manager.latest_step()
+            state = manager.restore(step, args=restore(state))
+        elif job.how != "none":
+            # What saves for the first time starts its helpers; it does so once a run.
+            manager.save(0, args=save(state))
+            manager.wait_until_finished()
+            done.before = 1
+        ready(descend(state, *(part.numpy() for part in batch_of(data, 0))))
+        with done.loop():
+            while step < job.steps:
+                state = descend(state, *(part.numpy() for part in batch_of(data, step)))
+                step += 1
+                if step % job.every or job.how == "none":
+                    continue
+                ready(state)
+                with done.stall():
+                    manager.save(step, args=save(state))
+            ready(state)
+            manager.wait_until_finished()
+    # JAX has sorted the names.
+    done.weights = [torch.from_numpy(np.array(state["params"][name])) for name in params]
+    return done
+
+
 @dataclass(frozen=True)
 class Framework:
     """A framework, and what a user writes for its checkpoints.
@@ -490,6 +555,17 @@ backup = CompressedBackup(saver)
 model.fit(x, y, callbacks=[backup], initial_epoch=backup.resume(model))""",
         """model = keras.models.load_model(path)
 model.fit(x, y, callbacks=[keras.callbacks.ModelCheckpoint(path)], initial_epoch=epoch)""",
+    ),
+    "Orbax": Framework(
+        orbax,
+        "StandardSave",
+        """from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave
+manager = ocp.CheckpointManager(folder, item_handlers=CompressedHandler(sp.Store(folder / "shrinkpoint")))
+manager.save(step, args=CompressedSave(state))
+state = manager.restore(step, args=CompressedRestore(state))""",
+        """manager = ocp.CheckpointManager(folder)
+manager.save(step, args=ocp.args.StandardSave(state))
+state = manager.restore(step, args=ocp.args.StandardRestore(state))""",
     ),
 }
 
