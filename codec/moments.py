@@ -63,7 +63,7 @@ class LogBuckets:
 
     Example:
         >>> LogBuckets(alpha=0.01)
-        LogBuckets(alpha=0.01)
+        LogBuckets(alpha=0.01, max_error=None)
     """
 
     alpha: float = 0.25

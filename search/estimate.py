@@ -8,8 +8,9 @@ stands for the coder. What is fitted or counted once serves all points that shar
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ _ALIKE = 1.35
 """Codebooks whose spacings are further apart are never kept for each other."""
 _ENOUGH = 256
 """Protected values from which an entropy can be told."""
+_PATTERN, _SHORTEST = 1 << 14, 64
+"""Elements whose errors are kept to compare points by, all arrays together; and of each array at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,14 @@ class Estimate:
         nbytes: stored bytes of the arrays it changes.
         error: mean over their elements of the array's squared relative L2 error.
         pruned: share of `error` that is pruned weights.
+        pattern: [k] float32, relative errors of some elements of every array. The product of those of two points is the
+            mean over arrays of <d, d'> / ||x||^2, d and d' what they change of an array x.
     """
 
     nbytes: float
     error: float
     pruned: float
+    pattern: NpArray = field(compare=False, repr=False)
 
 
 class Estimator:
@@ -91,12 +97,13 @@ class Estimator:
         missing = [c for c in dict.fromkeys(codecs) if c not in self._found]
         if missing:
             limits = [self._thresholds(c) for c in missing]
-            rows = map_chunks(lambda c: c[1] * self._of_leaf(c[0], missing, limits), self._chosen)
-            sums = np.sum(rows, axis=0)
+            rows = map_chunks(lambda c: self._of_leaf(c[0], missing, limits), self._chosen)
+            sums = np.sum([scale * row for (_, scale), (row, _) in zip(self._chosen, rows, strict=True)], axis=0)
+            patterns = np.concatenate([part for _, part in rows], axis=1) / np.float32(len(rows) ** 0.5)
             size = sum(leaf.spec.size for leaf in self._leaves)
-            for codec, (nbytes, error, pruned) in zip(missing, sums, strict=True):
+            for codec, (nbytes, error, pruned), pattern in zip(missing, sums, patterns, strict=True):
                 share = pruned / error if error else 0.0
-                self._found[codec] = Estimate(float(nbytes), float(error / size), float(share))
+                self._found[codec] = Estimate(float(nbytes), float(error / size), float(share), pattern)
         return [self._found[c] for c in codecs]
 
     def _thresholds(self, codec: Quantize) -> dict[str, Thresholds]:
@@ -109,13 +116,18 @@ class Estimator:
         protect, prune = self._protect[codec.protect], self._prune[key]
         return {s.layer: Thresholds(*protect, *prune.get(s.layer, (0.0, 0.0))) for s in self._sketches}
 
-    def _of_leaf(self, i: int, codecs: Sequence[Quantize], limits: Sequence[dict[str, Thresholds]]) -> NpArray:
-        """[codecs, 3]: bytes, error and pruned part of the error, both times the number of elements."""
+    def _of_leaf(
+        self, i: int, codecs: Sequence[Quantize], limits: Sequence[dict[str, Thresholds]]
+    ) -> tuple[NpArray, NpArray]:
+        """[codecs, 3]: bytes, error and pruned part of the error, both times the number of elements; and patterns."""
         leaf, part, before = self._leaves[i], self._samples[i], self._parents[i]
         out = np.zeros((len(codecs), 3))
         histograms: dict[Thresholds, tuple[Histogram, Histogram]] = {}
         counted: dict[Any, tuple[float, float, float]] = {}
-        for row, codec, by_layer in zip(out, codecs, limits, strict=True):
+        seen: dict[Any, NpArray] = {}
+        places = _places(part.wide.size, max(_SHORTEST, _PATTERN // len(self._chosen)))
+        patterns = np.zeros((len(codecs), places.size), np.float32)
+        for row, pattern, codec, by_layer in zip(out, patterns, codecs, limits, strict=True):
             limit = by_layer[leaf.kind.layer]
             if limit not in histograms:
                 histograms[limit] = self._histogram(i, limit)
@@ -133,10 +145,12 @@ class Estimator:
                 nbytes = self._bytes(levels, part, before, codebook.size, codec.coder)
                 if before is None or not np.array_equal(before.codebook, codebook):
                     nbytes += _MULTIPLES if codec.solver == "uniform" else codebook.size * leaf.spec.itemsize
-                error, pruned = _error(levels, part, codebook)
+                off, error, pruned = _error(levels, part, codebook)
                 counted[key] = nbytes, leaf.spec.size * error, leaf.spec.size * pruned
-            row[:] = counted[key]
-        return out
+                share = math.sqrt(off.size / max(1, places.size) / part.norm) if part.norm else 0.0
+                seen[key] = share * off[places]
+            row[:], pattern[:] = counted[key], seen[key]
+        return out, patterns
 
     def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
         """All values of an array where they are at most `most`, as the codec finds them; looked for once."""
@@ -262,14 +276,19 @@ def _levels(part: Sample, before: LevelsMemory | None, limit: Thresholds, codebo
     return levels
 
 
-def _error(levels: NpArray, part: Sample, codebook: NpArray) -> tuple[float, float]:
-    """Squared relative error of a sample with these levels, and the part of it that is pruned weights."""
-    if not part.norm:
-        return 0.0, 0.0
+def _places(size: int, count: int) -> NpArray:
+    """Up to `count` places at even distances."""
+    return np.arange(size) if size <= count else np.linspace(0, size - 1, count).astype(np.int64)
+
+
+def _error(levels: NpArray, part: Sample, codebook: NpArray) -> tuple[NpArray, float, float]:
+    """Errors of a sample with these levels; their relative square sum, and the part of it that is pruned weights."""
     table = np.concatenate([np.zeros(2), part.unit * codebook]).astype(part.wide.dtype)
     off = part.wide - table[levels]
     off[levels == 1] = 0
-    return energy(off) / part.norm, energy(part.wide[levels == 0]) / part.norm
+    if not part.norm:
+        return off, 0.0, 0.0
+    return off, energy(off) / part.norm, energy(part.wide[levels == 0]) / part.norm
 
 
 def _entropy(counts: NpArray, scale: float) -> float:

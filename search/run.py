@@ -16,13 +16,13 @@ from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
 from .cube import Cube, Point, normal
-from .plan import HOPELESS, Candidate, chances, degradations, next_trials, open_points, undominated
+from .plan import HOPELESS, LATE, Candidate, chances, degradations, distinct, next_trials, open_points, undominated
 from .quality import Evaluate
 from .report import Progress, Report
 from .result import DIRECTIONS, SearchResult, Trial
 from .subject import Subject
 from .team import Team
-from .trials import Trials, is_wreck
+from .trials import Trials
 
 TOLERANCE = 0.01
 """Share of the bytes that is not worth another trial."""
@@ -165,7 +165,7 @@ def _search(
     method = "neighbourhood"
     if choice is None or choice.trial is None:
         method = "exhaustive"
-        choice = _everywhere(space, () if last is None else last.trials)
+        choice = _everywhere(space, () if last is None else last.trials, soon=fell_back)
     return _result(space, choice, method, fell_back, given)
 
 
@@ -279,7 +279,7 @@ def _queue(space: _Space, points: Sequence[Point], stale: Sequence[Trial]) -> tu
     candidates = trials.candidates(points)
     kept = undominated(candidates)
     known = trials.known(stale)
-    state = open_points(kept, known, trials.allowed, 0.0)
+    state = open_points(kept, known, trials.allowed, 0.0, space.floor)
     odds = chances(kept, known, trials.allowed, space.floor)
     least = LIKELY if trials.at_once == 1 else HOPELESS
     least = min(least, max((float(p) for p, out in zip(odds, state.ruled_out, strict=True) if not out), default=0.0))
@@ -292,12 +292,16 @@ def _queue(space: _Space, points: Sequence[Point], stale: Sequence[Trial]) -> tu
     return [c.point for c, (likely, out) in zip(kept, worth, strict=True) if likely and not out], discarded
 
 
-def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
-    """Guided exhaustive search: the whole cube, both metrics; then fewer bins for embeddings."""
+def _everywhere(space: _Space, stale: Sequence[Trial], *, soon: bool) -> _Choice:
+    """Guided exhaustive search: the whole cube, both metrics; then fewer bins for embeddings.
+
+    Args:
+        soon: in the middle of a run, what surely passes is enough: the first that does is taken.
+    """
     trials = space.trials
     points = list(dict.fromkeys(normal(p) for p in space.cube))
-    worth = [c.point for c in undominated(trials.candidates(points))]
-    while space.left > 0:
+    worth = [c.point for c in distinct(trials.candidates(points))]
+    while space.left > 0 and not (soon and trials.passing):
         candidates = trials.candidates(worth)
         known = trials.known(stale)
         chosen = next_trials(
@@ -307,7 +311,7 @@ def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
             at_once=trials.at_once,
             tolerance=TOLERANCE,
             floor=space.floor,
-            left=space.left,
+            left=min(space.left, LATE) if soon else space.left,
         )
         if not chosen:
             break
@@ -316,12 +320,11 @@ def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
             smallest = min(candidates, key=lambda c: c.nbytes).point
             chosen = [smallest, *(p for p in chosen if p != smallest)][: trials.at_once]
         space.round(chosen, stale)
-    passing = [t for t in trials.found if t.passed and t.point is not None and not is_wreck(t.point)]
-    best = min(passing, key=lambda t: t.nbytes, default=None)
+    best = min(trials.passing, key=lambda t: t.nbytes, default=None)
     notes = []
     if space.left <= 0:
         notes.append(f"the budget of {space.budget} evaluations one after another is spent")
-    discarded = {"no smaller and no milder than another": len(points) - len(worth)}
+    discarded = {"the same as another": len(points) - len(worth)}
     discarded |= _left_out(trials.candidates(worth), trials, space.floor, stale)
     if best is not None:
         best = _fewer_embedding_bins(space, best, stale)
@@ -331,7 +334,7 @@ def _everywhere(space: _Space, stale: Sequence[Trial]) -> _Choice:
 def _left_out(candidates: Sequence[Candidate], trials: Trials, floor: float, stale: Sequence[Trial]) -> dict[str, int]:
     """How many points were never tried, by reason."""
     known = trials.known(stale)
-    state = open_points(candidates, known, trials.allowed, TOLERANCE)
+    state = open_points(candidates, known, trials.allowed, TOLERANCE, floor)
     seen = {normal(t.point) for t in trials.found if t.point is not None}
     untried = np.array([c.point not in seen for c in candidates], bool)
     hopeless = chances(candidates, known, trials.allowed, floor) <= HOPELESS

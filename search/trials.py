@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..codec.errors import BadArgumentError
 from .cube import Point, normal
 from .estimate import Estimator
-from .plan import Candidate, Known
+from .plan import Candidate, Known, Pattern
 from .quality import Evaluate, Scale, measured, scale
 from .report import Report
 from .result import Trial
@@ -65,6 +65,11 @@ class Trials:
         """Trials of a round. Processes that each hold a part of the state can only try one point together."""
         return 1 if self.subject.is_sharded else self._team.size
 
+    @property
+    def passing(self) -> list[Trial]:
+        """Trials of points that may be chosen."""
+        return [t for t in self.found if t.passed and t.point is not None and not is_wreck(t.point)]
+
     def baseline(self, spread: float | None, direction: str | None) -> None:
         """Evaluate the state itself; more than once where its spread is not known yet."""
         wanted = _REPEATS if spread is None and self.at_once == 1 else 1
@@ -87,19 +92,24 @@ class Trials:
 
     def candidates(self, points: Sequence[Point]) -> list[Candidate]:
         """What the histograms say of these points; sizes as the trials so far correct them."""
-        missing = [p for p in dict.fromkeys(normal(p) for p in points) if p not in self._candidates]
-        for point, found in zip(missing, self._estimate(missing), strict=True):
-            nbytes = found.nbytes + self.subject.rest_nbytes
-            self._candidates[point] = Candidate(point, nbytes, found.error, found.pruned)
+        self._expect(points)
         off = [k.candidate.nbytes / self._candidates[k.candidate.point].nbytes for k in self.known()]
         factor = sum(off) / len(off) if off else 1.0
         known = (self._candidates[normal(p)] for p in points)
-        return [Candidate(c.point, factor * c.nbytes, c.error, c.pruned) for c in known]
+        return [dataclasses.replace(c, nbytes=factor * c.nbytes) for c in known]
+
+    def _expect(self, points: Sequence[Point]) -> None:
+        """Estimate what has not been yet."""
+        missing = [p for p in dict.fromkeys(normal(p) for p in points) if p not in self._candidates]
+        for point, found in zip(missing, self._estimate(missing), strict=True):
+            nbytes = found.nbytes + self.subject.rest_nbytes
+            self._candidates[point] = Candidate(point, nbytes, found.error, found.pruned, found.pattern)
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
         """What the trials tell the plan; `stale` ones are of an earlier checkpoint."""
-        tried = [t for t in self.found if t.point is not None and not is_wreck(t.point)]
-        return [_known(t, stale=False) for t in tried] + [
+        tried = [(t, normal(t.point)) for t in self.found if t.point is not None and not is_wreck(t.point)]
+        self._expect([p for _, p in tried])
+        return [_known(t, stale=False, pattern=self._candidates[p].pattern) for t, p in tried] + [
             _known(t, stale=True) for t in stale if t.point is not None and not is_wreck(t.point)
         ]
 
@@ -222,8 +232,8 @@ def is_wreck(point: Point) -> bool:
     return dataclasses.replace(point, system=_WRECK.system) == _WRECK
 
 
-def _known(trial: Trial, *, stale: bool) -> Known:
+def _known(trial: Trial, *, stale: bool, pattern: Pattern | None = None) -> Known:
     if trial.point is None:
         raise BadArgumentError("the baseline is no trial of a point")
-    candidate = Candidate(normal(trial.point), trial.nbytes, trial.error, trial.pruned)
+    candidate = Candidate(normal(trial.point), trial.nbytes, trial.error, trial.pruned, pattern)
     return Known(candidate, trial.degradation, trial.passed, stale)

@@ -53,7 +53,7 @@ def test_every_published_table_has_an_experiment() -> None:
     # `--only` cuts at commas.
     assert not [name for name in names if "," in name]
     wanted = {
-        *(f"Inshrinkerator bins on {model}" for model in ("MLP", "CNN", "GPT", "embedding")),
+        *(f"Inshrinkerator bins on {model}" for model in ("MLP", "CNN", "GPT", "embedding", "ViT")),
         *(f"LC-Checkpoint rework on {task}" for task in ("logistic regression", "LeNet", "matrix factorization")),
         "Inshrinkerator delta coder",
         "LC-Checkpoint sizes of its steps",

@@ -56,6 +56,25 @@ def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> 
     assert max(ratios) / min(ratios) < 1.15
 
 
+def test_patterns_say_how_alike_errors_are() -> None:
+    chain = perceptron()
+    points = [Point(p.bins, p.prune, p.metric, p.protect, 0.0, 32) for p in SOME]
+    subject = Subject.of(chain.states[2], points[0], None, chain.grads[2], None)
+    patterns = np.array([e.pattern for e in estimator(subject)(points)], np.float64)
+    paths = [leaf.path.removeprefix("model/") for leaf in subject.leaves]
+    weights = chain.states[2]["model"]
+    true = np.zeros((len(points), len(points)))
+    for path in paths:
+        off = []
+        for point in points:
+            back = sp.decompress(sp.compress(chain.states[2], None, point.config(), grads=chain.grads[2]))
+            off.append((back["model"][path] - weights[path]).flatten().double().numpy() / float(weights[path].norm()))
+        true += np.array(off) @ np.array(off).T / len(paths)
+    lengths = np.sqrt(np.diag(true))
+    assert np.diag(patterns @ patterns.T) == pytest.approx(np.diag(true), rel=0.1)
+    assert np.abs(patterns @ patterns.T - true).max(initial=0.0) <= 0.1 * np.outer(lengths, lengths).max()
+
+
 def test_the_pruned_share_of_the_error() -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     subject = Subject.of({"w": x}, SOME[0], None, None, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,10 +17,12 @@ from shrinkpoint.search.plan import (
     Known,
     chances,
     degradations,
-    luck,
+    distinct,
+    draws,
     milder,
     next_trials,
     open_points,
+    swing,
     undominated,
 )
 
@@ -107,7 +111,7 @@ def test_the_plan_is_deterministic() -> None:
 def test_a_clear_failure_rules_out_what_is_more_aggressive_and_a_near_miss_does_not() -> None:
     middle = next(c for c in CANDIDATES if c.point == Point(12, 0.2, "magnitude", 0.005, 0.0, 32))
     for loss, ruled_out in ((0.1, True), (0.0101, False)):
-        state = open_points(CANDIDATES, [Known(middle, loss, False)], 0.01, 0.01)
+        state = open_points(CANDIDATES, [Known(middle, loss, False)], 0.01, 0.01, 1e-4)
         for c, out in zip(CANDIDATES, state.ruled_out, strict=True):
             assert out == (ruled_out and milder(middle, c))
     assert milder(middle, candidate(Point(8, 0.3, "magnitude", 0.0005, 0.0, 32)))
@@ -119,14 +123,14 @@ def test_what_the_histograms_say_is_no_worse_is_not_ruled_out() -> None:
     # Among few bins the level for pruned weights lowers the error.
     some = Candidate(Point(4, 0.0, "magnitude", 0.0005), 100.0, 0.12, 0.0)
     better = Candidate(Point(4, 0.2, "magnitude", 0.0005), 110.0, 0.10, 0.2)
-    state = open_points([some, better], [Known(some, 0.5, False)], 0.01, 0.01)
+    state = open_points([some, better], [Known(some, 0.5, False)], 0.01, 0.01, 1e-4)
     assert state.ruled_out.tolist() == [True, False]
     assert undominated([some, better]) == [some, better]
 
 
 def test_a_pass_leaves_only_what_is_smaller_by_more_than_the_tolerance() -> None:
     done = CANDIDATES[100]
-    state = open_points(CANDIDATES, [Known(done, 0.001, True)], 0.01, 0.05)
+    state = open_points(CANDIDATES, [Known(done, 0.001, True)], 0.01, 0.05, 1e-4)
     assert state.best == done.nbytes
     for c, alive in zip(CANDIDATES, state.alive, strict=True):
         assert alive == (c.nbytes < 0.95 * done.nbytes)
@@ -154,20 +158,131 @@ def test_the_model_learns_from_trials_and_less_from_stale_ones() -> None:
     assert fresh == pytest.approx(0.2 * target.error / near.error, rel=0.3)
 
 
-def test_where_trials_gained_by_compression_chance_is_reckoned_with() -> None:
+def test_candidates_that_come_to_the_same_are_tried_once() -> None:
+    a = Candidate(Point(8, 0.0, "magnitude", 0.005), 100.0, 0.02, 0.0)
+    same = Candidate(Point(8, 0.1, "sensitivity", 0.005), 100.0, 0.02, 0.0)  # what it prunes was zero already
+    other = Candidate(Point(8, 0.1, "magnitude", 0.005), 90.0, 0.03, 0.1)
+    assert distinct([a, same, other]) == distinct([same, other, a]) == [other, a]
+
+
+# ---------------------------------------------------------------------- the signed part
+
+
+def patterned(errors: Sequence[Sequence[float]], bins: Sequence[int]) -> list[Candidate]:
+    """Candidates with given errors of a few elements; E is the sum of their squares."""
+    found = []
+    for row, b in zip(errors, bins, strict=True):
+        pattern = np.asarray(row, np.float32)
+        point = Point(b, 0.0, "magnitude", 0.0005, 0.0, 32)
+        found.append(Candidate(point, 100.0 * b, float(pattern @ pattern), 0.0, pattern))
+    return found
+
+
+def test_a_gain_tells_of_points_with_the_same_errors() -> None:
+    tried, alike, apart, against = patterned([(0.2, 0, 0), (0.19, 0.06, 0), (0, 0, 0.2), (-0.2, 0, 0)], (8, 7, 6, 5))
+    gained = [Known(tried, -0.03, True)]
+    plain = degradations([alike, apart, against], [], 1e-4)
+    told = degradations([alike, apart, against], gained, 1e-4)
+    assert told[0] < -0.01 < 0 < told[1] < told[2]
+    assert told[2] > plain[2] + 0.01
+    # Errors of an earlier checkpoint were others.
+    assert degradations([alike], [dataclasses.replace(gained[0], stale=True)], 1e-4)[0] > -0.005
+
+
+@pytest.mark.parametrize("size", [0.003, 0.03, 0.2])
+def test_the_size_of_the_signed_part_is_learned(size: float) -> None:
+    rng = np.random.default_rng(1)
+    patterns = rng.standard_normal((12, 200)) * 0.015
+    candidates = patterned(patterns.tolist(), range(4, 16))
+    gradient = rng.standard_normal(200)
+    known = []
+    for c, pattern in zip(candidates, patterns, strict=True):
+        loss = 0.1 * c.error + size * float(gradient @ pattern)
+        known.append(Known(c, loss, loss <= 0.01))
+    assert swing(known, 1e-5) == pytest.approx(size, rel=0.7)
+    assert swing([], 1e-5) == pytest.approx(0.04, rel=0.5)
+
+
+def test_a_failure_by_chance_rules_out_nothing() -> None:
     target = next(c for c in CANDIDATES if c.point == Point(6, 0.0, "magnitude", 0.0005, 0.0, 32))
     near = next(c for c in CANDIDATES if c.point == Point(8, 0.0, "magnitude", 0.0005, 0.0, 32))
     worse = next(c for c in CANDIDATES if c.point == Point(4, 0.0, "magnitude", 0.0005, 0.0, 32))
-    failed = Known(target, 0.03, False)
-    assert luck([failed, Known(near, 0.001, True)]) == 0.0
-    gained = [failed, Known(near, -0.03, True)]
-    assert luck(gained) == pytest.approx(math.sqrt(0.03**2 / near.error / 2))
-    assert luck([Known(near, -0.02, True, stale=True)]) == 0.0
-    # What is a little more aggressive than a failure may pass, and is not ruled out by it.
-    assert open_points([worse], [failed], 0.01, 0.01).ruled_out.all()
-    assert not open_points([worse], gained, 0.01, 0.01).ruled_out.any()
-    plain = [failed, Known(near, 1e-4, True)]
-    assert chances([worse], gained, 0.01, 1e-4)[0] > 2 * chances([worse], plain, 0.01, 1e-4)[0]
+    smooth = [Known(target, 0.03, False), *(Known(c, 0.5 * c.error, True) for c in CANDIDATES[-8:])]
+    assert open_points([worse], smooth, 0.01, 0.01, 1e-4).ruled_out.all()
+    gained = [Known(target, 0.03, False), Known(near, -0.03, True)]
+    assert swing(gained, 1e-4) > 2 * swing(smooth, 1e-4)
+    assert not open_points([worse], gained, 0.01, 0.01, 1e-4).ruled_out.any()
+    assert chances([worse], gained, 0.01, 1e-4)[0] > 2 * chances([worse], smooth, 0.01, 1e-4)[0]
+
+
+def signed(seed: int, size: float) -> tuple[list[Candidate], list[float]]:
+    """Candidates and degradations: the law of `truth`, and a gradient along random errors, alike for equal bins."""
+    rng = np.random.default_rng(seed)
+    by_bins = {b: rng.standard_normal(64) for b in Cube().bins}
+    gradient = rng.standard_normal(64)
+    found, losses = [], []
+    for c in CANDIDATES:
+        own = rng.standard_normal(64) * (0.2 + 2 * c.point.prune)
+        direction = by_bins[c.point.bins] + own
+        pattern = (direction * math.sqrt(c.error) / np.linalg.norm(direction)).astype(np.float32)
+        found.append(dataclasses.replace(c, pattern=pattern))
+        losses.append(truth(c, -1.5, 0.9, 0.0) + size * float(gradient @ pattern))
+    return found, losses
+
+
+def searched(candidates: list[Candidate], losses: list[float], threshold: float) -> list[Known]:
+    """The trials of a search; what passes is what these losses say."""
+    places = {c.point: i for i, c in enumerate(candidates)}
+    known: list[Known] = []
+    while len(known) < BUDGET:
+        points = next_trials(distinct(candidates), known, threshold, left=BUDGET - len(known))
+        if not points:
+            break
+        i = places[points[0]]
+        assert not any(k.candidate.point == points[0] for k in known)
+        known.append(Known(candidates[i], losses[i], losses[i] <= threshold))
+    return known
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.sampled_from([0.0, 0.003, 0.01, 0.03, 0.1]),
+    threshold=st.sampled_from([0.001, 0.01, 0.05]),
+)
+def test_with_losses_of_either_sign_something_is_found_wherever_much_passes(
+    seed: int, size: float, threshold: float
+) -> None:
+    candidates, losses = signed(seed, size)
+    known = searched(candidates, losses, threshold)
+    assert len(known) <= BUDGET
+    if sum(x <= threshold for x in losses) >= 0.4 * len(losses):
+        assert any(k.passed for k in known)
+
+
+def test_with_losses_of_either_sign_most_choices_are_near_the_least() -> None:
+    ratios: dict[float, list[float]] = {}
+    for size in (0.003, 0.01, 0.03):
+        for seed in range(6):
+            candidates, losses = signed(seed, size)
+            passing = [c.nbytes for c, x in zip(candidates, losses, strict=True) if x <= 0.01]
+            known = searched(candidates, losses, 0.01)
+            found = [k.candidate.nbytes for k in known if k.passed]
+            if passing:
+                ratios.setdefault(size, []).append(min(found, default=math.inf) / min(passing))
+    assert all(np.median(r) <= 1.03 for r in ratios.values())
+    assert np.mean([x <= 1.03 for r in ratios.values() for x in r]) >= 2 / 3
+
+
+def test_draws_follow_the_trials() -> None:
+    candidates, losses = signed(3, 0.03)
+    known = [Known(c, x, False) for c, x in zip(candidates[::20], losses[::20], strict=True)]
+    found = draws([k.candidate for k in known], known, 1e-5)
+    assert found.shape == (512, len(known))
+    assert (found == draws([k.candidate for k in known], known, 1e-5)).all()
+    near = np.abs(np.median(found, axis=0) - [k.degradation for k in known])
+    assert (near <= 0.2 * np.abs([k.degradation for k in known]) + 0.003).all()
+    assert draws([], known, 1e-5).shape == (512, 0)
 
 
 def test_chances_fall_with_aggressiveness_and_what_is_no_number_fails() -> None:

@@ -282,6 +282,9 @@ def test_where_no_neighbour_fits_the_whole_cube_is_searched() -> None:
     last = searched(state, Point(4, 0.2, "magnitude", 0.0005, 0.0, 32))
     found = sp.search(state, Loss(state), 0.002, last=last, steps=1)
     assert (found.method, found.fell_back, found.met) == ("exhaustive", True, True)
+    # In the middle of a run the first that passes is taken.
+    assert [t.passed for t in found.trials if t.point is not None].count(True) == 1
+    assert found.trials[-1].passed
     assert found.point is not None
     assert found.point.bins >= 32
 
