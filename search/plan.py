@@ -20,15 +20,18 @@ Everything here is a pure function of its arguments; the draws come from a gener
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from .cube import Point, normal
 
+P = ParamSpec("P")
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Pattern = np.ndarray[Any, np.dtype[np.float32]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -266,6 +269,26 @@ def swing(known: Sequence[Known], floor: float) -> float:
     return float(weights @ np.array(_SWINGS))
 
 
+@functools.cache
+def _pools() -> Any:
+    return ThreadpoolController()
+
+
+def _on_one_thread(function: Callable[P, Floats]) -> Callable[P, Floats]:
+    """Matrices of two hundred rows are no work for threads: where others use the cores, these wait for each other.
+
+    And sums of another order could mean another plan on another machine.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Floats:
+        with _pools().limit(limits=1, user_api="blas"):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+@_on_one_thread
 def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     """[SAMPLES, n]: degradations of the candidates, drawn from the model given the trials.
 
