@@ -232,9 +232,11 @@ def _training() -> list[Json]:
     return rows_of("training*.json")
 
 
-def _models(rows: Sequence[Json], failures: int) -> dict[str, dict[str, dict[str, Json]]]:
+def _models(
+    rows: Sequence[Json], failures: int, studies: Iterable[str] = training.STUDIES
+) -> dict[str, dict[str, dict[str, Json]]]:
     found = training.table(rows, failures)
-    return {name: found[name] for name in training.STUDIES if name in found}
+    return {name: found[name] for name in studies if name in found}
 
 
 _TABLE = (
@@ -254,7 +256,7 @@ _RATIOS = ("weights, all checkpoints", "whole state, all checkpoints")
 
 def failures(model: str) -> str:
     """Every system of one model with ten failures."""
-    systems = _models(_training(), training.FAILURES[0]).get(model, {})
+    systems = _models(_training(), training.FAILURES[0], [model]).get(model, {})
     lines = [
         [_system(system), *(show(columns.get(label)) for _, label, show in _TABLE)]
         for system, columns in systems.items()
@@ -271,6 +273,18 @@ def killed() -> str:
         for system in dict.fromkeys(s for systems in models.values() for s in systems)
         if not training.is_searched(system) and all(system in systems for systems in models.values())
     ]
+    return _killed(models, names)
+
+
+def killed_long() -> str:
+    """The same over the long schedules, a line a system that was run on any model."""
+    models = _models(_training(), training.FAILURES[0], training.LONG)
+    names = sorted({s for systems in models.values() for s in systems}, key=_order)
+    titles = {name: f"{name.partition(' ')[0]}, {training.LONG[name].steps:,} steps" for name in models}
+    return _killed({titles[name]: systems for name, systems in models.items()}, names)
+
+
+def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Sequence[str]) -> str:
     lines = []
     for system in names:
         line = [_system(system)]
@@ -497,6 +511,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratio targets": ratio_targets,
     "ratio peers": ratio_peers,
     "killed": killed,
+    "killed long": killed_long,
     "targets": targets,
     "published": published,
     "counts": counts,
@@ -508,7 +523,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stages": stages,
     "manifest": manifest,
     **{f"aims {b}": lambda b=b: aims(b) for b in ("kernels", "codec", "search", "store", "saver", "systems")},  # type: ignore[misc]
-    **{f"failures {m}": lambda m=m: failures(m) for m in training.STUDIES},  # type: ignore[misc]
+    **{f"failures {m}": lambda m=m: failures(m) for m in training.STUDIES | training.LONG},  # type: ignore[misc]
     **{f"ablation {m}": lambda m=m: ablations(m) for m, study in training.STUDIES.items() if study.ablation},  # type: ignore[misc]
 }
 
@@ -560,7 +575,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kernels.plot(speeds, PICTURES / "kernels.png")
     rows = _training()
     if _models(rows, training.FAILURES[0]):
-        training.plot(rows, PICTURES / "training.png")
+        short = [row for row in rows if row["row"].partition(", ")[0] not in training.LONG]
+        training.plot(short, PICTURES / "training.png")
     if cost.flames(rows):
         cost.picture(rows, PICTURES / "save.png")
     return 0

@@ -384,7 +384,15 @@ def uninterrupted(workload: Workload, seed: int) -> float:
 
 
 def endure(
-    workload: Workload, seed: int, system: System, *, failures: int, exact: float, spacing: int = 10, batches: int = 2
+    workload: Workload,
+    seed: int,
+    system: System,
+    *,
+    failures: int,
+    exact: float,
+    spacing: int = 10,
+    batches: int = 2,
+    every: int = 1,
 ) -> Outcome:
     """Train a workload to its end through evenly spread failures.
 
@@ -396,8 +404,10 @@ def endure(
         exact: `uninterrupted(workload, seed)`.
         spacing: steps from one checkpoint to the next.
         batches: of the held-out set, for losses along the way; the last one is over all of it.
+        every: checkpoints from one of these losses to the next; where a restore will come, there is always one.
     """
     due = kills(workload.steps, failures, spacing)
+    noted = {step // spacing * spacing for step in due}
     clock, sizes = _Clock(), []
     trace: dict[int, float] = {}
     changes, reworks, stale = [], [], []
@@ -429,7 +439,8 @@ def endure(
             elif run.step % spacing == 0:
                 with clock.on("save"):
                     sizes.append(system.save(run))
-                trace[run.step] = probe(run, batches)
+                if run.step in noted or run.step // spacing % every == 0:
+                    trace[run.step] = probe(run, batches)
         if pending:
             reworks.append(run.step - pending.since)
     finally:

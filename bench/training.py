@@ -1,10 +1,10 @@
 """`python -m bench training`: what compressed checkpoints cost a training that is killed again and again.
 
 Fault tolerance as in Inshrinkerator's section 9.1 (`faults.py`), over five small models, ten and more systems and
-several seeds; thresholds per checkpoint through `sp.search`; each part of the codec off in turn (`ablation.py`);
-fine-tuning from a compressed model (`transfer.py`, its section 9.2); time and memory against the size of the state
-(`cost.py`). `--only MLP` takes one model, `--only "MLP failures"` one part of it: failures, thresholds, ablation;
-"transfer" and "cost" are the rest.
+several seeds; the same over schedules several times as long; thresholds per checkpoint through `sp.search`; each part
+of the codec off in turn (`ablation.py`); fine-tuning from a compressed model (`transfer.py`, its section 9.2); time and
+memory against the size of the state (`cost.py`). `--only MLP` takes one model, `--only "MLP failures"` one part of it:
+failures, thresholds, ablation; `--only "embedding long"` a long schedule; "transfer" and "cost" are the rest.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ EXACT = ("no compression", "lossless")
 OWN = ("default", "rate")
 """What the names of this project's own settings begin with."""
 ONE_BASE = sp.ChainPolicy(base_every=None)
+RARE = sp.ChainPolicy(base_every=100)
 
 Make = Callable[[int], System]
 """A new system, for checkpoints at so many steps from each other."""
@@ -72,6 +73,18 @@ SYSTEMS: dict[str, Make] = {
 }
 """What is compared. "One base": no base after the first, as in the paper; otherwise every 20 checkpoints."""
 
+
+def _coarse(rate: float) -> Make:
+    return _config(lambda: sp.Config([("weight", sp.Quantize(bins=12))], rate=rate, chain=RARE))
+
+
+RARE_BASES: dict[str, Make] = {
+    "rate 0.004, bases every 100": _config(lambda: sp.Config(rate=0.004, chain=RARE)),
+    "rate 0.002, 12 bins, bases every 100": _coarse(0.002),
+    "rate 0.004, 12 bins, bases every 100": _coarse(0.004),
+}
+"""For chains of hundreds of checkpoints, of which bases take more than late deltas do: fewer bases, fewer bins."""
+
 THRESHOLDS = (0.001, 0.01, 0.05)
 OWN_CUBE = Cube(
     bins=(8, 12, 16, 24, 32),
@@ -106,6 +119,8 @@ class Study:
         ablation: seeds of the ablation; 0: none.
         spacing: steps from one checkpoint to the next.
         batches: of the held-out set, for losses along the way.
+        every: checkpoints from one of these losses to the next.
+        steps: length of the schedule; None: the workload's own.
     """
 
     seeds: int
@@ -115,6 +130,8 @@ class Study:
     ablation: int = 0
     spacing: int = 10
     batches: int = 2
+    every: int = 1
+    steps: int | None = None
 
 
 _FEW = ("default", "rate 0.004", "inshrinkerator")
@@ -137,9 +154,27 @@ STUDIES = {
     "ViT": Study(1, _SHORT),
     "GPT": Study(1, _SHORTEST, spacing=30, batches=1),
 }
-QUICK = Study(1, ("default", "rate 0.004", "inshrinkerator", "lossless", YARDSTICK))
+_LONG_SYSTEMS = (
+    "default",
+    "rate 0.004",
+    "rate 0.002, 12 bins, bases every 100",
+    "rate 0.004, 12 bins, bases every 100",
+    "inshrinkerator, one base",
+    "QD-compressor",
+    YARDSTICK,
+)
+_LONG_SHORT = ("default", "rate 0.004", "rate 0.002, 12 bins, bases every 100", "QD-compressor", YARDSTICK)
+_LONG_SHORTEST = ("default", "rate 0.002, 12 bins, bases every 100", YARDSTICK)
+LONG = {
+    "MLP long": Study(1, _LONG_SHORT, steps=3600),
+    "MLP longer": Study(2, ("rate 0.004, bases every 100", YARDSTICK), batches=1, every=3, steps=10_800),
+    "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
+    "GPT long": Study(1, _LONG_SHORTEST, batches=1, every=3, steps=1800),
+}
+"""Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days."""
+QUICK = Study(1, ("default", "rate 0.004", "inshrinkerator", "lossless", YARDSTICK), steps=120)
 FAILURES = (10, 5, 20)
-QUICK_STEPS, QUICK_FAILURES = 120, 3
+QUICK_FAILURES = 3
 
 COLUMNS = (
     ("degradation at the end", "degradation", "%"),
@@ -192,8 +227,10 @@ class Model:
         """Parameters."""
         return sum(p.numel() for p in self.workload.model().parameters())
 
-    def outcomes(self, make: Make, seeds: Sequence[int], failures: int, spacing: int, batches: int) -> list[Outcome]:
-        """One outcome a seed."""
+    def outcomes(
+        self, make: Make, seeds: Sequence[int], failures: int, spacing: int, batches: int, every: int = 1
+    ) -> list[Outcome]:
+        """One outcome a seed; `spacing`, `batches` and `every` as `Study` has them."""
         found = []
         for seed in seeds:
             if seed not in self.exact:
@@ -207,6 +244,7 @@ class Model:
                     exact=self.exact[seed],
                     spacing=spacing,
                     batches=batches,
+                    every=every,
                 )
             )
         return found
@@ -218,10 +256,8 @@ def run(options: Options) -> list[Row]:
 
     rows: list[Row] = []
     with threads(1):
-        for name, study in STUDIES.items() if not options.quick else [("MLP", QUICK)]:
-            model = Model(workloads.WORKLOADS[name]())
-            if options.quick:
-                model.workload = dataclasses.replace(model.workload, steps=QUICK_STEPS)
+        for name, study in (STUDIES | LONG).items() if not options.quick else [("MLP", QUICK)]:
+            model = Model(_workload(name, study))
             if options.wanted(f"{name} failures"):
                 rows += _failures(model, study, options)
             if study.thresholds and options.wanted(f"{name} thresholds"):
@@ -233,12 +269,18 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
+def _workload(name: str, study: Study) -> Workload:
+    """What a study trains, with the study's name and length."""
+    made = workloads.WORKLOADS[name.partition(" ")[0]]()
+    return dataclasses.replace(made, name=name, steps=study.steps or made.steps)
+
+
 def _failures(model: Model, study: Study, options: Options) -> list[Row]:
     rows: list[Row] = []
     for failures in (QUICK_FAILURES,) if options.quick else FAILURES if study.few else FAILURES[:1]:
         chosen = SYSTEMS if failures in (10, QUICK_FAILURES) else {name: SYSTEMS[name] for name in study.few}
         if study.systems is not None:
-            chosen = {name: make for name, make in chosen.items() if name in study.systems}
+            chosen = {name: make for name, make in (chosen | RARE_BASES).items() if name in study.systems}
         found, missing = _measure(model, study, chosen, study.seeds, failures, options)
         for name, outcomes in found.items():
             rows += of_system(model, name, outcomes, failures, study)
@@ -266,7 +308,7 @@ def _measure(
         options.say(f"{model.workload.name}, {failures} failures, {name}")
         of = range(1 if name in EXACT else seeds)
         try:
-            found[name] = model.outcomes(make, of, failures, study.spacing, study.batches)
+            found[name] = model.outcomes(make, of, failures, study.spacing, study.batches, study.every)
         except ImportError as error:
             missing[name] = f"not measured: {error}"
     return found, missing
@@ -317,7 +359,7 @@ def _mean(outcomes: Sequence[Outcome], what: str) -> float:
 
 
 def _targets(model: Model, found: Mapping[str, Sequence[Outcome]]) -> list[Row]:
-    """Ratio at the degradation allowed; and settings of ours that another system beats on both axes."""
+    """Ratio at the degradation allowed; and, where others were run, settings of ours that one beats on both axes."""
     rows = []
     name, size = model.workload.name, model.size
     own = {s: o for s, o in found.items() if is_own(s)}
@@ -334,6 +376,8 @@ def _targets(model: Model, found: Mapping[str, Sequence[Outcome]]) -> list[Row]:
             note += f"; other batches after each restore, exact states: {_degradations(found[YARDSTICK])}"
         met = value is not None and value >= WANTED
         rows.append(Row(row, DEVICE, size, value, "x", None, None, None, f">= {WANTED:g} x", met, note))
+        if not others:
+            continue
         beaten = {
             s: t
             for s, o in own.items()

@@ -74,6 +74,15 @@ def test_an_exact_system_ends_where_the_uninterrupted_training_does(make: Any, e
     assert found.weights >= 1.0
 
 
+def test_fewer_losses_along_the_way_change_nothing_of_the_training(exact: float) -> None:
+    with threads(1):
+        often, seldom = (
+            endure(short(), 0, InStore(sp.Config(rate=0.01)), failures=2, exact=exact, every=every) for every in (1, 3)
+        )
+    for what in ("degradation", "at_restore", "rework", "weights", "whole", "weight_bits"):
+        assert getattr(often, what) == getattr(seldom, what)
+
+
 class Recorded:
     """A system that stores states as they are and spoils them at a restore; notes what it was asked for."""
 
@@ -272,8 +281,7 @@ def test_a_missing_baseline_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_quick_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "QUICK_STEPS", 40)
-    monkeypatch.setattr(training, "QUICK", training.Study(1, ("default", "lossless")))
+    monkeypatch.setattr(training, "QUICK", training.Study(1, ("default", "lossless"), steps=40))
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     assert main(["training", "--quick", "--json", str(out), "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -286,6 +294,18 @@ def test_quick_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "training" in BENCHMARKS
 
 
+def test_a_long_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "STUDIES", {})
+    name = "rate 0.002, 12 bins, bases every 100"
+    monkeypatch.setattr(training, "LONG", {"MLP long": training.Study(1, (name,), steps=120)})
+    rows = training.run(Options(only="MLP long failures"))
+    assert len(rows) == len(training.COLUMNS) + 2  # nobody to be beaten by
+    assert rows[0].row == f"MLP long, 10 failures, {name}: degradation at the end"
+    assert "120 steps, a checkpoint every 10" in rows[0].note
+    assert rows[-1].row.startswith("MLP long, 10 failures: ")
+    assert set(training.table(rows)["MLP long"]) == {name}
+
+
 def test_every_system_of_the_plan_is_there() -> None:
     wanted = {"default", "rate 0.002", "rate 0.004", "inshrinkerator", "lc_checkpoint", "check_n_run", "bitsnap"}
     wanted |= {"lossless", "QD-compressor", "naive 8-bit", "ExCP", "no compression", training.YARDSTICK}
@@ -293,6 +313,11 @@ def test_every_system_of_the_plan_is_there() -> None:
     assert list(training.STUDIES) == ["MLP", "embedding", "CNN", "ViT", "GPT"]
     for study in training.STUDIES.values():
         assert set(study.systems or ()) | set(study.few) <= set(training.SYSTEMS)
+    for name, study in training.LONG.items():
+        assert name.partition(" ")[0] in training.STUDIES
+        assert set(study.systems or ()) <= set(training.SYSTEMS) | set(training.RARE_BASES)
+        assert study.steps is not None
+        assert study.steps > workloads.mlp().steps
     assert {name for t in training.THRESHOLDS for name in training.searched(t)} == {
         f"{system}, searched for {threshold}%"
         for system in ("default", "inshrinkerator")
@@ -483,5 +508,22 @@ def test_tables_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "81.2 x" in lines[2]
     assert lines[3].count("not measured") == 8
     assert evidence.failures("GPT") == "*not measured*"
+    assert evidence.failures("GPT long") == "*not measured*"
     assert evidence.demo() == "*not measured*"
     assert "`training-mlp.json`" in evidence.manifest()
+
+
+def test_long_schedules_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    assert evidence.killed_long() == "*not measured*"
+    for name, system in (("MLP long", "default"), ("GPT long", "rate 0.004, 12 bins, bases every 100"), ("MLP", "x")):
+        of = training.Model(dataclasses.replace(short(), name=name))
+        rows = training.of_system(of, system, [outcome(weights=81.25)], 10, training.Study(1))
+        document = {"machine": {}, "versions": {}, "commit": "abc", "rows": [dataclasses.asdict(r) for r in rows]}
+        (tmp_path / f"training-{name}.json").write_text(json.dumps(document), encoding="utf-8")
+    header, _, first, second = evidence.killed_long().splitlines()
+    steps = [f"{training.LONG[name].steps:,} steps" for name in ("MLP long", "GPT long")]
+    assert header == f"| weights, whole state, loss at the end | MLP, {steps[0]} | GPT, {steps[1]} |"
+    assert first == "| `Config()` | 81.2 x, 1 x, +1.00 % | not measured |"
+    assert second == "| `Config(rate=0.004)`, 12 bins, bases every 100 | not measured | 81.2 x, 1 x, +1.00 % |"
+    assert set(evidence._models(evidence._training(), 10)) == {"MLP"}
