@@ -34,6 +34,8 @@ FLOOR, MOONCLIP = "memcpy", "moonclip, asynchronous"
 STALL, OVERHEAD, MEMORY = at_least(1.0), at_most(1.5), at_most(1.0)
 EVERY = 50
 """Steps from one save to the next in the overhead row."""
+PAIRS = 3
+"""Pairs of blocks a round: a block varies by more than a save adds."""
 
 
 def run(options: Options) -> list[Row]:
@@ -314,7 +316,7 @@ def _overhead_on_the_wall(options: Options) -> Row:
     with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(folder)) as saver:
         trainer.step()
         saver.save(0, trainer.state()).result()
-        for number in range(1, options.rounds + 1):
+        for number in range(1, PAIRS * options.rounds + 1):
             plain.append(trainer.block(number, None))
             saving.append(trainer.block(number, saver))
             done = saver.wait()
@@ -322,10 +324,13 @@ def _overhead_on_the_wall(options: Options) -> Row:
             stall.append(done.stall)
             seconds.append(done.seconds)
     # The median of the pairs: what disturbs the machine for longer than a pair disturbs both of its blocks.
-    value = 100 * statistics.median(s / p - 1 for s, p in zip(saving, plain, strict=True))
+    more = [100 * (s / p - 1) for s, p in zip(saving, plain, strict=True)]
+    value = statistics.median(more)
+    low, _, high = statistics.quantiles(more, n=4, method="inclusive")
     note = (
-        f"{_median(plain) / EVERY * 1e3:.0f} ms a step, {len(plain)} pairs of blocks, quartiles of the plain ones "
-        f"{_spread(plain):.1%} apart; stall {_median(stall) * 1e3:.1f} ms, durable after {_median(seconds):.2f} s"
+        f"{_median(plain) / EVERY * 1e3:.0f} ms a step, {len(plain)} pairs of blocks, quartiles {low:+.1f} and "
+        f"{high:+.1f} %, of the plain blocks {_spread(plain):.1%} apart; "
+        f"stall {_median(stall) * 1e3:.1f} ms, durable after {_median(seconds):.2f} s"
     )
     return _row(
         f"overhead on the wall, a save every {EVERY} steps", trainer.parameters, value, "%", OVERHEAD, note=note

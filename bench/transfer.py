@@ -43,7 +43,7 @@ SYSTEMS = {
         metric=("magnitude",),
         protect=(0.0005,),
         rate=(0.0, 0.003, 0.01, 0.03),
-        embedding_bins=(4, 6, 8, 12, 16, 24),
+        embedding_bins=(8, 12, 16, 24),
     ),
     "inshrinkerator": Cube(metric=("magnitude",), system="inshrinkerator"),
 }
@@ -196,7 +196,7 @@ def _turned(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------------------- MiniLM
 
 _PACKAGES = ("asyncio", "ctypes", "email", "http", "importlib", "multiprocessing", "unittest", "xml")
-_LINES, _TOKENS, _BATCH, _STEPS, _PAIRS = 5, 48, 8, 30, 48
+_LINES, _TOKENS, _BATCH, _STEPS, _PAIRS = 5, 48, 8, 90, 48
 
 
 @cache

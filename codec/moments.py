@@ -19,16 +19,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.distortion import Distortion, distortion
+from ..kernels.distortion import Distortion
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.logbucket import bucket_index, bucket_value
 from ..kernels.octaves import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .codebook import scaled_distortion, unit
 from .errors import CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
 from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
@@ -87,27 +88,26 @@ class LogBuckets:
             return self._at(bits, leaf, parent)[0]
         # One bit more halves the error: how many are needed follows from those of the first attempt.
         bits = max(bits, math.ceil(math.log2(_LEAST_ERROR / self.max_error)))
+        scale = unit(_largest_finite(leaf.flat)) if leaf.spec.dtype == "float64" else 1.0
         while bits <= min(_FINEST_BITS, fmt.mantissa):
-            stored, met = self._at(bits, leaf, parent)
+            stored, met = self._at(bits, leaf, parent, scale)
             if stored.measure == "exact":
                 return stored
             if met <= self.max_error:
                 return dataclasses.replace(stored, error=met, measure="relative L2")
-            if not math.isfinite(met):  # squares beyond the range of a float64
-                break
             bits += max(1, math.floor(math.log2(met / self.max_error)))
         note = f"exact: log buckets miss the error target {self.max_error:g}"
         return dataclasses.replace(Exact().encode(leaf, parent), note=note)
 
-    def _at(self, bits: int, leaf: Leaf, parent: Memory | None) -> tuple[Stored, float]:
-        """With `2**bits` buckets an octave; and the relative L2 error."""
+    def _at(self, bits: int, leaf: Leaf, parent: Memory | None, scale: float = 1.0) -> tuple[Stored, float]:
+        """With `2**bits` buckets an octave; and the relative L2 error, taken of values times `scale`."""
         fmt = FORMATS[leaf.spec.dtype]
         flat = leaf.flat
 
         def one(start: int) -> tuple[bytes | None, Distortion]:
             x = flat[start : start + CHUNK]
             index = bucket_index(x, bits)
-            met = distortion(x, bucket_value(index, bits, leaf.spec.dtype))
+            met = scaled_distortion(x, bucket_value(index, bits, leaf.spec.dtype), scale)
             return _encode_chunk(index, fmt.buckets(bits), bits, x), met
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
@@ -117,6 +117,12 @@ class LogBuckets:
         met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
         stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative")
         return stored, met.relative_l2
+
+
+def _largest_finite(flat: Array) -> float:
+    """The largest magnitude that is a number; 0 where none is."""
+    x = on_host(flat)
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
 def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:

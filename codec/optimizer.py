@@ -78,9 +78,13 @@ class SecondMoment:
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the largest relative error of an element, with `max_error` relative L2."""
         shape = matrix_shape(leaf.spec)
-        octaves = cell_octaves(0.0) if self.octaves is None else self.octaves
+        widest = cell_octaves(0.0) if self.octaves is None else self.octaves
         target = math.inf if self.max_error is None else self.max_error
-        while shape is not None and octaves > 0 and _least_error(octaves) <= target:
+        for octaves in sorted({widest, *range(1, min(widest, 4))}, reverse=True):
+            if shape is None:
+                break
+            if _least_error(octaves) > target:
+                continue
             stored, met = self._rank_one(leaf, parent, shape, octaves)
             if met.largest_relative == np.inf:  # a factor took a value beyond the dtype's range
                 break
@@ -88,7 +92,6 @@ class SecondMoment:
                 return stored
             if met.relative_l2 <= target:
                 return dataclasses.replace(stored, error=met.relative_l2, measure="relative L2")
-            octaves -= 1
         return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
 
     def _rank_one(

@@ -148,7 +148,8 @@ class Estimator:
                 off, error, pruned = _error(levels, part, codebook)
                 counted[key] = nbytes, leaf.spec.size * error, leaf.spec.size * pruned
                 share = math.sqrt(off.size / max(1, places.size) / part.norm) if part.norm else 0.0
-                seen[key] = share * off[places]
+                # In float64: of an array of subnormals the share is beyond float32.
+                seen[key] = share * off[places].astype(np.float64)
             row[:], pattern[:] = counted[key], seen[key]
         return out, patterns
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
@@ -203,7 +204,8 @@ def _prior(known: Sequence[Known], floor: float) -> _Prior:
     doubt = np.array([_NOISE + _STALE * k.stale for k in known])
     steady = _covariance(seen, seen) + np.diag(doubt**2)
     apart = [dataclasses.replace(k.candidate, pattern=None) if k.stale else k.candidate for k in known]
-    found = [min(k.degradation, math.exp(_LARGEST)) if math.isfinite(k.degradation) else _NO_NUMBER for k in known]
+    most = math.exp(_LARGEST)
+    found = [max(-most, min(k.degradation, most)) if math.isfinite(k.degradation) else _NO_NUMBER for k in known]
     return _Prior(_mean(seen), _inverse(steady), _signed(apart), np.array(found), floor)
 
 
@@ -269,6 +271,9 @@ def swing(known: Sequence[Known], floor: float) -> float:
     return float(weights @ np.array(_SWINGS))
 
 
+_TURN = threading.RLock()
+
+
 @functools.cache
 def _pools() -> Any:
     return ThreadpoolController()
@@ -277,12 +282,13 @@ def _pools() -> Any:
 def _on_one_thread(function: Callable[P, Floats]) -> Callable[P, Floats]:
     """Matrices of two hundred rows are no work for threads: where others use the cores, these wait for each other.
 
-    And sums of another order could mean another plan on another machine.
+    And sums of another order could mean another plan on another machine. The limit is the whole process's, so that
+    searches beside each other take turns: the second would find it set, and leave it so.
     """
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Floats:
-        with _pools().limit(limits=1, user_api="blas"):
+        with _TURN, _pools().limit(limits=1, user_api="blas"):
             return function(*args, **kwargs)
 
     return wrapper

@@ -120,7 +120,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         pointer = read_pointer(path)
         store = None if pointer is None else store_of(path, pointer)
         # By our own store where it is that, for the next save to be a delta over what is loaded.
-        state = load_at(path, store=self.store if store is not None and store.url == self.store.url else store)
+        store = self.store if store is not None and store.url == self.store.url else store
+        state = load_at(path, store=store, first=jax.process_index() == 0)
         item = None if args is None else args.item
         return state if item is None else _fitted(path, state, item)
 

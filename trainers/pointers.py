@@ -128,7 +128,7 @@ def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Sto
     return Store(os.path.normpath(os.path.join(folder or ".", pointer.store)), cfg)
 
 
-def load_at(path: PathLike, paths: str | None = None, *, store: Store | None = None) -> Any:
+def load_at(path: PathLike, paths: str | None = None, *, store: Store | None = None, first: bool | None = None) -> Any:
     """The state that a file points to.
 
     Args:
@@ -136,6 +136,7 @@ def load_at(path: PathLike, paths: str | None = None, *, store: Store | None = N
         paths: see `Store.load`.
         store: the store it is known to be in: the next save can then be a delta over what is loaded. None: that which
             the file names.
+        first: whether this process is the one of a run that counts its restores. None: rank 0 of torch's.
 
     Raises:
         BadArgumentError: not a pointer.
@@ -153,7 +154,8 @@ def load_at(path: PathLike, paths: str | None = None, *, store: Store | None = N
             "a checkpoint is copied or moved together with its store"
         )
     # All processes of a run load; that is one restore.
-    return store.load(pointer.step, paths, count=paths is None and rank() == 0)
+    first = rank() == 0 if first is None else first
+    return store.load(pointer.step, paths, count=paths is None and first)
 
 
 def drop(store: Store, steps: Iterable[int]) -> None:

@@ -186,12 +186,33 @@ def test_a_codecs_own_target_comes_before_the_configurations() -> None:
     assert rows["exp_avg_sq"].codec == "rank-one"
 
 
-def test_an_error_target_and_values_whose_squares_are_not_finite() -> None:
-    entry = {name: x.double() * 1e-200 for name, x in adam((64, 96)).items() if name != "step"}
-    ckpt = sp.compress(state(entry), cfg=sp.Config(max_rel_error=0.05))
-    got = sp.decompress(ckpt)["optimizer"]["state"][0]
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert float(((got[name] - entry[name]) * 1e200).norm() / (entry[name] * 1e200).norm()) <= 0.05
+@pytest.mark.parametrize("exponent", [-700, -565, 509, 700])
+def test_an_error_target_where_squares_leave_the_range_of_a_float64(exponent: int) -> None:
+    generator = np.random.default_rng(0)
+    x = np.ldexp(np.exp2(generator.integers(-1, 1, 4096)) * (1 + generator.random(4096) / 64), exponent)
+    x[7] = np.inf
+    ckpt = sp.compress({"opt": {"state": {"0": {"exp_avg": x}}}}, cfg=sp.Config(max_rel_error=0.05))
+    got = sp.decompress(ckpt)["opt"]["state"]["0"]["exp_avg"]
+    near, exact = (np.ldexp(np.delete(a, 7), -exponent) for a in (got, x))
+    error = np.linalg.norm(near - exact) / np.linalg.norm(exact)
+    (row,) = ckpt.summary()
+    assert got[7] == np.inf
+    assert row.codec == "log-buckets"
+    assert 0 < error <= row.error <= 0.05
+
+
+def test_narrower_cells_are_tried_where_the_widest_cannot_keep_to_the_target() -> None:
+    generator = np.random.default_rng(0)
+    scales = np.outer(np.exp(generator.normal(size=96)), np.exp(generator.normal(size=96)))
+    v = (1e-6 * scales * np.exp(0.05 * generator.normal(size=(96, 96)))).astype(np.float32)
+    sizes = set()
+    for octaves in (1, 2, 3, 64):
+        rules = [("*/exp_avg_sq", sp.SecondMoment(octaves=octaves, max_error=0.08))]
+        (row,) = sp.compress({"opt": {"state": {"0": {"exp_avg_sq": v}}}}, cfg=sp.Config(rules)).summary()
+        assert row.codec == "rank-one"
+        assert row.error <= 0.08
+        sizes.add(row.stored_bytes)
+    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,19 @@ import dataclasses
 import json
 import logging
 import math
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.search.cube import Cube, Point, normal
 from shrinkpoint.search.result import SearchResult, Trial
+from shrinkpoint.search.sample import energy
 
 from .common import brute_force, optimum, perceptron
 
@@ -567,3 +570,55 @@ def test_the_budget_is_kept_and_what_it_leaves_is_said() -> None:
     assert found.met
     if found.rounds == 5:
         assert any("budget" in note for note in found.notes)
+
+
+def weights(scale: float = 0.02, **more: float) -> dict[str, Any]:
+    """A matrix, and others of other scales."""
+    rng = np.random.default_rng(0)
+    scales = {"a.weight": scale, **{f"{name}.weight": s for name, s in more.items()}}
+    return {name: (rng.normal(size=(128, 96)) * s).astype(np.float32) for name, s in scales.items()}
+
+
+def error_of(state: dict[str, Any], factor: float = 1.0) -> Any:
+    """Evaluates to 1 and the relative squared error of the first matrix, times a factor."""
+    exact = state["a.weight"].astype(np.float64)
+    return lambda restored: 1.0 + factor * float(np.square(restored["a.weight"] - exact).sum() / np.square(exact).sum())
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("state", "factor"),
+    [(weights(dead=1e-41), 0.1), (weights(), -1e155), (weights(), 1e300)],
+    ids=["subnormals", "huge gain", "huge loss"],
+)
+def test_extremes_are_no_obstacle(state: dict[str, Any], factor: float) -> None:
+    found = sp.search(state, error_of(state, factor), 0.02, direction="lower", progress=False)
+    assert found.evaluations <= 12
+    assert (found.point is not None) == (factor < 1)
+
+
+def test_searches_beside_each_other_leave_threads_as_they_were() -> None:
+    def threads() -> list[int]:
+        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+    state = weights()
+    with threadpool_limits(2, "blas"):
+        before = threads()
+        searches = [
+            threading.Thread(target=lambda: sp.search(state, error_of(state), 0.02, direction="lower", progress=False))
+            for _ in range(2)
+        ]
+        for one in searches:
+            one.start()
+        for one in searches:
+            one.join()
+        assert threads() == before
+
+
+def test_sums_do_not_depend_on_threads() -> None:
+    x = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    sums = set()
+    for n in (1, 2):
+        with threadpool_limits(n, "blas"):
+            sums.add(energy(x))
+    assert len(sums) == 1
