@@ -34,7 +34,7 @@ FLOOR, MOONCLIP = "memcpy", "moonclip, asynchronous"
 STALL, OVERHEAD, MEMORY = at_least(1.0), at_most(1.5), at_most(1.0)
 EVERY = 50
 """Steps from one save to the next in the overhead row."""
-PAIRS = 3
+PAIRS = 2
 """Pairs of blocks a round: a block varies by more than a save adds."""
 
 
