@@ -34,7 +34,7 @@ from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
 FINEST = 2.0**-17
-_FINEST_BITS = 16
+_FINEST_BITS = round(-math.log2(FINEST)) - 1
 _LEAST_ERROR = 0.7 / math.sqrt(12)
 """About the relative L2 error of one bucket an octave, of values spread evenly over their octaves' logarithms."""
 

@@ -250,19 +250,17 @@ class FirstMoment:
         """Encode one array; `error` is the relative L2 error."""
         step = grid_step(0.0) if self.step is None else float(self.step)
         for _ in range(1 if self.max_error is None else _ATTEMPTS):
-            stored = None if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
-            if stored is None:
-                break
-            if self.max_error is None or stored.error <= self.max_error:
+            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
+            if stored is not None:
                 return stored
-            if not math.isfinite(stored.error):  # squares beyond the range of a float64
+            if self.max_error is None or not math.isfinite(error):
                 break
             # The error is about in proportion to the step, once that is not much more than the values.
-            step *= 2.0 ** -(max(1, math.ceil(8 * math.log2(stored.error / self.max_error))) / 8)
+            step *= 2.0 ** -(max(1, math.ceil(8 * math.log2(error / self.max_error))) / 8)
         return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
 
-    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> Stored | None:
-        """With grid points so far apart; None where too many values are on none."""
+    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
+        """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
         square = _beside(sibling, leaf.flat)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
@@ -273,11 +271,10 @@ class FirstMoment:
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         counts = sum((p[2] for p in parts), np.zeros(256))
         if counts[OFF_GRID] > 0.01 * leaf.spec.size:
-            return None
+            return math.inf, None
         with np.errstate(divide="ignore", invalid="ignore"):
             table = _rounded(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
         table[OFF_GRID] = 0.0
-        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(on_host(p[0]), on_host(p[3])), parts)]
 
         def met(number: int) -> Distortion:
             start = number * CHUNK
@@ -286,8 +283,11 @@ class FirstMoment:
             restored = _restored(_with_escaped(values, symbols, OFF_GRID, escaped), leaf.spec)
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
-        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
-        return Stored("grid", {}, pieces, None, error.relative_l2, "relative L2")
+        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
+        if self.max_error is not None and not error <= self.max_error:
+            return error, None
+        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(on_host(p[0]), on_host(p[3])), parts)]
+        return error, Stored("grid", {}, pieces, None, error, "relative L2")
 
 
 def grid_step(rate: float) -> float:

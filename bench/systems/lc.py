@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -209,26 +209,25 @@ TASKS: dict[str, Callable[[], Task]] = {
 # ---------------------------------------------------------------------------------------------------- systems
 
 
-@dataclass
-class Chain:
-    """Checkpoints of one system along a run: a base at first, then an update each iteration."""
+class Chain(Protocol):
+    """Checkpoints of one system along a run: a base at first, then an update each iteration; sizes of the updates."""
 
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[int]
 
     def save(self, state: State) -> None:
         """Add a checkpoint."""
-        raise NotImplementedError
+        ...
 
     def restored(self) -> State:
         """The last one."""
-        raise NotImplementedError
+        ...
 
 
-class OurChain(Chain):
+class OurChain:
     """A `Config` of this library."""
 
     def __init__(self, config: sp.Config) -> None:
-        super().__init__()
+        self.sizes: list[int] = []
         self.config = config
         self.head: sp.Checkpoint | None = None
 
@@ -243,11 +242,11 @@ class OurChain(Chain):
         return found
 
 
-class BaselineChain(Chain):
+class BaselineChain:
     """A baseline, by the bytes of its weights."""
 
     def __init__(self, baseline: Any) -> None:
-        super().__init__()
+        self.sizes: list[int] = []
         self.baseline = baseline
         self.last: State | None = None
 
