@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         rans_frequencies,
         unpack_frequencies,
     )
+    from .rare import rare_decode, rare_encode
     from .ratedistortion import rate_distortion_levels
     from .residual import factor_sums, residual_factors, residual_symbols, residual_values
     from .rows import row_dequantize, row_kmeans, row_lookup, row_quantize
@@ -81,6 +82,7 @@ _SUBJECTS = {
     "octaves": "Octaves join_octaves split_octaves",
     "planes": "difference merge_planes split_planes undifference",
     "rans": "coding_cost pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
+    "rare": "rare_decode rare_encode",
     "ratedistortion": "rate_distortion_levels",
     "residual": "factor_sums residual_factors residual_symbols residual_values",
     "rows": "row_dequantize row_kmeans row_lookup row_quantize",
@@ -149,6 +151,8 @@ __all__ = [
     "rans_decode",
     "rans_encode",
     "rans_frequencies",
+    "rare_decode",
+    "rare_encode",
     "rate_distortion_levels",
     "residual_factors",
     "residual_symbols",

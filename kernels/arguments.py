@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .arrays import is_torch
+from .arrays import device_of, is_torch
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def check_arrays(**named: Array) -> None:
     """Refuse what no back end can read; the keywords are the names of the arguments.
 
     Raises:
-        BadArgumentError: not an array, or a torch tensor that is not dense memory on a CPU or a CUDA device.
+        BadArgumentError: not an array, one spread over several devices, or a torch tensor that is not dense memory on a
+            CPU or a CUDA device.
     """
     for name, x in named.items():
         if isinstance(x, np.ndarray):
@@ -33,6 +34,17 @@ def check_arrays(**named: Array) -> None:
             _check_tensor(name, x)
         elif isinstance(x, type) or not all(hasattr(x, a) for a in ("dtype", "shape", "__dlpack_device__")):
             raise BadArgumentError(f"{name} is {shown(x)}, not an array: NumPy, torch or any array-API array is needed")
+        else:
+            _check_device(name, x)
+
+
+def _check_device(name: str, x: Any) -> None:
+    try:
+        device_of(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # a sharded array of JAX, for one
+        raise BadArgumentError(
+            f"{name} is a {type(x).__name__} that does not lie on one device: {str(error)[:200]}"
+        ) from error
 
 
 def _check_tensor(name: str, x: Any) -> None:
@@ -41,6 +53,18 @@ def _check_tensor(name: str, x: Any) -> None:
     if x.layout is not torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
         raise BadArgumentError(
             f"{name} is a torch tensor of layout {x.layout} on device {x.device}; a dense one on cpu or cuda is needed"
+        )
+    try:  # one that is vectorized or traced, or whose class wraps others, stands for memory it has not
+        storage = x.untyped_storage()
+        real = type(x) is torch.Tensor or (
+            storage.device.type == x.device.type and (storage.data_ptr() != 0 or x.numel() == 0)
+        )
+    except (RuntimeError, NotImplementedError):
+        real = False
+    if not real:
+        raise BadArgumentError(
+            f"{name} is a torch tensor ({type(x).__name__}) without memory of its own, as within vmap, torch.func or a "
+            "fake mode, or of a class that wraps other tensors; kernels take plain ones"
         )
 
 

@@ -39,6 +39,16 @@ def on_gpu(x: Array) -> bool:
     return int(x.__dlpack_device__()[0]) == 2  # DLPack's kDLCUDA
 
 
+def device_of(x: Array) -> tuple[int, int]:
+    """DLPack's kind and number of the device x lives on; all of a host's memory is (1, 0)."""
+    if isinstance(x, np.ndarray):
+        return 1, 0
+    if is_torch(x):
+        return (2, int(x.device.index or 0)) if x.is_cuda else (1, 0)
+    kind, number = (int(part) for part in x.__dlpack_device__())
+    return (1, 0) if kind == 1 else (kind, number)
+
+
 def back_end(x: Array, subject: str) -> ModuleType:
     """The module that computes `subject` where x lives: `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`."""
     return _module("gpu" if on_gpu(x) else "cpu", subject)
@@ -62,21 +72,45 @@ def _name_of(library: str, dtype: Any) -> str:
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:
-    """A CPU array as NumPy, contiguous, without a copy where possible; bfloat16 comes as its uint16 bit patterns."""
+    """A CPU array as NumPy, contiguous, without a copy where possible; bfloat16 comes as its uint16 bit patterns.
+
+    Raises:
+        BadArgumentError: its library does not let its memory be read, as of an array that is being vectorized.
+    """
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "V" and dtype_name(x) == "bfloat16":  # ml_dtypes
             x = x.view(np.uint16)
         return np.ascontiguousarray(x).reshape(x.shape)
-    if is_torch(x):
-        import torch
+    try:
+        if is_torch(x):
+            import torch
 
-        t = x.detach().resolve_conj().resolve_neg().contiguous()
-        if t.dtype == torch.bfloat16:
-            t = t.view(torch.uint16)
-        out: np.ndarray[Any, Any] = t.numpy()
-        return out
-    array = np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
+            t = x.detach().resolve_conj().resolve_neg().contiguous()
+            if t.dtype == torch.bfloat16:
+                t = t.view(torch.uint16)
+            out: np.ndarray[Any, Any] = t.numpy()
+            return out
+        array = np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise BadArgumentError(
+            f"an array of type {type(x).__module__}.{type(x).__qualname__} cannot be read from the CPU"
+            f"{': ' + reason[0][:200] if reason else ''}"
+        ) from error
     return to_numpy(array)
+
+
+def to_host(x: Array) -> np.ndarray[Any, Any]:
+    """An array of any device as NumPy, copied from the GPU if it lives there; bfloat16 as in `to_numpy`."""
+    if isinstance(x, np.ndarray) or not on_gpu(x):
+        return to_numpy(x)
+    if is_torch(x):
+        return to_numpy(x.detach().cpu())
+    if hasattr(x, "get"):  # CuPy, which copies to the host only when told to
+        return to_numpy(x.get())
+    from torch.utils.dlpack import from_dlpack
+
+    return to_numpy(from_dlpack(x).cpu())
 
 
 def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -84,8 +118,20 @@ def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x.reshape(-1).view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None) -> Array:
-    """`result` in the library of `x`; `dtype="bfloat16"` marks uint16 bit patterns that are really bfloat16."""
+def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, rounded: bool = False) -> Array:
+    """`result` in the library of `x`, and on its device.
+
+    JAX has no 64-bit dtypes unless `jax_enable_x64` is set. There int64 comes as int32 if every value fits.
+
+    Args:
+        result: NumPy.
+        x: an array of the library and on the device wanted.
+        dtype: "bfloat16" marks uint16 bit patterns that are really bfloat16.
+        rounded: float64 may come as float32, each value rounded once, where the library has no float64.
+
+    Raises:
+        BadArgumentError: the library cannot say the result without loss.
+    """
     if is_torch(x):
         import torch
 
@@ -97,5 +143,18 @@ def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None) -> Ar
         result = result.view(ml_dtypes.bfloat16)
     if isinstance(x, np.ndarray):
         return result
-    namespace = importlib.import_module("array_api_compat").array_namespace(x)
-    return namespace.asarray(result)
+    compat = importlib.import_module("array_api_compat")
+    out = compat.array_namespace(x).asarray(result, device=compat.device(x))
+    if dtype_name(out) != dtype_name(result) and not (rounded and result.dtype == np.float64):
+        _check_same_values(result, out)
+    return out
+
+
+def _check_same_values(result: np.ndarray[Any, Any], out: Array) -> None:
+    """Raise BadArgumentError unless `out`, which a library has made of int64, is int32 and holds the same numbers."""
+    if result.dtype == np.int64 and dtype_name(out) == "int32" and (result == result.astype(np.int32)).all():
+        return
+    raise BadArgumentError(
+        f"the result is {result.dtype}, of which {type(out).__module__.partition('.')[0]} makes {dtype_name(out)}, "
+        "which is not the same; JAX has 64-bit numbers after jax.config.update('jax_enable_x64', True)"
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import make_callable
 from .arguments import check_arrays, instance, number
-from .arrays import back_end, dtype_name, is_torch, to_numpy
+from .arrays import back_end, dtype_name, is_torch, to_host
 from .errors import BadArgumentError
 from .floats import FloatFormat, format_named
 from .histogram import check_gradient
@@ -61,7 +61,7 @@ def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:
 
     `|x| >= threshold` is then `magnitude pattern of x >= magnitude_bits(threshold)`, NaN included as the largest.
     """
-    threshold = number("threshold", threshold, 0, math.inf)
+    threshold = number("threshold", threshold, 0, math.inf) + 0.0  # the pattern of a negative zero is none of theirs
     wide = np.dtype(np.float32 if instance("fmt", fmt, FloatFormat).name == "bfloat16" else fmt.name).type
     with np.errstate(all="ignore"):
         rounded = wide(threshold)
@@ -82,10 +82,10 @@ def codebook_float64(codebook: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
         codebook = codebook.detach().to(device="cpu", dtype=torch.float64)
     elif isinstance(codebook, np.ndarray):
         return codebook.astype(np.float64)
-    name = dtype_name(codebook)
-    if name == "bfloat16":  # as bit patterns, the upper half of a float32
-        return (to_numpy(codebook).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return to_numpy(codebook).astype(np.float64)
+    host = to_host(codebook)
+    if dtype_name(codebook) == "bfloat16":  # as bit patterns, the upper half of a float32
+        host = (host.astype(np.uint32) << 16).view(np.float32)
+    return host.astype(np.float64)
 
 
 def _checked_codebook(codebook: Array) -> np.ndarray[Any, np.dtype[np.float64]]:

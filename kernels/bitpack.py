@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import choice, integer
 from .arrays import back_end
-from .sequential import UNSIGNED, stored_bytes, vector
+from .sequential import UNSIGNED, room_for, stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -60,4 +60,6 @@ def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -
     """
     data = stored_bytes(data, anywhere=True)
     width = integer("width", width, 0, int(choice("dtype", dtype, UNSIGNED)[4:]))
-    return back_end(data, "bitpack").unpack_bits(data, width, integer("n", n, 0, 2**56), dtype)
+    n = integer("n", n, 0, 2**56)
+    with room_for(n):
+        return back_end(data, "bitpack").unpack_bits(data, width, n, dtype)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arguments import check_arrays, check_table, flag, instance, integer, number
-from .arrays import back_end, dtype_name, on_gpu
+from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
+from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -142,8 +143,7 @@ def check_gradient(x: Array, gradient: Array) -> None:
             f"gradient has shape {tuple(gradient.shape)}; the shape of x, {tuple(x.shape)}, is needed"
         )
     format_named(dtype_name(gradient))
-    if on_gpu(gradient) != on_gpu(x):
-        raise BadArgumentError("gradient is on another device than x")
+    same_device("gradient", gradient, "x", x)
 
 
 def _check_thresholds(thresholds: Thresholds) -> None:

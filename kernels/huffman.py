@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .arguments import choice, integer
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import stored_bytes, vector
+from .sequential import COUNTS, room_for, stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -25,7 +25,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     taken in the order of the symbols, single symbols before packages.
 
     Args:
-        counts: int64[S], >= 0, a sum of at most 2**56; S in 1 ... 65536.
+        counts: int64[S] (or narrower integers), >= 0, a sum of at most 2**56; S in 1 ... 65536.
         limit: 1 ... 24, and `2**limit` at least the number of symbols that occur.
 
     Returns:
@@ -41,7 +41,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
 
     Source: Larmore and Hirschberg, "A fast algorithm for optimal length-limited Huffman codes" (1990).
     """
-    counts = vector("counts", counts, ("int64",))
+    counts = vector("counts", counts, COUNTS)
     _check_alphabet("counts", counts)
     return back_end(counts, "huffman").huffman_lengths(counts, integer("limit", limit, 1, LIMIT))
 
@@ -128,7 +128,8 @@ def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "ui
     _check_alphabet("lengths", lengths)
     choice("dtype", dtype, ("uint8", "uint16"))
     n, streams = integer("n", n, 0, 2**56), integer("streams", streams, 1, 255)
-    return back_end(data, "huffman").huffman_decode(data, lengths, n, dtype, streams=streams)
+    with room_for(n):
+        return back_end(data, "huffman").huffman_decode(data, lengths, n, dtype, streams=streams)
 
 
 def pack_lengths(lengths: Array) -> bytes:

@@ -183,7 +183,8 @@ def weighted_kmeans(
         iterations: most Lloyd iterations, 0 ... 2**31 - 1; default 50, it stops when nothing changes.
 
     Returns:
-        float64, ascending, library and device of `centers`; `min(k, distinct centers of positive weight)` codes.
+        float64, ascending, library and device of `centers`; `min(k, distinct centers of positive weight)` codes. (JAX
+        without `jax_enable_x64` has no float64: there each code is rounded to float32.)
 
     Raises:
         BadArgumentError: an argument out of its range (contents are checked on the host only).

@@ -9,8 +9,9 @@ import math
 from typing import TYPE_CHECKING
 
 from .arguments import check_arrays, integer
-from .arrays import back_end, dtype_name, on_gpu
+from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
+from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -24,7 +25,6 @@ def _checked(size: int, **arrays: Array) -> int:
     check_arrays(**arrays)
     size = integer("size", size, 2, MAX_SIZE)
     (first_name, first), *others = arrays.items()
-    where = on_gpu(first)
     for name, array in arrays.items():
         if dtype_name(array) != "uint8":
             raise BadArgumentError(f"{name} has dtype {dtype_name(array)}; uint8 is needed")
@@ -32,8 +32,7 @@ def _checked(size: int, **arrays: Array) -> int:
         number, wanted = math.prod(array.shape), math.prod(first.shape)
         if number != wanted:
             raise BadArgumentError(f"{name} has {number} elements; as many as {first_name}, {wanted}, are needed")
-        if on_gpu(array) != where:
-            raise BadArgumentError(f"{name} and {first_name} are on different devices")
+        same_device(name, array, first_name, first)
     return size
 
 
@@ -96,7 +95,7 @@ def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]
 
     Returns:
         grouped: uint8 [n], the values of key 0, then of key 1, ...
-        counts: int64 [size], elements of each group.
+        counts: int64 [size], elements of each group (JAX without `jax_enable_x64`: int32).
 
     Raises:
         BadArgumentError: size out of range, lengths differ, or a key is not below size.
@@ -150,7 +149,7 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
         current_size: 2 ... 256.
 
     Returns:
-        int64 [previous_size, current_size], library and device of `current`.
+        int64 [previous_size, current_size], library and device of `current` (JAX without `jax_enable_x64`: int32).
 
     Raises:
         BadArgumentError: a size out of range, lengths differ, or a level is not below its size.

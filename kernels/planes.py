@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .arguments import check_arrays, choice, integer
-from .arrays import back_end, dtype_name, on_gpu
+from .arrays import back_end, device_of, dtype_name, on_gpu
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -42,9 +42,16 @@ def ordered_by_sign(dtype: str) -> bool:
 
 
 def same_device(name: str, x: Array, other: str, y: Array) -> None:
-    """Raise BadArgumentError unless x and y live on the same kind of device."""
-    if on_gpu(x) != on_gpu(y):
-        raise BadArgumentError(f"{name} and {other} live on different devices; move one beside the other")
+    """Raise BadArgumentError unless x and y live on the same device: both on the host, or both on one GPU."""
+    first, second = device_of(x), device_of(y)
+    if on_gpu(x) != on_gpu(y) or first != second:
+        where = f" ({_place(first)} and {_place(second)})" if first != second else ""
+        raise BadArgumentError(f"{name} and {other} live on different devices{where}; move one beside the other")
+
+
+def _place(device: tuple[int, int]) -> str:
+    kind, number = device
+    return "CPU" if kind == 1 else f"GPU {number}" if kind == 2 else f"DLPack's device {kind}:{number}"
 
 
 def split_planes(x: Array, rotation: int = 0) -> Array:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .arguments import flag, integer
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import stored_bytes, vector
+from .sequential import COUNTS, room_for, stored_bytes, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -30,7 +30,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
     that the table of `pack_frequencies` shrinks by more than the symbols grow (`short_digits`).
 
     Args:
-        counts: int64[C, S], 0 ... 2**48 each; 1 ... 256 contexts C, 1 ... 256 symbols S.
+        counts: int64[C, S] (or narrower integers), 0 ... 2**48 each; 1 ... 256 contexts C, 1 ... 256 symbols S.
         precision: 8 ... 16.
         exact: leave out the rounding that serves the table only; default False.
 
@@ -50,7 +50,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
 
     Source: Duda, "Asymmetric numeral systems" (2013); the rounding is Huntington's and Hill's apportionment.
     """
-    counts = vector("counts", counts, ("int64",), ndim=2)
+    counts = vector("counts", counts, COUNTS, ndim=2)
     _check_table("counts", counts)
     precision, exact = integer("precision", precision, *PRECISIONS), flag("exact", exact)
     return back_end(counts, "rans").rans_frequencies(counts, precision, exact=exact)
@@ -141,7 +141,8 @@ def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array,
             raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; n is {n}")
     _check_table("frequencies", vector("frequencies", frequencies, ("uint32",), ndim=2))
     precision = integer("precision", precision, *PRECISIONS)
-    return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n)
+    with room_for(n):
+        return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n)
 
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
@@ -150,7 +151,7 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     `sum(counts * (precision - log2(frequencies)))`; infinite if a counted symbol has frequency zero.
 
     Args:
-        counts: int64[C, S].
+        counts: int64[C, S] (or narrower integers).
         frequencies: uint32[C, S].
         precision: 8 ... 16.
 
@@ -164,7 +165,7 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
 
     Source: Shannon (1948).
     """
-    counts = vector("counts", counts, ("int64",), ndim=2)
+    counts = vector("counts", counts, COUNTS, ndim=2)
     frequencies = vector("frequencies", frequencies, ("uint32",), ndim=2)
     if counts.shape != frequencies.shape:
         raise BadArgumentError(f"counts has shape {tuple(counts.shape)}; frequencies has {tuple(frequencies.shape)}")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arguments import check_arrays, check_table, integer, shown
-from .arrays import back_end, dtype_name, on_gpu
+from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
+from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -98,8 +99,7 @@ def residual_symbols(
             raise BadArgumentError(
                 f"previous is {dtype_name(previous)} {tuple(previous.shape)}; uint8 {tuple(x.shape)} is needed"
             )
-        if on_gpu(previous) != on_gpu(x):
-            raise BadArgumentError("previous and x are on different devices")
+        same_device("previous", previous, "x", x)
     symbols, distances, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, octaves, previous)
     return symbols, distances, counts
 

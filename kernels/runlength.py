@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import integer
 from .arrays import back_end
-from .sequential import vector
+from .sequential import room_for, vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -64,4 +64,6 @@ def rle_decode(tokens: Array, n: int) -> Array:
     Source: Inshrinkerator (2023), section 6.
     """
     tokens = vector("tokens", tokens, ("int32",))
-    return back_end(tokens, "runlength").rle_decode(tokens, integer("n", n, 0, 2**62))
+    n = integer("n", n, 0, 2**62)
+    with room_for(n):
+        return back_end(tokens, "runlength").rle_decode(tokens, n)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import bit_view, dtype_name, like, to_numpy
-from ..assign import FIRST_CODE, PROTECTED, PRUNED, Thresholds, boundaries
+from ..assign import FIRST_CODE, PROTECTED, Thresholds, boundaries
 from ..errors import CorruptDataError
 from ..floats import FloatFormat, format_named
 from ..histogram import product_format
@@ -60,12 +60,52 @@ def _look_up_32(u: Any, table: Any, out: Any) -> None:
 
 
 @njit
-def _fill(starts: Any, levels: Any, shift: int, table: Any) -> None:
-    """Table of a step function with one cut an entry at most; entries as in `_look_up_32`, or levels (shift 0)."""
+def _merge(cuts: Any, negative: int, codes: int, low: Any, high: Any, sign: Any, starts: Any, levels: Any) -> int:
+    """Number of steps of the step function over all patterns, written to `starts` and `levels`.
+
+    cuts: uint64, patterns of the boundaries' magnitudes, the first `negative` of them of boundaries <= 0, descending.
+    low, high: magnitudes below `low` are pruned (level 0), those from `high` on protected (level 1).
+    sign: the sign's bit.
+    """
+    found = 0
+    for half in range(2):
+        number = negative if half else cuts.size - negative
+        special, passed = 0, 0  # 0, low and high; and cuts
+        while special < 3 or passed < number:
+            limit = np.uint64(0) if special == 0 else (low if special == 1 else high)
+            at = limit
+            if passed < number:
+                # A boundary is the first value of the next code going up, which going down is the last of its own.
+                cut = cuts[negative - 1 - passed] + np.uint64(1) if half else cuts[negative + passed]
+                if special == 3 or cut <= limit:
+                    at = cut
+                    passed += 1
+            if special < 3 and at == limit:
+                special += 1
+            if at < low:
+                level = 0
+            elif at >= high or codes == 0:
+                level = 1
+            else:
+                level = 2 + negative - passed if half else 2 + negative + passed
+            start = at | sign if half else at
+            if found > 0 and starts[found - 1] == start:
+                found -= 1
+            if found == 0 or levels[found - 1] != level:
+                starts[found], levels[found] = start, level
+                found += 1
+    return found
+
+
+@njit
+def _fill(starts: Any, levels: Any, shift: int, table: Any) -> bool:
+    """Table of a step function; entries as in `_look_up_32`, or levels (shift 0). False if two cuts share an entry."""
     kind = table.dtype.type
     for step in range(starts.size):
         begin = np.int64(starts[step] >> np.uint64(shift))
         end = np.int64(starts[step + 1] >> np.uint64(shift)) if step + 1 < starts.size else table.size
+        if begin == end:
+            return False
         level = np.uint32(levels[step])
         if shift == 0:
             table[begin:end] = kind(level)
@@ -74,6 +114,18 @@ def _fill(starts: Any, levels: Any, shift: int, table: Any) -> None:
             cut = np.uint32(starts[step] & np.uint64((1 << shift) - 1))
             table[begin:end] = kind(level << np.uint32(24))
             table[begin] = kind(level << np.uint32(24) | before << np.uint32(16) | cut)
+    return True
+
+
+@njit
+def _index(starts: Any, shift: int, first: Any) -> None:
+    """The last step before an entry, the earliest that rules there; the next entry's is the latest."""
+    end = np.int64(starts[0] >> np.uint64(shift)) + 1
+    first[:end] = 0
+    for step in range(starts.size):
+        begin = end
+        end = np.int64(starts[step + 1] >> np.uint64(shift)) + 1 if step + 1 < starts.size else first.size
+        first[begin:end] = step
 
 
 @njit
@@ -136,24 +188,14 @@ def _pattern(values: Vector, fmt: FloatFormat) -> Patterns:
 
 def _steps(fmt: FloatFormat, thresholds: Thresholds, codes: Vector) -> tuple[Patterns, Levels]:
     """Level over the patterns 0 ... 2**width - 1: from `starts[i]` (uint64, first 0) on it is `levels[i]`."""
-    _, low, high = (int(v) for v in keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude))
+    _, low, high = keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude)
     edges = boundaries(codes, fmt.name)
-    positive = _pattern(edges[edges > 0.0], fmt)
-    negative = _pattern(np.abs(edges[edges <= 0.0]), fmt)[::-1]  # ascending magnitudes
-    at_zero = FIRST_CODE + negative.size
-    halves = []
-    for cuts, sign in ((positive, 0), (negative + np.uint64(1), 1)):
-        starts = np.unique(np.concatenate([np.array([0, low, high], dtype=np.uint64), cuts]))
-        passed = np.searchsorted(cuts, starts, side="right")
-        level = at_zero + passed if sign == 0 else at_zero - passed
-        if codes.size == 0:
-            level[:] = PROTECTED
-        level[starts < low] = PRUNED
-        level[starts >= high] = PROTECTED
-        halves.append((starts + np.uint64(sign << (fmt.width - 1)), level.astype(np.uint8)))
-    starts, levels = (np.concatenate(parts) for parts in zip(*halves, strict=True))
-    change = np.concatenate([np.ones(1, dtype=bool), levels[1:] != levels[:-1]])
-    return starts[change], levels[change]
+    cuts = _pattern(np.abs(edges), fmt)
+    negative = int(np.searchsorted(edges, 0.0, side="right"))
+    starts, levels = np.empty(cuts.size + 6, np.uint64), np.empty(cuts.size + 6, np.uint8)
+    sign = np.uint64(1 << (fmt.width - 1))
+    found = _merge(cuts, negative, codes.size, np.uint64(low), np.uint64(high), sign, starts, levels)
+    return starts[:found], levels[:found]
 
 
 class _Assigner:
@@ -162,16 +204,15 @@ class _Assigner:
     def __init__(self, fmt: FloatFormat, thresholds: Thresholds, codes: Vector) -> None:
         starts, levels = _steps(fmt, thresholds, codes)
         self.shift = fmt.width - TABLE_BITS
-        entry = (starts >> np.uint64(self.shift)).astype(np.int64)
         size = 1 << TABLE_BITS
-        self.simple = fmt.width == 16 or (fmt.width == 32 and bool((entry[1:] != entry[:-1]).all()))
+        self.simple = fmt.width <= 32
         if self.simple:
             self.table = np.empty(size, dtype=np.uint8 if fmt.width == 16 else np.uint32)
-            _fill(starts, levels, self.shift, self.table)
-        else:  # the last step before an entry: the earliest that rules there; the next entry's is the latest
+            self.simple = _fill(starts, levels, self.shift, self.table)
+        if not self.simple:
             self.starts, self.levels = starts.astype(f"uint{fmt.width}"), levels
-            begins = np.searchsorted(entry, np.arange(size + 1), side="left") - 1
-            self.first = np.maximum(begins, 0).astype(np.int16)
+            self.first = np.empty(size + 1, np.int16)
+            _index(starts, self.shift, self.first)
 
     def __call__(self, u: Patterns, out: Levels) -> None:
         if not self.simple:

@@ -2,11 +2,13 @@
 
 Four counters a pattern, side by side, take turns: equal neighbours do not wait for each other's store, and the ones in
 use stay in the first-level cache. Subnormals share raw counters with zero and are told apart in a second look at a
-block, taken only when such a counter moved.
+block, taken only when such a counter moved. An array with fewer elements than there are such counters is counted in
+buckets at once, element by element: clearing and adding up the counters would take longer than that.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from ..arrays import bit_view, dtype_name, to_numpy
 from ..assign import magnitude_bits
 from ..floats import FloatFormat, format_named
 from ..histogram import Histogram, product_format, target
-from .jit import njit
+from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +30,17 @@ BLOCK = 1 << 15
 
 CHUNK = 1 << 30
 """Elements between two additions of the uint32 counters to the int64 ones."""
+
+
+@njit_inline
+def _highest(m: Any) -> Any:
+    """Place of the highest bit of m > 0."""
+    p = 0
+    for half in (32, 16, 8, 4, 2, 1):
+        if m >> np.uint64(half):
+            m >>= np.uint64(half)
+            p += half
+    return p
 
 
 @njit
@@ -90,14 +103,39 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: An
         for i in range(v.size):
             m = np.uint64(v[i]) & magnitude
             if m - lane1 < fraction and m - low < width:
-                p = 0
-                rest = m
-                for half in (32, 16, 8, 4, 2, 1):
-                    if rest >> np.uint64(half):
-                        rest >>= np.uint64(half)
-                        p += half
+                p = _highest(m)
                 sub = ((m << np.uint64(mantissa - p)) & fraction) >> shift
                 rare[np.uint64(v[i]) >> np.uint64(mantissa + exponent), np.uint64(p << bits) + sub] += 1
+
+
+@njit
+def _count_few(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, zero: int, counts: Any) -> None:
+    """Count patterns in the buckets themselves, of magnitudes in [low, high) and what is not finite.
+
+    limits: uint64 [2], low and high.
+    zero: where magnitude bucket 0 is in `counts`, int64; if it is 0, signs are not looked at.
+    """
+    one = np.uint64(1)
+    shift, sign = np.uint64(mantissa - bits), np.uint64(mantissa + exponent)
+    magnitude, fraction = (one << sign) - one, (one << np.uint64(mantissa)) - one
+    infinity = ((one << np.uint64(exponent)) - one) << np.uint64(mantissa)
+    offset = np.uint64(((mantissa - 1) << bits) + 1)
+    low, width = limits[0], limits[1] - limits[0]
+    middle, signed, last = np.uint64(zero), zero > 0, np.uint64(counts.size - 1)
+    for i in range(u.size):
+        v = np.uint64(u[i])
+        m = v & magnitude
+        if m >= infinity:
+            counts[last] += 1
+        elif m - low < width:
+            if m > fraction:
+                j = (m >> shift) + offset
+            elif m == 0:
+                j = m
+            else:
+                p = _highest(m)
+                j = (((m << np.uint64(mantissa - p)) & fraction) >> shift) + np.uint64(p << bits) + one
+            counts[middle - j if signed and v > magnitude else middle + j] += 1
 
 
 @njit
@@ -114,22 +152,37 @@ def _keep_by(u: Any, product: Any, magnitude: Any, low: Any, high: Any, out: Any
         out[i] = u[i] if (product[i] & magnitude) - low < width else ~(u[i] & ~u[i])
 
 
-class _Counter:
-    """Counters of one histogram: patterns of the format with a magnitude in [low, high), added block by block."""
+def is_few(size: int, lanes: int) -> bool:
+    """Whether `size` patterns are counted in less time in their buckets at once than in so many lanes (as measured)."""
+    return size < max(lanes // 2, BLOCK)
 
-    def __init__(self, fmt: FloatFormat, bits: int, low: int = 0, high: int | None = None) -> None:
-        self.fmt, self.bits = fmt, bits
+
+class _Counter:
+    """Counters of one histogram of `size` patterns, those with a magnitude in [low, high), added block by block."""
+
+    def __init__(
+        self, size: int, fmt: FloatFormat, bits: int, *, signed: bool = True, low: int = 0, high: int | None = None
+    ) -> None:
+        self.fmt, self.bits, self.signed = fmt, bits, signed
         infinity = ((1 << fmt.exponent) - 1) << fmt.mantissa
         self.limits = np.array([low, infinity if high is None else high], dtype=np.uint64)
-        self.raw = np.zeros(4 << (1 + fmt.exponent + bits), dtype=np.uint32)
-        self.rare = np.zeros((2, (fmt.mantissa << bits) + 1), dtype=np.int64)
-        self.partial = np.zeros((2, 2), dtype=np.int64)
-        self.counts = np.zeros(2 * fmt.buckets(bits) + 2, dtype=np.int64)
-        self.pending = 0
+        lanes = 4 << (1 + fmt.exponent + bits)
+        self.few = is_few(size, lanes)
+        buckets = fmt.buckets(bits)
+        self.zero = buckets if signed or not self.few else 0
+        self.counts = np.zeros(self.zero + buckets + 2, dtype=np.int64)
+        if not self.few:
+            self.raw = np.zeros(lanes, dtype=np.uint32)
+            self.rare = np.zeros((2, (fmt.mantissa << bits) + 1), dtype=np.int64)
+            self.partial = np.zeros((2, 2), dtype=np.int64)
+            self.pending = 0
 
     def add(self, u: np.ndarray[Any, Any]) -> None:
         """Count the patterns u."""
         fmt = self.fmt
+        if self.few:
+            _count_few(u, fmt.mantissa, fmt.exponent, self.bits, self.limits, self.zero, self.counts)
+            return
         for begin in range(0, u.size, CHUNK):
             part = u[begin : begin + CHUNK]
             if self.pending + part.size > CHUNK:
@@ -162,10 +215,12 @@ class _Counter:
             half[: fmt.mantissa << bits] += rare[:-1]
             half[fmt.mantissa << bits :] += normal
 
-    def signed(self) -> Histogram:
-        """The signed histogram of all that was added; what is not finite is counted whatever the limits."""
-        self._lay_out()
-        return Histogram(self.counts, self.bits, self.fmt.name, signed=True)
+    def histogram(self) -> Histogram:
+        """The histogram of all that was added; what is not finite is counted whatever the limits."""
+        if not self.few:
+            self._lay_out()
+        found = Histogram(self.counts, self.bits, self.fmt.name, signed=self.zero > 0)
+        return found if self.signed else found.magnitude()
 
 
 def _floats(u: np.ndarray[Any, Any], name: str, wide: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -191,22 +246,22 @@ def product_blocks(x: Array, gradient: Array) -> Iterator[tuple[int, int, np.nda
 
 def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.log_histogram`."""
-    counter = _Counter(*target(x, gradient, bits))
+    u = bit_view(to_numpy(x))
+    counter = _Counter(u.size, *target(x, gradient, bits), signed=signed)
     if gradient is None:
-        counter.add(bit_view(to_numpy(x)))
+        counter.add(u)
     else:
         for _, _, product in product_blocks(x, gradient):
             counter.add(product)
-    histogram = counter.signed()
-    return histogram if signed else histogram.magnitude()
+    return counter.histogram()
 
 
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.kept_histogram`."""
     fmt, bits = target(x, None, bits)
     _, low, high = keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude)
-    counter = _Counter(fmt, bits, low, high)
     u = bit_view(to_numpy(x))
+    counter = _Counter(u.size, fmt, bits, low=low, high=high)
     if gradient is None:
         counter.add(u)
     else:
@@ -217,14 +272,19 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
             kept = buffer[: end - begin]
             _keep_by(u[begin:end], product, *by_product, kept)
             counter.add(kept)
-    histogram = counter.signed()
+    histogram = counter.histogram()
     histogram.counts[-1] = 0
     return histogram
 
 
 def keep_range(fmt: FloatFormat, prune: float, protect: float) -> tuple[Any, Any, Any]:
     """Magnitude mask, and the patterns [low, high) that are neither pruned nor protected, as the format's integers."""
-    kind = np.dtype(f"uint{fmt.width}").type
-    high = magnitude_bits(protect, fmt)
-    low = min(magnitude_bits(prune, fmt), high)
+    kind = _UNSIGNED[fmt.width]
+    high = _limit(protect + 0.0, fmt)  # a zero of either sign is one key of the cache
+    low = min(_limit(prune + 0.0, fmt), high)
     return kind((1 << (fmt.width - 1)) - 1), kind(low), kind(high)
+
+
+_UNSIGNED = {16: np.uint16, 32: np.uint32, 64: np.uint64}
+# Infinity and 0, which say that there is no threshold, come with every call.
+_limit = lru_cache(256)(magnitude_bits)

@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import like
 from ..errors import BadArgumentError, CorruptDataError
 from ..sequential import compiled
-from . import tables
+from . import rangecoder
 from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def _decode4(
 
 def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     """See `kernels.huffman.huffman_lengths`."""
-    c = compiled(counts)
+    c = compiled(counts, np.int64)
     if int(c.min()) < 0 or float(c.sum(dtype=np.float64)) > 2.0**57 or int(c.sum()) > 1 << 56:
         raise BadArgumentError("counts holds a negative one, or their sum exceeds 2**56")
     present = np.flatnonzero(c)
@@ -522,9 +522,9 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
 def pack_lengths(lengths: Array) -> bytes:
     """See `kernels.huffman.pack_lengths`."""
     found = _checked(lengths, BadArgumentError)
-    return tables.pack(found.astype(np.uint32).reshape(1, -1), LIMIT, True)
+    return rangecoder.pack(found.astype(np.uint32).reshape(1, -1), LIMIT, True)
 
 
 def unpack_lengths(data: Array, size: int) -> Array:
     """See `kernels.huffman.unpack_lengths`."""
-    return like(tables.unpack(compiled(data), 1, size, LIMIT, True)[0].astype(np.uint8), data)
+    return like(rangecoder.unpack(compiled(data), 1, size, LIMIT, True)[0].astype(np.uint8), data)

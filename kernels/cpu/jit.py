@@ -1,16 +1,18 @@
 """Numba defaults, in one place.
 
 Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction
-(the three back ends agree to the bit), the GIL released, the result cached on disk. Because Numba's disk cache
-does not notice a change in a callee that lives in another module, a cached function may only call functions of
-its own module.
+(the three back ends agree to the bit), the GIL released, the result cached on disk (`cache`: a damaged or unwritable
+cache costs time, nothing else). Because Numba's disk cache does not notice a change in a callee that lives in another
+module, a cached function may only call functions of its own module.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
+
+from .cache import Kept, warn_uncached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,9 +22,20 @@ F = TypeVar("F", bound="Callable[..., object]")
 
 def njit(function: F) -> F:
     """Compile `function` in nopython mode: cached, without the GIL, IEEE arithmetic in the written order."""
-    return cast("F", numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function))
+    return cast("F", _cached(numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)))
 
 
 def njit_inline(function: F) -> F:
     """Like `njit`, for a small helper that is called in inner loops of the same module."""
-    return cast("F", numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy", inline="never")(function))
+    compiled = numba.njit(nogil=True, fastmath=False, error_model="numpy", inline="never")
+    return cast("F", _cached(compiled(function)))
+
+
+def _cached(dispatcher: Any) -> Any:
+    """The dispatcher, its results kept on disk if there is a place for them; what `enable_caching` of it does."""
+    if hasattr(dispatcher, "enable_caching"):  # else it is the function itself: NUMBA_DISABLE_JIT is set
+        try:
+            dispatcher._cache = Kept(dispatcher.py_func)
+        except (RuntimeError, OSError) as error:
+            warn_uncached(str(error))
+    return dispatcher

@@ -205,7 +205,7 @@ def weighted_kmeans(
     iterations: int = 50,
 ) -> Array:
     """See `shrinkpoint.kernels.kmeans.weighted_kmeans`."""
-    return like(_solve(centers, weights, k, method, initial, seed, iterations), centers)
+    return like(_solve(centers, weights, k, method, initial, seed, iterations), centers, rounded=True)
 
 
 def weighted_kmeans_many(

@@ -10,7 +10,7 @@ from ..arrays import like
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES, short_digits
 from ..sequential import compiled
-from . import tables
+from . import rangecoder
 from .jit import njit
 
 if TYPE_CHECKING:
@@ -446,7 +446,7 @@ def _decode_rest(
 
 def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
     """See `kernels.rans.rans_frequencies`."""
-    c = compiled(counts)
+    c = compiled(counts, np.int64)
     if int(c.min()) < 0 or int(c.max()) > 1 << 48:
         raise BadArgumentError(f"counts holds {int(c.min())} ... {int(c.max())}; 0 ... 2**48 is the range")
     out = np.empty(c.shape, np.uint32)
@@ -544,7 +544,7 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     """See `kernels.rans.coding_cost`."""
-    c, f = compiled(counts), compiled(frequencies)
+    c, f = compiled(counts, np.int64), compiled(frequencies)
     there = c > 0
     if (f[there] == 0).any():
         return float("inf")
@@ -555,9 +555,9 @@ def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """See `kernels.rans.pack_frequencies`."""
     f = compiled(frequencies)
     _rows(f, precision)
-    return tables.pack(f, precision, False)
+    return rangecoder.pack(f, precision, False)
 
 
 def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
     """See `kernels.rans.unpack_frequencies`."""
-    return like(tables.unpack(compiled(data), rows, columns, precision, False), data)
+    return like(rangecoder.unpack(compiled(data), rows, columns, precision, False), data)

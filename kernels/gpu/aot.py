@@ -1,10 +1,12 @@
 """Ahead-of-time compilation of every GPU kernel in every configuration that is launched; needs no GPU.
 
-    python -m shrinkpoint.kernels.gpu.aot [--arch 90] [--json FILE]
+    python -m shrinkpoint.kernels.gpu.aot [--arch 90] [--every] [--json FILE]
 
-compiles each entry of `builds()` for each architecture and prints registers, shared memory and spills. An entry fails
-if a thread spills to its stack, or if its PTX multiplies and adds in one rounding, flushes subnormals to zero, or
-divides or takes roots approximately: the CPU does none of these, and the results must agree to the bit.
+compiles what `plan()` lists and prints registers, shared memory and spills. Triton makes another build of a kernel for
+arguments that are no multiples of 16, such as a slice that starts anywhere or an odd number of elements, so each entry
+of `builds()` is looked at with both (`ARGUMENTS`). An entry fails if a thread spills to its stack, or if its PTX
+multiplies and adds in one rounding, flushes subnormals to zero, or divides or takes roots approximately: the CPU does
+none of these, and the results must agree to the bit.
 """
 
 from __future__ import annotations
@@ -58,8 +60,14 @@ if TYPE_CHECKING:
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities: A100, H100 / H200, B200."""
 
+ARGUMENTS = ("aligned", "odd", "unaligned")
+"""What Triton knows of the arguments: tensors and n are multiples of 16, only the tensors are, or none is."""
+
+UNALIGNED_ARCHITECTURE = 90
+"""For which architecture every build is also compiled unaligned; for the others those that `_is_full` picks are."""
+
 FORBIDDEN = re.compile(
-    r"\b(fma\.r[nzmp]\S*\.f|mad\.r[nzmp]\.f|\S+\.ftz\b|div\.(approx|full)|sqrt\.approx|rsqrt|ex2|lg2)\S*"
+    r"\b(fma\.r[nzmp]\S*\.b?f\d|mad\.r[nzmp]\S*\.f\d|\S+\.ftz\b|div\.(approx|full)|sqrt\.approx|rsqrt|ex2|lg2)\S*"
 )
 """PTX in which a result would differ from the other back ends'."""
 
@@ -88,6 +96,7 @@ class Report:
 
     name: str
     arch: int
+    arguments: str
     warps: int
     registers: int
     shared: int
@@ -96,6 +105,8 @@ class Report:
 
 
 FLOATS = {"fp16": (16, 10), "bf16": (16, 7), "fp32": (32, 23), "fp64": (64, 52)}
+MIXED = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64"))
+"""Weights and gradients of different formats that are compiled: both orders of widths, and products in float64."""
 OCTAVES = {"fp16": 40, "bf16": 261, "fp32": 277, "fp64": 2098}
 
 
@@ -124,27 +135,35 @@ def _histogram() -> Iterator[Build]:
             yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
         constants = {"WIDTH": width, "M": mantissa, "SIGNED": True, "PRODUCT": False, "DOUBLE": False, "KEPT": 1}
         yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
-        double = x == "fp64"
+    for x, gradient in (*zip(FLOATS, FLOATS, strict=True), *MIXED):
+        width, mantissa = FLOATS[x]
+        double = "fp64" in (x, gradient)
         constants = {"WIDTH": 64 if double else 32, "M": 52 if double else 23, "SIGNED": False}
         constants |= {"PRODUCT": True, "DOUBLE": double, "KEPT": 0}
-        yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
+        yield Build(kernel, f"*{x} *{gradient} {numbers}", launch, constants)
         constants = {"WIDTH": width, "M": mantissa, "SIGNED": True, "PRODUCT": False, "DOUBLE": double, "KEPT": 2}
-        yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
+        yield Build(kernel, f"*{x} *{gradient} {numbers}", launch, constants)
 
 
 def _assign() -> Iterator[Build]:
     numbers = "i64 i64 i64 i64 i64 *u8"
-    for x, (width, _) in FLOATS.items():
+    for x, gradient in (*zip(FLOATS, [None] * 4, strict=True), *zip(FLOATS, FLOATS, strict=True), *MIXED):
         edges = "*fp64" if x == "fp64" else "*fp32"
-        for gradient in (False, True):
-            for steps in (-1, *assign.SEARCHES) if x in ("fp32", "bf16") else assign.SEARCHES[-1:]:
-                constants = {"WIDTH": width, "GRADIENT": gradient, "DOUBLE": gradient and x == "fp64", "STEPS": steps}
-                yield Build(assign.assign_kernel, f"*{x} *{x} {edges} {numbers}", assign.ASSIGN, constants)
+        constants = {"WIDTH": FLOATS[x][0], "GRADIENT": gradient is not None}
+        constants["DOUBLE"] = gradient is not None and "fp64" in (x, gradient)
+        for steps in _searches(x):
+            types = f"*{x} *{gradient or x} {edges} {numbers}"
+            yield Build(assign.assign_kernel, types, assign.ASSIGN, {**constants, "STEPS": steps})
     yield Build(assign.protected_kernel, "*u8 i64 *i32 *i32", assign.VALUES)
     for value in ("i16", "i32", "i64"):
         for protected in (False, True):
             types = f"*u8 *{value} *{value} *i64 i64 *{value}"
             yield Build(assign.values_kernel, types, assign.VALUES, {"PROTECTED": protected})
+
+
+def _searches(x: str) -> tuple[int, ...]:
+    """Boundary searches compiled for a format: all, or the shortest, which needs most registers, and the longest."""
+    return (-1, *assign.SEARCHES) if x in ("fp32", "bf16") else assign.SEARCHES[:: len(assign.SEARCHES) - 1]
 
 
 def _levels() -> Iterator[Build]:
@@ -217,9 +236,12 @@ def _exponent() -> Iterator[Build]:
         constants = {"WIDTH": width, "M": mantissa}
         types = f"*i{width} i64 i32 *i32 {magnitude} {magnitude}"
         yield Build(exponent.extremes_kernel, types, exponent.COUNT, constants)
-        yield Build(exponent.quantize_kernel, f"*i{width} *u8 i64 *u8", exponent.LOOK_UP, constants)
+        for level in ("u8", "u16"):
+            types = f"*i{width} *{level} i64 *{level}"
+            yield Build(exponent.quantize_kernel, types, exponent.LOOK_UP, constants)
     for width in (16, 32, 64):
-        yield Build(exponent.look_up_kernel, f"*u8 *i{width} i64 i32 *i{width} *i32", exponent.LOOK_UP)
+        for level in ("u8", "u16"):
+            yield Build(exponent.look_up_kernel, f"*{level} *i{width} i64 i32 *i{width} *i32", exponent.LOOK_UP)
 
 
 def _cluster() -> Iterator[Build]:
@@ -268,7 +290,26 @@ def _optimizer() -> Iterator[Build]:
         yield Build(distortion.distortion_kernel, f"*{x} *{x} i64 *fp64", distortion.SUMS)
 
 
-def compile_build(build: Build, arch: int) -> Report:
+def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[tuple[int, int, str]]:
+    """What is compiled: number of the build, architecture, and what is known of its arguments (`ARGUMENTS`).
+
+    Every build for every architecture with aligned arguments, and for one architecture unaligned; builds that come
+    close to their register limit in all three ways everywhere, and so does each build with `every`.
+    """
+    tasks = []
+    for number, build in enumerate(builds()):
+        for arch in architectures:
+            few = ("aligned", "unaligned") if arch == UNALIGNED_ARCHITECTURE else ("aligned",)
+            tasks += [(number, arch, a) for a in (ARGUMENTS if every or _is_full(build) else few)]
+    return tasks
+
+
+def _is_full(build: Build) -> bool:
+    """Whether unaligned loads, one instruction and one address an element, may need more registers than there are."""
+    return build.kernel is assign.assign_kernel and bool(build.constants["GRADIENT"])
+
+
+def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report:
     """Compile one build for one architecture and look at what came out."""
     kernel = build.kernel
     given = dict(build.constants)
@@ -277,25 +318,25 @@ def compile_build(build: Build, arch: int) -> Report:
         given["BLOCK"] = build.launch.block
     types = iter(build.types.split())
     signature = {p.name: "constexpr" if p.is_constexpr else next(types) for p in kernel.params}
-    # As at run time: tensors start at multiples of 16 bytes, and most have a multiple of 16 elements.
+    # As at run time: an allocation starts at a multiple of 16 bytes, and most have a multiple of 16 elements.
+    known = {"aligned": ("*", "n"), "odd": ("*",), "unaligned": ()}[arguments]
     attributes = {
         (p.num,): [["tt.divisibility", 16]]
         for p in kernel.params
         if not p.is_constexpr
         and not p.do_not_specialize_on_alignment
-        and (signature[p.name].startswith("*") or p.name == "n")
+        and ("*" if signature[p.name].startswith("*") else p.name) in known
     }
     source = ASTSource(kernel, signature, given, attributes)
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build.launch.options)
     except Exception as error:  # whatever the compiler raises is this build's problem, the others are still looked at
-        return Report(build.name, arch, build.launch.warps, 0, 0, 0, [f"does not compile: {error}"])
+        return Report(build.name, arch, arguments, build.launch.warps, 0, 0, 0, [f"does not compile: {error}"])
     usage = _resource_usage(compiled.asm["cubin"])
     problems = [f"spills {usage['STACK']} bytes of stack"] if usage["STACK"] else []
     problems += sorted({f"{m.group(0)} in the PTX" for m in FORBIDDEN.finditer(compiled.asm["ptx"])})
-    return Report(
-        build.name, arch, build.launch.warps, usage["REG"], compiled.metadata.shared, usage["STACK"], problems
-    )
+    shared = compiled.metadata.shared
+    return Report(build.name, arch, arguments, build.launch.warps, usage["REG"], shared, usage["STACK"], problems)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -310,15 +351,14 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"\b([A-Z]+)(?:\[\d+\])?:(\d+)", result.stdout)}
 
 
-def _compile_numbered(task: tuple[int, int]) -> Report:
+def _compile_numbered(task: tuple[int, int, str]) -> Report:
     """`compile_build` by number, for another process: a kernel cannot be sent there."""
-    number, arch = task
-    return compile_build(list(builds())[number], arch)
+    number, arch, arguments = task
+    return compile_build(list(builds())[number], arch, arguments)
 
 
-def compile_all(architectures: tuple[int, ...] = ARCHITECTURES, processes: int = 2) -> list[Report]:
-    """Compile every build for every architecture."""
-    tasks = [(number, arch) for number in range(len(list(builds()))) for arch in architectures]
+def compile_all(tasks: list[tuple[int, int, str]], processes: int = 2) -> list[Report]:
+    """Compile what `plan` listed."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         return list(pool.map(_compile_numbered, tasks, chunksize=8))
 
@@ -327,12 +367,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Compile, print, and write the JSON; returns 1 if any build has a problem."""
     parser = argparse.ArgumentParser(prog="python -m shrinkpoint.kernels.gpu.aot", description=__doc__)
     parser.add_argument("--arch", type=int, action="append", help="compute capability; default 80, 90 and 100")
+    parser.add_argument("--every", action="store_true", help="each build with each kind of arguments (`ARGUMENTS`)")
     parser.add_argument("--json", type=Path, help="where to write what each build uses")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
-    reports = compile_all(tuple(options.arch or ARCHITECTURES), options.processes)
+    reports = compile_all(plan(tuple(options.arch or ARCHITECTURES), every=options.every), options.processes)
     for r in reports:
-        print(f"sm_{r.arch} {r.registers:4d} registers {r.shared:6d} B shared  {r.name}  {'; '.join(r.problems)}")
+        used = f"{r.registers:4d} registers {r.shared:6d} B shared"
+        print(f"sm_{r.arch} {r.arguments:9s} {used}  {r.name}  {'; '.join(r.problems)}")
     if options.json:
         versions = {name: metadata.version(name) for name in ("triton", "torch")}
         lines = ",\n".join(json.dumps(asdict(r)) for r in reports)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
     from ..assign import Thresholds
 
-ASSIGN = Launch(block=2048, warps=4, registers=128)
+ASSIGN = Launch(block=2048, warps=4, registers=168)
 VALUES = Launch(block=4096, warps=8)
 SEARCHES = (4, 6, 8)
 """Steps of the boundary search that are compiled: up to 16, 64 and 256 codes."""

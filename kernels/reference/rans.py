@@ -10,7 +10,7 @@ from array_api_compat import array_namespace
 
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES, short_digits
-from . import tables
+from . import rangecoder
 from .lists import array, numbers
 
 if TYPE_CHECKING:
@@ -160,11 +160,11 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """See `shrinkpoint.kernels.rans.pack_frequencies`."""
-    return tables.pack_frequencies([row for row, _ in _model(frequencies, precision)], precision)
+    return rangecoder.pack_frequencies([row for row, _ in _model(frequencies, precision)], precision)
 
 
 def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
     """See `shrinkpoint.kernels.rans.unpack_frequencies`."""
-    table = tables.unpack_frequencies(bytes(numbers(data)), rows, columns, precision)
+    table = rangecoder.unpack_frequencies(bytes(numbers(data)), rows, columns, precision)
     xp = array_namespace(data)
     return xp.reshape(array([f for row in table for f in row], "uint32", data), (rows, columns))

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from shrinkpoint.kernels.arrays import is_torch, to_numpy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 GPU_HERE = torch.cuda.is_available()
@@ -49,6 +51,15 @@ class BackEnd:
             t = t.to(getattr(torch, dtype))
         return t.cuda() if self.name == "gpu" and GPU_HERE else t
 
+    def sizes(self, always: list[int], *launches: str) -> list[int]:
+        """`always`, and where the GPU's programs are tested the sizes around the blocks of these launches.
+
+        A block has thousands of elements, so that what is small for the CPU runs in one program there. A launch is
+        named by module and name, `levels.GROUP`; the interpreter takes smaller blocks of its own for small data.
+        """
+        blocks = {_block(name) for name in launches} if self.name == "gpu" else set()
+        return sorted({*always, *(n for b in blocks for n in (b - 1, b, b + 1, 2 * b + 3))})
+
     @staticmethod
     def numpy(x: Any) -> np.ndarray[Any, Any]:
         """A result of any library as NumPy (bfloat16 as bit patterns)."""
@@ -57,6 +68,12 @@ class BackEnd:
         if isinstance(x, torch.Tensor) and x.is_cuda:
             x = x.cpu()
         return to_numpy(x)
+
+
+def _block(launch: str) -> int:
+    subject, name = launch.split(".")
+    block: int = getattr(importlib.import_module(f"shrinkpoint.kernels.gpu.{subject}"), name).block
+    return block
 
 
 ALL = [
@@ -79,14 +96,14 @@ def _param(b: BackEnd) -> Any:
 
 
 @pytest.fixture(params=[_param(b) for b in ALL])
-def back_end(request: pytest.FixtureRequest) -> BackEnd:
-    """Every back end there is, one after another."""
+def back_end(request: pytest.FixtureRequest, poisoned: None) -> BackEnd:
+    """Every back end there is, one after another; what it forgets to write is poison."""
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(params=[_param(b) for b in ALL if b.name != "gpu" and b.library != "strict"])
-def sequential_back_end(request: pytest.FixtureRequest) -> BackEnd:
-    """The back ends of the sequential coders: `reference` and `cpu`."""
+def sequential_back_end(request: pytest.FixtureRequest, poisoned: None) -> BackEnd:
+    """The back ends of the sequential coders: `reference` and `cpu`; what they forget to write is poison."""
     return request.param  # type: ignore[no-any-return]
 
 
@@ -98,7 +115,7 @@ def fresh() -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.fixture
+@pytest.fixture(params=[pytest.param("device", marks=pytest.mark.gpu if GPU_HERE else ())])
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where public functions see a GPU: without one, where torch's tensors pass for CUDA tensors."""
     if GPU_HERE:
@@ -111,24 +128,57 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     return "cpu"
 
 
+POISON = 0xA5
+"""The byte that memory holds which a back end asked for and did not write."""
+
+
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a back end asks for holds bytes already, so that an element it forgets to write shows."""
-    in_torch, in_numpy = torch.empty, np.empty
+    """Memory that a back end asks for holds bytes already, so that an element it forgets to write shows.
 
-    def torch_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out = in_torch(*args, **kwargs)
-        out.view(-1).view(torch.uint8).fill_(0xA5)
+    Numba looks functions up by identity when it compiles, so for that time the real ones are put back: compiled code
+    may ask for memory of its own, and what it is compiled to is kept on the disk.
+    """
+    replaced: list[tuple[Any, str, Any, Any]] = []
+    for owner, names, fill in (
+        (np, ("empty", "empty_like"), _fill_numpy),
+        (torch, ("empty", "empty_like", "empty_strided"), _fill_torch),
+        (torch.Tensor, ("new_empty",), _fill_torch),
+    ):
+        for name in names:
+            real = getattr(owner, name)
+            replaced.append((owner, name, real, _then(real, fill)))
+    for owner, name, _, poisoning in replaced:
+        monkeypatch.setattr(owner, name, poisoning)
+
+    compile_ = numba.core.dispatcher.Dispatcher.compile
+
+    def unpoisoned(self: Any, signature: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name, real, _ in replaced:
+                patch.setattr(owner, name, real)
+            return compile_(self, signature)
+
+    monkeypatch.setattr(numba.core.dispatcher.Dispatcher, "compile", unpoisoned)
+
+
+def _then(real: Callable[..., Any], fill: Callable[[Any], None]) -> Callable[..., Any]:
+    def poisoning(*args: Any, **kwargs: Any) -> Any:
+        out = real(*args, **kwargs)
+        fill(out)
         return out
 
-    def numpy_empty(*args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:
-        out = in_numpy(*args, **kwargs)
-        if out.dtype.kind != "O":
-            out.reshape(-1).view(np.uint8)[:] = 0xA5
-        return out
+    return poisoning
 
-    monkeypatch.setattr(torch, "empty", torch_empty)
-    monkeypatch.setattr(np, "empty", numpy_empty)
+
+def _fill_numpy(x: np.ndarray[Any, Any]) -> None:
+    if not x.dtype.hasobject and x.size:
+        x.ravel(order="K").view(np.uint8)[:] = POISON
+
+
+def _fill_torch(x: torch.Tensor) -> None:
+    if x.layout is torch.strided and x.device.type in ("cpu", "cuda") and x.numel():
+        x.untyped_storage().fill_(POISON)
 
 
 STRICT_SHAPES = [(), (0,), (7,), (2, 3), (0, 4)]

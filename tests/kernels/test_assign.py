@@ -78,8 +78,10 @@ def native(x: np.ndarray[Any, Any], dtype: str) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_levels_match_the_oracle(back_end: BackEnd, fresh: np.random.Generator, dtype: str, codebook: str) -> None:
     codes = np.array(CODEBOOKS[codebook], dtype=np.float64)
-    x = sample(fresh, dtype, 3001, codes)
-    for thresholds in THRESHOLDS:
+    cases = [(3001, thresholds) for thresholds in THRESHOLDS]
+    cases += [(n, THRESHOLDS[1]) for n in back_end.sizes([0, 1], "assign.ASSIGN")]
+    for n, thresholds in cases:
+        x = sample(fresh, dtype, n, codes)
         levels = back_end.module("assign").assign(back_end.array(x, dtype), thresholds, codes)
         expected = oracle.assign(torch.from_numpy(x), thresholds, codes).numpy()  # exact: x is what dtype holds
         np.testing.assert_array_equal(back_end.numpy(levels), expected, strict=True)
@@ -97,9 +99,11 @@ def test_levels_match_the_oracle(back_end: BackEnd, fresh: np.random.Generator, 
 )
 def test_sensitivity_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator, dtypes: tuple[str, str]) -> None:
     codes = np.array(CODEBOOKS["uniform"])
-    x, g = sample(fresh, dtypes[0], 2003, codes), sample(fresh, dtypes[1], 2003)
+    cases = [(2003, thresholds) for thresholds in THRESHOLDS]
+    cases += [(n, THRESHOLDS[3]) for n in back_end.sizes([0, 1], "assign.ASSIGN")]
     with np.errstate(all="ignore"):
-        for thresholds in THRESHOLDS:
+        for n, thresholds in cases:
+            x, g = sample(fresh, dtypes[0], n, codes), sample(fresh, dtypes[1], n)
             levels = back_end.module("assign").assign(
                 back_end.array(x, dtypes[0]), thresholds, codes, gradient=back_end.array(g, dtypes[1])
             )
@@ -151,6 +155,7 @@ def test_boundaries_are_the_smallest_values_above(fresh: np.random.Generator, dt
             assert lower <= middle
     assert magnitude_bits(math.inf, fmt) == ((1 << fmt.exponent) - 1) << fmt.mantissa
     assert magnitude_bits(0.0, fmt) == 0
+    assert magnitude_bits(-0.0, fmt) == 0  # its own pattern is above all magnitudes
     assert magnitude_bits(5e-324, fmt) == 1
 
 
@@ -160,10 +165,12 @@ def test_dequantize_matches_the_oracle(
     back_end: BackEnd, fresh: np.random.Generator, dtype: str, codebook: str
 ) -> None:
     codes = rounded(np.array(CODEBOOKS[codebook]), dtype)
-    levels = fresh.integers(0, codes.size + 2, 4099).astype(np.uint8)
+    most = max(back_end.sizes([4099], "assign.VALUES"))
+    levels = fresh.integers(0, codes.size + 2, most).astype(np.uint8)
     exact = rounded(fresh.standard_normal(int((levels == 1).sum())), dtype)
     module = back_end.module("assign")
-    for n, protected in ((4099, exact), (4099, None), (0, exact[:0])):
+    cases = [(n, exact[: int((levels[:n] == 1).sum())]) for n in back_end.sizes([0, 4099], "assign.VALUES")]
+    for n, protected in (*cases, (4099, None), (most, None)):
         got = module.dequantize(
             back_end.array(levels[:n]),
             back_end.array(codes, dtype),

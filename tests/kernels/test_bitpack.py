@@ -37,7 +37,6 @@ def long_number(values: Values, width: int) -> list[int]:
     return list(number.to_bytes((values.size * width + 7) // 8, "little"))
 
 
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
     module = back_end.module("bitpack")
@@ -51,7 +50,6 @@ def test_every_width(back_end: BackEnd, fresh: np.random.Generator, dtype: str) 
             np.testing.assert_array_equal(back, values, strict=True)
 
 
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("dtype", "width"), [("uint8", 3), ("uint8", 8), ("uint16", 11), ("uint32", 32)])
 def test_sizes_around_a_block(back_end: BackEnd, fresh: np.random.Generator, dtype: str, width: int) -> None:
     """A block of the GPU is 1,024 words or 2,048 values, in the interpreter at least 1,024 of either."""

@@ -56,7 +56,7 @@ def cancelling(rng: np.random.Generator, n: int) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("clusters", [1, 3, 16])
 def test_quantize_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator, clusters: int) -> None:
     module = back_end.module("cluster")
-    for n in SIZES:
+    for n in back_end.sizes(SIZES, "cluster.ELEMENTS", "cluster.SUMS"):
         for x in samples(fresh, n):
             expected = oracle.cluster_quantize(x, clusters)
             found = module.cluster_quantize(back_end.array(x), clusters)

@@ -65,7 +65,7 @@ def finite(u: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_buckets(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
     module = back_end.module("exponent")
-    for n in SIZES:
+    for n in back_end.sizes(SIZES, "exponent.COUNT"):
         u = random_patterns(fresh, dtype, n)
         u[fresh.random(n) < 0.1] = 0
         assert_same(module.exponent_buckets(array_of(back_end, u, dtype)), expected_buckets(u, dtype))
@@ -78,7 +78,7 @@ def test_buckets(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> N
 def test_levels_and_values(back_end: BackEnd, fresh: np.random.Generator, dtype: str, bits: int) -> None:
     module = back_end.module("exponent")
     fmt = FORMATS[dtype]
-    for n in SIZES:
+    for n in back_end.sizes(SIZES, "exponent.LOOK_UP"):
         u = finite(random_patterns(fresh, dtype, n), dtype)
         u[fresh.random(n) < 0.1] = 0
         promotion = promote(expected_buckets(u, dtype), bits)

@@ -32,6 +32,15 @@ BY_SIZE = {"BLOCK", "ROWS", "COLUMNS", "FIELD", "BYTES"}
 """Constants that the interpreter chooses by the size of the data."""
 
 
+MIXED = (
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float64),
+)
+"""Weights and gradients of different formats, as they occur in training, and one product in float64."""
+
+
 def _compiling() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
@@ -62,20 +71,59 @@ def test_only_functions_named_kernels_are_launched() -> None:
 
 @pytest.mark.slow
 def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: Path) -> None:
-    """All builds for all architectures; about a minute when Triton's cache is empty."""
+    """All that `aot.plan()` lists, for every architecture; eight minutes of one core when Triton's cache is empty."""
     path = tmp_path / "aot.json"
     command = [sys.executable, "-m", aot.__name__, "--json", str(path)]
-    result = subprocess.run(command, env=_compiling(), capture_output=True, text=True, timeout=900)
+    result = subprocess.run(command, env=_compiling(), capture_output=True, text=True, timeout=1800)
     assert path.exists(), result.stderr
     rows = json.loads(path.read_text())["rows"]
-    assert [f"{row['name']} sm_{row['arch']}: {row['problems']}" for row in rows if row["problems"]] == []
+    found = [f"{row['name']} sm_{row['arch']} {row['arguments']}: {row['problems']}" for row in rows if row["problems"]]
+    assert found == []
     assert result.returncode == 0
-    assert len(rows) == len(list(aot.builds())) * len(aot.ARCHITECTURES)
+    assert len(rows) == len(aot.plan())
     assert all(row["registers"] > 0 and row["stack"] == 0 for row in rows)
 
 
+def test_the_plan_covers_every_build() -> None:
+    """With aligned arguments for all architectures, and with arguments that are no multiples of 16 for one."""
+    tasks, numbers = set(aot.plan()), range(len(list(aot.builds())))
+    assert tasks >= {(i, arch, "aligned") for i in numbers for arch in aot.ARCHITECTURES}
+    assert tasks >= {(i, aot.UNALIGNED_ARCHITECTURE, "unaligned") for i in numbers}
+    by_gradient = [
+        i for i, b in enumerate(aot.builds()) if b.kernel.fn.__name__ == "assign_kernel" and b.constants["GRADIENT"]
+    ]
+    assert tasks >= {(i, arch, a) for i in by_gradient for arch in aot.ARCHITECTURES for a in aot.ARGUMENTS}
+    assert len(by_gradient) >= 16
+    assert len(aot.plan(every=True)) == len(numbers) * len(aot.ARCHITECTURES) * len(aot.ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("fma.rn.f32 %f1, %f2, %f3, %f4;", "fma.rn.f32"),
+        ("fma.rn.ftz.f32 %f1, %f2, %f3, %f4;", "fma.rn.ftz.f32"),
+        ("fma.rz.f64 %fd1, %fd2, %fd3, %fd4;", "fma.rz.f64"),
+        ("fma.rn.f16x2 %r1, %r2, %r3, %r4;", "fma.rn.f16x2"),
+        ("fma.rn.bf16 %rs1, %rs2, %rs3, %rs4;", "fma.rn.bf16"),
+        ("fma.rn.bf16x2 %r1, %r2, %r3, %r4;", "fma.rn.bf16x2"),
+        ("fma.rn.relu.bf16 %rs1, %rs2, %rs3, %rs4;", "fma.rn.relu.bf16"),
+        ("mad.rn.f32 %f1, %f2, %f3, %f4;", "mad.rn.f32"),
+        ("add.ftz.f32 %f1, %f2, %f3;", "add.ftz.f32"),
+        ("div.full.f32 %f1, %f2, %f3;", "div.full.f32"),
+        ("sqrt.approx.f32 %f1, %f2;", "sqrt.approx.f32"),
+        ("div.rn.f32 %f1, %f2, %f3;", None),
+        ("mul.rn.f32 %f1, %f2, %f3;", None),
+        ("mad.lo.s32 %r1, %r2, %r3, %r4;", None),
+        ("mad.wide.u32 %rd1, %r2, %r3, %rd4;", None),
+    ],
+)
+def test_forbidden_instructions(line: str, found: str | None) -> None:
+    match = aot.FORBIDDEN.search(line)
+    assert (match.group(0) if match else None) == found
+
+
 def test_what_must_not_be_is_found(tmp_path: Path) -> None:
-    """A fused multiply-add, an approximate division and a spill are each reported."""
+    """A fused multiply-add, an approximate division and a spill are each reported, one of unaligned data alone too."""
     script = tmp_path / "bad.py"
     script.write_text(
         textwrap.dedent("""
@@ -103,14 +151,21 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
             exact = next(b for b in aot.builds() if b.kernel is kmeans.exact_kernel)
             narrow = aot.Build(exact.kernel, exact.types, Launch(2048, 8, registers=32), exact.constants)
             print(aot.compile_build(narrow, 90).problems)
+            mixed = next(b for b in aot.builds() if b.name.startswith("assign.assign_kernel(*bf16 *fp32"))
+            tight = Launch(mixed.launch.block, mixed.launch.warps, registers=128)
+            tight = aot.Build(mixed.kernel, mixed.types, tight, {**mixed.constants, "STEPS": 4})
+            for arguments in ("aligned", "unaligned"):
+                print(aot.compile_build(tight, 90, arguments).problems)
         """)
     )
     run = subprocess.run([sys.executable, script], env=_compiling(), capture_output=True, text=True, timeout=300)
-    plain, divided, fused, _, narrow = run.stdout.splitlines() or pytest.fail(run.stderr)
+    plain, divided, fused, _, narrow, aligned, unaligned = run.stdout.splitlines() or pytest.fail(run.stderr)
     assert plain == "[]"
     assert "div.full" in divided
     assert "fma.rn" in fused
     assert "spills" in narrow
+    assert aligned == "[]"
+    assert "spills" in unaligned
 
 
 def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
@@ -164,13 +219,16 @@ def _call_everything(rng: np.random.Generator) -> None:
         x = wide.to(dtype)
         back_end("histogram").log_histogram(x, 4, signed=True)
         back_end("histogram").log_histogram(x, 4)
-        back_end("histogram").log_histogram(x, 4, gradient=x)
         back_end("histogram").kept_histogram(x, thresholds, 4)
-        back_end("histogram").kept_histogram(x, thresholds, 4, gradient=x)
+        gradients = [x, *(wide.to(g) for w, g in MIXED if w == dtype)]
+        for gradient in gradients:
+            back_end("histogram").log_histogram(x, 4, gradient=gradient)
+            back_end("histogram").kept_histogram(x, thresholds, 4, gradient=gradient)
         for codes in (codebook[:0], codebook, np.linspace(-1, 1, 20), np.linspace(-1, 1, 100)):
-            if codes.size == 100 or dtype in (torch.float32, torch.bfloat16):
+            if codes.size in (3, 100) or dtype in (torch.float32, torch.bfloat16):
                 levels = back_end("assign").assign(x, thresholds, codes)
-                back_end("assign").assign(x, thresholds, codes, gradient=x)
+                for gradient in gradients:
+                    back_end("assign").assign(x, thresholds, codes, gradient=gradient)
         code = torch.from_numpy(codes).to(dtype)
         back_end("assign").dequantize(levels, code)
         back_end("assign").dequantize(levels, code, protected=x[levels == 1])
@@ -182,10 +240,11 @@ def _call_everything(rng: np.random.Generator) -> None:
         mask = back_end("mask").changed_mask(x, x * 2)
         back_end("mask").scatter(x, mask, back_end("mask").gather(x, mask))
         buckets = back_end("exponent").exponent_buckets(x)
-        promotion = promote(buckets, 2)
-        back_end("exponent").exponent_dequantize(
-            back_end("exponent").exponent_quantize(x, promotion), promotion.codebook
-        )
+        for bits in (2, 9):  # levels of one byte and of two
+            promotion = promote(buckets, bits)
+            ranks = back_end("exponent").exponent_quantize(x, promotion)
+            assert ranks.dtype == (torch.uint8 if bits == 2 else torch.uint16)
+            back_end("exponent").exponent_dequantize(ranks, promotion.codebook)
         back_end("cluster").cluster_dequantize(*back_end("cluster").cluster_quantize(x, 4))
         back_end("distortion").distortion(x, x)
         matrix = x.reshape(3, 200)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +18,7 @@ from shrinkpoint.kernels.floats import FORMATS
 from shrinkpoint.kernels.histogram import Histogram, kept_histogram, log_histogram, merge, quantile
 from shrinkpoint.kernels.reference import histogram as oracle
 
-if TYPE_CHECKING:
-    from .conftest import BackEnd
+from .conftest import BackEnd
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
@@ -72,13 +71,13 @@ def test_counts_match_the_oracle(back_end: BackEnd, fresh: np.random.Generator, 
         assert h.total == int(np.isfinite(x).sum())
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 255, 256, 257, 1023, 1025])
-def test_sizes(back_end: BackEnd, fresh: np.random.Generator, size: int) -> None:
-    x = sample(fresh, "float32", size)
-    same(
-        back_end.module("histogram").log_histogram(back_end.array(x), 4, signed=True),
-        oracle.log_histogram(x, 4, signed=True),
-    )
+def test_sizes(back_end: BackEnd, fresh: np.random.Generator) -> None:
+    for n in back_end.sizes([0, 1, 3, 4, 5, 255, 256, 257, 1023, 1025], "histogram.COUNT"):
+        x = sample(fresh, "float32", n)
+        same(
+            back_end.module("histogram").log_histogram(back_end.array(x), 4, signed=True),
+            oracle.log_histogram(x, 4, signed=True),
+        )
 
 
 @pytest.mark.parametrize(
@@ -128,6 +127,37 @@ def test_strided_and_shaped(back_end: BackEnd, fresh: np.random.Generator) -> No
     same(module.log_histogram(a.T, 6), oracle.log_histogram(x, 6))
     same(module.log_histogram(a[::2, 1:30:3], 6), oracle.log_histogram(x[::2, 1:30:3].copy(), 6))
     same(module.log_histogram(a[3, 4], 6), oracle.log_histogram(x[3:4, 4], 6))
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_both_ways_of_counting(
+    few: bool, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator, poisoned: None
+) -> None:
+    """In four lanes and in the buckets at once, which the number of elements decides, whatever the data."""
+    asked: list[int] = []
+    monkeypatch.setattr(compiled, "is_few", lambda size, lanes: asked.append(size) or few)
+    cpu = BackEnd("cpu", "torch")
+    for dtype in DTYPES:
+        for bits in (0, 6, 12):
+            test_counts_match_the_oracle(cpu, fresh, dtype, bits)
+        for other in DTYPES:
+            test_products_match_the_oracle(cpu, fresh, (dtype, other))
+            for thresholds in THRESHOLDS:
+                test_kept_matches_the_oracle(cpu, fresh, (dtype, other), thresholds)
+        for thresholds in THRESHOLDS:
+            test_kept_matches_the_oracle(cpu, fresh, (dtype, None), thresholds)
+    test_sizes(cpu, fresh)
+    for fill in (0.0, -0.0, 1.0, 1e-45, np.nan):
+        test_all_equal(cpu, fill)
+    assert len(asked) > 100
+
+
+def test_small_arrays_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model of many small tensors does not clear and add up counters for each."""
+    monkeypatch.setattr(compiled, "_count", None)
+    assert log_histogram(np.ones(10_000, np.float32), 6).total == 10_000
+    assert compiled.is_few(10_000, 4 << 15)
+    assert not compiled.is_few(1_000_000, 4 << 15)
 
 
 def test_blocks_with_and_without_subnormals(monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:

@@ -17,7 +17,7 @@ from shrinkpoint.kernels.reference import levels as oracle
 if TYPE_CHECKING:
     from .conftest import BackEnd
 
-SIZES = [0, 1, 2, 3, 4, 5, 63, 64, 65, 1021, 1024, 4099]
+SIZES = [0, 1, 2, 3, 4, 5, 63, 64, 65, 1021, 1023, 1024, 1025, 4095, 4096, 4097, 4099]
 
 
 def levels(rng: np.random.Generator, n: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -31,7 +31,7 @@ def levels(rng: np.random.Generator, n: int, size: int) -> np.ndarray[Any, np.dt
 @pytest.mark.parametrize("size", [2, 5, 34, 255, 256])
 def test_everything_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator, size: int) -> None:
     module = back_end.module("levels")
-    for n in SIZES:
+    for n in back_end.sizes(SIZES, "levels.SUBTRACT", "levels.GROUP", "levels.PAIRS"):
         previous, current = levels(fresh, n, size), levels(fresh, n, min(size, 19))
         a, b = back_end.array(previous), back_end.array(current)
 

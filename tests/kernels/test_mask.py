@@ -31,7 +31,7 @@ def packed(mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def test_pack_and_unpack(back_end: BackEnd, fresh: np.random.Generator) -> None:
     module = back_end.module("mask")
-    for n in SIZES:
+    for n in back_end.sizes(SIZES, "mask.PACK", "mask.UNPACK"):
         mask = fresh.random(n) < fresh.random()
         bits = module.pack_mask(back_end.array(mask))
         np.testing.assert_array_equal(back_end.numpy(bits), packed(mask), strict=True)
@@ -41,7 +41,7 @@ def test_pack_and_unpack(back_end: BackEnd, fresh: np.random.Generator) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_changed_compares_patterns(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
     module = back_end.module("mask")
-    for n in (0, 1, 65, 4097):
+    for n in back_end.sizes([0, 1, 65, 4097], "mask.PACK"):
         u = random_patterns(fresh, dtype, n)
         v = np.where(fresh.random(n) < 0.5, u, random_patterns(fresh, dtype, n))
         bits = module.changed_mask(array_of(back_end, u, dtype), array_of(back_end, v, dtype))
@@ -58,7 +58,7 @@ def test_signed_zeros_differ_and_nans_are_themselves(back_end: BackEnd) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_and_scatter(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
     module = back_end.module("mask")
-    for n in (0, 1, 64, 65, 200, 1301):
+    for n in back_end.sizes([0, 1, 64, 65, 200, 1301], "mask.MOVE"):
         for density in DENSITIES:
             u, v = random_patterns(fresh, dtype, n), random_patterns(fresh, dtype, n)
             mask = fresh.random(n) < density

@@ -43,7 +43,7 @@ def expected_difference(c: int, p: int, width: int, *, is_float: bool, method: s
 @pytest.mark.parametrize("dtype", FLOATS + UNMAPPED)
 def test_planes_are_the_bytes(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
     module = back_end.module("planes")
-    for n in SIZES:
+    for n in back_end.sizes(SIZES, "planes.ELEMENTS"):
         u = random_patterns(fresh, dtype, n)
         planes = module.split_planes(array_of(back_end, u, dtype))
         expected = u.view(np.uint8).reshape(n, u.itemsize).T
@@ -58,7 +58,7 @@ def test_rotated_planes_are_the_bytes_of_rotated_patterns(
 ) -> None:
     module = back_end.module("planes")
     width = WIDTHS[dtype]
-    for n in (0, 1, 513, 700):
+    for n in (0, 1, 513, 700, *back_end.sizes([], "planes.ELEMENTS")[-1:]):
         u = random_patterns(fresh, dtype, n)
         rotation = int(fresh.integers(1, 8))
         turned = [(int(x) << rotation | int(x) >> (width - rotation)) & ((1 << width) - 1) for x in u]
@@ -75,7 +75,7 @@ def test_difference_is_exact_and_comes_back(
     back_end: BackEnd, fresh: np.random.Generator, dtype: str, method: str
 ) -> None:
     module = back_end.module("planes")
-    for n in (0, 1, 700):
+    for n in (0, 1, 700, *back_end.sizes([], "planes.ELEMENTS")[-1:]):
         u, v = random_patterns(fresh, dtype, n), random_patterns(fresh, dtype, n)
         near = fresh.random(n) < 0.5
         v[near] = u[near] ^ (u[near] & 1) if dtype != "bool" else u[near]

@@ -1,4 +1,4 @@
-"""Small tables (code lengths, frequencies) as few bytes: an adaptive binary range coder, on the CPU.
+"""Small tables (code lengths, frequencies) and rare changes as few bytes: an adaptive binary range coder, on the CPU.
 
 One walk over a table serves both directions: `_bit` either writes the bit it is given or reads one and returns it, so
 the decoder cannot disagree with the encoder about what comes next. docs/entropy.md has the format.
@@ -26,11 +26,16 @@ I64 = np.int64
 # Numbers that are passed on are given a type here: for a bare literal Numba compiles the callee anew.
 THREE, FOUR, TWELVE = I64(3), I64(4), I64(12)
 
+WHOLE, SURE = U64(1 << 32), U64(65535)
+
 # Where each family of models begins. Those of `_frequencies`:
 EMPTY, DIAGONAL, SAME, SINGLE, PRESENT = I64(0), I64(2), I64(5), I64(8), I64(9)
 EQUAL, UP, STEP, FIRST, MANTISSA, MODELS = I64(21), I64(22), I64(23), I64(31), I64(44), 60
 # Those of `_lengths`:
 L_PRESENT, L_EQUAL, L_UP, L_STEP, L_FIRST = I64(0), I64(4), I64(5), I64(6), I64(14)
+# Those of the changes; neighbours have a model for every eight expected symbols, the rest are leaves of a tree:
+C_FAR, C_UP, C_TREE, C_MODELS = I64(0), I64(32), I64(64), 320
+SIX, EIGHT = I64(6), I64(8)
 
 LOW, RANGE, AT, DECODING, FAILED = 0, 1, 2, 3, 4
 """Places of the coder's state: low (encoding) or code (decoding), range, next byte, and two flags."""
@@ -280,6 +285,91 @@ def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precisi
 
 
 @njit
+def _gap(state: NumPy, data: NumPy, left: Int, changes: Int, gap: Int) -> Int:
+    """How many of the elements left come before the next of so many changes, -1 if that is too many.
+
+    Unchanged with probability q each, the gap has independent binary digits: digit j is 1 as q**(2**j) to 1. Those
+    that are hardly ever 1 are asked for together.
+    """
+    most = left - changes
+    out = np.int64(0)
+    q = (U64(most) << U64(32)) // U64(left)
+    width = _width(most)
+    for j in range(width):
+        zero = (WHOLE << U64(16)) // (WHOLE + q)
+        if zero >= SURE:
+            if _split(state, data, (state[RANGE] >> U64(16)) * SURE, np.int64(gap >> j > 0)):
+                out |= _plain(state, data, width - j, gap >> j) << j
+            break
+        out |= _split(state, data, (state[RANGE] >> U64(16)) * zero, (gap >> j) & 1) << j
+        q = (q * q) >> U64(32)
+    return np.int64(-1) if out > most else out
+
+
+@njit
+def _changed(state: NumPy, data: NumPy, models: NumPy, usual: Int, symbol: Int) -> Int:
+    """What a symbol has become; -1 if the bytes say what would be said otherwise."""
+    group = usual >> 3
+    if _bit(state, data, models, C_FAR + group, np.int64(abs(symbol - usual) != 1)) == 0:
+        if usual == 0:
+            return np.int64(1)
+        if usual == 255:
+            return np.int64(254)
+        return usual - 1 + 2 * _bit(state, data, models, C_UP + group, np.int64(symbol > usual))
+    node = np.int64(1)
+    for k in range(7, -1, -1):
+        node = 2 * node + _bit(state, data, models, C_TREE + node, (symbol >> k) & 1)
+    if abs(node - 256 - usual) <= 1:
+        return np.int64(-1)
+    return node - 256
+
+
+@njit
+def _encode_changes(state: NumPy, data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n: Int) -> Int:
+    models = np.zeros((C_MODELS, 2), np.int64)
+    _open(state, data, models, False)
+    width = _width(np.int64(places.size))
+    _plain(state, data, SIX, width)
+    _plain(state, data, width - 1, np.int64(places.size))
+    at = np.int64(0)
+    for i in range(places.size):
+        _gap(state, data, n - at, places.size - i, np.int64(places[i]) - at)
+        at = np.int64(places[i]) + 1
+        _changed(state, data, models, np.int64(usual[i]), np.int64(symbols[i]))
+    size = _close(state, data)
+    if state[FAILED]:
+        return np.int64(-1)
+    return size
+
+
+@njit
+def _count_changes(state: NumPy, data: NumPy, models: NumPy) -> Int:
+    """Begins to decode: how many changes there are; -1 if that is no number."""
+    _open(state, data, models, True)
+    width = _plain(state, data, SIX, np.int64(0))
+    if width < 1 or width > 32:
+        return np.int64(-1)
+    return (np.int64(1) << (width - 1)) | _plain(state, data, width - 1, np.int64(0))
+
+
+@njit
+def _decode_changes(state: NumPy, data: NumPy, models: NumPy, usual: NumPy, places: NumPy, out: NumPy) -> Int:
+    """Goes on after `_count_changes`: fills `places`, one for each change, and `out` there; whether that can be."""
+    at = np.int64(0)
+    for i in range(places.size):
+        gap = _gap(state, data, usual.size - at, places.size - i, np.int64(0))
+        if gap < 0:
+            return False
+        at += gap
+        symbol = _changed(state, data, models, np.int64(usual[at]), np.int64(0))
+        if symbol < 0:
+            return False
+        places[i], out[at] = at, symbol
+        at += 1
+    return True
+
+
+@njit
 def _open(state: NumPy, data: NumPy, models: NumPy, decoding: Int) -> None:
     state[LOW], state[RANGE], state[AT], state[FAILED] = U64(0), U64(0xFFFFFFFF), U64(0), U64(0)
     state[DECODING] = U64(decoding)
@@ -355,3 +445,31 @@ def unpack(data: NumPy, rows: int, columns: int, parameter: int, lengths: bool) 
     if _code(table, parameter, lengths, data, True) < 0 or pack(table, parameter, lengths) != data.tobytes():
         raise CorruptDataError(f"{data.size} bytes are not a table of {rows} x {columns}")
     return table
+
+
+def pack_changes(symbols: NumPy, usual: NumPy, places: NumPy, n: int) -> NumPy:
+    """Symbols at ascending places among n that are not the usual ones there; no bytes if there are none."""
+    if places.size == 0:
+        return np.empty(0, np.uint8)
+    room = 64 + 8 * places.size
+    while True:
+        data = np.empty(room, np.uint8)
+        size = _encode_changes(np.zeros(5, np.uint64), data, symbols, usual, places, n)
+        if size >= 0:
+            return data[:size].copy()
+        room *= 4
+
+
+def unpack_changes(data: NumPy, usual: NumPy, out: NumPy) -> bool:
+    """Put the changes that `pack_changes` wrote into `out`, a copy of `usual`; whether the bytes are such."""
+    if data.size == 0:
+        return True
+    state, models = np.zeros(5, np.uint64), np.zeros((C_MODELS, 2), np.int64)
+    count = _count_changes(state, data, models)
+    if not 0 < count <= usual.size:
+        return False
+    places = np.empty(count, np.int64)
+    if not _decode_changes(state, data, models, usual, places, out):
+        return False
+    # Changes have one form only: what is read must be what would be written.
+    return bool(np.array_equal(pack_changes(out[places], usual[places], places, usual.size), data))

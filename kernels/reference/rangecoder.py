@@ -1,4 +1,4 @@
-"""Oracle of the small tables: the range coder with one long integer instead of carries, its models by name."""
+"""Oracle of the small tables and rare changes: the range coder with one long integer, its models by name."""
 
 from __future__ import annotations
 
@@ -106,6 +106,36 @@ class _Walk:
             raise CorruptDataError("a number of a table is out of range")
         return near - 1 - self.count("down", 3, near - 2, near - value - 1)
 
+    def gap(self, left: int, changes: int, gap: int) -> int:
+        """Elements before the next of so many changes, digit by digit from the lowest."""
+        most = left - changes
+        out, q = 0, most * WHOLE // left
+        for j in range(most.bit_length()):
+            zero = 2**48 // (WHOLE + q)
+            if zero >= 65535:
+                if self.coder.split(65535, int(gap >> j > 0)):
+                    out |= self.plain(most.bit_length() - j, gap >> j) << j
+                break
+            out |= self.coder.split(zero, gap >> j & 1) << j
+            q = q * q // WHOLE
+        if out > most:
+            raise CorruptDataError("a change is beyond the last element")
+        return out
+
+    def changed(self, usual: int, symbol: int) -> int:
+        """What has become of an element: a neighbour of the usual symbol, or any other by its eight digits."""
+        if not self.bit(("far", usual // 8), abs(symbol - usual) != 1):
+            if usual in (0, 255):
+                return 1 if usual == 0 else 254
+            return usual + (1 if self.bit(("up", usual // 8), symbol > usual) else -1)
+        out, path = 0, ""
+        for k in reversed(range(8)):
+            digit = self.bit(("digit", path), symbol >> k & 1 > 0)
+            out, path = 2 * out + digit, f"{path}{digit}"
+        if abs(out - usual) <= 1:
+            raise CorruptDataError("a change that is none, or that is to a neighbour")
+        return out
+
 
 def _walk_lengths(walk: _Walk, lengths: list[int], highest: int) -> list[int]:
     lone = sum(length > 0 for length in lengths) == 1
@@ -206,4 +236,40 @@ def unpack_frequencies(data: bytes, rows: int, columns: int, precision: int) -> 
     out = _walk_frequencies(_Walk(_Decoder(data)), [[0] * columns for _ in range(rows)], precision)
     if pack_frequencies(out, precision) != data:
         raise CorruptDataError("a table is not written as it has to be")
+    return out
+
+
+def _walk_changes(walk: _Walk, symbols: list[int], usual: list[int]) -> list[int]:
+    places = [i for i, (s, u) in enumerate(zip(symbols, usual, strict=True)) if s != u]
+    width = walk.plain(6, len(places).bit_length())
+    if not 1 <= width <= 32:
+        raise CorruptDataError(f"a number of changes of {width} bits")
+    count = 2 ** (width - 1) + walk.plain(width - 1, len(places) - 2 ** (width - 1))
+    if count > len(usual):
+        raise CorruptDataError(f"{count} changes among {len(usual)} elements")
+    out, at = list(usual), 0
+    for i in range(count):
+        gap = walk.gap(len(usual) - at, count - i, places[i] - at if places else 0)
+        at += gap
+        out[at] = walk.changed(usual[at], symbols[at])
+        at += 1
+    return out
+
+
+def pack_changes(symbols: list[int], usual: list[int]) -> bytes:
+    """The symbols that are not the usual ones; no bytes if there are none."""
+    if symbols == usual:
+        return b""
+    coder = _Encoder()
+    _walk_changes(_Walk(coder), symbols, usual)
+    return coder.done()
+
+
+def unpack_changes(data: bytes, usual: list[int]) -> list[int]:
+    """The inverse of `pack_changes`."""
+    if not data:
+        return list(usual)
+    out = _walk_changes(_Walk(_Decoder(data)), list(usual), usual)
+    if pack_changes(out, usual) != data:
+        raise CorruptDataError("changes are not written as they have to be")
     return out

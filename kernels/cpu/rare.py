@@ -1,0 +1,32 @@
+"""Rare changes on the CPU: the places are found by NumPy, the rest is a walk of the range coder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import like, to_numpy
+from ..errors import CorruptDataError
+from ..sequential import compiled
+from . import rangecoder
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+
+def rare_encode(symbols: Array, expected: Array) -> Array:
+    """See `shrinkpoint.kernels.rare.rare_encode`."""
+    own, usual = to_numpy(symbols), to_numpy(expected)
+    places = np.flatnonzero(own != usual)
+    data = rangecoder.pack_changes(own[places], usual[places], places, own.size)
+    return like(data, symbols)
+
+
+def rare_decode(data: Array, expected: Array) -> Array:
+    """See `shrinkpoint.kernels.rare.rare_decode`."""
+    own = compiled(expected)
+    out = own.copy()
+    if not rangecoder.unpack_changes(compiled(data), own, out):
+        raise CorruptDataError(f"{data.shape[0]} bytes are not the rare changes of {own.size} elements")
+    return like(out, expected)

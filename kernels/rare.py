@@ -1,0 +1,82 @@
+"""Rare changes: where symbols differ from what is expected of them, and what they are instead.
+
+The distances between changes are coded as if each of the elements left were as likely to be changed as any other, which
+takes the logarithm of the number of ways to place the changes, and nothing for a table: for a few changes among
+millions, where a static coder cannot say how rare they are, and for arrays so small that its table would outweigh them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .arrays import back_end
+from .errors import BadArgumentError
+from .sequential import stored_bytes, vector
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+LONGEST = 2**31 - 1
+"""Elements that one stream can hold."""
+
+
+def rare_encode(symbols: Array, expected: Array) -> Array:
+    """The elements of `symbols` that are not as expected.
+
+    k changes among n elements take about `log2(n choose k)` bits for their places and, for what they are, one or two
+    adaptive yes/no questions each: whether the symbol is a neighbour of the expected one, and which.
+
+    Args:
+        symbols: uint8[n], n < 2**31.
+        expected: uint8[n], known to the reader as well, such as the levels of the checkpoint before.
+
+    Returns:
+        uint8[bytes]; without any if all is as expected.
+
+    Raises:
+        BadArgumentError: wrong dtypes or shapes, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> before = np.full(1_000_000, 7, np.uint8)
+        >>> after = before.copy()
+        >>> after[[5, 400_000, 999_999]] = 8
+        >>> rare_encode(after, before).size
+        9
+        >>> bool((rare_decode(rare_encode(after, before), before) == after).all())
+        True
+
+    Source: the digits of a geometric variable are independent, so each is coded with a known probability; counting the
+    elements and changes left makes it an enumerative code (Cover 1973). docs/entropy.md has the bytes.
+    """
+    symbols, expected = (vector(name, x, ("uint8",)) for name, x in (("symbols", symbols), ("expected", expected)))
+    _check(symbols.shape[0], expected.shape[0])
+    return back_end(symbols, "rare").rare_encode(symbols, expected)
+
+
+def rare_decode(data: Array | bytes, expected: Array) -> Array:
+    """The symbols again: the inverse of `rare_encode`, which accepts nothing that it does not write.
+
+    Args:
+        data: uint8[bytes], or bytes.
+        expected: as given to `rare_encode`.
+
+    Returns:
+        uint8[n].
+
+    Raises:
+        BadArgumentError: wrong dtype or shape, or an array on a GPU.
+        CorruptDataError: the bytes are not the changes of so many elements.
+
+    Example: see `rare_encode`.
+    """
+    data, expected = stored_bytes(data), vector("expected", expected, ("uint8",))
+    _check(expected.shape[0], expected.shape[0])
+    return back_end(expected, "rare").rare_decode(data, expected)
+
+
+def _check(n: int, expected: int) -> None:
+    if n != expected:
+        raise BadArgumentError(f"symbols have {n} elements and expected {expected}")
+    if n > LONGEST:
+        raise BadArgumentError(f"{n} elements; at most {LONGEST} fit one stream")

@@ -1,0 +1,21 @@
+"""Oracle of the rare changes: see `rangecoder`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import rangecoder
+from .lists import array, numbers
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+
+def rare_encode(symbols: Array, expected: Array) -> Array:
+    """See `shrinkpoint.kernels.rare.rare_encode`."""
+    return array(list(rangecoder.pack_changes(numbers(symbols), numbers(expected))), "uint8", symbols)
+
+
+def rare_decode(data: Array, expected: Array) -> Array:
+    """See `shrinkpoint.kernels.rare.rare_decode`."""
+    return array(rangecoder.unpack_changes(bytes(numbers(data)), numbers(expected)), "uint8", expected)

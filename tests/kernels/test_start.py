@@ -1,0 +1,122 @@
+"""What a start costs, and that compiled code runs beside Python."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+import shrinkpoint.kernels.cpu as compiled
+from shrinkpoint import kernels as k
+
+from .test_cache import start
+
+MODULES = [f"shrinkpoint.kernels.cpu.{m.name}" for m in pkgutil.iter_modules(compiled.__path__)]
+jit = pytest.mark.skipif(
+    bool(numba.config.DISABLE_JIT),  # type: ignore[attr-defined]
+    reason="nothing is compiled where NUMBA_DISABLE_JIT is set",
+)
+
+
+def test_the_import_adds_less_than_a_third_of_a_second_to_that_of_torch() -> None:
+    """Processor time, not that of a clock; the least of several, for what else the machine does only adds to it.
+
+    A slow machine may take longer, as long as torch does too.
+    """
+    code = (
+        "import json, time, torch; before = time.process_time(); import shrinkpoint\n"
+        "print(json.dumps([before, time.process_time() - before]))"
+    )
+    times = []
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        times.append(json.loads(done.stdout))
+    torch_alone, added = (min(t) for t in zip(*times, strict=True))
+    assert added < max(0.3, 0.2 * torch_alone), times
+
+
+@jit
+def test_no_module_compiles_anything_at_its_import(tmp_path: Path) -> None:
+    code = f"""
+import json
+from importlib import import_module
+from numba.core import event
+with event.install_recorder("numba:compile") as seen:
+    import shrinkpoint
+    from shrinkpoint.kernels import *
+    for name in {MODULES!r}:
+        import_module(name)
+    at_import = len(seen.buffer)
+    import numpy as np
+    shrinkpoint.kernels.pack_mask(np.ones(3, bool))
+print(json.dumps([at_import, len(seen.buffer)]))
+"""
+    process = start(code, NUMBA_CACHE_DIR=str(tmp_path / "numba"))
+    printed, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said[-2000:]
+    at_import, with_a_call = json.loads(printed)
+    assert at_import == 0
+    assert with_a_call > 0  # the recorder does see what is compiled
+
+
+def dispatchers() -> dict[str, Any]:
+    """Every compiled function of the CPU back end, by where it is."""
+    found = {}
+    for name in MODULES:
+        module = import_module(name)
+        for own, value in vars(module).items():
+            if hasattr(value, "py_func") and value.py_func.__module__ == name:
+                found[f"{name}.{own}"] = value
+    return found
+
+
+@jit
+def test_every_compiled_function_releases_the_lock_and_is_exact() -> None:
+    found = dispatchers()
+    assert len(found) > 100
+    for where, dispatcher in found.items():
+        options = dispatcher.targetoptions
+        assert options["nogil"] is True, where
+        assert options["fastmath"] is False, where
+        assert type(dispatcher._cache).__name__ == "Kept", where
+
+
+def turns_beside(work: Callable[[], object]) -> int:
+    """How often this thread looks at the clock in the middle half of the time that another one works."""
+    times: list[float] = []
+
+    def timed() -> None:
+        begin = time.perf_counter()
+        work()
+        times.extend((begin, time.perf_counter()))
+
+    thread = threading.Thread(target=timed)
+    thread.start()
+    seen = []
+    while not times:
+        seen.append(time.perf_counter())
+    thread.join()
+    begin, end = times
+    quarter = (end - begin) / 4
+    return sum(begin + quarter < at < end - quarter for at in seen)
+
+
+@jit
+def test_python_runs_while_a_kernel_does() -> None:
+    values = np.tile(np.arange(16, dtype=np.uint8), 3 << 20)
+    lengths = k.huffman_lengths(np.ones(16, np.int64))
+    k.huffman_encode(values[:16], lengths)  # compiled, or loaded
+    # On a busy machine this thread may not get its turn in time; what holds the lock gives it none at all.
+    assert any(turns_beside(lambda: k.huffman_encode(values, lengths)) > 50 for _ in range(20))
+    assert turns_beside(lambda: sum(range(20_000_000))) < 50
