@@ -40,7 +40,8 @@ class Leaf:
         flat: values.
         gradient: gradient average of the same size, where one was given.
         sibling: of a first moment, the *decoded* second moment of the same parameter (float32 on the host), if any.
-        importance: of a weight, the second moment of the same parameter, flat, where the state holds one.
+        importance: of a weight, the second moment of the same parameter, flat, where the state holds one; else the
+            square of its gradient, where there is one.
         touched: packed bits, 1 for each row that may have changed since the parent; None: not known.
     """
 

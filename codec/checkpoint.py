@@ -357,6 +357,11 @@ class Checkpoint:
             memories = map_chunks(lambda r: self.memory_of(r, prev), now)
             self._memory = (self._memory or {}) | {r.key: m for r, m in zip(now, memories, strict=True)}
 
+    def let_go(self) -> None:
+        """Forget what `decode` decoded and fetched; the header stays."""
+        self._memory = None
+        self._body.forget()
+
     def record_at(self, key: str) -> ArrayRecord | None:
         """The array at a place of the tree."""
         return self._by_key.get(key)

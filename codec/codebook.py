@@ -6,6 +6,7 @@ default keeps the parent's until its error passes `trigger` times the best possi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.histogram import Histogram
 from ..kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans
-from .leaves import Array
+from .leaves import Array, NpArray
 
 MOST = 254
 """Most entries of a codebook: a level is a byte, and two levels are taken."""
@@ -72,6 +73,64 @@ def _spread_within(values: Floats, weights: Floats, bits: int) -> float:
     return float((weights * width * width).sum() / 12)
 
 
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """What a codebook is fitted to: how many elements have which value, to within the width of a log bucket.
+
+    Args:
+        local: float64 [n], ascending: middles of the buckets, as distances from `offset`.
+        counts: int64 [n], elements in each, > 0.
+        bits: of the buckets, an octave of distances has `2**bits`.
+        offset: what the buckets are counted from; 0 in a sketch of the values themselves.
+        sharp: whether the elements of a bucket are all equal.
+    """
+
+    local: Floats
+    counts: NpArray
+    bits: int
+    offset: float = 0.0
+    sharp: bool = False
+
+    @staticmethod
+    def of(histogram: Histogram, offset: float = 0.0, *, sharp: bool = False) -> Cells:
+        """The buckets of a signed histogram that are not empty."""
+        present = np.flatnonzero(histogram.counts[:-1])
+        return Cells(histogram.values()[present], histogram.counts[present], histogram.bits, offset, sharp)
+
+    @property
+    def values(self) -> Floats:
+        """Middles of the buckets."""
+        return self.restored(self.local)
+
+    def within(self, weights: Floats, scale: float = 1.0) -> float:
+        """Weighted variance inside the buckets, of values times `scale`."""
+        return 0.0 if self.sharp else _spread_within(self.local * scale, weights, self.bits)
+
+    def loss(self, codebook: Floats, scale: float = 1.0) -> float:
+        """Sum of squared distances of the elements, each at the middle of its bucket, from a codebook."""
+        return quantization_loss(self.local * scale, self.counts.astype(np.float64), self.placed(codebook) * scale)
+
+    def placed(self, codebook: Floats) -> Floats:
+        """Entries as distances from `offset`."""
+        return codebook - self.offset if self.offset else codebook
+
+    def restored(self, entries: Floats) -> Floats:
+        """The inverse of `placed`."""
+        return entries + self.offset if self.offset else entries
+
+
+_BLURRED = 0.05
+"""A sketch is too coarse where the spread inside of its buckets is more than this share of a codebook's loss."""
+
+
+def too_coarse(cells: Cells, codebook: Floats) -> bool:
+    """Whether a codebook's loss is as much the sketch's as its own, so that neither step nor place can be trusted."""
+    if codebook.size == 0 or cells.local.size == 0:
+        return False
+    scale = unit(float(np.abs(cells.values).max()))
+    return cells.within(cells.counts.astype(np.float64), scale) > _BLURRED * cells.loss(codebook, scale)
+
+
 def variance(histogram: Histogram) -> float:
     """Variance of the counted elements of a signed histogram whose squares float64 holds."""
     present = np.flatnonzero(histogram.counts[:-1])
@@ -93,7 +152,7 @@ def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floa
     return values, counts
 
 
-def uniform(values: Floats, counts: Floats, bins: int, bits: int) -> Floats:
+def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
     """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
 
         step = sqrt(12 D),  D = mean squared error of the exact codebook of `bins` entries
@@ -103,36 +162,35 @@ def uniform(values: Floats, counts: Floats, bins: int, bits: int) -> Floats:
     The step is rounded to 8 bits, so that multiples are exact; there are at most 254 entries.
 
     Args:
-        values: ascending, with `counts` > 0, shape (n,).
-        counts: how often each occurs.
+        cells: the elements.
+        weights: of the cells, float64 [n].
         bins: entries of the codebook whose error is aimed at.
-        bits: of the histogram.
 
     Source: Gish and Pierce 1968 (asymptotically efficient quantizing).
     """
+    values, local = cells.values, cells.local
     if bins >= values.size:
-        best: Floats = weighted_kmeans(values, counts, bins)
-        return best
+        return cells.restored(weighted_kmeans(local, weights, bins))
     scale = unit(float(np.abs(values).max()))
-    scaled = values * scale
+    scaled = local * scale
     # Boundaries of the best codebook need not be found to a bucket: its error is flat there.
-    exact: Floats = weighted_kmeans(*_coarser(scaled, counts, bits, bins), bins)
-    loss = quantization_loss(scaled, counts, exact) + _spread_within(scaled, counts, bits)
+    exact: Floats = weighted_kmeans(*_coarser(scaled, weights, cells.bits, bins), bins)
+    loss = quantization_loss(scaled, weights, exact) + cells.within(weights, scale)
     low, high = float(values[0]), float(values[-1])
-    step = max(math.sqrt(12 * loss / float(counts.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
+    step = max(math.sqrt(12 * loss / float(weights.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
     mantissa, exponent = math.frexp(step)
     step = math.ldexp(math.ceil(mantissa * 256), exponent - 8)
     if not 0 < step < math.inf:
-        return exact / scale
+        return cells.restored(exact / scale)
     first, last = math.floor(low / step + 0.5), math.ceil(high / step - 0.5)
     return np.arange(first, last + 1, dtype=np.float64) * step
 
 
-def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, str]:
+def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None) -> tuple[Floats, str]:
     """A codebook for the elements counted in a signed histogram.
 
     Args:
-        histogram: of the elements to quantize.
+        sketch: of the elements to quantize.
         how: bins, weights, solver, policy.
         parent: the parent's codebook of the same array, ascending, or None.
 
@@ -140,18 +198,18 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
         Ascending float64 codebook of at most `how.bins` entries (fewer when there are fewer distinct buckets), and the
         reason: "new", "refit", "warm", "frozen", or "refit: ..." with what triggered it.
     """
-    present = np.flatnonzero(histogram.counts[:-1])
-    values = histogram.values()[present]
-    weights = bucket_weights(histogram.counts[present], values, how.sigma)
+    cells = sketch if isinstance(sketch, Cells) else Cells.of(sketch)
+    weights = bucket_weights(cells.counts, cells.values, how.sigma)
     if not weights.any():
         return np.empty(0), "empty"
     usable = parent is not None and parent.size > 0
     if usable and how.policy == "warm" and parent is not None and parent.size == how.bins:
-        return weighted_kmeans(values, weights, how.bins, initial=parent), "warm"
+        start = cells.placed(parent)
+        return cells.restored(weighted_kmeans(cells.local, weights, how.bins, initial=start)), "warm"
     if how.solver == "uniform":
-        best = uniform(values, weights, how.bins, histogram.bits)
+        best = uniform(cells, weights, how.bins)
     else:
-        best = weighted_kmeans(values, weights, how.bins, method=how.solver, seed=how.seed)
+        best = cells.restored(weighted_kmeans(cells.local, weights, how.bins, method=how.solver, seed=how.seed))
     if not usable or parent is None:
         return best, "new"
     if how.policy != "frozen":
@@ -162,10 +220,11 @@ def fit(histogram: Histogram, how: Fit, parent: Floats | None) -> tuple[Floats, 
     elif parent.size != best.size:
         return best, f"refit: {parent.size} entries became {best.size}"
     used = np.flatnonzero(weights)
-    scale = unit(float(np.abs(values[used]).max()))
-    values, weights = values[used] * scale, weights[used]
-    floor = _spread_within(values, weights, histogram.bits)
-    loss, least = (quantization_loss(values, weights, c * scale) + floor for c in (parent, best))
+    kept = dataclasses.replace(cells, local=cells.local[used], counts=cells.counts[used])
+    scale = unit(float(np.abs(kept.values).max()))
+    floor = kept.within(weights[used], scale)
+    own = (cells.placed(c) * scale for c in (parent, best))
+    loss, least = (quantization_loss(kept.local * scale, weights[used], c) + floor for c in own)
     if loss <= how.trigger * least:
         return parent, "frozen"
     return best, f"refit: loss {loss / least:.3g} times the best" if least else "refit: the best is exact"
@@ -177,13 +236,14 @@ def spacing(codebook: Floats) -> float:
     return half / (codebook.size - 1) * 2
 
 
-def predicted_error(histogram: Histogram, codebook: Floats) -> float:
-    """Relative L2 error that quantizing the counted elements with this codebook will have, from the histogram alone."""
-    used = np.flatnonzero(histogram.counts[:-1])
-    if codebook.size == 0 or used.size == 0:
+def predicted_error(sketch: Histogram | Cells, codebook: Floats) -> float:
+    """Relative L2 error that quantizing the counted elements with this codebook will have, from the sketch alone."""
+    cells = sketch if isinstance(sketch, Cells) else Cells.of(sketch)
+    if codebook.size == 0 or cells.local.size == 0:
         return 0.0
-    scale = unit(largest_of(histogram))
-    values, weights = histogram.values()[used] * scale, histogram.counts[used].astype(np.float64)
-    norm = float((weights * values * values).sum())
-    loss = quantization_loss(values, weights, codebook * scale) + _spread_within(values, weights, histogram.bits)
+    values = cells.values
+    scale = unit(float(np.abs(values).max()))
+    weights = cells.counts.astype(np.float64)
+    norm = float((weights * (values * scale) ** 2).sum())
+    loss = cells.loss(codebook, scale) + cells.within(weights, scale)
     return math.sqrt(loss / norm) if norm else 0.0

@@ -16,10 +16,10 @@ from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
 from .fields import parts_of
-from .importance import second_moments
-from .kinds import check_kinds, is_update, moment_place
+from .importance import second_moments, squared
+from .kinds import check_kinds, check_used, is_update, moment_place
 from .leaves import is_array
-from .matching import beside, gradients_by_path, matched, tie
+from .matching import beside, gradients_by_path, matched, overlooked, tie
 from .optimizer import FirstMoment, square_of
 from .parallel import map_arrays
 from .quantize import Quantize
@@ -43,14 +43,16 @@ def compress(
         prev: the parent, resolved: the result is then a delta against it. None: a base.
         cfg: what to do with which array; default `Config()`.
         grads: gradient averages for sensitivity, a tree with the keys of the weights (or the tails of their paths).
+            With `Config.rate`, and no second moments in the state, their squares stand in for these.
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it; default: guessed from names and
-            shapes.
+            shapes. Paths that the state does not have are passed over, unless it has none of them.
 
     Returns:
         A resolved checkpoint.
 
     Raises:
-        BadArgumentError: an argument out of range; a state that is no tree; a gradient without a weight.
+        BadArgumentError: an argument out of range; a state that is no tree; a gradient without a weight; kinds of which
+            no path is that of an array.
         UnsupportedLeafError: a leaf that cannot be stored without pickle; the message has its path.
         MissingParentError: `prev` is not resolved.
 
@@ -68,6 +70,7 @@ def compress(
         check_resolved(prev)
     check_kinds(kinds)
     nodes, found = tree.flatten(state, is_array)
+    check_used(kinds, [node.path for node in found])
     nodes, unique = tie(nodes, found)
     leaves, codecs = matched(unique, cfg, kinds, gradients_by_path(grads, found), prev is None or not prev.is_delta)
     leaves = _with_importance(leaves, codecs)
@@ -75,6 +78,9 @@ def compress(
     if prev is not None:
         parents = [prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
     stored = _encode(leaves, codecs, parents)
+    for i, (leaf, codec) in enumerate(zip(leaves, codecs, strict=True)):
+        if not stored[i].note and (why := overlooked(leaf, codec, cfg, kinds)):
+            stored[i] = dataclasses.replace(stored[i], note=why)
     header = {
         "parent": None if prev is None else prev.identity,
         "raw": sum(leaf.spec.nbytes for leaf in leaves),
@@ -91,11 +97,20 @@ def compress(
 
 
 def _with_importance(leaves: list[Leaf], codecs: list[Codec]) -> list[Leaf]:
-    """Beside each weight that the rate-distortion encoder will code, the second moment of its parameter."""
+    """Beside each weight that the rate-distortion encoder will code, the second moment of its parameter.
+
+    Where none of them has one, the squares of the gradients that were given: an estimate of the same, from few batches.
+    """
     wanted = [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs]
     if not any(wanted):
         return leaves
     pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
+    if not pairs:
+        squares = squared([leaf.gradient if want else None for leaf, want in zip(leaves, wanted, strict=True)])
+        return [
+            leaf if square is None else dataclasses.replace(leaf, importance=square)
+            for leaf, square in zip(leaves, squares, strict=True)
+        ]
     return [
         dataclasses.replace(leaf, importance=beside(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
         for i, leaf in enumerate(leaves)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..kernels.arguments import choice
+from ..kernels.arguments import choice, flag, strings
+from ..kernels.floats import FORMATS
 from .base import Codec, check_range, from_json, to_json
 from .changed import Changed
 from .clusters import Clusters
@@ -30,20 +31,31 @@ CODECS: dict[str, type[Codec]] = {
 class Rule:
     """`match` is a kind (a layer type or role: "norm", "embedding", "first moment") or a shell glob over the path.
 
-    In a glob, `*` also matches `/`: `optimizer/*` is everything in the optimizer.
+    In a glob, `*` also matches `/`: `optimizer/*` is everything in the optimizer. `dtypes`, where given, are the only
+    ones that it is for ("float32").
     """
 
     match: str
     codec: Codec
+    dtypes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.match, str) or not self.match:
             raise BadArgumentError(f"a rule's pattern must be a non-empty string, not {self.match!r}")
         if type(self.codec) not in CODECS.values():
             raise BadArgumentError(f"rule {self.match!r}: {self.codec!r} is no codec")
+        if self.dtypes is not None:
+            named = strings(f"rule {self.match!r}: dtypes", self.dtypes)
+            if not named:
+                raise BadArgumentError(f"rule {self.match!r} is for no dtype; None is for all")
+            for name in named:
+                choice(f"rule {self.match!r}: a dtype", name, FORMATS)
+            object.__setattr__(self, "dtypes", named)
 
-    def matches(self, path: str, kind: Kind) -> bool:
+    def matches(self, path: str, spec: LeafSpec, kind: Kind) -> bool:
         """Whether the rule is for this array."""
+        if self.dtypes is not None and spec.dtype not in self.dtypes:
+            return False
         if self.match in ROLES:
             return kind.role == self.match
         if self.match in LAYERS:
@@ -63,12 +75,14 @@ class ChainPolicy:
         max_restore_cost: a base when restoring would otherwise decode more than so many times the bytes of a base, in
             [1, 1e6]; every delta below costs at most 1 (its quantized and exact arrays are decoded, its moments are
             not). None: no such rule.
+        only_smaller: a base wherever a delta would spare less than a hundredth of one, as after a jump; default True.
     """
 
     base_every: int | None = 20
     against: str = "previous"
     predictor: str | None = None
     max_restore_cost: float | None = None
+    only_smaller: bool = True
 
     def __post_init__(self) -> None:
         if self.base_every is not None and (type(self.base_every) is not int or self.base_every < 1):
@@ -78,6 +92,7 @@ class ChainPolicy:
             choice("predictor", self.predictor, ("size",))
         if self.max_restore_cost is not None:
             check_range("max_restore_cost", self.max_restore_cost, 1, 1e6)
+        flag("only_smaller", self.only_smaller)
 
 
 _EXACT = Exact()
@@ -93,12 +108,14 @@ class Config:
     Args:
         rules: ordered, first match wins; `Rule`s or `(pattern or kind, codec)` pairs. An array that no rule matches is
             treated as by `Config()`: large float weights are quantized, optimizer moments kept to a relative error,
-            everything else exact. Integer, bool, tiny, norm and bias weights are exact whatever the rules say.
+            everything else exact. Integer, bool, tiny, norm and bias weights are exact whatever the rules say, and so
+            are a second moment and an average whose square is subtracted from it (centered RMSprop).
         max_rel_error: relative L2 error no array may exceed, in (0, 1); picks the number of codebook bins per array,
             and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules say.
         rate: lambda of the rate-distortion encoder, in units of the weights' variance per bit, >= 0; 0 means every
             weight gets its nearest level. Where the state holds second moments v, errors and variance are weighted by
-            sqrt(v) and one slope holds for all arrays. The grid of first moments follows (`FirstMoment.step`).
+            sqrt(v) and one slope holds for all arrays; where it holds none and there are gradients, by their magnitude.
+            The grid of first moments follows (`FirstMoment.step`).
         chain: when `Store` takes a base.
 
     Example:
@@ -137,12 +154,12 @@ class Config:
         """The codec for one array."""
         lossless_only = (
             spec.library == "numpy scalar"
-            or spec.dtype not in ("float16", "bfloat16", "float32", "float64")
+            or spec.dtype not in FORMATS
             or spec.size < (TINY if kind.role == "weight" else TINY_MOMENT)
             or (kind.role == "weight" and kind.layer in ("norm", "bias"))
             or (kind.role == "state")
         )
-        asked = next((r.codec for r in self.rules if r.matches(path, kind)), None)
+        asked = next((r.codec for r in self.rules if r.matches(path, spec, kind)), None)
         if lossless_only:
             lossless = isinstance(asked, Exact) or (isinstance(asked, Rows) and asked.lossless)
             return asked if asked is not None and lossless else _EXACT
@@ -172,14 +189,15 @@ class Config:
         if type(restores) is not int or restores < 0:
             raise BadArgumentError(f"restores is {restores!r}; it must be an integer of at least 0")
         rules = [
-            Rule(r.match, r.codec.for_restores(restores)) if hasattr(r.codec, "for_restores") else r for r in self.rules
+            replace(r, codec=r.codec.for_restores(restores)) if hasattr(r.codec, "for_restores") else r
+            for r in self.rules
         ]
         return Config(rules, max_rel_error=self.max_rel_error, rate=self.rate, chain=self.chain)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal Config."""
         return {
-            "rules": [[r.match, to_json(r.codec)] for r in self.rules],
+            "rules": [[r.match, to_json(r.codec), *([] if r.dtypes is None else [list(r.dtypes)])] for r in self.rules],
             "max_rel_error": self.max_rel_error,
             "rate": self.rate,
             "chain": asdict(self.chain),
@@ -192,7 +210,7 @@ class Config:
             if set(data) != {"rules", "max_rel_error", "rate", "chain"}:
                 raise BadArgumentError(f"no configuration: its fields are {sorted(map(str, data))}")
             return Config(
-                [Rule(match, from_json(CODECS, codec)) for match, codec in data["rules"]],
+                [Rule(match, from_json(CODECS, codec), *dtypes) for match, codec, *dtypes in data["rules"]],
                 max_rel_error=data["max_rel_error"],
                 rate=data["rate"],
                 chain=ChainPolicy(**data["chain"]),

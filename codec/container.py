@@ -180,6 +180,12 @@ class Body:
                 chunks.update(range(first, last))
         self._data.load((self._where.starts[i], self._where.starts[i] + self._where.lengths[i]) for i in chunks)
 
+    def forget(self) -> None:
+        """Let go of what was fetched, if the file is elsewhere; what is fetched again is checked again."""
+        if isinstance(self._data, Ranged):
+            self._data.forget()
+            self._checked.clear()
+
     def piece(self, offset: int, length: int) -> memoryview:
         """The piece at `offset` in the body."""
         if length < 0 or offset < 0 or offset + length > self.nbytes:

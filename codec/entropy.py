@@ -10,6 +10,8 @@
     7 unchanged    every symbol equals its context
     8 zstandard    a zstandard frame
     9 stored       the symbols themselves
+    10 rare        where symbols differ from their context, and what they are
+    11 exceptions  the most frequent symbol, then where others stand, and which
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes.
 """
@@ -34,6 +36,7 @@ from ..kernels.rans import (
     rans_frequencies,
     unpack_frequencies,
 )
+from ..kernels.rare import rare_decode, rare_encode
 from ..kernels.runlength import rle_decode, rle_encode
 from .errors import CorruptDataError
 from .fields import Reader, Writer
@@ -42,14 +45,16 @@ U8 = np.ndarray[Any, np.dtype[np.uint8]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
+RARE, EXCEPTIONS = 10, 11
 PRECISIONS = (12, 15)
 _STATES = 16
 _SHORT, _MODEST = 2048, 4096
 _BINCOUNT = 1 << 12
 _HIGH_ENTROPY = 2.5
 """Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
-_LEAST_TABLE = 8
 _SLACK = 1.005
+FEW = 1024
+"""Changes that are coded one by one at most: each takes some hundred nanoseconds, and of more a table says enough."""
 SAMPLE, PARTS = 1 << 14, 8
 """Elements of an array that are looked at to choose how to code it, in so many stretches."""
 _MANY = 4 * SAMPLE
@@ -66,7 +71,7 @@ def counts_of(symbols: U8) -> I64:
 
 
 def encode(symbols: U8) -> bytes:
-    """Code symbols without a context, by whichever of constant, packed, huffman, rans and stored is smallest.
+    """Code symbols without a context: constant, packed, huffman, rans, exceptions or stored, whichever is smallest.
 
     Args:
         symbols: uint8, shape (n,); n is not stored.
@@ -109,7 +114,7 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
     least = min(sizes.values())
     # What no table can win is not tried: noise (mantissas), and streams so short that a table costs more than it saves.
     bits = entropy_bits(counts[present])
-    if _SLACK * (bits / 8 + _LEAST_TABLE) < least:
+    if _SLACK * (bits / 8 + _least_table(present)) < least:
         if n < _MODEST or bits > _HIGH_ENTROPY * n:
             lengths = huffman_lengths(counts)
             packed_lengths = pack_lengths(lengths)
@@ -117,8 +122,12 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
         if n >= _SHORT:
             model = _Model.best(counts[None, :])
             sizes[RANS] = model.cost
-    # Within half a percent the faster coder is taken: stored, packed, huffman, rans.
-    order = (STORED, PACKED, HUFFMAN, RANS)
+    peak = int(counts.argmax())
+    if n - int(counts[peak]) <= min(FEW, n // 2) and _SLACK * (bits / 8 + 2) < min(sizes.values()):
+        exceptions = rare_encode(symbols, np.full(n, peak, np.uint8))
+        sizes[EXCEPTIONS] = 1.0 + exceptions.size
+    # Within half a percent the faster coder is taken: stored, packed, huffman, rans, exceptions.
+    order = (STORED, PACKED, HUFFMAN, RANS, EXCEPTIONS)
     least = min(sizes.values())
     method = next(m for m in order if m in sizes and sizes[m] <= _SLACK * least)
     out.byte(method)
@@ -130,9 +139,19 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
     elif method == HUFFMAN:
         out.block(packed_lengths)
         out.raw(huffman_encode(symbols, lengths))
-    else:
+    elif method == RANS:
         model.write(out, symbols, None)
+    else:
+        out.byte(peak)
+        out.raw(exceptions)
     return out
+
+
+def _least_table(present: I64) -> float:
+    """Bytes that a table of these symbols hardly ever stays below: its frame, which of them there are, by runs, and a
+    bit and a half of each. Without it few symbols of noise look as if a table could spare something."""
+    runs = 1 + np.count_nonzero(np.diff(present) > 1)
+    return 8 + (1.5 * int(present.size) + 2.0 * int(runs)) / 8
 
 
 def entropy_bits(counts: I64) -> float:
@@ -269,16 +288,37 @@ def in_context(symbols: U8, context: U8, contexts: int, slack: float = _SLACK) -
     total[: counts.shape[1]] = counts.sum(axis=0)
     alone = entropy_bits(total)
     out = Writer()
-    if int(np.trace(counts)) == symbols.size:
+    changes = symbols.size - int(np.trace(counts))
+    if changes == 0:
         out.byte(UNCHANGED)
         return out, alone
-    model = _Model.best(counts, slack, contexts)
-    # Without the context it takes its entropy at least: where that is more, its table need not be made.
-    if alone / 8 < model.cost and _Model.best(total[None, :]).cost <= model.cost:
-        return _encode_plain(symbols, total), alone
-    out.byte(CONDITIONAL)
-    model.write(out, symbols, context)
+    rare = rare_encode(symbols, context) if changes <= min(FEW, symbols.size // 2) else None
+    cost, model = math.inf if rare is None else float(rare.size), None
+    # A stream with a table takes its entropy, the states and a byte or two of table at least.
+    if slack * (entropy_bits(counts) / 8 + _STATES + 4) < cost:
+        model = _Model.best(counts, slack, contexts)
+        if rare is not None and slack * model.cost >= rare.size:
+            model = None
+        else:
+            cost = model.cost
+    if _plain_may_win(total, alone, cost) and len(plain := _encode_plain(symbols, total)) <= cost + 1:
+        return plain, alone
+    if model is not None:
+        out.byte(CONDITIONAL)
+        model.write(out, symbols, context)
+    elif rare is not None:
+        out.byte(RARE)
+        out.raw(rare)
     return out, alone
+
+
+def _plain_may_win(counts: I64, bits: float, cost: float) -> bool:
+    """Whether symbols with these counts, of this entropy, may take no more without their context than `cost` bytes."""
+    n = int(counts.sum())
+    if n - int(counts.max()) <= min(FEW, n // 2):
+        return bits / 8 + 2 < cost
+    # Its entropy and a table are the least it takes: where that is more, none need be made.
+    return bits / 8 + _least_table(np.flatnonzero(counts)) < cost and _Model.best(counts[None, :]).cost <= cost
 
 
 def encode_huffman(symbols: U8) -> bytes:
@@ -322,7 +362,7 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
     """
     reader = Reader(data, "symbols")
     method = reader.byte()
-    if method in (CONDITIONAL, REARRANGED, UNCHANGED):
+    if method in _IN_CONTEXT:
         if context is None:
             raise CorruptDataError(f"symbols: method {method} needs a parent")
         symbols = _IN_CONTEXT[method](reader, n, context, contexts)
@@ -367,6 +407,17 @@ def _decode_zstandard(data: Reader, n: int) -> U8:
     return np.frombuffer(plain, np.uint8)
 
 
+def _decode_exceptions(data: Reader, n: int) -> U8:
+    peak = data.byte()
+    symbols: U8 = rare_decode(_array(data.rest()), np.full(n, peak, np.uint8))
+    return symbols
+
+
+def _decode_rare(data: Reader, n: int, context: U8, _contexts: int) -> U8:
+    symbols: U8 = rare_decode(_array(data.rest()), context)
+    return symbols
+
+
 def _decode_rearranged(data: Reader, n: int, context: U8, contexts: int) -> U8:
     buffer = data.varint()
     if not 2 <= buffer <= 256 or buffer < contexts:
@@ -388,9 +439,11 @@ _PLAIN: dict[int, Callable[[Reader, int], U8]] = {
     RANS: lambda data, n: _read_rans(data, None, 1, n),
     ZSTANDARD: _decode_zstandard,
     STORED: lambda data, n: _array(data.raw(n)),
+    EXCEPTIONS: _decode_exceptions,
 }
 _IN_CONTEXT: dict[int, Callable[[Reader, int, U8, int], U8]] = {
     CONDITIONAL: lambda data, n, context, contexts: _read_rans(data, context, contexts, n),
     REARRANGED: _decode_rearranged,
     UNCHANGED: lambda _data, _n, context, _contexts: context,
+    RARE: _decode_rare,
 }

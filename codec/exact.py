@@ -8,8 +8,9 @@ A chunk's first byte names the method:
     3 unchanged    the parent's bytes
     4 scaled       floats alone: `codec.scaled`
     5 sizes        floats against their parent: `codec.differences`
+    6 xor          planes of the exclusive or with the parent's bit patterns: flags, packed fields, flipped signs
 
-Which of them a large chunk of floats takes is found on a sample of it.
+Which of them a large chunk takes against its parent, or a large chunk of floats at all, is found on a sample of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import zstandard
 
-from ..kernels.planes import difference, merge_planes, split_planes, undifference
+from ..kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
 from .differences import decode_differences, difference_bits, difference_of, encode_differences
@@ -31,12 +32,14 @@ from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 from .scaled import LAYOUTS, Layout, columns_of, decode_scaled, encode_scaled
 
-PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES = range(6)
+PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR = range(7)
+_CHANGES: dict[int, Method] = {DIFFERENCE: "arithmetic", XOR: "xor"}
 _SMALL = 64
 _REDUNDANT = 0.5
 _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
 _EARLY = 1 << 12
+_PART, _LIKELY = 4, 1.15
 _NEAR = 1.06
 """Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
 
@@ -157,17 +160,36 @@ def _smallest(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int 
         return PLAIN, _encode_plain(data)
     if spec.dtype in LAYOUTS:
         return _encode_floats(data, spec, before, start)
-    found = {}
+    found: dict[int, Writer] = {}
     if before is not None:
-        found[DIFFERENCE] = _coded(split_planes(difference(current, _patterns(before, spec))))
-        if len(found[DIFFERENCE]) < _WORTHWHILE * data.size:
-            return DIFFERENCE, found[DIFFERENCE]
+        method, found = _difference_or_xor(current, before.view(current.dtype))
+        if len(found[method]) < _WORTHWHILE * data.size:
+            return method, found[method]
     if current.dtype.itemsize > 1:
         found[PLANES] = _coded(split_planes(current))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
     if current.dtype.kind == "u" or len(found[PLANES]) < _REDUNDANT * data.size:
         found[PLAIN] = _encode_plain(data)
     return min(found.items(), key=lambda way: len(way[1]))
+
+
+def _difference_or_xor(current: NpArray, before: NpArray) -> tuple[int, dict[int, Writer]]:
+    """Which of `_CHANGES` is smaller, and what was written of each that was tried."""
+    some = entropy.sample(current.size)
+    x, y = some(current), some(before)
+    bits = {method: _planes_bits(split_planes(difference(x, y, how))) for method, how in _CHANGES.items()}
+    near = _NEAR if current.size <= entropy.SAMPLE else 1.0
+    found = {
+        method: _coded(split_planes(difference(current, before, how)))
+        for method, how in _CHANGES.items()
+        if bits[method] <= near * min(bits.values())
+    }
+    return min(found, key=lambda method: len(found[method])), found
+
+
+def _planes_bits(planes: NpArray) -> float:
+    """Bits that byte planes of a sample take, about."""
+    return sum(entropy.sampled_bits(np.bincount(plane, minlength=256)) for plane in planes)
 
 
 def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
@@ -184,9 +206,10 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
         bits, kind = _estimates(u, old, layout)
         ways[SIZES] = lambda: encode_differences(u, old, layout, kind)
         ways[DIFFERENCE] = lambda: _coded(split_planes(difference_of(u, old, layout)))
+        ways[XOR] = lambda: _coded(split_planes(difference(u, old, "xor")))
         # What the scale of its rows and columns spares an array alone is not in the estimate.
         near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in ways}
-        chosen = [m for m in ways if bits[m] <= near[m] * min(bits.values()) + _SMALL]
+        chosen = [m for m in bits if bits[m] <= near[m] * min(bits.values()) + _SMALL]
     found = {method: ways[method]() for method in chosen}
     best = min(found, key=lambda method: len(found[method]))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
@@ -201,10 +224,13 @@ def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, floa
     some = entropy.sample(u.size)
     u, old = some(u), some(old)
     steps = difference_of(u, old, layout)
-    planes = {SCALED: split_planes(u, layout.rotation), DIFFERENCE: split_planes(steps)}
-    bits = {m: sum(entropy.sampled_bits(np.bincount(p, minlength=256)) for p in planes[m]) for m in planes}
-    sizes, kind = difference_bits(steps, old, layout)
-    return bits | {SIZES: sizes}, kind
+    bits = {SCALED: _planes_bits(split_planes(u, layout.rotation)), DIFFERENCE: _planes_bits(split_planes(steps))}
+    bits[SIZES], kind = difference_bits(steps, old, layout)
+    # Training hardly ever flips bits: a quarter of the sample shows that, and only where it does not is all looked at.
+    flips = difference(u, old, "xor")
+    if _PART * _planes_bits(split_planes(flips[::_PART])) <= _LIKELY * min(bits.values()):
+        bits[XOR] = _planes_bits(split_planes(flips))
+    return bits, kind
 
 
 def decode_bytes(
@@ -240,11 +266,11 @@ def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArra
     if method == PLAIN:
         out[:] = entropy.decode(data.rest(), out.size)
         return
-    if method in (UNCHANGED, DIFFERENCE) and before is None:
+    if method in (UNCHANGED, DIFFERENCE, XOR) and before is None:
         raise CorruptDataError("exact: a difference without a parent")
     if method == UNCHANGED:
         out[:] = before
-    elif method in (PLANES, DIFFERENCE):
+    elif method in (PLANES, DIFFERENCE, XOR):
         patterns = _patterns(out, spec)
         if patterns is None:
             raise CorruptDataError(f"exact: items of {spec.itemsize} bytes have no planes")
@@ -253,8 +279,8 @@ def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArra
         for plane in planes:
             plane[:] = entropy.decode(data.block(), patterns.size)
         merged = merge_planes(planes, dtype=f"uint{8 * size}")
-        if method == DIFFERENCE and before is not None:
-            merged = undifference(merged, _patterns(before, spec))
+        if method in _CHANGES and before is not None:
+            merged = undifference(merged, _patterns(before, spec), _CHANGES[method])
         patterns.view(f"<u{size}")[:] = merged.view(f"<u{size}")
     elif method in (SCALED, SIZES) and spec.dtype in LAYOUTS:
         layout = LAYOUTS[spec.dtype]

@@ -1,12 +1,14 @@
 """What an error in each weight matters: the root of its second moment, where the state holds one.
 
 Adam measures distance by `sum sqrt(v_i) d_i**2`: that is the geometry its steps are taken in, and on the trainings
-tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Only the encoder
+tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Without second
+moments the gradients given for sensitivity are the next best: their squares, of a batch or a few. Only the encoder
 knows; a second moment taken for another weight's costs bytes or error, never a wrong value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,6 +57,30 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
         if len(these) == len(free):
             found.update(zip(free, these, strict=True))
     return found
+
+
+def squared(gradients: Sequence[Array | None]) -> list[Array | None]:
+    """Squares of gradients as float32, all in one unit that float32 holds: what is used of them is how they compare.
+
+    Args:
+        gradients: flat, of any float dtype; None stays None.
+    """
+    largest = max((_largest(g) for g in gradients if g is not None), default=0.0)
+    scale = math.ldexp(1.0, min(1000, -math.frexp(largest)[1])) if 0 < largest < math.inf else 1.0
+    return [None if g is None else _square(g, scale) for g in gradients]
+
+
+def _largest(gradient: Array) -> float:
+    histogram = log_histogram(gradient, 0)
+    used = np.flatnonzero(histogram.counts[:-1])
+    return float(histogram.values()[used[-1]]) if used.size else 0.0
+
+
+def _square(gradient: Array, scale: float) -> Array:
+    if is_torch(gradient):
+        return (gradient.double() * scale).square().float()
+    with np.errstate(invalid="ignore", over="ignore"):
+        return ((gradient.astype(np.float64) * scale) ** 2).astype(np.float32)
 
 
 def _name(folder: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,10 @@ TINY_MOMENT = 64
 _FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "mu", "m"}
 """Averages in the unit of a gradient or an update; Adamax's `exp_inf` is one, for it is no square."""
 _SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
+_SUBTRACTED = {"grad_avg", "average_gradient", "average_grad", "mean_grad", "mg"}
+"""Averages of the gradient whose square an update takes from the second moment beside them, before it takes a root."""
+_WORDS = {"momentum"}
+"""Moments' names that are also words: they are one where an optimizer stands above them."""
 _BESIDE = {("exp_avg", "exp_avg_sq"), ("exp_avg", "max_exp_avg_sq"), ("mu", "nu"), ("m", "v")}
 """First and second moments whose update is the one over the root of the other: Adam's, by whatever name."""
 _ADAMS = {"adam", "adamw", "nadam", "radam", "lamb"}
@@ -37,8 +41,17 @@ _ATTENTION = re.compile(r"(^|[._/])(\w*attn\w*|\w*attention\w*|[qkvo]_proj|qkv\w
 
 
 _BIAS = re.compile(r"(^|_)bias(_|$)")
-_OWNER = re.compile(r"(^|/)(state/[^/]+|(opt|[^/]*optim)[^/]*/(.*/)?\d+)$", re.IGNORECASE)
-"""Where a name of a letter or two is an optimizer's, and not a value projection's."""
+_OPTIMIZER = (
+    r"(?:[^/]*optim(?:i[sz]er)?s?|(?:[^/]*[^/a-z])?opt|optax)(?:_?states?)?"
+    r"(?:[^/a-z][^/]*|(?-i:[A-Z])(?:[^/a-z][^/]*)?)?"
+)
+"""A key that an optimizer stands below: "opt", "optG", "optimisers", "my_optimizer_0", "optax_state"; not "optical"."""
+_OWNER = re.compile(
+    rf"(^|/)(state/[^/]+|(?!opt/(.*/)?(layers?|blocks?)/){_OPTIMIZER}/(.*/)?\d+)$",
+    re.IGNORECASE,
+)
+"""Where a name of a letter or two is an optimizer's, and not a value projection's (also of a model called "opt")."""
+_BELOW = re.compile(rf"(^|/)((?:[^/]*_)?states?|{_OPTIMIZER})/", re.IGNORECASE)
 _ENTRY = re.compile(r"(^|/)state/\d+/|optim[^/]*/(.*/)?state/[^/]+/", re.IGNORECASE)
 
 
@@ -107,13 +120,74 @@ def _role(path: str) -> str:
     if below:
         return "first moment" if last == "mu" else "second moment"
     if above:
-        known = len(last) > 2 or _OWNER.search(above) is not None
+        where = _BELOW.search(path) if last in _WORDS else _OWNER.search(above)
+        known = where is not None or (len(last) > 2 and last not in _WORDS)
         if last in _SECOND and known:
             return "second moment"
         if last in _FIRST and known:
             return "first moment"
     # An optimizer's entry that is no known moment: never lossy by guess.
     return "state" if _ENTRY.search(path) else "weight"
+
+
+def no_moments(paths: Sequence[str], kinds_of_them: Sequence[Kind], negative: Callable[[int], bool]) -> list[int]:
+    """Numbers of the arrays of which only a name of a letter or two makes moments, and that are none by their values.
+
+    A second moment is nowhere negative. With what is none goes the first moment beside it.
+
+    Args:
+        paths: of all arrays.
+        kinds_of_them: their kinds.
+        negative: whether the array of a number has a negative value; asked of few.
+    """
+    short = {i: moment_place(path) for i, path in enumerate(paths) if len(moment_place(path)[1]) <= 2}
+    known = {i: place for i, place in short.items() if kinds_of_them[i].role.endswith("moment")}
+    seconds = [i for i in known if kinds_of_them[i].role == "second moment" and negative(i)]
+    places = {known[i][::2] for i in seconds}
+    return seconds + [i for i in known if kinds_of_them[i].role == "first moment" and known[i][::2] in places]
+
+
+def without_root(path: str, kind: Kind) -> Kind:
+    """The kind of an array that is no moment though its name is: a weight; below an optimizer, never lossy by guess."""
+    return replace(kind, role="state" if _BELOW.search(path) else "weight")
+
+
+def subtracted(paths: Sequence[str], kinds_of_them: Sequence[Kind], variance: Callable[[int, int], bool]) -> list[int]:
+    """Numbers of the second moments, and of the averages beside them, of which an update is made by `sqrt(v - m**2)`.
+
+    An error in either of them can make that the root of a negative number, so both are kept to the bit. They are told
+    by the name of the average (centered RMSprop of torch, timm, Keras); in Optax's `scale_by_stddev`, whose names are
+    Adam's, by that there is no `count` beside and that `v >= m**2` holds everywhere: it would be NaN already.
+
+    Args:
+        paths: of all arrays.
+        kinds_of_them: their kinds.
+        variance: whether `v >= m**2` holds for the arrays of two numbers, v and m; asked of few.
+    """
+    places = [moment_place(path) for path in paths]
+    below = [_BELOW.search(path) is not None for path in paths]
+    averages = {
+        place[::2] for place, optimizers in zip(places, below, strict=True) if optimizers and place[1] in _SUBTRACTED
+    }
+    seconds: dict[tuple[str, ...], list[int]] = {}
+    for j, place in enumerate(places):
+        role = kinds_of_them[j].role
+        # Beside such an average everything but a first moment may be it, by whatever name.
+        if role == "second moment" or (below[j] and role != "first moment" and place[::2] in averages):
+            seconds.setdefault(place[::2], []).append(j)
+    found: set[int] = set()
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for i, place in enumerate(places):
+        beside = seconds.get(place[::2], [])
+        if beside and place[1] in _SUBTRACTED:
+            found.update(beside, [i])
+        elif place[1] == "mu" and kinds_of_them[i].optimizer is None:
+            groups.setdefault(place[0], []).extend((j, i) for j in beside if places[j][1] == "nu")
+    held = set(paths)
+    for above, pairs in groups.items():
+        if f"{above}/count".lstrip("/") not in held and all(variance(j, i) for j, i in pairs):
+            found.update(*pairs)
+    return sorted(found)
 
 
 def is_update(first: str, kind: Kind, second: str) -> bool:
@@ -186,6 +260,42 @@ def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_bas
         if bits is not None:
             table[path] = bits
     return table
+
+
+def check_used(kinds: Mapping[str, Any] | None, paths: Sequence[str]) -> None:
+    """Refuse kinds of which no key is the name of an array: then they are of another state, or named otherwise.
+
+    Some may have none: `kinds(module, optimizer)` names every entry, and a state need not hold them all.
+
+    Args:
+        kinds: as given to `compress`.
+        paths: of all arrays, also of the second names of tied ones.
+
+    Raises:
+        BadArgumentError: with some of both names.
+    """
+    if kinds and paths and not any(by_path(kinds, path) for path in paths):
+        raise BadArgumentError(
+            f"kinds: none of its {len(kinds)} paths ({_some(kinds)}) is that of an array of the state ({_some(paths)})"
+        )
+
+
+def kinds_for(kinds: Mapping[str, Any] | None, paths: Iterable[str]) -> dict[str, Any] | None:
+    """Of `kinds` what belongs to some of the paths: for a part of a state, of which `check_used` would refuse the rest.
+
+    Example:
+        >>> kinds_for({"fc.weight": "linear", "wte": "embedding"}, ["model/wte"])
+        {'wte': 'embedding'}
+    """
+    if kinds is None:
+        return None
+    matches = (by_path(kinds, path) for path in paths)
+    return {match[0]: match[1] for match in matches if match is not None}
+
+
+def _some(names: Iterable[str]) -> str:
+    first = [str(name)[:80] for _, name in zip(range(4), names, strict=False)]
+    return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
 
 
 def check_kinds(kinds: Any) -> None:

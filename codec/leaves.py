@@ -175,10 +175,20 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether a tensor is spread over processes (a DTensor), without importing what those need."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(value, distributed.DTensor)
+
+
+def local_part(value: Any) -> Any:
+    """This process's part of a sharded tensor; any other as it is."""
+    return value.to_local() if is_sharded(value) else value
+
+
 def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
     torch = _torch()
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(t, distributed.DTensor):
+    if is_sharded(t):
         t = t.full_tensor()
     plain = _plain_tensors()
     if type(t) not in plain and not (isinstance(t, torch.nn.Parameter) and type(t.data) is torch.Tensor):

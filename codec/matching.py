@@ -11,18 +11,18 @@ import numpy as np
 from ..kernels.arrays import is_torch
 from ..kernels.floats import FORMATS
 from . import tree
-from .base import Codec, Leaf
+from .base import CHUNK, Codec, Leaf
 from .clusters import Clusters
 from .config import Config
 from .errors import BadArgumentError
 from .exact import Exact
 from .exponent import ExponentDelta
-from .kinds import by_path, kind_of, touched_rows
+from .kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
 from .leaves import is_array, read_leaf, same_storage_key
 from .moments import LogBuckets
 from .optimizer import FirstMoment, SecondMoment, cell_octaves, grid_step
 from .quantize import Quantize
-from .rows import Rows
+from .rows import DTYPES, Rows
 
 _TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)
 
@@ -81,23 +81,82 @@ def matched(
     for node in found:
         spec, flat = read_leaf(node.value, node.path)
         kind = kind_of(node.path, spec, kinds)
-        codec = Exact() if node.exact else cfg.codec_for(node.path, spec, kind)
-        gradient = None
-        match = by_path(grads, node.path) if grads and kind.role == "weight" else None
-        if match is not None:
-            grad_spec, gradient = read_leaf(match[1], f"grads/{match[0]}")
-            if grad_spec.shape != spec.shape:
-                raise BadArgumentError(f"{node.path}: its gradient has shape {grad_spec.shape}, not {spec.shape}")
-            if grad_spec.dtype not in FORMATS:
-                raise BadArgumentError(
-                    f"{node.path}: its gradient has dtype {grad_spec.dtype}; one of {', '.join(FORMATS)} is needed"
-                )
-            gradient = beside(gradient, flat)
-        codec = with_targets(codec, cfg)
-        gradient = gradient if isinstance(codec, Quantize) else None
-        leaves.append(Leaf(node.path, node.key, spec, kind, flat, gradient, touched=touched.get(node.path)))
+        leaves.append(Leaf(node.path, node.key, spec, kind, flat, None, touched=touched.get(node.path)))
+    leaves = _by_values(leaves)
+    for i, (node, leaf) in enumerate(zip(found, leaves, strict=True)):
+        codec = with_targets(Exact() if node.exact else cfg.codec_for(node.path, leaf.spec, leaf.kind), cfg)
         codecs.append(codec)
+        gradient = _gradient(leaf, grads)
+        if gradient is not None and isinstance(codec, Quantize):
+            leaves[i] = dataclasses.replace(leaf, gradient=gradient)
     return leaves, codecs
+
+
+def _gradient(leaf: Leaf, grads: dict[str, Any]) -> Any:
+    """The gradient of a weight, flat and where the weight is; None where there is none for it."""
+    match = by_path(grads, leaf.path) if grads and leaf.kind.role == "weight" else None
+    if match is None:
+        return None
+    spec, gradient = read_leaf(match[1], f"grads/{match[0]}")
+    if spec.shape != leaf.spec.shape:
+        raise BadArgumentError(f"{leaf.path}: its gradient has shape {spec.shape}, not {leaf.spec.shape}")
+    if spec.dtype not in FORMATS:
+        raise BadArgumentError(
+            f"{leaf.path}: its gradient has dtype {spec.dtype}; one of {', '.join(FORMATS)} is needed"
+        )
+    return beside(gradient, leaf.flat)
+
+
+def _by_values(leaves: list[Leaf]) -> list[Leaf]:
+    """The kinds that names gave, where the values tell better: no moments, and moments that have to be exact."""
+    paths, kinds = [leaf.path for leaf in leaves], [leaf.kind for leaf in leaves]
+    for i in no_moments(paths, kinds, lambda i: leaves[i].spec.dtype in FORMATS and has_negative(leaves[i].flat)):
+        kinds[i] = without_root(paths[i], kinds[i])
+    for i in subtracted(paths, kinds, lambda j, i: _is_variance(leaves[j], leaves[i])):
+        kinds[i] = dataclasses.replace(kinds[i], role="state")
+    return [
+        leaf if leaf.kind is kind else dataclasses.replace(leaf, kind=kind)
+        for leaf, kind in zip(leaves, kinds, strict=True)
+    ]
+
+
+def has_negative(flat: Any) -> bool:
+    """Whether some value is below zero; of weights the first chunk tells."""
+    return any(bool((flat[start : start + CHUNK] < 0).any()) for start in range(0, flat.shape[0], CHUNK))
+
+
+def _is_variance(second: Leaf, first: Leaf) -> bool:
+    """Whether `v >= m**2` for all elements, to what rounding to bfloat16 may have done."""
+    if second.spec.shape != first.spec.shape or {second.spec.dtype, first.spec.dtype} - FORMATS.keys():
+        return False
+    for start in range(0, second.spec.size, CHUNK):
+        v, m = (_wide(x.flat[start : start + CHUNK]) for x in (second, first))
+        if bool((beside(m * m, v) > (1 + 2.0**-6) * v + 1e-30).any()):
+            return False
+    return True
+
+
+def _wide(x: Any) -> Any:
+    """As float64, in its library."""
+    return x.double() if is_torch(x) else x.astype(np.float64)
+
+
+def overlooked(leaf: Leaf, codec: Codec, cfg: Config, kinds: Mapping[str, Any] | None) -> str:
+    """Why an array is kept as it is where that may surprise; or "".
+
+    A second moment from which the square of an average is subtracted; a table that may be an embedding, under rules
+    that quantize embeddings by rows.
+    """
+    if leaf.kind.role == "state" and leaf.spec.dtype in FORMATS and guess(leaf.path, leaf.spec).role == "second moment":
+        return "exact: an update takes the square of an average from it" if not has_negative(leaf.flat) else ""
+    shape = leaf.spec.shape
+    tall = len(shape) == 2 and shape[0] > shape[1] and leaf.spec.size >= TINY and leaf.spec.dtype in DTYPES
+    if not (tall and isinstance(codec, Exact) and leaf.kind.role == "weight" and leaf.kind.layer == "linear"):
+        return ""
+    by_rows = any(r.match == "embedding" and isinstance(r.codec, Rows) and not r.codec.lossless for r in cfg.rules)
+    if not by_rows or (kinds and by_path(kinds, leaf.path)):
+        return ""
+    return "exact: not known for an embedding, by its name or by kinds"
 
 
 def with_targets(codec: Codec, cfg: Config) -> Codec:

@@ -42,6 +42,10 @@ from .parallel import map_chunks
 _FACTOR_BITS = 3
 _ATTEMPTS = 5
 _F32 = FORMATS["float32"]
+_NOTHING_LEFT = 0.99
+"""A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
+_SMALLEST = 1 / 64
+"""Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,10 @@ class SecondMoment:
         starts = range(0, leaf.spec.size, CHUNK)
         parts = map_chunks(one, starts)
         distances, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
+        beyond = _beyond(distances, counts)
+        if beyond.any():
+            parts = [_without(part, beyond, leaf, start) for part, start in zip(parts, starts, strict=True)]
+            distances, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
         table = _rounded(residual_factors(distances, counts))
         # The first moment beside it needs the decoded values: they are at hand here, where their error is measured.
         data = _empty_beside(leaf.flat, leaf.spec)
@@ -128,6 +136,27 @@ class SecondMoment:
         pieces = _rank_one_pieces(memory, before)
         worst = error.largest_relative
         return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
+
+
+def _beyond(distances: NpArray, counts: NpArray) -> NpArray:
+    """bool [256]: symbols whose factor no normal bfloat16 holds, so that their elements would come out wrong."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        octaves = np.where(counts > 0, distances / counts, 0.0) / 2.0**23
+    beyond: NpArray = np.abs(octaves) > 125
+    return beyond
+
+
+def _without(
+    part: tuple[Array, NpArray, NpArray, Array], beyond: NpArray, leaf: Leaf, start: int
+) -> tuple[Array, NpArray, NpArray, Array]:
+    """A chunk's symbols, distances, counts and escaped values with some symbols escaped, too."""
+    symbols, distances, counts, _ = part
+    x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+    symbols[_beside(beyond, symbols)[symbols.long() if on_gpu(symbols) else symbols]] = NO_RESIDUAL
+    counts = counts.copy()
+    counts[NO_RESIDUAL] += counts[beyond].sum()
+    counts[beyond] = 0
+    return symbols, np.where(beyond, 0.0, distances), counts, _escaped(x, symbols, NO_RESIDUAL, counts)
 
 
 def _escaped(x: Array, symbols: Array, escape: int, counts: NpArray) -> Array:
@@ -219,7 +248,8 @@ class FirstMoment:
     """Store a first moment on a grid in units of the root of its second moment.
 
     Without a second moment beside it (SGD, Lion), or where that is not enough (v = 0 and m not), it is stored as log
-    buckets.
+    buckets; and so it is where the grid would hold next to nothing (a relative L2 error above 0.99) because m is no
+    average of what v is made of (its norm below 1/64 of that of sqrt(v), as in some kinds of Adafactor).
 
     Args:
         step: distance of grid points in units of m / sqrt(v), in (0, 16]; None: `grid_step` of `Config.rate`.
@@ -286,21 +316,38 @@ class FirstMoment:
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
         if self.max_error is not None and not error <= self.max_error:
             return error, None
+        if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
+            return math.inf, None
         pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(on_host(p[0]), on_host(p[3])), parts)]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")
 
 
+def _in_another_unit(leaf: Leaf, square: Array) -> bool:
+    """Whether m is nowhere near the size of sqrt(v), so that it is no average of the gradients that v is made of.
+
+    An average with a beta of 0.999 of mere noise is 1/45 of it; so `_SMALLEST` is below all that Adam makes.
+    """
+    first = second = 0.0
+    for start in range(0, leaf.spec.size, CHUNK):
+        x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+        v = square[start : start + CHUNK]
+        x, v = (x.double(), v.double()) if on_gpu(x) else (x.astype(np.float64), v.astype(np.float64))
+        first, second = first + float((x * x).sum()), second + float(v.sum())
+    return 0 < first < _SMALLEST**2 * second
+
+
 def grid_step(rate: float) -> float:
-    """The step of first moments at a rate: `min(16, max(0.5, sqrt(1000 rate)))`.
+    """The step of first moments at a rate: `min(16, max(0.5, sqrt(32000 rate)))`.
 
     A uniform quantizer's distortion, step**2 / 12, falls by a fixed share with every bit: the step that spends a bit
-    where it is worth `rate` grows with the root of it.
+    where it is worth `rate` grows with the root of it. The factor is measured: a bit of a first moment is worth a tenth
+    to a fifth of a bit of the weights after 200 further steps (docs/decisions/smaller-deltas.md).
 
     Example:
-        >>> grid_step(0.0), grid_step(0.004)
-        (0.5, 2.0)
+        >>> grid_step(0.0), grid_step(0.0005), grid_step(0.002)
+        (0.5, 4.0, 8.0)
     """
-    return min(16.0, max(0.5, math.sqrt(1000 * rate)))
+    return min(16.0, max(0.5, math.sqrt(32000 * rate)))
 
 
 def _least_error(octaves: int) -> float:

@@ -20,7 +20,9 @@ B = TypeVar("B")
 LEAST_BESIDE = 1 << 18
 """Elements from which an array is worth a thread: most of the work on a smaller one is Python's, which only one thread
 does at a time (measured on two cores: 1 M parameters in small arrays take longer on two threads than on one)."""
-_limit = int(os.environ.get("SHRINKPOINT_THREADS", "0"))
+VARIABLE = "SHRINKPOINT_THREADS"
+_limit: int | None = None
+"""The bound on threads; 0: the number of usable cores; None: the environment has not been asked yet."""
 _inside: ContextVar[bool] = ContextVar("inside a worker thread", default=False)
 _stop: ContextVar[Callable[[], bool] | None] = ContextVar("asks whether to give up", default=None)
 _lock = threading.Lock()
@@ -28,7 +30,14 @@ _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
 
 def threads() -> int:
-    """Number of threads `compress` and `decompress` use; the machine's usable cores unless set."""
+    """Number of threads `compress` and `decompress` use; the machine's usable cores unless set.
+
+    Raises:
+        BadArgumentError: the environment variable SHRINKPOINT_THREADS is no number of threads.
+    """
+    global _limit
+    if _limit is None:
+        _limit = _from_environment()
     if _limit:
         return _limit
     if hasattr(os, "sched_getaffinity"):
@@ -40,12 +49,28 @@ def set_threads(n: int | None) -> None:
     """Bound the number of threads; None goes back to the number of usable cores.
 
     Args:
-        n: at least 1. The environment variable SHRINKPOINT_THREADS sets it at start.
+        n: at least 1. The environment variable SHRINKPOINT_THREADS says it for a whole process (unset or empty: the
+            number of usable cores), until this is called.
+
+    Raises:
+        BadArgumentError: n is no integer of at least 1.
     """
     global _limit
     if n is not None and (type(n) is not int or n < 1):
         raise BadArgumentError(f"threads is {n!r}; it must be an integer of at least 1")
     _limit = n or 0
+
+
+def _from_environment() -> int:
+    """What the environment says; 0 where it says nothing."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise BadArgumentError(
+            f"the environment variable {VARIABLE} is {text[:40]!r}; it must be an integer of at least 1"
+        )
+    return int(text)
 
 
 class Stopped(Exception):

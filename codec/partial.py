@@ -50,6 +50,8 @@ def decode_only(
 ) -> tuple[Checkpoint, dict[str, Array]]:
     """Some arrays of a checkpoint, by their keys, and the checkpoint itself.
 
+    Of what was opened nothing but the headers is held when this returns: the same may be opened to it again.
+
     Args:
         files: as of `decompress_only`.
         choose: which of its records.
@@ -73,12 +75,16 @@ def decode_only(
     while steps:
         ckpt, records = steps.pop()
         ckpt.decode(records, prev)
+        if prev is not None:
+            prev.let_go()
         prev = ckpt
 
     def one(record: ArrayRecord) -> Array:
         return build_leaf(top.memory_of(record).values(record.spec), record.spec)
 
-    return top, dict(zip(unique, map_chunks(one, unique.values()), strict=True))
+    arrays = dict(zip(unique, map_chunks(one, unique.values()), strict=True))
+    top.let_go()
+    return top, arrays
 
 
 def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:

@@ -107,11 +107,29 @@ def lc_checkpoint(
     return Config(rules, chain=chain)
 
 
+_OPTIMIZERS = ("optim", "optims", "optim_state*", "optimizer*")
+_MODELS = ("model", "models", "model_*", "module", "state_dict")
+_COPIES = ("master", "masters", "master_weights*", "master_params*", "fp32_from_*", "fp32_groups*", "fp32_flat_groups*")
+"""Keys of optimizer states and of model states, and of the copies of weights that Megatron, DeepSpeed and Apex keep."""
+_WIDE = ("float32",)
+
+
+def _masters(states: Clusters, exact: Changed) -> list[Rule]:
+    """Rules for float32 copies of weights in an optimizer's state: clusters; for what is below a model: to the bit."""
+    return [
+        *(Rule(f"{key}/*", states, _WIDE) for key in _OPTIMIZERS),
+        *(Rule(match, exact) for key in _MODELS for match in (f"{key}/*", f"*/{key}/*")),
+        *(Rule(f"*/{key}/*", states, _WIDE) for key in _OPTIMIZERS),
+        *(Rule(f"{above}{key}", states, _WIDE) for key in _COPIES for above in ("", "*/")),
+        *(Rule(f"{above}{key}/*", states, _WIDE) for key in _COPIES for above in ("", "*/")),
+    ]
+
+
 def bitsnap(
     clusters: int = 16,
     *,
     max_cached_iteration: int = 10,
-    master: Iterable[str] = ("optim*", "*/optim*", "*master*", "*fp32_from*", "*fp32_groups*"),
+    master: Iterable[str] = "known",
 ) -> Config:
     """BitSnap as published: mask and changed values of model weights, exactly; optimizer states in clusters.
 
@@ -121,8 +139,10 @@ def bitsnap(
     Args:
         clusters: for optimizer states, 1 to 16; default 16.
         max_cached_iteration: a base every so many checkpoints, 1 or more; default 10. Deltas are against the base.
-        master: patterns of paths where weights are the optimizer's own (float32 master weights), which the paper
-            counts as optimizer states; () if they are to be exact.
+        master: patterns of the paths of float32 arrays that are the optimizer's own copies of weights, which the paper
+            counts as optimizer states; () if they are to be exact. "known" (default): what stands below a key such as
+            "optimizer", or is called as Megatron, DeepSpeed and Apex call it ("master_params",
+            "fp32_from_fp16_params"), unless it stands below a key such as "model". Of another dtype none is.
 
     Raises:
         BadArgumentError: a value out of range.
@@ -135,17 +155,22 @@ def bitsnap(
     Source: BitSnap, sections 3.3, 3.4 and 4.4.
     """
     states = Clusters(clusters, "published")
-    rules = [Rule(match, states) for match in ("first moment", "second moment", *arguments.strings("master", master))]
+    exact = Changed("published")
+    rules = [Rule("first moment", states), Rule("second moment", states)]
+    if master == "known":
+        rules += _masters(states, exact)
+    else:
+        rules += [Rule(match, states, _WIDE) for match in arguments.strings("master", master)]
     if type(max_cached_iteration) is not int or max_cached_iteration < 1:
         raise BadArgumentError(f"max_cached_iteration is {max_cached_iteration!r}; it must be an integer of at least 1")
     chain = ChainPolicy(base_every=max_cached_iteration, against="base")
-    return Config([*rules, Rule("*", Changed("published"))], chain=chain)
+    return Config([*rules, Rule("*", exact)], chain=chain)
 
 
 _POLICIES = {
-    "intermittent": ChainPolicy(base_every=None, against="base", predictor="size"),
-    "one_shot": ChainPolicy(base_every=None, against="base"),
-    "consecutive": ChainPolicy(base_every=None, against="previous"),
+    "intermittent": ChainPolicy(base_every=None, against="base", predictor="size", only_smaller=False),
+    "one_shot": ChainPolicy(base_every=None, against="base", only_smaller=False),
+    "consecutive": ChainPolicy(base_every=None, against="previous", only_smaller=False),
 }
 
 

@@ -24,7 +24,19 @@ from ..kernels.histogram import Histogram, kept_histogram, log_histogram
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import bfloat16, entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
-from .codebook import MOST, Fit, fit, largest_of, predicted_error, scaled_distortion, spacing, unit, variance
+from .cells import fit_closely
+from .codebook import (
+    MOST,
+    Cells,
+    Fit,
+    fit,
+    largest_of,
+    predicted_error,
+    scaled_distortion,
+    spacing,
+    unit,
+    variance,
+)
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
@@ -40,6 +52,10 @@ MAX_BINS = MOST
 FINEST_SKETCH = 2.0**-13
 _FARTHEST = 1 << 31
 """Multiples beyond this have no codebook of their own kind: their steps would be lost in rounding."""
+_STEP = 8
+"""A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
+_FEW = 32
+"""Fewer protected elements than these may come and go by chance."""
 _LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
 
 
@@ -129,11 +145,13 @@ class Quantize:
         prune: fraction set to zero, per layer type, in [0, 1); default 0. Embeddings are never pruned.
         prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
         protect: fraction kept as bfloat16, over all arrays, in [0, 1); default 0.0005.
-        alpha: relative error of the sketch, in [2**-13, 1); default 0.01.
+        alpha: relative error of the sketch, in [2**-13, 1); default 0.01. Codebooks of arrays that need a finer one are
+            fitted to a finer one, see `codec.cells`; not with "kmeans++", which is as published.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
             (the best `bins` entries) or "kmeans++"; see `codec.codebook`.
-        policy: "frozen" (default), "warm" or "refit"; see `codec.codebook`.
+        policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
+            which has but a step); see `codec.codebook`.
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
         coder: "smallest" (default) or "published" (run lengths and Huffman per group).
         seed: of kmeans++.
@@ -194,6 +212,11 @@ class Quantize:
             ("coder", ("smallest", "published")),
         ):
             choice(name, getattr(self, name), allowed)
+        if self.policy == "warm" and self.solver == "uniform":
+            raise BadArgumentError(
+                "policy 'warm' is for solver 'exact' or 'kmeans++': a step, which is all that 'uniform' (the default) "
+                "has, is not iterated; 'frozen' or 'refit' is needed"
+            )
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Plan]:
         """Sketch every array, then take thresholds over all of them."""
@@ -260,6 +283,27 @@ class Quantize:
                 return (old, np.inf)
         return protection(sketches, self.protect)
 
+    def _outgrown(self, plan: Plan, before: LevelsMemory | None, spec: LeafSpec) -> str:
+        """Why a codebook is refit though its loss would let it stay: the array protects more than it did; or "".
+
+        Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each time
+        that share passes 8, 64, ... times what is asked over all, and is of 32 elements or more.
+        """
+        if before is None or not self.protect or not spec.size:
+            return ""
+        share = share_at_or_above(plan.sketch.signed.magnitude(), plan.thresholds.protect_magnitude)
+        was = before.protected.size / spec.itemsize / spec.size
+        passed = any(was < _STEP**n * self.protect <= share for n in range(1, 20))
+        passed = passed and share * plan.sketch.signed.total >= _FEW
+        return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
+
+    def _moved(self, limits: Thresholds, before: LevelsMemory | None) -> str:
+        """What to say where the protection threshold, kept as codebooks are, is another than the parent's; or ""."""
+        if self.policy != "frozen" or before is None:
+            return ""
+        now, was = limits.protect_magnitude, before.thresholds.protect_magnitude
+        return "" if now == was else f"; protected from {now:.6g} on, before from {was:.6g}"
+
     def encode(self, leaf: Leaf, parent: Memory | None, plan: Plan) -> Stored:
         """Encode one array; `error` is the relative L2 error met."""
         before = parent if isinstance(parent, LevelsMemory) and parent.levels.size == leaf.spec.size else None
@@ -270,23 +314,30 @@ class Quantize:
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
         few = few_values(leaf, histogram, bins) if self.coder == "smallest" else None
         target = np.inf if self.max_error is None else self.max_error
+        old = before.codebook if before is not None else None
+        cells, looked = Cells.of(histogram), 0
         for count in (bins,) if self.max_error is None else _LADDER:
             how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
-            codebook, reason = fit(histogram, how, before.codebook if before is not None else None)
-            if few is not None and not np.isin(few, codebook).all():
-                codebook, reason = few, "of all its values"
-            if target < np.inf and predicted_error(histogram, codebook) > 1.1 * target:
+            if few is None:
+                codebook, reason, cells, looked = fit_closely(leaf, plan.thresholds, cells, how, old, looked)
+            else:
+                codebook, reason = fit(cells, how, old)
+                if not np.isin(few, codebook).all():
+                    codebook, reason = few, "of all its values"
+            if target < np.inf and predicted_error(cells, codebook) > 1.1 * target:
                 continue
+            if reason == "frozen" and (grown := self._outgrown(plan, before, leaf.spec)):
+                codebook, reason = fit(cells, how, None)[0], grown
             if reason != "frozen":
-                codebook = rounded_codebook(codebook, leaf.spec)
+                codebook = _held(codebook, cells, how, leaf.spec)
             memory, met = _quantize(leaf, plan, codebook, before, scale)
             if target == np.inf or met.relative_l2 <= target:
                 break
         else:
             stored = Exact().encode(leaf, parent)
-            finer = store_multiples(leaf, parent, target) if self.residual else None
-            if finer is not None and sum(map(len, finer.pieces)) < sum(map(len, stored.pieces)):
-                return finer
+            twice = store_multiples(leaf, parent, target) if self.residual else None
+            if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
+                return twice
             return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {target:g}")
         pieces = [_references(memory, leaf.spec, before), *_level_chunks(memory, before, self.coder)]
         if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
@@ -300,7 +351,20 @@ class Quantize:
                 float(limits.prune_sensitivity),
             ]
         }
-        return Stored("levels", meta, pieces, memory, met.relative_l2, "relative L2", f"codebook {reason}")
+        note = f"codebook {reason}{self._moved(limits, before)}"
+        return Stored("levels", meta, pieces, memory, met.relative_l2, "relative L2", note)
+
+
+def _held(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
+    """The codebook as the array's dtype holds it; the best one where a uniform one has suffered from that by too much.
+
+    Equidistant entries hardly further apart than the values of a 16-bit array fall now on one, now between two.
+    """
+    held = rounded_codebook(codebook, spec)
+    if not cells.sharp or how.solver != "uniform":
+        return held
+    best = rounded_codebook(fit(cells, dataclasses.replace(how, solver="exact"), None)[0], spec)
+    return best if cells.loss(held) > how.trigger * cells.loss(best) else held
 
 
 def _finite(threshold: float) -> float | None:

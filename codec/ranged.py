@@ -64,6 +64,11 @@ class Ranged:
         self._starts.insert(at, start)
         self._parts.insert(at, memoryview(part))
 
+    def forget(self) -> None:
+        """Let go of what was fetched."""
+        self._starts.clear()
+        self._parts.clear()
+
     def load(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fetch these parts now, in as few requests as is sensible."""
         joined: list[list[int]] = []

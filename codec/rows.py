@@ -10,6 +10,7 @@ Source: Check-N-Run, sections 5.1 and 5.2.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact, decode_chunk, encode_chunk
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
 from .parallel import map_chunks
 from .profile import DEFAULT_BINS, sample_sizes, search_parameters, spread
 from .rowmemory import (
@@ -54,8 +55,23 @@ ENOUGH = ((1, 2), (3, 3), (20, 4), (math.inf, 8))
 """(restores, width): with codes of that width a run stays within 0.01 % of accuracy up to so many restores."""
 _PLAIN, _CODED = 0, 1
 _CONTEXT_BITS = 4
-_CHECKED = 256
+_STIR = 0x2545F4914F6CDD1D
+_BLOCK = 1 << 14
 _NODES = 10**15
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRows(RowsMemory):
+    """The memory that encoding leaves behind: also a fingerprint of the values that each row was last coded from.
+
+    A row with the fingerprint of before has not moved, so that it need not be quantized to know. A memory decoded from
+    bytes has none, and leads to the same deltas.
+
+    Args:
+        prints: int64 [R].
+    """
+
+    prints: NpArray
 
 
 def width_for(restores: float) -> int:
@@ -209,16 +225,13 @@ class Rows:
             return dataclasses.replace(stored, note=note)
         before = parent if isinstance(parent, RowsMemory) and parent.style.size == leaf.spec.shape[0] else None
         touched = marked_rows(leaf.touched, leaf.spec.shape[0], leaf.path)
-        note = ""
-        styles = self._ladder(plan, leaf.spec)
-        if touched is not None and before is not None and styles[0] != RAW and _missed(leaf, before, touched):
-            touched, note = None, "rows changed that were not marked as touched: all of them compared"
-        for style in styles:
+        for style in self._ladder(plan, leaf.spec):
             # A table that is full of styles starts anew.
             room = before is not None and len({*before.table, style, RAW}) <= MOST_STYLES
-            memory, met = _quantize(leaf, style, before if room else None, touched)
+            memory, met, missed = _quantize(leaf, style, before if room else None, touched)
             if self.max_error is None or style == RAW or met.relative_l2 <= self.max_error:
                 break
+        note = f"{missed:,} rows changed that were not marked as touched; they are stored, too" if missed else ""
         meta, pieces = _write(leaf.spec, memory, before, self.coder)
         if style == RAW and plan != RAW:
             narrow = plan.length(columns_of(leaf.spec), leaf.spec.itemsize) >= _row_bytes(leaf.spec)
@@ -282,20 +295,6 @@ def _sample(leaf: Leaf, count: int) -> NpArray:
     return wide.reshape(count, -1)
 
 
-def _missed(leaf: Leaf, before: RowsMemory, touched: NpArray) -> bool:
-    """Whether a row that is not marked differs from the parent's: looked for among a few, evenly spaced.
-
-    Marks are only as good as the promise that nothing else changes rows. Weight decay, momentum, or a table that is
-    also an output layer, change nearly all of them, and that shows here.
-    """
-    unmarked = np.flatnonzero(~touched)
-    at = unmarked[spread(unmarked.size, min(unmarked.size, _CHECKED))]
-    if not at.size:
-        return False
-    x, own = picked(_rows_of(leaf), at), before.take(at)
-    return bool((~(_equal(x, _beside(own, leaf.spec, x)) | _settled(x, leaf.spec, own, 0))).any())
-
-
 def _beside(memory: RowsMemory, spec: LeafSpec, x: Array) -> Array:
     """The decoded rows of a memory in the library and on the device of x."""
     flat = from_bytes(memory.decoded(spec).reshape(-1), spec)
@@ -325,40 +324,63 @@ def _settled(x: Array, spec: LeafSpec, before: RowsMemory, least: int) -> NpArra
     return done
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk of rows: its memory, how far off it is, fingerprints, and how many rows moved without a mark."""
+
+    memory: RowsMemory
+    met: Distortion
+    prints: NpArray | None
+    missed: int = 0
+
+
 def _quantize(
     leaf: Leaf, style: Style, before: RowsMemory | None, touched: NpArray | None
-) -> tuple[RowsMemory, Distortion]:
-    """The memory of an array, each row the parent's or new in `style`, and how far off it is."""
+) -> tuple[RowsMemory, Distortion, int]:
+    """The memory of an array, each row the parent's or new in `style`; how far off; how many marks were missing.
+
+    Marks say which rows a training has looked up, not which have moved: gradients of other processes, gradients kept
+    from step to step, and edits by hand move others. So all rows are compared, and a missing mark is counted.
+    """
     spec, x = leaf.spec, _rows_of(leaf)
     step = max(1, CHUNK // columns_of(spec))
     starts = range(0, spec.shape[0], step)
     parents = [None] * len(starts) if before is None else before.split(step)
+    seen = before.prints if isinstance(before, SeenRows) else None
 
-    def one(number: int) -> tuple[RowsMemory, Distortion]:
-        part = slice(starts[number], starts[number] + step)
-        marks = None if touched is None else touched[part]
-        return _quantize_chunk(x[part], spec, style, parents[number], marks)
+    def one(number: int) -> _Part:
+        rows = slice(starts[number], starts[number] + step)
+        known = None if seen is None else seen[rows]
+        marks = None if touched is None else touched[rows]
+        return _quantize_chunk(x[rows], spec, style, parents[number], known, marks)
 
     parts = map_chunks(one, range(len(starts)))
-    return joined([m for m, _ in parts]), sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
+    memory = joined([p.memory for p in parts])
+    prints = [p.prints for p in parts if p.prints is not None]
+    if prints:
+        memory = SeenRows(memory.table, memory.style, memory.records, np.concatenate(prints))
+    return memory, sum((p.met for p in parts), Distortion(0.0, 0.0, 0.0)), sum(p.missed for p in parts)
 
 
 def _quantize_chunk(
-    x: Array, spec: LeafSpec, style: Style, before: RowsMemory | None, touched: NpArray | None
-) -> tuple[RowsMemory, Distortion]:
+    x: Array, spec: LeafSpec, style: Style, before: RowsMemory | None, seen: NpArray | None, touched: NpArray | None
+) -> _Part:
+    # Rows as they are, are compared by their values, which tell it exactly.
+    prints = None if style == RAW else fingerprints(x)
     if before is None:
         memory = _kept(x, spec, style)
-        return memory, distortion(x, _beside(memory, spec, x))
+        return _Part(memory, distortion(x, _beside(memory, spec, x)), prints)
     restored = _beside(before, spec, x)
     differ = ~_equal(x, restored)
-    if touched is not None and style != RAW:
-        # What is kept more coarsely than asked for is looked at too. Rows as they are need no marks: they are compared.
-        coarser = np.array([s.fineness < style.fineness for s in before.table], bool)[before.style]
-        differ &= touched | coarser
+    # What is kept more coarsely than asked for is looked at whether it moved or not.
+    coarser = np.array([s.fineness < style.fineness for s in before.table], bool)[before.style]
+    if seen is not None and prints is not None:
+        differ &= (prints != seen) | coarser
     at = np.flatnonzero(differ)
     at = at[~_settled(picked(x, at), spec, before.take(at), style.fineness)]
     if not at.size:
-        return before, distortion(x, restored)
+        return _Part(before, distortion(x, restored), prints)
+    missed = 0 if touched is None else int(np.count_nonzero(~(touched | coarser)[at]))
     new = _kept(picked(x, at), spec, style)
     changed = _beside(new, spec, picked(x, at))
     if is_torch(x):
@@ -367,7 +389,52 @@ def _quantize_chunk(
         restored[torch.from_numpy(at).to(x.device)] = changed
     else:
         restored[at] = changed
-    return replaced(before, at, new), distortion(x, restored)
+    return _Part(replaced(before, at, new), distortion(x, restored), prints, missed)
+
+
+def fingerprints(x: Array) -> NpArray:
+    """int64 [R] on the host: 64 bits of each row, which another row has by a chance of 2**-64.
+
+    Each word is multiplied by an odd number of its place and stirred, so that no two changes cancel out by habit, as
+    two flipped signs would in a plain sum; then all are added up.
+
+    Args:
+        x: [R, D] NumPy or torch, on any device; formed where it is.
+    """
+    columns = x.shape[1]
+    itemsize = x.element_size() if is_torch(x) else x.dtype.itemsize
+    size = next(n for n in (8, 4, 2) if columns * itemsize % n == 0)
+    factors = _factors(columns * itemsize // size)
+    if is_torch(x):
+        import torch
+
+        x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+        if not x.is_cpu:
+            return on_host(_stirred(x.to(torch.int64) * torch.from_numpy(factors).to(x.device)).sum(1))
+        words = x.numpy()
+    else:
+        words = np.ascontiguousarray(x).view(f"i{size}")
+    out = np.empty(words.shape[0], np.int64)
+    step = max(1, _BLOCK // words.shape[1])
+    for start in range(0, out.size, step):
+        rows = slice(start, start + step)
+        _stirred(words[rows].astype(np.int64, copy=False) * factors).sum(axis=1, out=out[rows])
+    return out
+
+
+def _stirred(words: Array) -> Array:
+    """Words whose high bits have gone into the low ones twice, in place; a bijection."""
+    words ^= (words >> 32) & 0xFFFFFFFF
+    words *= _STIR
+    words ^= (words >> 29) & 0x7FFFFFFFF
+    return words
+
+
+@functools.lru_cache(maxsize=32)
+def _factors(count: int) -> NpArray:
+    """Odd numbers, int64 [count], always the same."""
+    drawn: NpArray = np.random.default_rng(0).integers(-(2**63), 2**63, count, dtype=np.int64, endpoint=False) | 1
+    return drawn
 
 
 def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsMemory:

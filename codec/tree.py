@@ -19,12 +19,13 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
 from .errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
+from .keyspread import is_crowded
 from .subclass import PARTS, Wrapper, is_wrapper, put_together, taken_apart
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ _EXACT_INT = 1 << 53
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_PATHS = 1 << 27
 """Characters of all arrays' paths and keys together."""
+CROWDED = "the keys of a dict have hashes that collide; it would take quadratic time to build"
 
 
-@dataclass(frozen=True, slots=True)
+# Neither is frozen, though nobody changes them: a state has thousands, and freezing takes half the time of a walk.
+@dataclass(slots=True)
 class ArrayNode:
     """An array found in a tree: `path` for people and rules, `key` unique even where paths are not.
 
@@ -54,7 +57,7 @@ class ArrayNode:
     exact: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """Where a value stands; its path and key are only spelled out when asked for, for a tree may be deep."""
 
@@ -130,8 +133,11 @@ def encode_scalar(value: Any, place: Place) -> Json:
 
 
 def _hint(value: Any) -> str:
-    """For modules, optimizers, schedulers: what to pass instead."""
-    return "; pass its state_dict()" if callable(getattr(value, "state_dict", None)) else ""
+    """For modules, optimizers, schedulers, and for the containers of JAX: what to pass instead."""
+    if callable(getattr(value, "state_dict", None)):
+        return "; pass its state_dict()"
+    made = isinstance(value, tuple) or (is_dataclass(value) and not isinstance(value, type))
+    return "; of a JAX pytree pass trainers.jax.nested(tree), fitted gives it back" if made else ""
 
 
 def _encode_key(key: Any, place: Place) -> Json:
@@ -190,6 +196,8 @@ def flatten(state: Any, is_array: Callable[[Any], bool], *, spell: bool = True) 
         children: list[tuple[Any, Place | None]]
         if kind in _DICTS:
             keys = [_encode_key(k, place) for k in value]
+            if is_crowded(list(value)):
+                raise UnsupportedLeafError(f"{place.path() or '<root>'}: {CROWDED}")
             nodes.append({_DICTS[kind]: keys})
             children = [(v, Place(place, k, e, inside)) for (k, v), e in zip(value.items(), keys, strict=True)]
         elif kind in _SEQUENCES:
@@ -198,7 +206,7 @@ def flatten(state: Any, is_array: Callable[[Any], bool], *, spell: bool = True) 
         elif isinstance(value, dict | list | tuple):
             raise UnsupportedLeafError(
                 f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be rebuilt without pickle; "
-                "convert it to a plain dict, list or tuple"
+                f"convert it to a plain dict, list or tuple{_hint(value)}"
             )
         else:
             nodes.append(encode_scalar(value, place))
@@ -306,6 +314,8 @@ def unflatten(
             stack.append(_Open(tag, None, None, place, [], body))
         elif tag in DICT_TAGS and isinstance(body, list):
             keys = [_decode_key(k) for k in body]
+            if is_crowded(keys):
+                raise CorruptDataError(f"header: {CROWDED}")
             stack.append(_Open(tag, keys, body, place, [], len(keys), rebuild))
         else:
             top.items.append(_decode_scalar(node))

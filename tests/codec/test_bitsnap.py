@@ -240,8 +240,50 @@ def test_the_preset_takes_each_array_as_the_paper_does() -> None:
     }
     exact_masters = sp.compress(mixed(1), base, sp.presets.bitsnap(master=())).summary()
     assert {r.codec for r in exact_masters if "fp32_from" in r.path} == {"changed"}
-    named = {"o": {"master_weights": mixed(0)["model"]["head.weight"]}}
-    assert {r.codec for r in sp.compress(named, cfg=cfg).summary()} == {"clusters"}
+
+
+NAMES = ("webmaster_proj.weight", "master.weight", "optimus.weight", "optimizer.weight")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_model_tensors_are_exact_whatever_they_are_called(dtype: str) -> None:
+    cfg = sp.presets.bitsnap()
+    named = {name: weights(dtype, 2500, i).reshape(50, 50) for i, name in enumerate(NAMES)}
+    nested = {name.split(".")[0]: {"weight": x} for name, x in named.items()}
+    for state in (
+        named,
+        {"model": named},
+        {"model": nested, "optimizer": {}},
+        {"app": {"model": nested}},
+        {"state_dict": {"master": nested}},
+        {"model_state_dict": {"optim": {"state": nested}}},
+    ):
+        ckpt = sp.compress(state, cfg=cfg)
+        assert {r.measure for r in ckpt.summary()} == {"exact"}
+        assert difference(through_bytes(ckpt), state) == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "optimizer/fp32_from_fp16_params/0/0",
+        "optimizer/master/model/dense/kernel",
+        "optim/master/fc.weight",
+        "app/optimizer/copies/0",
+        "optimizer_state_dict/fp32_flat_groups/0",
+        "zero/single/fp32_groups/0",
+        "master_params/0",
+        "amp/master_weights",
+    ],
+)
+def test_masters_are_what_an_optimizer_keeps_in_float32(path: str) -> None:
+    for dtype, codec in (("float32", "clusters"), ("bfloat16", "changed"), ("float64", "changed")):
+        state: Any = weights(dtype, 2500).reshape(50, 50)
+        for key in reversed(path.split("/")):
+            state = {key: state}
+        assert row(sp.compress(state, cfg=sp.presets.bitsnap())).codec == codec
+        assert row(sp.compress(state, cfg=sp.presets.bitsnap(master=[path]))).codec == codec
+        assert row(sp.compress(state, cfg=sp.presets.bitsnap(master=["else/*"]))).codec == "changed"
 
 
 @pytest.mark.parametrize("arguments", [{"clusters": 0}, {"clusters": 17}, {"max_cached_iteration": 0}, {"master": "x"}])
@@ -265,6 +307,47 @@ def test_a_store_takes_bases_and_deltas_against_them() -> None:
         loaded = sp.Store("memory://bitsnap").load(t)
         assert difference(loaded["model"], mixed(t)["model"]) == ""
         assert loaded["iteration"] == t
+
+
+def jumping(step: int, jumps: tuple[int, ...]) -> torch.Tensor:
+    """16-bit weights that are redrawn at the steps given, and of which 1,000 change at each other step."""
+    last = max([0, *(j for j in jumps if j <= step)])
+    x = weights(n=1 << 17, seed=last)
+    for i in range(last + 1, step + 1):
+        x = with_changes(x, 1000, seed=i)
+    return x
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_jump_is_a_base(beside: bool) -> None:
+    """Deltas after it are as small as those before, whatever moments stand beside; a trainer that comes back agrees."""
+    url = f"memory://bitsnap-jump-{beside}"
+    store = sp.Store(url, sp.presets.bitsnap())
+    saved = []
+    for step in range(7):
+        state: dict[str, Any] = {"model": {"w": jumping(step, (2, 5)), "norm.weight": torch.arange(500.0)}}
+        if beside:
+            state["optimizer"] = {"state": {0: {"exp_avg": weights("float32", 1 << 15, step)}}}
+        saved.append(store.save(step, state))
+        if step == 3:
+            store = sp.Store(url, sp.presets.bitsnap())
+            store.load()
+        assert torch.equal(sp.Store(url).load(step)["model"]["w"], state["model"]["w"])
+    assert [s.is_delta for s in saved] == [False, True, False, True, True, False, True]
+    moments = 1.6 * (1 << 15) * beside
+    assert all(s.nbytes < (1 << 14) + 3 * 2000 + 2000 + moments for s in saved if s.is_delta)
+
+
+@pytest.mark.parametrize(("share", "is_delta"), [(0.9, True), (0.95, False), (1.0, False)])
+def test_the_share_from_which_a_store_falls_back(share: float, is_delta: bool) -> None:
+    store = sp.Store(f"memory://bitsnap-{share}", sp.presets.bitsnap())
+    x = weights(n=1 << 17)
+    store.save(0, {"w": x})
+    saved = store.save(1, {"w": with_changes(x, round(share * x.numel()))})
+    assert saved.is_delta == is_delta
+    # `compress` is given its parent: it has no say in this.
+    parent = sp.compress({"w": x}, cfg=store.cfg)
+    assert sp.compress({"w": with_changes(x, round(share * x.numel()))}, parent, store.cfg).is_delta
 
 
 # ------------------------------------------------------------------------------------------------ hostile bytes

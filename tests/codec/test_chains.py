@@ -27,7 +27,20 @@ configs = st.one_of(
     ),
     st.builds(
         lambda bins, prune, protect, policy, coder, trigger: sp.Config(
-            [("*", sp.Quantize(bins=bins, prune=prune, protect=protect, policy=policy, coder=coder, trigger=trigger))]
+            [
+                (
+                    "*",
+                    sp.Quantize(
+                        bins=bins,
+                        prune=prune,
+                        protect=protect,
+                        solver="exact" if policy == "warm" else "uniform",
+                        policy=policy,
+                        coder=coder,
+                        trigger=trigger,
+                    ),
+                )
+            ]
         ),
         st.integers(2, 254),
         st.sampled_from([0.0, 0.2]),

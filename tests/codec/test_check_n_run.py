@@ -282,24 +282,49 @@ def test_a_nudge_within_a_step_is_no_change() -> None:
     assert stored_rows(save(y, base, config)) < 5
 
 
-def test_marks_say_where_to_look() -> None:
+@pytest.mark.parametrize("width", [2, 4, 8, None])
+def test_a_row_that_moved_without_a_mark_is_stored_and_named(width: int | None) -> None:
+    """One row in three thousand, wherever it is; a parent from bytes leads to the same file."""
     x = table(3000, 16)
-    config = cfg(4)
+    config = cfg(width)
     base = save(x, None, config)
     y = x.copy()
     y[30:36] += 1
-    assert stored_rows(save(y, base, config, packed(3000, range(30, 36)))) == 6
-    # Rows 34 and 35 are none of the few that are looked at all the same.
-    assert stored_rows(save(y, base, config, packed(3000, range(25, 34)))) == 4
+    right = save(y, base, config)
+    full = save(y, base, config, packed(3000, range(30, 36)))
+    assert full.to_bytes() == right.to_bytes()
+    assert (stored_rows(full), full.summary()[0].note) == (6, "")
+    # No row that is marked needs to have moved.
+    assert save(y, base, config, packed(3000, range(25, 40))).to_bytes() == right.to_bytes()
+    for parent in (base, sp.Checkpoint.from_bytes(base.to_bytes())):
+        some = save(y, parent, config, packed(3000, range(25, 34)))
+        assert stored_rows(some) == 6
+        assert some.summary()[0].note == "2 rows changed that were not marked as touched; they are stored, too"
+        assert bits_of(through_bytes(some, base)["emb"]) == bits_of(through_bytes(right, base)["emb"])
     # Over a base, what is known since the base counts.
     last, since = packed(3000, range(25, 34)), packed(3000, range(25, 36))
-    assert stored_rows(save(y, base, config, last, since)) == 6
+    assert save(y, base, config, last, since).to_bytes() == right.to_bytes()
     delta = save(x, base, config)
-    assert stored_rows(save(y, delta, config, last, since)) == 4
+    assert save(y, delta, config, last, since).summary()[0].note[:6] == "2 rows"
+
+
+def test_a_chain_with_too_few_marks_is_the_chain_of_all_rows() -> None:
+    """Every third row that moves is marked; nothing is left behind, at any width and over several deltas."""
+    rng = np.random.default_rng(3)
+    x = table(5000, 16)
+    some = every = save(x, None, cfg(4))
+    # Where all rows are stored anew for their width there is nothing to say.
+    for bits, note in ((4, "40 rows"), (4, "40 rows"), (8, ""), (8, "40 rows")):
+        at = rng.choice(5000, 60, replace=False)
+        x = x.copy()
+        x[at] += rng.standard_normal((60, 16)).astype("f4")
+        some, every = save(x, some, cfg(bits), packed(5000, at[::3])), save(x, every, cfg(bits))
+        same_memory(some, every)
+        assert some.summary()[0].note[:7] == note
 
 
 def test_marks_that_cannot_be_right_are_not_believed() -> None:
-    """Weight decay moves all rows: a few of those that are not marked are looked at."""
+    """Weight decay moves all rows."""
     x = table(3000, 16)
     config = cfg(4)
     base = save(x, None, config)
@@ -307,12 +332,38 @@ def test_marks_that_cannot_be_right_are_not_believed() -> None:
     assert "not marked" in ckpt.summary()[0].note
     assert stored_rows(ckpt) > 2900
     assert ckpt.summary()[0].error == pytest.approx(base.summary()[0].error, rel=0.05)
-    # Rows as they are, are compared whatever the marks say.
-    exact = cfg(None)
-    base = save(x, None, exact)
-    y = x.copy()
-    y[77] += 1
-    assert bits_of(through_bytes(save(y, base, exact, packed(3000, [1])), base)["emb"]) == bits_of(y)
+
+
+def test_fingerprints_tell_rows_apart() -> None:
+    """Every bit counts, and changes that undo one another in a sum do not; the libraries agree."""
+    x = np.random.default_rng(0).standard_normal((1, 16)).astype("f4")
+    rows = [x]
+    for bit in range(512):
+        flipped = x.copy()
+        flipped.view("u4")[0, bit // 32] ^= np.uint32(1 << bit % 32)
+        rows.append(flipped)
+    for i in range(16):
+        for j in range(i):
+            signs, swapped, moved = x.copy(), x.copy(), x.copy()
+            signs[0, [i, j]] *= -1
+            swapped[0, [i, j]] = x[0, [j, i]]
+            moved.view("i4")[0, [i, j]] += np.array([1, -1], "i4")
+            rows += [signs, swapped, moved]
+    many = np.concatenate(rows)
+    prints = codec.fingerprints(many)
+    assert len(set(prints.tolist())) == len(many)
+    for columns in (16, 15):
+        for dtype in ("float16", "float32", "float64"):
+            narrow = np.nan_to_num(many[:, :columns]).clip(-9, 9).astype(dtype)
+            whole = codec.fingerprints(narrow)
+            np.testing.assert_array_equal(codec.fingerprints(torch.from_numpy(narrow)), whole)
+            np.testing.assert_array_equal(codec.fingerprints(narrow[7:9]), whole[7:9])
+    halves = torch.from_numpy(many).bfloat16()
+    np.testing.assert_array_equal(codec.fingerprints(halves), codec.fingerprints(halves.view(torch.int16).numpy()))
+    assert codec.fingerprints(many[:0]).size == 0
+    # As it is done on a GPU.
+    words = torch.from_numpy(many).view(torch.int64)
+    np.testing.assert_array_equal(codec._stirred(words * torch.from_numpy(codec._factors(8))).sum(1).numpy(), prints)
 
 
 def test_marks_of_another_size_are_refused() -> None:
@@ -488,6 +539,28 @@ def test_what_has_no_rows_is_exact() -> None:
     assert {r.path: r for r in delta.summary()}["narrow"].stored_bytes < 300
 
 
+def test_a_table_that_is_not_known_for_one_says_so() -> None:
+    """Without kinds an embedding is known by its name alone."""
+    config = sp.presets.check_n_run(4)
+    state = {
+        "user_table.weight": table(300, 32),
+        "table.weight": torch.from_numpy(table(300, 32, 1)),
+        "emb.weight": table(300, 32, 2),
+        "wide.weight": table(32, 300, 3),
+        "small.weight": table(20, 4),
+        "table.bias": table(1, 300)[0],
+        "ids": np.arange(3000).reshape(300, 10),
+    }
+    why = "exact: not known for an embedding, by its name or by kinds"
+    base = sp.compress(state, cfg=config)
+    for ckpt in (base, sp.compress(state, base, config)):
+        assert {r.path: r.note for r in ckpt.summary() if r.note} == {"user_table.weight": why, "table.weight": why}
+    known = sp.compress(state, cfg=config, kinds={"user_table.weight": "embedding", "table.weight": "linear"})
+    assert {r.path: (r.codec, r.note) for r in known.summary()}["user_table.weight"] == ("rows", "")
+    assert not any(r.note for r in known.summary())
+    assert not any(r.note for r in sp.compress(state, cfg=sp.presets.lossless()).summary())
+
+
 def test_optimizer_state_follows_its_rows() -> None:
     """Exact by default, and only rows that changed; of other layers exact as a whole."""
     rows, columns = 300, 32
@@ -542,9 +615,9 @@ def test_optimizer_state_follows_its_rows() -> None:
 
 def test_the_preset_is_the_paper() -> None:
     config = sp.presets.check_n_run()
-    assert config.chain == sp.ChainPolicy(base_every=None, against="base", predictor="size")
-    assert sp.presets.check_n_run(policy="one_shot").chain == sp.ChainPolicy(base_every=None, against="base")
-    assert sp.presets.check_n_run(policy="consecutive").chain == sp.ChainPolicy(base_every=None, against="previous")
+    assert config.chain == sp.ChainPolicy(None, "base", predictor="size", only_smaller=False)
+    assert sp.presets.check_n_run(policy="one_shot").chain == sp.ChainPolicy(None, "base", only_smaller=False)
+    assert sp.presets.check_n_run(policy="consecutive").chain == sp.ChainPolicy(None, only_smaller=False)
     for bad in ({"policy": "always"}, {"bits": 5}, {"bits": None}, {"bits": "auto"}, {"method": "best"}, {"ratio": 0}):
         with pytest.raises(sp.BadArgumentError):
             sp.presets.check_n_run(**bad)  # type: ignore[arg-type]

@@ -76,3 +76,68 @@ def test_what_is_stored_does_not_refer_to_the_callers_array(fresh: np.random.Gen
     pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
     memory = STREAMS[stored.stream](spec, stored.meta, pieces, None, None)
     np.testing.assert_array_equal(memory.values(spec), kept)
+
+
+def drifting(rng: np.random.Generator, n: int, drift: float) -> tuple[np.ndarray, np.ndarray]:
+    """Levels of normal weights on a grid of 0.27 deviations, before and after steps of so many deviations."""
+    w = rng.standard_normal(n)
+    later = w + drift * rng.standard_normal(n) * np.exp(rng.standard_normal(n))
+    return tuple(np.clip(np.rint(x / 0.27) + 20, 2, 39).astype(np.uint8) for x in (w, later))
+
+
+@pytest.mark.parametrize("n", [5_000, 40_000, 300_000, 2_000_000])
+@pytest.mark.parametrize("drift", [0.0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1])
+def test_levels_take_their_conditional_entropy_and_a_table(n: int, drift: float, fresh: np.random.Generator) -> None:
+    """A hundredth more and the coder's four states; where changes are few, not even the table is paid for.
+
+    The entropy is the empirical one of each context: it knows the frequencies, which a coder must say or learn.
+    """
+    before, after = drifting(fresh, n, drift)
+    data = entropy.encode_levels(after, 40, before, 40, "smallest")
+    np.testing.assert_array_equal(entropy.decode(memoryview(data), n, before, 40), after)
+    counts = entropy.joint_counts(before, after, 40, 40)
+    assert int(counts.sum()) == n
+    least = entropy.entropy_bits(counts) / 8 + len(entropy._Model.best(counts, 1.0, 40).table)
+    changes = n - int(np.trace(counts))
+    assert len(data) <= 1.05 * least + 4
+    assert len(data) <= (least + 4 if changes < 200 else 1.01 * least + 20)
+
+
+def test_few_exceptions_take_a_few_bytes(fresh: np.random.Generator) -> None:
+    """Of a million symbols five are others: by a table each symbol would take its 2e-5 bits at least."""
+    symbols = np.full(1_000_000, 9, np.uint8)
+    symbols[fresh.choice(symbols.size, 5, replace=False)] = 200
+    data = entropy.encode(symbols)
+    assert data[0] == entropy.EXCEPTIONS
+    assert len(data) <= 24
+    np.testing.assert_array_equal(decoded(data, symbols.size), symbols)
+
+
+def test_what_is_plain_without_its_context_is_coded_without_it(fresh: np.random.Generator) -> None:
+    """All symbols are 7 whatever the context says: one exception and the peak, not where the context is off."""
+    symbols = np.full(100_000, 7, np.uint8)
+    symbols[5] = 8
+    context = symbols.copy()
+    context[fresh.choice(symbols.size, 30, replace=False)] = 3
+    data = entropy.encode_levels(symbols, 40, context, 40, "smallest")
+    assert data[0] == entropy.EXCEPTIONS
+    assert len(data) <= 7
+    np.testing.assert_array_equal(entropy.decode(memoryview(data), symbols.size, context, 40), symbols)
+
+
+def test_the_smaller_of_a_table_and_single_changes_is_taken(fresh: np.random.Generator) -> None:
+    """Single changes where they may be anywhere; a table where a level says by itself what becomes of it."""
+    methods = set()
+    for n in (2_000, 20_000, 200_000):
+        drifted = [drifting(fresh, n, float(drift)) for drift in np.geomspace(1e-4, 0.3, 12)]
+        before = np.where(fresh.random(n) < 800 / n, 5, 20).astype(np.uint8)
+        for old, new in [*drifted, (before, np.where(before == 5, 9, before).astype(np.uint8))]:
+            if not 0 < int((old != new).sum()) <= min(entropy.FEW, n // 2):
+                continue
+            data = entropy.encode_levels(new, 40, old, 40, "smallest")
+            methods.add(data[0])
+            counts = entropy.joint_counts(old, new, 40, 40)
+            alone = 1 + entropy.rare_encode(new, old).size
+            assert len(data) <= min(alone, 8 + np.ceil(entropy._Model.best(counts, 1.0, 40).cost))
+            np.testing.assert_array_equal(entropy.decode(memoryview(data), n, old, 40), new)
+    assert methods == {entropy.RARE, entropy.CONDITIONAL}

@@ -219,6 +219,39 @@ def rans(data: bytes, contexts: list[int] | None, table: list[list[int]], precis
     return out
 
 
+def rare(data: bytes, expected: list[int]) -> list[int]:
+    out = list(expected)
+    if not data:
+        return out
+    coder, far, up, tree = RangeCoder(data), models(32), models(32), models(256)
+    width = coder.plain(6)
+    count = 2 ** (width - 1) + coder.plain(width - 1)
+    at, left = 0, len(out)
+    for changes in range(count, 0, -1):
+        most = left - changes
+        q, gap = most * 2**32 // left, 0
+        for j in range(most.bit_length()):
+            z = 2**48 // (2**32 + q)
+            if z >= 65535:
+                gap += coder.plain(most.bit_length() - j) << j if coder.split(65535) else 0
+                break
+            gap += coder.split(z) << j
+            q = q * q // 2**32
+        assert gap <= most
+        at, left = at + gap, left - gap - 1
+        e = out[at]
+        if not coder.bit(far[e // 8]):
+            out[at] = {0: 1, 255: 254}[e] if e in (0, 255) else e + 1 if coder.bit(up[e // 8]) else e - 1
+        else:
+            t = 1
+            for _ in range(8):
+                t = 2 * t + coder.bit(tree[t])
+            assert abs(t - 256 - e) > 1
+            out[at] = t - 256
+        at += 1
+    return out
+
+
 # ---------------------------------------------------------------------------------------------- docs/format.md
 
 
@@ -263,6 +296,11 @@ def symbols(data: bytes, n: int, context: Any = None, contexts: int = 0) -> np.n
         out = list(zstandard.decompress(source.rest()))
     elif method == 9:
         out = list(source.rest())
+    elif method == 10:
+        out = rare(source.rest(), context.tolist())
+    elif method == 11:
+        usual = [source.take(1)[0]] * n
+        out = rare(source.rest(), usual)
     else:
         raise AssertionError(method)
     assert source.at == len(data)
@@ -317,13 +355,16 @@ def bytes_chunk(piece: bytes, dtype: str, size: int, before: bytes | None) -> by
     width = item_size(dtype) // (2 if "complex" in dtype else 1)
     if method == 0:
         return symbols(source.rest(), size).tobytes()
-    if method in (1, 2):
+    if method in (1, 2, 6):
         patterns = planes(source, width, size // width)
         assert source.at == len(piece)
         if method == 2:
             assert before is not None
             is_float = width > 1 and ("float" in dtype or "complex" in dtype)
             patterns = undo(patterns, np.frombuffer(before, patterns.dtype), is_float)
+        if method == 6:
+            assert before is not None
+            patterns = patterns ^ np.frombuffer(before, patterns.dtype)
         return bytes(patterns.tobytes())
     if method == 4:
         return scaled(source, dtype, size // width)

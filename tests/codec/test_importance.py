@@ -102,10 +102,15 @@ def test_the_hundredth_delta_is_no_worse_than_the_first() -> None:
     rng = np.random.default_rng(3)
     now = state()
     cfg = sp.Config(rate=0.01)
-    prev, errors = None, []
+    prev = read = None
+    errors = []
     for _ in range(101):
         prev = sp.compress(now, prev, cfg)
-        errors.append(prev.summary()[0].error)
+        # As a reader has it who has read every file of the chain.
+        read = sp.Checkpoint.from_bytes(prev.to_bytes(), read)
+        w = now["model"]["w"].astype("f8")
+        errors.append(float(np.linalg.norm(sp.decompress(read)["model"]["w"] - w) / np.linalg.norm(w)))
+        assert errors[-1] <= prev.summary()[0].error <= 1.011 * errors[-1]
         now["model"]["w"] = now["model"]["w"] + np.float32(0.003) * rng.standard_normal((200, 200)).astype("f4")
         now["optimizer"]["state"][0]["exp_avg_sq"] *= np.float32(0.99)
     assert max(errors[50:]) < 1.15 * max(errors[1:10])
@@ -118,3 +123,33 @@ def test_odd_second_moments_do_no_harm() -> None:
         ckpt = sp.compress(given, sp.compress(given, cfg=sp.Config(rate=0.01)), sp.Config(rate=0.01))
         assert ckpt.summary()[0].error < 0.2
         through_bytes(sp.compress(given, cfg=sp.Config(rate=0.01)))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_gradients_stand_in_for_second_moments(scale: float) -> None:
+    """Where the state holds none: bits are saved where gradients are small, in whatever unit these are."""
+    first = state()["model"]
+    moved = {"w": first["w"] + np.float32(0.1) * state(1)["model"]["w"]}
+    base = sp.compress(first, cfg=sp.Config([("*", sp.Quantize(protect=0.0))]))
+    cfg = sp.Config([("*", sp.Quantize(protect=0.0))], rate=0.003)
+    rng = np.random.default_rng(0)
+    gradients = np.where(np.arange(200) < 100, scale, 1e-3 * scale) * rng.standard_normal((200, 200))
+    gradients = {"w": gradients.astype("f4")}
+    plain, given = sp.compress(moved, base, cfg), sp.compress(moved, base, cfg, grads=gradients)
+    error = (sp.decompress(given)["w"].astype("f8") - moved["w"]) ** 2
+    assert error[:, 100:].mean() > 1.5 * error[:, :100].mean()
+    assert given.summary()[0].stored_bytes < plain.summary()[0].stored_bytes
+    # A second moment in the state is known better.
+    full = {"model": moved, "optimizer": {"state": {0: {"exp_avg_sq": np.full((200, 200), 1e-6, "f4")}}}}
+    before = sp.compress({**full, "model": first})
+    rated = sp.Config(rate=0.003)
+    weights = [sp.compress(full, before, rated, grads=g).summary()[0].stored_bytes for g in (None, gradients)]
+    assert weights[1] > 0.9 * weights[0]
+
+
+def test_odd_gradients_do_no_harm() -> None:
+    first = state()["model"]
+    for value in (0.0, np.nan, np.inf, 1e-45, 3e38):
+        ckpt = sp.compress(first, sp.compress(first), sp.Config([("*", sp.Quantize(protect=0.0))], rate=0.01),
+                           grads={"w": np.full((200, 200), value, "f4")})  # fmt: skip
+        assert ckpt.summary()[0].error < 0.2

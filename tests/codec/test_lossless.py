@@ -232,6 +232,82 @@ def test_floats_that_are_few_or_narrow_are_not_taken_for_noise() -> None:
     assert rows["narrow"] < 0.36
 
 
+N = 200_000
+
+
+def flips(rng: np.random.Generator, dtype: str, share: float) -> np.ndarray[Any, Any]:
+    """One bit of `share` of the patterns."""
+    width = 8 * np.dtype(dtype).itemsize
+    one = np.asarray(1, dtype) << rng.integers(0, width, N).astype(dtype)
+    return np.where(rng.random(N) < share, one, np.asarray(0, dtype))
+
+
+def pairs(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float]:
+    """Before, after, and what the exclusive or takes by its entropy, in bytes."""
+    rng = np.random.default_rng(0)
+    if name == "signs":
+        w = rng.standard_normal(N).astype("f4")
+        return w, np.where(rng.random(N) < 0.5, w, -w), N / 8
+    if name == "nibbles":
+        x = rng.integers(0, 256, N, dtype="u1")
+        y = np.where(rng.random(N) < 0.3, x & 0xF0 | rng.integers(0, 16, N, dtype="u1"), x)
+    else:
+        share = 0.2 if name == "u4" else 0.1
+        x = rng.integers(0, 2 ** (8 * np.dtype(name).itemsize), N, dtype=name)
+        y = x ^ flips(rng, name, share)
+    planes = split_planes(x ^ y)
+    return x, y, sum(entropy.entropy_bits(np.bincount(p, minlength=256)) for p in planes) / 8
+
+
+@pytest.mark.parametrize("torches", [False, True])
+@pytest.mark.parametrize("name", ["signs", "nibbles", "u1", "u2", "u4", "u8"])
+def test_bits_that_flip_are_coded_as_an_exclusive_or(name: str, torches: bool) -> None:
+    x, y, floor = pairs(name)
+    before, after = ((torch.from_numpy(z) if torches else z) for z in (x, y))
+    cfg = sp.presets.lossless()
+    base = sp.compress({"x": before}, cfg=cfg)
+    delta = sp.compress({"x": after}, base, cfg)
+    assert method(delta, "x") == exact.XOR
+    assert delta.summary()[0].stored_bytes < 1.02 * floor + 200
+    assert bits(through_bytes(delta, base)["x"]) == bits(after)
+    # The arithmetic difference, which was all there was, takes more.
+    kind = "f4" if name == "signs" else x.dtype
+    planes = split_planes(pattern_difference(y.view(kind), x.view(kind)))
+    assert sum(len(entropy.encode(p)) for p in planes) > 1.1 * floor
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint16", "float16", "float32", "float64"])
+def test_values_that_move_are_not(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = (1000 * rng.standard_normal(N)).astype(dtype)
+    step = rng.standard_normal(N) if "float" in dtype else rng.integers(-2, 3, N)
+    y = (x + step).astype(dtype)
+    cfg = sp.presets.lossless()
+    base = sp.compress({"x": x}, cfg=cfg)
+    delta = sp.compress({"x": y}, base, cfg)
+    assert method(delta, "x") in (exact.DIFFERENCE, exact.SIZES)
+    assert bits(through_bytes(delta, base)["x"]) == bits(y)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["u1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "?"]),
+    st.integers(65, 3000),
+    st.sampled_from([0.001, 0.1, 0.9]),
+    st.sampled_from([64, 1024, 1 << 22]),
+)
+def test_any_flips_survive(seed: int, dtype: str, n: int, share: float, chunk: int) -> None:
+    rng = np.random.default_rng(seed)
+    width = np.dtype(dtype).itemsize
+    raw = rng.integers(0, 256, n * width, dtype=np.uint8)
+    mask = np.where(rng.random(raw.size) < share, 1 << rng.integers(0, 8, raw.size), 0).astype(np.uint8)
+    x, y = (z % 2 == 1 if dtype == "?" else z.view(dtype) for z in (raw, raw ^ mask))
+    cfg = sp.presets.lossless()
+    with small_chunks(chunk):
+        base = sp.compress({"x": x}, cfg=cfg)
+        assert bits(through_bytes(sp.compress({"x": y}, base, cfg), base)["x"]) == bits(y)
+
+
 SCALED_PIECES = {
     "more columns than elements": b"\x04\xa1\x1f\x00" + b"\x02\x00\x05" * 6,
     "huge number of columns": b"\x04" + b"\xff" * 7 + b"\x7f\x00" + b"\x02\x00\x05" * 6,
@@ -244,7 +320,12 @@ SCALED_PIECES = {
     "a size that float32 has not": b"\x05\x00\x02\x00\xf0",
     "extra bits missing": b"\x05\x00\x02\x00\x20",
     "extra bits too many": b"\x05\x00\x02\x00\x00\x00",
-    "method unknown": b"\x06\x00",
+    "exclusive or without a parent": b"\x06" + b"\x02\x00\x00" * 4,
+    "exclusive or of three planes": b"\x06" + b"\x02\x00\x00" * 3,
+    "exclusive or of five planes": b"\x06" + b"\x02\x00\x00" * 5,
+    "exclusive or cut short": b"\x06" + b"\x02\x00\x00" * 3 + b"\x02\x00",
+    "exclusive or of nothing": b"\x06",
+    "method unknown": b"\x07\x00",
 }
 
 
@@ -255,7 +336,7 @@ def test_hostile_floats(name: str) -> None:
     header, _ = take_apart(sp.compress({"x": x + 1}, base, sp.presets.lossless()).to_bytes())
     record, piece = header["arrays"][0], SCALED_PIECES[name]
     record["b"] = [len(piece)]
-    if name == "sizes without a parent":
+    if name.endswith("without a parent"):
         header["parent"] = None
         record.pop("p")
     blob = put_together(header, [piece])
@@ -263,10 +344,11 @@ def test_hostile_floats(name: str) -> None:
     with pytest.raises(CorruptDataError):
         sp.decompress(sp.Checkpoint.from_bytes(blob, prev), prev)
     rows = b"\x04\x0a\x09" + b"\x02\x00\x05" * 6
-    for good in (rows, b"\x04\x00" + b"\x02\x00\x05" * 4, b"\x05\x01\x02\x00\x00"):
+    for good in (rows, b"\x04\x00" + b"\x02\x00\x05" * 4, b"\x05\x01\x02\x00\x00", b"\x06" + b"\x02\x00\x00" * 4):
         record["b"] = [len(good)]
         if prev is not None:
             assert sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good]), prev))["x"].shape == (2000,)
+    good = b"\x05\x01\x02\x00\x00"
     record["d"], record["s"] = "int32", [2000]
     record["b"] = [len(good)]
     with pytest.raises((CorruptDataError, sp.MissingParentError)):

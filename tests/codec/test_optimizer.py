@@ -361,3 +361,34 @@ def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> No
         assert torch.equal(back["mu"][name]["kernel"], kept[at]["exp_avg"])
     lone = sp.compress({"opt_state": [{"mu": optax["mu"]}, {"nu": optax["nu"]}]})
     assert {row.codec for row in lone.summary() if "/mu/" in row.path} == {"log-buckets"}
+
+
+@pytest.mark.parametrize("spread", [6.0, 8.0, 10.0, 12.0])
+def test_second_moments_of_any_spread_keep_to_their_cells(spread: float) -> None:
+    """Estimates are off by more octaves than a factor can have: such elements are kept as they are."""
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        v = (10.0 ** (spread * torch.randn(64, 96, generator=g, dtype=torch.float64))).clamp(1e-44, 3e38).float()
+        ckpt = sp.compress(state({"exp_avg_sq": v}))
+        back = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["optimizer"]["state"][0]["exp_avg_sq"]
+        off = (torch.log2(back.double()) - torch.log2(v.double())).abs()
+        assert float(off.max()) < 2.2
+        assert rows_of(ckpt)["exp_avg_sq"].error < 4
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.001, 0.01])
+def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
+    """m in another unit than sqrt(v), as in some kinds of Adafactor: a grid of it is all zeros."""
+    g = torch.Generator().manual_seed(0)
+    v = 1e-2 * torch.rand(4096, generator=g)
+    for size, codec in ((1e-4, "log-buckets"), (3e-2, "grid")):
+        m = size * torch.randn(4096, generator=g)
+        ckpt = sp.compress(state({"exp_avg": m, "exp_avg_sq": v}), cfg=sp.Config(rate=rate))
+        row = rows_of(ckpt)["exp_avg"]
+        assert row.codec == codec
+        if codec == "log-buckets":
+            assert relative(m, sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]) <= 0.25
+    # What is zero for the most part, with a few large ones, is on the grid as before.
+    m = torch.zeros(4096)
+    m[::512] = 0.3 * v[::512].sqrt()
+    assert rows_of(sp.compress(state({"exp_avg": m, "exp_avg_sq": v})))["exp_avg"].codec == "grid"

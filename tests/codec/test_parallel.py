@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from shrinkpoint.codec import parallel
 from shrinkpoint.codec.base import CHUNK
+from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.codec.parallel import LEAST_BESIDE, Stopped, map_arrays, map_chunks, stoppable
 
 from .common import threads
@@ -44,3 +49,38 @@ def test_nothing_is_begun_after_it_is_asked_to_stop(size: int) -> None:
     with threads(2), stoppable(lambda: bool(begun)), pytest.raises(Stopped):
         map_arrays(begun.append, [size] * 9, lambda size: size)
     assert len(begun) <= 2
+
+
+def start(threads: str) -> subprocess.CompletedProcess[str]:
+    """A process in whose environment SHRINKPOINT_THREADS is `threads`."""
+    code = (
+        "import shrinkpoint as sp\n"
+        "try: print(sp.threads())\n"
+        "except sp.BadArgumentError as error: print(error)\n"
+        "sp.set_threads(3); print(sp.threads())"
+    )
+    environment = {**os.environ, "SHRINKPOINT_THREADS": threads}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("value", ["two", "-3"])
+def test_a_wrong_number_of_threads_in_the_environment_is_said_when_it_is_needed(value: str) -> None:
+    done = start(value)
+    said = f"the environment variable SHRINKPOINT_THREADS is '{value}'; it must be an integer of at least 1"
+    assert (done.stdout.splitlines(), done.stderr) == ([said, "3"], "")
+
+
+def test_an_empty_number_of_threads_in_the_environment_is_none() -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    done = start("")
+    assert (done.stdout.splitlines(), done.stderr) == ([str(cores), "3"], "")
+
+
+def test_which_numbers_of_threads_the_environment_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, right in (("1", 1), (" 2 ", 2), ("064", 64), ("", 0), ("  ", 0)):
+        monkeypatch.setenv(parallel.VARIABLE, value)
+        assert parallel._from_environment() == right
+    for value in ("two", "1.5", "-3", "0", "1e3", "٣", "1_0", "9" * 5000):
+        monkeypatch.setenv(parallel.VARIABLE, value)
+        with pytest.raises(BadArgumentError, match=r"SHRINKPOINT_THREADS is '.{1,40}'; it must be"):
+            parallel._from_environment()

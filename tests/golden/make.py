@@ -172,6 +172,19 @@ def peaked(t: int) -> dict[str, Any]:
     return {"single": torch.from_numpy((w + t * 0.001).astype(np.float32)), "double": w * (0.5 if t == 2 else 1.0)}
 
 
+def flipped(t: int) -> dict[str, Any]:
+    """Bits that change one by one: flags, two numbers in a byte, bit sets, signs."""
+    n, words = 3000, (uniform(3000, 51) * 2**32).astype(np.uint32)
+    at = uniform(n, 52 + t) < 0.2 * t
+    w = (np.abs(bell(n, 53)) + 1).astype(np.float32)
+    return {
+        "flags": (words & 255).astype(np.uint8) ^ (at * 16).astype(np.uint8),
+        "nibbles": torch.from_numpy((words >> 8 & 0xF0 | np.where(at, words >> 3, words) & 0x0F).astype(np.uint8)),
+        "sets": words ^ (at.astype(np.uint32) << (words >> 27)),
+        "signs": torch.from_numpy(np.where(at, -w, w)),
+    }
+
+
 def cases() -> dict[str, tuple[Any, sp.Config, int]]:
     """Name -> (state at moment t, configuration, length of the chain)."""
     quantize = sp.Quantize(bins=12, prune=0.2, protect=0.02, policy="refit", coder="published")
@@ -199,6 +212,7 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "mixed": (mixed, sp.Config(rate=0.003), 3),
         "everything": (everything, sp.presets.lossless(), 3),
         "floats": (floats, sp.presets.lossless(), 2),
+        "flipped": (flipped, sp.presets.lossless(), 3),
         "subclass": (lambda t: {"state": {0: {"exp_avg": coded(t), "step": t}}}, sp.Config(), 2),
     }
 

@@ -1,0 +1,97 @@
+"""A finer sketch, for arrays that the usual one cannot tell apart: narrow ones far from zero, and very many bins.
+
+Log buckets are as wide as values are large. Of weights at 1 +- 0.001 a sketch to 1 % sees two or three values, and
+whoever fits a codebook to it flattens them. Their distances from their own middle are sketched instead, which one more
+pass over the array gives; ordinary weights need none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..kernels.assign import Thresholds, assign
+from ..kernels.floats import FORMATS
+from ..kernels.histogram import Histogram, log_histogram, merge
+from .base import CHUNK, Leaf
+from .codebook import Cells, Fit, Floats, fit, too_coarse, unit
+from .parallel import map_chunks
+
+_ROUNDS = 4
+_FINEST = 8
+"""Bits of the finest sketch of distances: 1 MiB of counters for float32, to 2**-9 of each distance."""
+
+
+def middle(cells: Cells) -> float:
+    """Mean of the elements counted, where it is of no use 0: where they are about it no more narrowly than about 0."""
+    scale = unit(float(np.abs(cells.values).max()))
+    weights, local, offset = cells.counts / cells.counts.sum(), cells.local * scale, cells.offset * scale
+    mean = float((weights * local).sum())
+    about_zero = float((weights * np.abs(local + offset)).sum())
+    spread = float((weights * np.abs(local - mean)).sum())
+    return (offset + mean) / scale if spread < 0.25 * about_zero else 0.0
+
+
+def fit_closely(
+    leaf: Leaf, thresholds: Thresholds, cells: Cells, how: Fit, parent: Floats | None, looked: int = 0
+) -> tuple[Floats, str, Cells, int]:
+    """`fit`, to as fine a sketch as it takes: the codebook, the reason, the sketch, and how many times it was refined.
+
+    The published k-means++ has the published sketch.
+
+    Args:
+        leaf: the array.
+        thresholds: which of its elements are neither pruned nor protected.
+        cells: a sketch of these.
+        how: as for `fit`.
+        parent: as for `fit`.
+        looked: how many times `cells` were refined already.
+    """
+    codebook, reason = fit(cells, how, parent)
+    while how.solver != "kmeans++" and too_coarse(cells, codebook):
+        closer = finer(leaf, thresholds, cells, looked)
+        if closer is None:
+            break
+        cells, looked = closer, looked + 1
+        codebook, reason = fit(cells, how, parent)
+    return codebook, reason, cells, looked
+
+
+def finer(leaf: Leaf, thresholds: Thresholds, cells: Cells, number: int) -> Cells | None:
+    """The elements that are quantized, counted more finely; None where that cannot be.
+
+    Args:
+        leaf: the array.
+        thresholds: which of its elements are neither pruned nor protected.
+        cells: a sketch of these.
+        number: of the attempt, from 0; each looks closer.
+    """
+    fmt = FORMATS[leaf.spec.dtype]
+    if number == _ROUNDS or cells.sharp:
+        return None
+    # An array of 16 bits has few values: buckets that are as fine hold one each.
+    sharp = fmt.width == 16
+    bits = fmt.mantissa if sharp else max(cells.bits, min(cells.bits + 2, _FINEST))
+    offset = 0.0 if sharp else _rounded(middle(cells), leaf)
+    if not math.isfinite(offset) or (not sharp and (bits, offset) == (cells.bits, cells.offset)):
+        return None
+
+    def one(start: int) -> Histogram:
+        x = leaf.flat[start : start + CHUNK]
+        gradient = None if leaf.gradient is None else leaf.gradient[start : start + CHUNK]
+        # Below the codebook there are two levels, of what has no entry.
+        kept = x[assign(x, thresholds, np.zeros(1), gradient=gradient) >= 2]
+        with np.errstate(over="ignore"):
+            return log_histogram(kept - offset if offset else kept, bits, signed=True)
+
+    counted = merge(*map_chunks(one, range(0, leaf.spec.size, CHUNK)))
+    # The kept are finite; a distance that is not is beyond the format's range.
+    return None if counted.counts[-1] else Cells.of(counted, offset, sharp=sharp)
+
+
+def _rounded(offset: float, leaf: Leaf) -> float:
+    """To the array's own format: differences of values near each other are then exact."""
+    wide = np.float64 if leaf.spec.dtype == "float64" else np.float32
+    with np.errstate(over="ignore"):
+        return float(wide(offset))

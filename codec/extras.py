@@ -1,0 +1,30 @@
+"""What the optional parts need, as a command that installs it.
+
+The packages are named themselves: `shrinkpoint[...]` would ask an index for a name that this project has not there.
+"""
+
+from __future__ import annotations
+
+EXTRAS = {
+    "demo": ("matplotlib>=3.8",),
+    "s3": ("s3fs>=2024.10",),
+    "hub": ("safetensors>=0.4",),
+    "lightning": ("lightning>=2.4",),
+    "transformers": ("transformers>=4.50", "accelerate>=1.0", "safetensors>=0.4"),
+    "accelerate": ("accelerate>=1.0",),
+    "keras": ("keras>=3.5",),
+    "jax": ("jax>=0.5",),
+    "orbax": ("orbax-checkpoint>=0.11.20",),
+    "report": ("matplotlib>=3.8",),
+}
+"""The optional dependencies of pyproject.toml, but for those of tests and benches (test, bench, models)."""
+
+
+def install(extra: str) -> str:
+    """The command for one extra; in a checkout `pip install '.[NAME]'` does the same.
+
+    Example:
+        >>> install("lightning")
+        "pip install 'lightning>=2.4'"
+    """
+    return f"pip install {' '.join(repr(package) for package in EXTRAS[extra])}"

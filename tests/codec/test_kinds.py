@@ -1,0 +1,221 @@
+"""What names alone get wrong: words that begin like an optimizer, moments that only exact storage keeps usable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+from .common import difference, through_bytes
+
+CONFIGS = {
+    "default": sp.Config(),
+    "rate": sp.Config(rate=0.001),
+    "target": sp.Config(max_rel_error=0.1),
+    "asked for": sp.Config([("*", sp.LogBuckets(0.25))]),
+    "inshrinkerator": sp.presets.inshrinkerator(),
+    "lc": sp.presets.lc_checkpoint(),
+    "check-n-run": sp.presets.check_n_run(moment_bits=8),
+    "bitsnap": sp.presets.bitsnap(),
+}
+
+
+def drawn(seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=(128, 96)).astype("f4")
+
+
+def nested(path: str, x: Any) -> Any:
+    for key in reversed(path.split("/")):
+        x = {key: x}
+    return x
+
+
+@pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("kinds", [False, True])
+@pytest.mark.parametrize(
+    ("second", "average"),
+    [
+        ("optimizer/state/0/square_avg", "optimizer/state/0/grad_avg"),
+        ("optimizer/net/first/kernel/velocity", "optimizer/net/first/kernel/average_gradient"),
+        ("opt_state/0/nu/first/kernel", "opt_state/0/mu/first/kernel"),
+    ],
+    ids=["torch", "keras", "optax"],
+)
+def test_what_a_square_is_subtracted_from_is_exact(cfg: sp.Config, kinds: bool, second: str, average: str) -> None:
+    """v - m**2 is just above zero where gradients keep their sign: no error in either of them is small enough."""
+    g = drawn()
+    entry = {second: g * g * np.float32(1.0001), average: g}
+    table = None
+    if kinds:
+        table = {second: sp.Kind("linear", "second moment", "w"), average: sp.Kind("linear", "first moment", "w")}
+    prev = read = None
+    for factor in (1.0, 1.01):
+        state: dict[str, Any] = {"optimizer": {"x": 1}}
+        for path, x in entry.items():
+            _put(state, path, x * np.float32(factor if path == average else factor**2))
+        prev = sp.compress(state, prev, cfg, kinds=table)
+        read = sp.Checkpoint.from_bytes(prev.to_bytes(), read)
+        back = sp.decompress(read)
+        assert difference(state, back) == ""
+        assert (_at(back, second) >= _at(back, average) ** 2).all()
+
+
+def _put(state: dict[str, Any], path: str, x: Any) -> None:
+    *above, last = path.split("/")
+    for key in above:
+        state = state.setdefault(key, {})
+    state[last] = x
+
+
+def _at(state: Any, path: str) -> Any:
+    for key in path.split("/"):
+        state = state[key]
+    return state
+
+
+def test_optax_adam_is_told_from_its_centered_rmsprop() -> None:
+    """The names are the same. A count beside them, or one first moment above the root of its second, is Adam's."""
+    g = drawn()
+    entry = {"mu": {"w": g}, "nu": {"w": g * g * np.float32(1.1)}}
+    for more, factor, codec in (
+        ({}, 1.0, "bytes"),
+        ({"count": np.int32(3)}, 1.0, "rank-one"),
+        ({"count": np.asarray(3)}, 1.0, "rank-one"),
+        ({}, 0.5, "rank-one"),
+    ):
+        nu = {"w": entry["nu"]["w"].copy()}
+        nu["w"][3, 4] *= np.float32(factor)
+        rows = sp.compress({"opt_state": [{**more, "mu": entry["mu"], "nu": nu}]}).summary()
+        assert next(r.codec for r in rows if "/nu/" in r.path) == codec
+
+
+def test_the_summary_says_why() -> None:
+    g = drawn()
+    (row, _) = sp.compress({"optimizer": {"state": {0: {"square_avg": 2 * g * g, "grad_avg": g}}}}).summary()
+    assert row.note == "exact: an update takes the square of an average from it"
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.001])
+def test_centered_rmsprop_goes_on(rate: float) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 32), torch.randn(256, 16)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4, centered=True)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    for _ in range(300):
+        step()
+    state = through_bytes(sp.compress({"optimizer": optimizer.state_dict()}, cfg=sp.Config(rate=rate)))
+    optimizer.load_state_dict(state["optimizer"])
+    losses = [step() for _ in range(20)]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "opt/layers/3/v", "opt/decoder/layers/3/nu", "optical_flow/encoder/0/v", "policy/optimal_q/0/v", "options/0/v",
+        "adopt/0/v", "model/momentum", "layers/3/nu/kernel", "model/velocity/momentum",
+    ],
+)  # fmt: skip
+def test_weights_are_not_taken_for_moments(path: str) -> None:
+    (row,) = sp.compress(nested(path, drawn())).summary()
+    assert row.codec == "levels"
+    assert row.error < 0.1
+
+
+@pytest.mark.parametrize("path", ["opt/0/v", "optimizer/3/nu", "optimizer/state/w/v", "opt_state/1/nu/kernel"])
+def test_what_is_negative_is_no_second_moment(path: str) -> None:
+    """Nobody knows what it is then, so it is kept as it is; and so is what stands beside it."""
+    x = drawn()
+    x[:-1] = abs(x[:-1])
+    beside = path.replace("nu", "mu") if "nu" in path else path[:-1] + "m"
+    state: dict[str, Any] = {}
+    _put(state, path, x)
+    _put(state, beside, drawn(1))
+    assert difference(state, sp.decompress(sp.compress(state))) == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "opt/0/v", "optim/0/v", "optims/1/0/v", "optimizer/7/nu", "optimizers/0/3/v", "optimizer_0/3/v",
+        "opt_state/0/v", "my_optim/groups/0/v", "optimizer_states/0/0/v", "optim-g/0/v", "g_opt/0/v",
+        "fused_optimizer/0/v", "optimiser/0/v", "optG/0/v", "optimizerA/3/v", "optimG/0/v", "optax_state/0/nu",
+        "state/0/v", "optimizer/state/w/v", "optimizer/layers/3/v", "Optimizer/0/v",
+    ],
+)  # fmt: skip
+def test_optimizers_by_many_names(path: str) -> None:
+    (row,) = sp.compress(nested(path, drawn() ** 2 + np.float32(1e-9))).summary()
+    assert row.codec == "rank-one"
+
+
+@pytest.mark.parametrize("path", ["optimizer/state/0/momentum", "opt/momentum/w0/momentum", "state/w/momentum"])
+def test_momentum_below_an_optimizer_is_a_first_moment(path: str) -> None:
+    (row,) = sp.compress(nested(path, drawn())).summary()
+    assert row.codec == "log-buckets"
+
+
+def test_kinds_of_another_state_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
+    wrapped = {f"module.{name}": x for name, x in model.state_dict().items()}
+    cfg = sp.Config([("embedding", sp.Exact())])
+    with pytest.raises(sp.BadArgumentError, match=r"none of its 3 paths \(0.weight, .*\) is .* \(module.0.weight, "):
+        sp.compress(wrapped, cfg=cfg, kinds=sp.kinds(model))
+    with pytest.raises(sp.BadArgumentError, match="kinds: none"):
+        sp.compress({"a": drawn()}, kinds={"b": "embedding"})
+    # Of the state they are for, they may tell more than it holds, and less.
+    optimizer = torch.optim.AdamW(model.parameters())
+    (row, *_) = sp.compress({"model": model.state_dict()}, cfg=cfg, kinds=sp.kinds(model, optimizer)).summary()
+    assert row.measure == "exact"
+    sp.compress({"model": wrapped}, kinds={"module.0.weight": "embedding"})
+    sp.compress({"step": 3}, kinds=sp.kinds(model))
+
+
+def test_kinds_may_name_the_second_name_of_a_tied_array() -> None:
+    w = torch.randn(64, 64)
+    sp.compress({"head": w, "table": w}, kinds={"table": "embedding"})
+
+
+def test_a_framework_may_save_a_part_of_what_its_kinds_name(tmp_path: Any) -> None:
+    """Adapters give the kinds of the whole module, whatever part of its state the framework hands them."""
+    from shrinkpoint.trainers.pointers import load_at, save_at
+
+    state = {"adapter.a": torch.randn(64, 64)}
+    save_at(tmp_path / "x", sp.Store(tmp_path / "store"), state, kinds={"base.a": "embedding"})
+    assert load_at(tmp_path / "x")["adapter.a"].shape == (64, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int32])
+@pytest.mark.parametrize("path", ["optimizer/state/0/v", "layers/0/nu/kernel"])
+def test_names_of_moments_on_dtypes_that_have_no_order(path: str, dtype: torch.dtype) -> None:
+    state = nested(path, torch.ones(9, 40).to(dtype))
+    assert difference(state, sp.decompress(sp.compress(state))) == ""
+
+
+def test_what_stands_beside_a_word_of_optimizers_in_a_model_is_not_exact() -> None:
+    (first, second) = sp.compress({"net": {"mg": drawn(), "kernel": drawn(1)}}).summary()
+    assert (first.codec, second.codec) == ("levels", "levels")
+
+
+def test_a_weight_that_a_name_takes_for_a_moment_has_its_gradient() -> None:
+    weights = {"layers": [{"nu": {"weight": drawn()}}]}
+    gradients = {"layers": [{"nu": {"weight": drawn(1)}}]}
+    cfg = sp.Config([("*", sp.Quantize(prune=0.2, prune_metric="sensitivity"))])
+    assert sp.compress(weights, cfg=cfg, grads=gradients).summary()[0].codec == "levels"
+
+
+def test_gradients_of_subnormal_size() -> None:
+    gradients = {"w": np.full((64, 64), 1e-310)}
+    assert sp.compress({"w": drawn()[:64, :64].copy()}, cfg=sp.Config(rate=0.001), grads=gradients).is_delta is False

@@ -1,0 +1,45 @@
+"""Rules that are for some dtypes only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+X = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+
+
+def codec(cfg: sp.Config, x: Any) -> str:
+    return sp.compress({"a": {"w": x}}, cfg=cfg).summary()[0].codec
+
+
+def test_a_rule_is_for_its_dtypes_and_the_next_for_the_rest() -> None:
+    cfg = sp.Config([sp.Rule("a/*", sp.Clusters(), ("float32",)), ("weight", sp.Changed(), ("float64",))])
+    assert codec(cfg, X) == "clusters"
+    assert codec(cfg, X.double()) == "changed"
+    assert codec(cfg, X.bfloat16()) == codec(sp.Config(), X.bfloat16())
+    assert codec(cfg, np.arange(2000)) == "bytes"
+
+
+def test_rules_in_json() -> None:
+    cfg = sp.Config([("a", sp.Exact(), ["float16", "bfloat16"]), ("*", sp.Exact())])  # type: ignore[list-item]
+    assert cfg.rules[0].dtypes == ("float16", "bfloat16")
+    assert sp.Config.from_json(cfg.to_json()) == cfg
+    # Of rules for all dtypes nothing else is written than before there were others.
+    assert cfg.to_json()["rules"][1] == ["*", {"id": "exact"}]
+    assert cfg.for_restores(3) == cfg
+    rows = sp.Config([("embedding", sp.Rows("auto", expected_restores=1), ("float32",))]).for_restores(9)
+    assert rows.rules[0].dtypes == ("float32",)
+    assert rows.rules[0].codec.width == 8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtypes", [(), "float32", ("int8",), ("float32", 4), 4, ("",)])
+def test_dtypes_that_are_none(dtypes: Any) -> None:
+    with pytest.raises(sp.BadArgumentError, match="rule 'a'"):
+        sp.Rule("a", sp.Exact(), dtypes)
+    with pytest.raises(sp.BadArgumentError):
+        sp.Config.from_json({**sp.Config().to_json(), "rules": [["a", {"id": "exact"}, dtypes]]})
