@@ -202,6 +202,15 @@ class Cube:
         points = (Point(*values, self.embedding_bins[-1], self.system) for values in itertools.product(*axes))
         return iter(sorted(points, key=Point.expected_bits))
 
+    def __contains__(self, point: object) -> bool:
+        """Whether a point stands on the axes; the metric counts only where something is pruned."""
+        return (
+            isinstance(point, Point)
+            and point.system == self.system
+            and all(getattr(point, name) in getattr(self, name) for name in _STEPPED)
+            and (point.prune == 0.0 or point.metric in self.metric)
+        )
+
     def steps(self, a: Point, b: Point) -> int:
         """Number of steps along the axes from one point to another; the pruning metric takes none.
 

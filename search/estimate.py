@@ -17,7 +17,8 @@ import numpy as np
 
 from ..codec import bfloat16, entropy
 from ..codec.base import Leaf, Memory
-from ..codec.codebook import Fit, fit, largest_of, spacing, variance
+from ..codec.cells import fit_closely
+from ..codec.codebook import Cells, Fit, fit, largest_of, spacing, too_coarse, variance
 from ..codec.leaves import LeafSpec, NpArray, as_bytes
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
@@ -137,7 +138,7 @@ class Estimator:
             if key not in counted:
                 few = self._all_values(i, histograms[limit][0], bins) if codec.coder == "smallest" else None
                 codebook, histogram = _codebook(
-                    histograms[limit], how, before, leaf.spec, few, exactly=bool(codec.rate)
+                    histograms[limit], how, before, leaf, limit, few, exactly=bool(codec.rate)
                 )
                 rate = codec.rate if codec.rate and 1e-15 < largest_of(histogram) < 1e15 else 0.0
                 trade = rate * variance(histogram) if rate else 0.0
@@ -238,7 +239,8 @@ def _codebook(
     histograms: tuple[Histogram, Histogram],
     how: Fit,
     before: LevelsMemory | None,
-    spec: LeafSpec,
+    leaf: Leaf,
+    limit: Thresholds,
     few: NpArray | None,
     *,
     exactly: bool,
@@ -256,9 +258,12 @@ def _codebook(
     if parent is not None and histogram is coarse and (reason == "frozen" or _alike(codebook, parent)):
         histogram = fine
         codebook, reason = fit(histogram, how, parent)
-    if few is not None and not np.isin(few, codebook).all():
-        return few, histogram
-    return codebook if reason == "frozen" else rounded_codebook(codebook, spec), histogram
+    if few is not None:
+        if not np.isin(few, codebook).all():
+            return few, histogram
+    elif how.solver != "kmeans++" and too_coarse(Cells.of(fine), codebook):
+        codebook, reason, *_ = fit_closely(leaf, limit, Cells.of(fine), how, parent)
+    return codebook if reason == "frozen" else rounded_codebook(codebook, leaf.spec), histogram
 
 
 def _alike(a: NpArray, b: NpArray) -> bool:

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codec.errors import BadArgumentError
+from .generators import kept
 
 Evaluate = Callable[[Any], Any]
 
 
 def measured(evaluate: Evaluate, state: Any, what: str) -> float:
-    """What `evaluate` returns for a state, as a float; NaN and infinities pass.
+    """What `evaluate` returns for a state, as a float; NaN and infinities pass. It draws no random number of others.
 
     Raises:
         BadArgumentError: it raised, or returned no number.
     """
     try:
-        value = evaluate(state)
+        with kept():
+            value = evaluate(state)
     except Exception as e:
         raise BadArgumentError(f"evaluate raised {type(e).__name__} at {what}: {e}") from e
     # A tensor or array of one element is as good as a number; anything larger is none.
@@ -67,10 +69,15 @@ class Scale:
         """The direction, if this is the quality of something that is surely worse; None where that cannot be told.
 
         Args:
-            beyond: relative difference that is more than chance: mild compression may also help.
+            quality: of a state compressed beyond use; infinities tell as well.
+            beyond: relative difference that is more than chance.
+
+        Example:
+            >>> Scale(0.8, 0.0, None).inferred(0.1, 0.01), Scale(0.8, 0.0, None).inferred(0.799, 0.01)
+            ('higher', None)
         """
         change = (quality - self.baseline) / abs(self.baseline)
-        if not math.isfinite(change) or abs(change) <= max(beyond, 3 * self.spread):
+        if math.isnan(change) or abs(change) <= max(beyond, 3 * self.spread):
             return None
         return "lower" if change > 0 else "higher"
 

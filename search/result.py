@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,16 +84,20 @@ class SearchResult:
         degradation: of the choice; None where it was not evaluated.
         spread: largest relative difference between two calls with the same state.
         direction: "lower" or "higher" quality is better; None where no trial differed from the baseline.
-        direction_given: whether that was given; otherwise it is inferred from the coarsest point tried.
+        direction_given: whether that was given; otherwise it is inferred from a state compressed beyond use.
         threshold: degradation allowed at this checkpoint.
         cube: what was searched.
         discarded: how many points were never evaluated, by reason.
         notes: what else is worth knowing, in words.
         rounds: calls of `evaluate` one after another; as many as trials unless they ran beside each other.
         patience: how many searches more pass before the other pruning metric is tried again.
+        probed_in_vain: whether `evaluate` had no number for any state compressed beyond use, so that the direction is
+            not looked for again; default False.
         seconds: the search as a whole; not compared.
-        share: `seconds` as a share of training time since the last search; None where that is not known; not compared.
+        share: `seconds` as a share of training time since the last search; None where that is not known, as after a
+            restart; not compared.
         finished: seconds since the epoch at the end; not compared.
+        process: names the process that searched: time is only counted within one; not compared.
     """
 
     config: Config
@@ -113,9 +118,11 @@ class SearchResult:
     notes: tuple[str, ...]
     rounds: int
     patience: int
+    probed_in_vain: bool = False
     seconds: float = field(default=0.0, compare=False)
     share: float | None = field(default=None, compare=False)
     finished: float = field(default=0.0, compare=False)
+    process: str = field(default="", compare=False)
 
     @property
     def evaluations(self) -> int:
@@ -184,10 +191,39 @@ def _read(value: Any) -> Any:
     return float(value) if value in ("inf", "-inf") else value
 
 
+def essence(found: SearchResult) -> str:
+    """All of a result that is compared, as text."""
+    data = found.to_json()
+    for part in (data, *data["trials"]):
+        for f in dataclasses.fields(SearchResult if part is data else Trial):
+            if not f.compare:
+                part.pop(f.name)
+    return json.dumps(data, sort_keys=True)
+
+
+def outcome(trials: Sequence[Trial]) -> list[Any]:
+    """What of trials is the same on all processes that made them together, as plain JSON.
+
+    That is what they exchanged and what follows from it. Estimates each makes by itself, and their last bit is its
+    processor's.
+    """
+    names = ("point", "nbytes", "quality", "passed", "round", "rank", "state")
+    return [[t.to_json()[name] for name in names] for t in trials]
+
+
 def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:
     names = {f.name for f in dataclasses.fields(kind)}
-    if not isinstance(data, Mapping) or set(data) != names:
+    if not isinstance(data, Mapping) or not names.issuperset(data):
         raise BadArgumentError(f"{str(data)[:80]} is no {what}; its fields are {', '.join(sorted(names))}")
+    # What was written by an earlier version lacks what was added since, which has a default.
+    newer = {
+        f.name: f.default
+        for f in dataclasses.fields(kind)
+        if f.default is not dataclasses.MISSING and f.name not in data
+    }
+    data = {**data, **newer}
+    if set(data) != names:
+        raise BadArgumentError(f"{str(data)[:80]} is no {what}; it lacks {', '.join(sorted(names - set(data)))}")
     for f in dataclasses.fields(kind):
         if not _fits(str(f.type), _read(data[f.name])):
             raise BadArgumentError(f"no {what}: its {f.name} is {str(data[f.name])[:80]!r}, not {f.type}")

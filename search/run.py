@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +17,14 @@ from ..codec import presets
 from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
-from ..codec.errors import BadArgumentError
+from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..kernels.arguments import flag
 from .cube import Cube, Point, normal
 from .plan import HOPELESS, LATE, Candidate, chances, degradations, distinct, next_trials, open_points, undominated
 from .quality import Evaluate
 from .report import Progress, Report
-from .result import DIRECTIONS, SearchResult, Trial
-from .subject import Subject
+from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
+from .subject import Given, Subject, Watched
 from .team import Team
 from .trials import Trials
 
@@ -33,6 +37,10 @@ PATIENCE = 4
 LIKELY = 0.5
 """One after another, neighbours are only tried that pass with at least this probability; beside each other all are that
 are not hopeless."""
+
+
+_PROCESS = uuid.uuid4().hex
+"""Names this process: the time between searches of two processes is not all training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,9 @@ def search(
     Args:
         state: as for `compress`.
         evaluate: gets a restored state (fresh arrays on the host, for it to keep or change) and returns a number: a
-            loss, an accuracy, a perplexity; of the same data each time. It must leave `state` as it is: load into a
-            copy of the model. None: no trials, `threshold` is the relative L2 error that no array may exceed.
+            loss, an accuracy, a perplexity; of the same data each time. It must leave `state` and `grads` as they are:
+            load into a copy of the model. What it draws from the global generators of Python, NumPy and torch is put
+            back. None: no trials, `threshold` is the relative L2 error that no array may exceed.
         threshold: relative degradation allowed, in (0, 10]; without `evaluate` in (0, 1).
         prev: parent of the checkpoint to come: sizes are those of deltas.
         last: result of the search at the checkpoint before: its neighbourhood is searched first.
@@ -86,9 +95,11 @@ def search(
             each other, in rounds of its size. Collectives within `evaluate` are then only right for sharded states
             (DTensor), which all processes try together.
         cube: what to choose from; default `last`'s, else `Cube()`.
-        direction: "lower" or "higher" is better; None: as `last` has it, else inferred from the coarsest point.
+        direction: "lower" or "higher" is better; None: as `last` has it, else inferred from a state that is compressed
+            beyond use, which takes one call (two, where the first is NaN).
         expected_restores: how often a run is expected to resume, >= 0: the threshold is divided by it (at least by
-            1), so that the losses of all restores together stay within `threshold`. None: each may take all of it.
+            1), so that the losses of so many restores together stay within `threshold`. Each search does that anew:
+            what restores have taken so far is not carried over. None: each may take all of it.
         steps: reach of the neighbourhood search, 0 or more; default 2.
         relax: let the neighbourhood search be more aggressive than `last`; default False.
         budget: most calls of `evaluate` one after another, baseline included, 3 or more; default 12.
@@ -119,27 +130,122 @@ def search(
     begin = time.perf_counter()
     team = Team(group)
     try:
-        _check(last, cube, direction, expected_restores, steps, budget, resume, progress)
-        cube = cube if cube is not None else (last.cube if last is not None else Cube())
-        limit = 1 if evaluate is None else 10
-        check_range("threshold", threshold, 0, limit, open_low=True, open_high=evaluate is None)
-        allowed = threshold / max(1.0, expected_restores or 1.0)
-        if evaluate is None:
+        asked = _Asked(threshold, last, cube, direction, expected_restores, steps, relax, budget, resume, progress)
+        given, watched, fingerprint = _opened(team, asked, state, evaluate, prev, grads, kinds)
+        cube, allowed = asked.where, asked.allowed
+        if evaluate is None or watched is None:
+            if not given.is_sharded:
+                Subject.made(given, next(iter(cube)))
             return _finished(_by_error(allowed, cube), last, begin)
-        if not callable(evaluate):
-            raise BadArgumentError(f"evaluate is {evaluate!r}; it must be callable or None")
-        subject = Subject.of(state, next(iter(cube)), prev, grads, kinds)
+        subject = Subject.made(given, next(iter(cube)))
         if not subject.leaves:
             return _finished(_nothing(allowed, cube, subject), last, begin)
         with Report(progress, budget, silent=team.rank != 0) as report:
-            trials = Trials(subject, evaluate, allowed, team, report, resume)
-            found = _search(trials, cube, last, direction, steps, budget, relax=relax)
-            team.all(lambda: None)  # one that fails until here is heard by all
+            trials = Trials(given, subject, watched, fingerprint, evaluate, allowed, team, report, resume, cube)
+            found = _agreed(team, _search(trials, cube, last, direction, steps, budget, relax=relax))
             report.say(f"search: {found}", warn=not found.met)
         return _finished(found, last, begin)
     except BaseException as error:
         team.fail(error)
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The arguments of a search that are no arrays, as given."""
+
+    threshold: float
+    last: SearchResult | None
+    cube: Cube | None
+    direction: str | None
+    expected_restores: float | None
+    steps: int
+    relax: bool
+    budget: int
+    resume: Sequence[Trial]
+    progress: Progress
+
+    @property
+    def where(self) -> Cube:
+        """What is chosen from."""
+        return self.cube if self.cube is not None else (self.last.cube if self.last is not None else Cube())
+
+    @property
+    def allowed(self) -> float:
+        """Degradation that passes."""
+        return self.threshold / max(1.0, self.expected_restores or 1.0)
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each that decides what is tried."""
+        plain = {
+            name: repr(getattr(self, name)) for name in ("direction", "expected_restores", "steps", "relax", "budget")
+        }
+        return plain | {
+            "threshold": repr(float(self.threshold)),
+            "cube": _hashed(json.dumps(self.where.to_json())),
+            "last": "" if self.last is None else _hashed(essence(self.last)),
+            "resume": _hashed(json.dumps(outcome(self.resume))),
+        }
+
+
+def _opened(
+    team: Team, asked: _Asked, state: Any, evaluate: Any, prev: Any, grads: Any, kinds: Any
+) -> tuple[Given, Watched | None, str]:
+    """Check all arguments, on every process before any does something that others must join in.
+
+    Returns:
+        The state taken apart, what it holds, and a fingerprint of what trials must have in common; None and "" where
+        there are no trials and nobody to compare with.
+
+    Raises:
+        BadArgumentError: an argument is of no use, here or on another process, or is not the same on all of them.
+    """
+    taken: list[tuple[Given, Watched | None]] = []
+
+    def opening() -> dict[str, Any] | None:
+        _check(asked, evaluate)
+        given = Given.of(state, prev, grads, kinds)
+        if evaluate is None and team.size == 1:
+            taken.append((given, None))
+            return None
+        watched = given.watch()
+        taken.append((given, watched))
+        same = asked.fingerprints() | given.fingerprints(watched) | {"evaluate": str(evaluate is None)}
+        return {"same": same, "own": _hashed(repr(watched))}
+
+    told = team.all(opening)
+    if taken[0][1] is None:
+        return *taken[0], ""
+    for rank, other in enumerate(told):
+        unlike = sorted(name for name, value in other["same"].items() if value != told[0]["same"][name])
+        if unlike:
+            raise BadArgumentError(
+                f"the processes of the group do not have the same {' and '.join(unlike)}: "
+                f"that of rank {rank} is not that of rank 0"
+            )
+    # Of what is in parts each process has its own values; a trial belongs to all of them.
+    point = next(iter(asked.where))
+    names = ("state", "prev", "grads", "kinds")
+    common = [told[0]["same"][n] for n in names] + [t["own"] for t in told if taken[0][0].is_sharded]
+    return *taken[0], _hashed(json.dumps([common, point.config().to_json()]))
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _agreed(team: Team, found: SearchResult) -> SearchResult:
+    """What fails until here is heard by all, and all have found the same; rank 0's, for it is the next search's `last`
+    on all of them."""
+    if team.size == 1:
+        return found
+    data = found.to_json()
+    same = [*(data[name] for name in ("config", "point", "met", "direction")), outcome(found.trials)]
+    results = team.all(lambda: [_hashed(json.dumps(same)), data if team.rank == 0 else None])
+    for rank, (other, _) in enumerate(results):
+        if other != results[0][0]:
+            raise ShrinkpointError(f"the processes of the group found different things: rank {rank} and rank 0")
+    return SearchResult.from_json(results[0][1])
 
 
 def _search(
@@ -153,40 +259,45 @@ def _search(
     relax: bool,
 ) -> SearchResult:
     """Baseline, neighbourhood where there is a last choice, and the whole cube where that finds nothing."""
-    given = direction is not None
-    if direction is None and last is not None:
-        direction, given = last.direction, last.direction_given
-    trials.baseline(last.spread if last is not None and last.baseline is not None else None, direction)
+    trials.baseline(last, direction)
     space = _Space(cube, trials, budget)
     choice, fell_back = None, False
     if last is not None and last.point is not None and space.has(last.point):
         choice = _near(space, last, steps, relax=relax)
         fell_back = choice.trial is None
+        if fell_back:
+            # Neighbours are milder than what passed before. Whoever tries all others until one passes finds what passes
+            # by chance, if there is chance.
+            space.check()
     method = "neighbourhood"
     if choice is None or choice.trial is None:
         method = "exhaustive"
         choice = _everywhere(space, () if last is None else last.trials, soon=fell_back)
-    return _result(space, choice, method, fell_back, given)
+    return _result(space, choice, method, fell_back)
 
 
-def _check(
-    last: Any, cube: Any, direction: Any, restores: Any, steps: Any, budget: Any, resume: Any, progress: Any
-) -> None:
+def _check(asked: _Asked, evaluate: Any) -> None:
+    last, cube, direction, progress = asked.last, asked.cube, asked.direction, asked.progress
     if last is not None and not isinstance(last, SearchResult):
         raise BadArgumentError(f"last must be a SearchResult, not {type(last).__qualname__}")
     if cube is not None and not isinstance(cube, Cube):
         raise BadArgumentError(f"cube must be a Cube, not {type(cube).__qualname__}")
     if direction is not None and direction not in DIRECTIONS:
         raise BadArgumentError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}, or None")
-    if restores is not None:
-        check_range("expected_restores", restores, 0, 1e9)
-    for name, value, least in (("steps", steps, 0), ("budget", budget, 3)):
+    if asked.expected_restores is not None:
+        check_range("expected_restores", asked.expected_restores, 0, 1e9)
+    for name, value, least in (("steps", asked.steps, 0), ("budget", asked.budget, 3)):
         if type(value) is not int or value < least:
             raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if not isinstance(resume, Sequence) or not all(isinstance(t, Trial) for t in resume):
+    flag("relax", asked.relax)
+    if not isinstance(asked.resume, Sequence) or not all(isinstance(t, Trial) for t in asked.resume):
         raise BadArgumentError("resume must be Trials, as `progress` was given them or SearchResult.trials has them")
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise BadArgumentError(f"progress is {progress!r}; it must be True, False, None or callable")
+    limit = 1 if evaluate is None else 10
+    check_range("threshold", asked.threshold, 0, limit, open_low=True, open_high=evaluate is None)
+    if evaluate is not None and not callable(evaluate):
+        raise BadArgumentError(f"evaluate is {evaluate!r}; it must be callable or None")
 
 
 class _Space:
@@ -201,6 +312,7 @@ class _Space:
             cube = dataclasses.replace(cube, metric=("magnitude",))
         self.asked, self.cube, self.trials, self.budget = asked, cube, trials, budget
         self.notes: list[str] = []
+        self._is_checked = False
         if not self.sensitive:
             self.notes.append("nothing is pruned by sensitivity: there are arrays without gradients")
 
@@ -219,14 +331,47 @@ class _Space:
         return point.system == self.cube.system and (point.prune == 0.0 or point.metric in self.cube.metric)
 
     def round(self, points: Sequence[Point], stale: Sequence[Trial]) -> list[Trial]:
-        """Try the points, each with its expected degradation."""
-        candidates = self.trials.candidates(points)
-        expected = degradations(candidates, self.trials.known(stale), self.floor)
-        self.trials.round(points, [float(d) for d in expected])
-        if self.left > 0:
-            self.trials.settle()
-        wanted = {normal(p) for p in points}
-        return [t for t in self.trials.found if t.point in wanted]
+        """Try the points, each with its expected degradation; what looks too good is looked at twice."""
+        trials, begin = self.trials, len(self.trials.found)
+        beside: list[Point] = []
+        if trials.scale.direction is None and self.left > 1:
+            if trials.at_once == 1:
+                self.probe(spare=1)
+            elif trials.next_wreck is not None:
+                beside = [trials.next_wreck]
+        asked = [normal(p) for p in points][: trials.at_once - len(beside)]
+        # A point to tell the direction by may be one of the cube.
+        probed = [*beside, *(t.point for t in trials.found[begin:])]
+        points = [p for p in asked if p not in probed]
+        expected: list[float | None] = []
+        if points:
+            known = trials.known(stale)
+            expected = [float(d) for d in degradations(trials.candidates(points), known, self.floor)]
+        if beside or points:
+            trials.round([*beside, *points], [None] * len(beside) + expected)
+        if trials.gain > trials.beyond:
+            self.check()
+            if trials.gain > trials.beyond and trials.is_inherited:
+                self.probe()
+        return [t for t in trials.found if t.point in asked]
+
+    def probe(self, spare: int = 0) -> None:
+        """See which direction is worse, from a state compressed beyond use; a milder one, where that is no number.
+
+        Args:
+            spare: rounds to leave; default 0.
+        """
+        while self.left > spare and (wreck := self.trials.next_wreck) is not None:
+            self.trials.round([wreck], [None])
+
+    def check(self) -> None:
+        """Evaluate the state itself again, once a search: numbers that are too good may be no numbers to compare.
+
+        Processes that each evaluate it see the same at the start.
+        """
+        if self.left > 0 and not self._is_checked and self.trials.at_once == 1:
+            self._is_checked = True
+            self.trials.again()
 
 
 def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Choice:
@@ -251,6 +396,8 @@ def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Cho
         for trial in space.round(order[: trials.at_once], last.trials):
             if trial.point is not None:
                 tried[trial.point] = trial
+        # What was learned since may have changed how they are judged.
+        tried = {t.point: t for t in trials.found if t.point in tried}
         if twin is not None and twin in tried and origin in tried:
             other, same = tried[twin].degradation, tried[origin].degradation
             patience = PATIENCE
@@ -262,6 +409,8 @@ def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Cho
         undecided = twin is not None and twin in tried and not relax
         if passing and not undecided:
             return _Choice(min(passing, key=lambda t: t.nbytes), discarded, patience=patience)
+        if not passing and relax:
+            space.check()
     return _Choice(None, discarded)
 
 
@@ -315,10 +464,6 @@ def _everywhere(space: _Space, stale: Sequence[Trial], *, soon: bool) -> _Choice
         )
         if not chosen:
             break
-        first = not any(t.point is not None for t in trials.found)
-        if trials.scale.direction is None and first and space.left > 1:
-            smallest = min(candidates, key=lambda c: c.nbytes).point
-            chosen = [smallest, *(p for p in chosen if p != smallest)][: trials.at_once]
         space.round(chosen, stale)
     best = min(trials.passing, key=lambda t: t.nbytes, default=None)
     notes = []
@@ -327,7 +472,12 @@ def _everywhere(space: _Space, stale: Sequence[Trial], *, soon: bool) -> _Choice
     discarded = {"the same as another": len(points) - len(worth)}
     discarded |= _left_out(trials.candidates(worth), trials, space.floor, stale)
     if best is not None:
-        best = _fewer_embedding_bins(space, best, stale)
+        _fewer_embedding_bins(space, best, stale)
+    if not soon:
+        space.check()
+    if best is not None:
+        # They may be judged otherwise by now.
+        best = min(trials.passing, key=lambda t: t.nbytes, default=None)
     return _Choice(best, discarded, tuple(notes))
 
 
@@ -347,8 +497,8 @@ def _left_out(candidates: Sequence[Candidate], trials: Trials, floor: float, sta
     return {reason: n for reason, n in counts.items() if n}
 
 
-def _fewer_embedding_bins(space: _Space, best: Trial, stale: Sequence[Trial]) -> Trial:
-    """The choice with fewer bins for embeddings, as long as that saves something and passes."""
+def _fewer_embedding_bins(space: _Space, best: Trial, stale: Sequence[Trial]) -> None:
+    """Try the choice with fewer bins for embeddings, as long as that saves something and passes."""
     for bins in reversed(space.cube.embedding_bins[:-1]):
         if best.point is None or space.left <= 0:
             break
@@ -361,12 +511,11 @@ def _fewer_embedding_bins(space: _Space, best: Trial, stale: Sequence[Trial]) ->
         if not trial.passed or trial.nbytes >= best.nbytes:
             break
         best = trial
-    return best
 
 
-def _result(space: _Space, choice: _Choice, method: str, fell_back: bool, given: bool) -> SearchResult:
+def _result(space: _Space, choice: _Choice, method: str, fell_back: bool) -> SearchResult:
     trials, best = space.trials, choice.trial
-    notes = [*space.notes, *choice.notes]
+    notes = [*space.notes, *choice.notes, *trials.notes]
     if best is None or best.point is None:
         notes.append(
             f"no configuration of the cube was seen to keep {trials.allowed:.3%}: lossless is used; "
@@ -379,9 +528,18 @@ def _result(space: _Space, choice: _Choice, method: str, fell_back: bool, given:
             f"the choice has {best.point.bins} bins, an end of the cube: a wider one may hold a smaller choice"
         )
     if trials.scale.direction is None:
-        notes.append("no trial differed from the baseline: which direction is better is not known")
-    elif not given:
-        notes.append(f"{trials.scale.direction} quality is better, as inferred from the coarsest trial")
+        notes.append("which direction is better is not known: any difference counts as a loss")
+    elif not trials.is_given:
+        whence = "from a state compressed beyond use" if trials.is_probed else "at an earlier search"
+        notes.append(f"{trials.scale.direction} quality is better, as inferred {whence}")
+    if trials.scale.direction is not None and trials.gain > trials.beyond:
+        notes.append(
+            f"a compressed state is better than the state itself by {trials.gain:.3%}, if {trials.scale.direction} "
+            "quality is better: by luck, or because that or `evaluate` is not as it should be"
+        )
+    notes += [f"a state compressed beyond use ({p}) evaluated to no number" for p in trials.no_numbers]
+    if trials.probed_in_vain and not trials.is_given:
+        notes.append("no state compressed beyond use evaluated to a number: the direction is not looked for again")
     point = None if best is None else best.point
     return SearchResult(
         config=presets.lossless() if point is None else point.config(),
@@ -395,13 +553,14 @@ def _result(space: _Space, choice: _Choice, method: str, fell_back: bool, given:
         degradation=None if best is None else best.degradation,
         spread=trials.scale.spread,
         direction=trials.scale.direction,
-        direction_given=given,
+        direction_given=trials.is_given,
         threshold=trials.allowed,
         cube=space.asked,
         discarded={k: n for k, n in choice.discarded.items() if n},
         notes=tuple(notes),
         rounds=trials.rounds,
         patience=choice.patience,
+        probed_in_vain=trials.probed_in_vain,
     )
 
 
@@ -431,5 +590,7 @@ def _nothing(allowed: float, cube: Cube, subject: Subject) -> SearchResult:
 def _finished(found: SearchResult, last: SearchResult | None, begin: float) -> SearchResult:
     """The result with its cost: how long it took, and that as a share of the time since the last search ended."""
     seconds, now = time.perf_counter() - begin, time.time()
-    training = now - seconds - last.finished if last is not None and last.finished else 0.0
-    return dataclasses.replace(found, seconds=seconds, finished=now, share=seconds / training if training > 0 else None)
+    here = last is not None and last.process == _PROCESS
+    training = now - seconds - last.finished if last is not None and here else 0.0
+    share = seconds / training if training > 0 else None
+    return dataclasses.replace(found, seconds=seconds, finished=now, share=share, process=_PROCESS)

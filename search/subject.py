@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +17,8 @@ from ..codec.base import Array, Leaf, Memory
 from ..codec.checkpoint import Checkpoint, check_resolved, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
-from ..codec.kinds import check_kinds
-from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, read_leaf
+from ..codec.kinds import check_kinds, check_used, kinds_for
+from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
 from ..codec.matching import gradients_by_path, matched, tie
 from ..codec.parallel import map_chunks
 from ..codec.quantize import Quantize
@@ -29,6 +29,153 @@ _SMALL = 1 << 16
 """Bytes of an array that is compressed anew with every trial."""
 _RECORD = 20
 """Bytes of an array's record in a header."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a search is given, checked as far as one process can by itself: nothing here is collective.
+
+    Args:
+        state: as the caller has it.
+        grads: as the caller has them.
+        nodes: the tree in preorder; array nodes refer to `arrays`.
+        arrays: every array once, tied ones too, as the caller has them.
+        gradients: by path.
+        prev: the parent checkpoint, or None.
+        kinds: as given.
+    """
+
+    state: Any
+    grads: Any
+    nodes: list[Any]
+    arrays: list[tree.ArrayNode]
+    gradients: dict[str, Array]
+    prev: Checkpoint | None
+    kinds: Mapping[str, Any] | None
+
+    @staticmethod
+    def of(state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None) -> Given:
+        """Take a state apart; the arguments are those of `compress`, and so are the errors."""
+        if prev is not None:
+            check_resolved(prev)
+        check_kinds(kinds)
+        nodes, found = tree.flatten(state, is_array)
+        check_used(kinds, [node.path for node in found])
+        gradients = gradients_by_path(grads, found)
+        nodes, unique = tie(nodes, found)
+        return Given(state, grads, nodes, unique, gradients, prev, kinds)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process has only a part of some array."""
+        return any(is_sharded(node.value) for node in self.arrays)
+
+    def watch(self) -> Watched:
+        """What is there now, to be compared with later."""
+        return Watched.of(self.state, self.grads)
+
+    def fingerprints(self, watched: Watched) -> dict[str, str]:
+        """A hash of each argument; two processes have the same where these are equal. Of a state in parts, and of
+        gradients in parts, values do not count: each process has its own."""
+        kinds = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in (self.kinds or {}).items()}
+        return {
+            "state": _hashed(watched.state.shared),
+            "prev": "" if self.prev is None else self.prev.id,
+            "grads": "" if watched.grads is None else _hashed(watched.grads.shared),
+            "kinds": _hashed(sorted(kinds.items())),
+        }
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """What a tree holds, as hashes by place.
+
+    Args:
+        nodes: the tree in preorder, its scalars as they are; array nodes say which of them are one array.
+        arrays: (path, hash of the values as far as this process has them, shape and dtype, whether it is in parts).
+    """
+
+    nodes: list[Any]
+    arrays: list[tuple[str, str, str, bool]]
+
+    @staticmethod
+    def of(value: Any, name: str) -> Leaves:
+        """Of this tree, whose paths begin with `name`."""
+        nodes, unique = tie(*tree.flatten(value, is_array))
+
+        def one(node: tree.ArrayNode) -> tuple[str, str, str, bool]:
+            spec, flat = read_leaf(local_part(node.value), name + node.path)
+            digest = xxhash.xxh3_128_hexdigest(repr(spec).encode()) + xxhash.xxh3_128_hexdigest(as_bytes(flat).data)
+            layout = f"{node.value.dtype} {tuple(node.value.shape)}"
+            return name + node.path, digest, layout, is_sharded(node.value)
+
+        return Leaves(nodes, map_chunks(one, unique))
+
+    @property
+    def shared(self) -> list[Any]:
+        """What all processes have alike: of arrays in parts no values."""
+        return [self.nodes, [(path, layout if apart else digest) for path, digest, layout, apart in self.arrays]]
+
+    def unlike(self, now: Leaves, name: str) -> str | None:
+        """Where another tree differs first, or the name of the whole where its shape does; None: nowhere."""
+        for (path, old, *_), (other, new, *_) in zip(self.arrays, now.arrays, strict=False):
+            if path == other and old != new:
+                return path
+        # As text, for 3 is not 3.0 here.
+        if json.dumps(self.nodes) == json.dumps(now.nodes):
+            return None
+        a, b = _places(self.nodes), _places(now.nodes)
+        path = next((p for p in [*a, *b] if p and a.get(p) != b.get(p)), "")
+        return name + path or "the tree"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The state and gradients that `evaluate` must leave as they are."""
+
+    state: Leaves
+    grads: Leaves | None
+
+    @staticmethod
+    def of(state: Any, grads: Any) -> Watched:
+        """As they are now."""
+        return Watched(Leaves.of(state, ""), None if grads is None else Leaves.of(grads, "grads/"))
+
+    def unlike(self, now: Watched) -> str | None:
+        """Path of the first difference; None where there is none."""
+        path = self.state.unlike(now.state, "")
+        if path is None and self.grads is not None and now.grads is not None:
+            path = self.grads.unlike(now.grads, "grads/")
+        return path
+
+
+def _places(nodes: Sequence[Any]) -> dict[str, str]:
+    """What stands at each path, as text; the deepest first."""
+    found: dict[str, str] = {}
+
+    def array(number: int, place: Any) -> None:
+        path, _ = place()
+        found[path] = f"array {number}"
+
+    stack: list[tuple[str, Any]] = [("", tree.unflatten(nodes, array))]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, dict | list | tuple):
+            items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+            found.setdefault(path, f"{type(value).__name__} of {[k for k, _ in items]}")
+            stack.extend((f"{path}/{k}" if path else str(k), v) for k, v in items)
+        else:
+            found.setdefault(path, repr(value))
+    return dict(sorted(found.items(), key=lambda item: (-item[0].count("/"), item[0])))
+
+
+def _of_kind(kind: Any) -> list[Any]:
+    rows = (kind.rows, kind.rows_since_base)
+    return [repr(kind), *(None if r is None else xxhash.xxh3_128_hexdigest(np.ascontiguousarray(r).data) for r in rows)]
+
+
+def _hashed(value: Any) -> str:
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(value, default=repr).encode()))
 
 
 @dataclass(frozen=True)
@@ -46,7 +193,7 @@ class Subject:
     Args:
         nodes: the tree in preorder; array nodes refer to `arrays`.
         arrays: every array once, tied ones too; sharded ones (DTensor) whole.
-        watched: the same arrays as the caller has them, of sharded ones this process's part.
+        is_sharded: whether processes hold parts of some array.
         quantized: numbers of the arrays that the cube's codec encodes.
         small: numbers of arrays of few bytes that are no moments.
         leaves: those arrays, with gradients where given.
@@ -61,7 +208,7 @@ class Subject:
 
     nodes: list[Any]
     arrays: list[tree.ArrayNode]
-    watched: list[Array]
+    is_sharded: bool
     quantized: tuple[int, ...]
     small: tuple[int, ...]
     leaves: list[Leaf]
@@ -75,33 +222,29 @@ class Subject:
 
     @staticmethod
     def of(state: Any, point: Point, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None) -> Subject:
-        """Take a state apart; the other arguments are those of `compress`, and so are the errors.
+        """As `Subject.made`, from the arguments of `compress`; errors are its own too."""
+        return Subject.made(Given.of(state, prev, grads, kinds), point)
+
+    @staticmethod
+    def made(given: Given, point: Point) -> Subject:
+        """Gather what is in parts (collectively), and see what the points of a cube would do to it.
 
         Args:
+            given: the state and what belongs to it.
             point: any point of the cube: which arrays it changes is the same for all.
         """
-        if prev is not None:
-            check_resolved(prev)
-        check_kinds(kinds)
-        cfg = point.config()
-        nodes, found = tree.flatten(state, is_array)
-        nodes, unique = tie(nodes, found)
-        watched = [_part_of(node.value) for node in unique]
-        unique = [tree.ArrayNode(node.path, node.key, _whole(node.value)) for node in unique]
-        leaves, codecs = matched(unique, cfg, kinds, gradients_by_path(grads, found), prev is None or not prev.is_delta)
+        cfg, prev, kinds = point.config(), given.prev, given.kinds
+        unique = [dataclasses.replace(node, value=_whole(node.value)) for node in given.arrays]
+        leaves, codecs = matched(unique, cfg, kinds, given.gradients, prev is None or not prev.is_delta)
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
         small = tuple(i for i, x in enumerate(leaves) if x.spec.nbytes <= _SMALL and "moment" not in x.kind.role)
         chosen = [leaves[i] for i in numbers]
         parents = [None if prev is None else prev.parent_memory(leaf.key, leaf.spec) for leaf in chosen]
         own = {x.path: x.gradient.reshape(x.spec.shape) for x in chosen if x.gradient is not None}
         return Subject(
-            nodes, unique, watched, numbers, small, chosen, parents, point.codec(), point.system, cfg, prev, own, kinds
-        )
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether processes hold parts of some array."""
-        return any(a is not b.value for a, b in zip(self.watched, self.arrays, strict=True))
+            given.nodes, unique, given.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg,
+            prev, own, kinds,
+        )  # fmt: skip
 
     @property
     def sensitive(self) -> bool:
@@ -128,12 +271,16 @@ class Subject:
         made = map_chunks(one, self.arrays)
         return tree.unflatten(self.nodes, lambda number, _place: made[number], rebuild=True)
 
+    def _kinds(self, numbers: Sequence[int]) -> Mapping[str, Any] | None:
+        """The kinds of a part of the state."""
+        return kinds_for(self.kinds, (self.arrays[i].path for i in numbers))
+
     @cached_property
     def _others(self) -> tuple[Checkpoint, dict[int, Array]]:
         """What is the same at every point, compressed, and of it the arrays that trials take over as they are."""
         chosen = set(self.quantized)
         numbers = [i for i in range(len(self.arrays)) if i not in chosen]
-        ckpt = compress(self._part(numbers), self.prev, self.rest, kinds=self.kinds)
+        ckpt = compress(self._part(numbers), self.prev, self.rest, kinds=self._kinds(numbers))
         found = self._by_number(decompress(ckpt), numbers)
         return ckpt, {i: found[i] for i in numbers if i not in self._beside}
 
@@ -153,7 +300,8 @@ class Subject:
         if any(getattr(rule.codec, "rate", None) for rule in cfg.rules):
             # The rate-distortion encoder also looks at the second moments beside the weights.
             numbers = list(range(len(self.arrays)))
-        ckpt = compress(self._part(numbers), self.prev, cfg, grads=self.grads or None, kinds=self.kinds)
+        beside = self._kinds(numbers)
+        ckpt = compress(self._part(numbers), self.prev, cfg, grads=self.grads or None, kinds=beside)
         rest, others = self._others
         made = self._by_number(decompress(ckpt), numbers)
         apart = {i: value for i, value in others.items() if i not in made}
@@ -174,49 +322,13 @@ class Subject:
         by_key = {node.key: node.value for node in found}
         return {i: by_key[self.arrays[i].key] for i in numbers}
 
-    def hashes(self) -> list[str]:
-        """A hash of each array's values, as far as this process holds them."""
-
-        def one(value: Array) -> str:
-            spec, flat = read_leaf(value, "")
-            return xxhash.xxh3_128_hexdigest(repr(spec).encode()) + xxhash.xxh3_128_hexdigest(as_bytes(flat).data)
-
-        return map_chunks(one, self.watched)
-
-    def fingerprint(self, hashes: Sequence[str], *more: Any) -> str:
-        """What two searches must have in common to share their trials."""
-        grads = [
-            xxhash.xxh3_128_hexdigest(as_bytes(leaf.gradient).data) for leaf in self.leaves if leaf.gradient is not None
-        ]
-        kinds = [repr(leaf.kind) for leaf in self.leaves]
-        parent = None if self.prev is None else self.prev.id
-        text = json.dumps([self.nodes, list(hashes), grads, kinds, parent, self.rest.to_json(), more], default=repr)
-        return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def changed(before: Sequence[str], subject: Subject) -> str | None:
-    """Path of the first array whose values are no longer those hashed before; None if all are."""
-    for node, old, new in zip(subject.arrays, before, subject.hashes(), strict=True):
-        if old != new:
-            return node.path
-    return None
-
 
 def _number(node: Any) -> int | None:
     return node["a"] if isinstance(node, dict) and "a" in node else None
 
 
-def _sharded(value: Array) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def _whole(value: Array) -> Array:
-    return value.full_tensor() if _sharded(value) else value
-
-
-def _part_of(value: Array) -> Array:
-    return value.to_local() if _sharded(value) else value
+    return value.full_tensor() if is_sharded(value) else value
 
 
 def _copy(value: Array) -> Array:

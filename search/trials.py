@@ -3,53 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..codec.errors import BadArgumentError
-from .cube import Point, normal
+from ..codec.errors import BadArgumentError, ShrinkpointError
+from .cube import Cube, Point, normal
 from .estimate import Estimator
 from .plan import Candidate, Known, Pattern
 from .quality import Evaluate, Scale, measured, scale
 from .report import Report
-from .result import Trial
-from .subject import Subject, changed
-from .team import Team
+from .result import SearchResult, Trial
+from .subject import Given, Subject, Watched
+from .team import Json, Team
 
 _REPEATS = 2
-_WRECK = Point(2, 0.9, "magnitude", 0.0)
+_WRECKS = (Point(2, 0.9, "magnitude", 0.0), Point(2, 0.5, "magnitude", 0.0))
+"""Surely worse than the state itself. The second is for an `evaluate` that has no number for the first."""
 _SURELY = 0.01
 """A difference from the baseline up to which a trial may be better as well as worse."""
+_FAR = 2.0
+"""Where the state itself evaluates to more than so many times what it did at the last search, or less than such a part,
+`evaluate` may be another one."""
 
 
 class Trials:
     """The trials of one search, and what they need.
 
     Args:
-        subject: the state.
+        given: the state, as the caller has it.
+        subject: the same, taken apart.
+        watched: what of it `evaluate` must leave alone.
+        fingerprint: names what trials must have in common.
         evaluate: the user's.
         allowed: degradation that passes.
         team: the processes that share the work.
         report: what is shown.
         done: trials of an interrupted search of the same state.
+        cube: what is searched.
     """
 
     def __init__(
         self,
+        given: Given,
         subject: Subject,
+        watched: Watched,
+        fingerprint: str,
         evaluate: Evaluate,
         allowed: float,
         team: Team,
         report: Report,
         done: Sequence[Trial],
+        cube: Cube,
     ) -> None:
         self.subject, self._evaluate, self.allowed = subject, evaluate, allowed
-        self._team, self._report = team, report
-        self._hashes = subject.hashes()
-        self.state = subject.fingerprint(self._hashes)
-        if len(set(team.all(lambda: self.state))) > 1 and not subject.is_sharded:
-            raise BadArgumentError("the processes of the group do not have the same state, parent, gradients and kinds")
+        self._given, self._watched, self.state = given, watched, fingerprint
+        self._team, self._report, self._cube = team, report, cube
         for trial in done:
             if trial.state != self.state:
                 raise BadArgumentError(f"resume: a trial ({trial.point}) is of another state than this one")
@@ -59,6 +69,10 @@ class Trials:
         self.found: list[Trial] = []
         self.rounds = 0
         self.scale = Scale(1.0, 0.0, None)
+        self._known_spread = 0.0
+        self._direction: str | None = None
+        self._is_given = self._was_in_vain = False
+        self.notes: list[str] = []
 
     @property
     def at_once(self) -> int:
@@ -68,27 +82,56 @@ class Trials:
     @property
     def passing(self) -> list[Trial]:
         """Trials of points that may be chosen."""
-        return [t for t in self.found if t.passed and t.point is not None and not is_wreck(t.point)]
+        return [t for t in self.found if t.passed and t.point is not None and not self._is_apart(t.point)]
 
-    def baseline(self, spread: float | None, direction: str | None) -> None:
-        """Evaluate the state itself; more than once where its spread is not known yet."""
-        wanted = _REPEATS if spread is None and self.at_once == 1 else 1
-        values: list[float] = []
-        while len(values) < wanted * self.at_once:
-            found = [t for t in self._done if t.point is None][len(values) : len(values) + self.at_once]
+    def baseline(self, last: SearchResult | None, direction: str | None) -> None:
+        """Evaluate the state itself; more than once where its spread is not known yet.
+
+        Args:
+            last: whose spread and direction hold until something speaks against them.
+            direction: as the caller gives it; None: not.
+        """
+        self._direction, self._is_given = direction, direction is not None
+        before = None if last is None else last.baseline
+        if last is not None and before is not None:
+            self._known_spread, self._was_in_vain = last.spread, last.probed_in_vain
+            if direction is None:
+                self._direction, self._is_given = last.direction, last.direction_given
+        self._evaluate_itself(_REPEATS if before is None and self.at_once == 1 else 1)
+        now = self.scale.baseline
+        if self._is_given or before is None or _apart(before, now) <= _FAR:
+            return
+        self._was_in_vain = False
+        if self._direction is not None:
+            self._direction = None
+            self._note(
+                f"the state itself evaluates to {now:.6g}, at the last search to {before:.6g}: which direction is "
+                "better is looked for anew"
+            )
+            self.judge()
+
+    def again(self) -> None:
+        """Evaluate the state itself once more: whether the numbers still compare, and how far apart they are."""
+        self._evaluate_itself(1)
+
+    def _evaluate_itself(self, rounds: int) -> None:
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            have = sum(t.point is None for t in self.found)
+            found = [t for t in self._done if t.point is None][have : have + self.at_once]
             replayed = len(found) == self.at_once
             if not replayed:
-                begin = time.perf_counter()
-                qualities = [float(q) for q in self._team.all(lambda: repr(self._quality(None)))]
+                qualities = [float(q) for q in self._all("the state itself", lambda: repr(self._quality(None)))]
                 if self.subject.is_sharded:
                     qualities = [sum(qualities) / len(qualities)]
                 seconds = time.perf_counter() - begin
                 found = [self._record(None, 0, q, rank, seconds) for rank, q in enumerate(qualities)]
-            values += [math.nan if t.quality is None else t.quality for t in found]
             self.rounds += 1
             for trial in found:
                 self._add(trial, replayed=replayed)
-        self.scale = scale(values, spread or 0.0, direction, self.allowed)
+        values = [math.nan if t.quality is None else t.quality for t in self.found if t.point is None]
+        self.scale = scale(values, self._known_spread, self.scale.direction, self.allowed)
+        self.judge()
 
     def candidates(self, points: Sequence[Point]) -> list[Candidate]:
         """What the histograms say of these points; sizes as the trials so far correct them."""
@@ -107,10 +150,10 @@ class Trials:
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
         """What the trials tell the plan; `stale` ones are of an earlier checkpoint."""
-        tried = [(t, normal(t.point)) for t in self.found if t.point is not None and not is_wreck(t.point)]
+        tried = [(t, normal(t.point)) for t in self.found if t.point is not None and not self._is_apart(t.point)]
         self._expect([p for _, p in tried])
         return [_known(t, stale=False, pattern=self._candidates[p].pattern) for t, p in tried] + [
-            _known(t, stale=True) for t in stale if t.point is not None and not is_wreck(t.point)
+            _known(t, stale=True) for t in stale if t.point is not None and not self._is_apart(t.point)
         ]
 
     def round(self, points: Sequence[Point], expected: Sequence[float | None]) -> list[Trial]:
@@ -122,15 +165,14 @@ class Trials:
         if missing:
             self.candidates(missing)
             found += self._run(missing)
-        if self.scale.direction is None:
-            self._infer(found)
+        self.judge([*self.found, *found])
         places = {p: i for i, p in enumerate(points)}
         found.sort(key=lambda t: places[t.point] if t.point is not None else -1)
         scored = [self._scored(t, expected[places[t.point]], self.rounds) for t in found if t.point is not None]
         self.rounds += 1
         for trial in scored:
             self._add(trial, replayed=trial.point in before)
-        return scored
+        return [t for t in self.found if t.point in places]
 
     def _run(self, points: Sequence[Point]) -> list[Trial]:
         """Each process its own point, or all of them the same one."""
@@ -144,7 +186,7 @@ class Trials:
             quality = self._quality(points[place], restored.state)
             return [repr(quality), restored.nbytes, time.perf_counter() - begin]
 
-        results = [r for r in self._team.all(mine) if r is not None]
+        results = [r for r in self._all(f"{[str(p) for p in points]}", mine) if r is not None]
         if self.subject.is_sharded:
             mean = sum(float(r[0]) for r in results) / len(results)
             results = [[mean, results[0][1], results[0][2]]]
@@ -156,7 +198,7 @@ class Trials:
     def _quality(self, point: Point | None, restored: object = None) -> float:
         what = "the state itself" if point is None else str(point)
         quality = measured(self._evaluate, self.subject.exact() if point is None else restored, what)
-        path = changed(self._hashes, self.subject)
+        path = self._watched.unlike(self._given.watch())
         if path is not None:
             raise BadArgumentError(
                 f"evaluate changed {path} of the state that is being saved; "
@@ -164,29 +206,123 @@ class Trials:
             )
         return quality
 
-    def settle(self) -> None:
-        """Find out which direction is better from a state compressed beyond use, and score the trials so far by it."""
-        wreck = dataclasses.replace(_WRECK, system=self.subject.system)
-        tried = [t for t in self.found if t.point is not None]
-        # What is no different either way passes either way.
-        if self.scale.direction is not None or any(t.passed or t.point == wreck for t in tried):
-            return
-        self.round([wreck], [None])
+    def _all(self, about: str, work: Callable[[], Json]) -> list[Json]:
+        """Do the work on every process; they must all be at the same place of the same search.
+
+        Raises:
+            ShrinkpointError: they are not, and so on all of them.
+        """
+        about = f"round {self.rounds}: {about}"
+        results = self._team.all(lambda: [about, work()])
+        for rank, (other, _) in enumerate(results):
+            if other != results[0][0]:
+                raise ShrinkpointError(
+                    f"the processes of the group do not search alike: rank 0 is at {results[0][0]}, "
+                    f"rank {rank} at {other}"
+                )
+        return [result for _, result in results]
+
+    def _wrecks(self, found: Sequence[Trial]) -> list[Trial | None]:
+        """The trials of points that are surely worse than the state itself, in the order in which they are asked; None:
+        not tried."""
+        tried = {t.point: t for t in found}
+        return [tried.get(dataclasses.replace(point, system=self.subject.system)) for point in _WRECKS]
+
+    @property
+    def next_wreck(self) -> Point | None:
+        """The point to tell the direction by that is to be tried next; None: one was a number, or it is in vain."""
+        if self._was_in_vain:
+            return None
+        for point, trial in zip(_WRECKS, self._wrecks(self.found), strict=True):
+            if trial is None:
+                return dataclasses.replace(point, system=self.subject.system)
+            if trial.quality is not None:
+                return None
+        return None
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether a state compressed beyond use has been tried."""
+        return self._wrecks(self.found)[0] is not None
+
+    @property
+    def no_numbers(self) -> list[Point]:
+        """The points beyond use that evaluated to no number."""
+        return [
+            t.point for t in self._wrecks(self.found) if t is not None and t.point is not None and t.quality is None
+        ]
+
+    @property
+    def probed_in_vain(self) -> bool:
+        """Whether all of them did, now or at the last search: it is of no use to try them again."""
+        return self._was_in_vain or len(self.no_numbers) == len(_WRECKS)
+
+    def _is_apart(self, point: Point) -> bool:
+        """Whether a trial was only made to see which direction is worse, and is none of what is searched."""
+        return dataclasses.replace(point, system=_WRECKS[0].system) in _WRECKS and point not in self._cube
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether the direction is only known from the last search, where it was inferred."""
+        return self.scale.direction is not None and not self._is_given and not self.is_probed
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller said which direction is better."""
+        return self._is_given
+
+    @property
+    def beyond(self) -> float:
+        """Relative difference of quality that is not chance."""
+        return max(self.allowed, _SURELY, 3 * self.scale.spread)
+
+    @property
+    def gain(self) -> float:
+        """By how much the best trial is better than the state itself."""
+        tried = (t for t in self.found if t.point is not None and not self._is_apart(t.point))
+        return max((-t.degradation for t in tried), default=0.0)
+
+    def judge(self, found: Sequence[Trial] | None = None) -> None:
+        """Say which direction is better, by all that was seen; where that changes, score the trials anew."""
+        before = self.scale
+        self.scale = dataclasses.replace(before, direction=self._inferred(self.found if found is None else found))
+        if before.direction is None and self.scale.direction is not None and not self._is_given:
+            self._report.say(f"{self.scale.direction} quality is better")
         self.found = [t if t.point is None else self._scored(t, t.expected, t.round) for t in self.found]
 
-    def _infer(self, found: Sequence[Trial]) -> None:
-        """Settle which direction is better, if the coarsest of these trials tells."""
-        numbers = [(t.error, t.quality) for t in found if t.quality is not None and math.isfinite(t.quality)]
-        if not numbers:
-            return
-        _, quality = max(numbers)
-        direction = self.scale.inferred(quality, max(self.allowed, _SURELY))
-        if direction is not None:
-            self.scale = Scale(self.scale.baseline, self.scale.spread, direction)
-            self._report.say(
-                f"{direction} quality is better, as the coarsest trial gave {quality:.6g} "
-                f"and the state itself {self.scale.baseline:.6g}"
+    def _inferred(self, found: Sequence[Trial]) -> str | None:
+        """The direction: given, or told by the first wreck that is a number, or as the last search had it.
+
+        A compressed state that gains more than the wreck loses is not possible: then nothing is known.
+        """
+        asked = list(itertools.takewhile(lambda t: t is not None, self._wrecks(found)))
+        if self._is_given or not asked:
+            return self._direction
+        wreck = next((t for t in asked if t is not None and t.quality is not None), None)
+        if wreck is None or wreck.quality is None:
+            return None
+        direction = self.scale.inferred(wreck.quality, max(self.allowed, _SURELY))
+        if direction is None:
+            return None
+        judged = dataclasses.replace(self.scale, direction=direction)
+        loss = judged.degradation(wreck.quality)
+        others = [t for t in found if t.point is not None and t.point != wreck.point]
+        best = min((judged.degradation(t.quality) for t in others), default=0.0)
+        if -best > loss:
+            self._note(
+                f"which direction is better is not clear: a state compressed beyond use gave {wreck.quality:.6g}, "
+                f"the state itself {self.scale.baseline:.6g}, and a trial differs more to the other side"
             )
+            return None
+        if self._direction not in (None, direction):
+            self._note(f"{direction} quality is better, not {self._direction} as at the last search")
+        return direction
+
+    def _note(self, text: str) -> None:
+        """Something that speaks against what was believed."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._report.say(f"search: {text}", warn=True)
 
     def _record(self, point: Point | None, nbytes: int, quality: float, rank: int, seconds: float) -> Trial:
         c = None if point is None else self._candidates[point]
@@ -227,9 +363,10 @@ class Trials:
             self._report.trial(trial)
 
 
-def is_wreck(point: Point) -> bool:
-    """Whether a trial was only made to see which direction is worse."""
-    return dataclasses.replace(point, system=_WRECK.system) == _WRECK
+def _apart(a: float, b: float) -> float:
+    """How many times as large one number is as the other; infinite where their signs differ."""
+    low, high = sorted((abs(a), abs(b)))
+    return math.inf if a * b <= 0 else high / low
 
 
 def _known(trial: Trial, *, stale: bool, pattern: Pattern | None = None) -> Known:

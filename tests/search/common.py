@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shrinkpoint as sp
+from shrinkpoint.bench.workloads import WORKLOADS, Run, Workload
 from shrinkpoint.search.cube import Cube, Point, normal
 from shrinkpoint.search.subject import Subject
 from shrinkpoint.trainers.sensitivity import SensitivityTracker
@@ -62,6 +64,37 @@ def perceptron() -> Chain:
         return float(nn.functional.cross_entropy(probe(inputs[held_out:]), classes[held_out:]))
 
     return Chain(states, grads, evaluate)
+
+
+def trained(workload: Workload, steps: tuple[int, ...]) -> Chain:
+    """States of a workload of the benches, and the loss on a part of its held-out data."""
+    run = Run(workload, 0)
+    states, grads = [], []
+    with SensitivityTracker(run.model, every=None) as tracker:
+        for step in steps:
+            run.train(step)
+            states.append({"model": copy.deepcopy(run.model.state_dict())})
+            grads.append(tracker.grads() or {})
+    probe, batches = copy.deepcopy(run.model).eval(), workload.held_out()[:2]
+
+    @torch.no_grad()
+    def evaluate(state: State) -> float:
+        probe.load_state_dict(state["model"])
+        return statistics.fmean(float(workload.loss(probe, batch)) for batch in batches)
+
+    return Chain(states, grads, evaluate)
+
+
+@lru_cache(None)
+def convolutional() -> Chain:
+    """A small CNN on digits, in the middle of its training."""
+    return trained(WORKLOADS["CNN"](), (130, 150))
+
+
+@lru_cache(None)
+def clicks() -> Chain:
+    """A click predictor, most of which is embeddings."""
+    return trained(WORKLOADS["embedding"](), (60, 80))
 
 
 @dataclass(frozen=True)

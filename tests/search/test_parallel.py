@@ -71,6 +71,10 @@ def test_a_group_finds_one_choice_in_fewer_rounds_and_fails_together(size: int, 
         assert "do not have the same state" in f["states"]
         assert "not comparable" in f["uneven"]
         assert f["sketches"][:2] == f["sketches"][2:]
+        assert "do not have the same budget" in f["sharded, other budget"]
+        assert ("failed on rank 1" in f["sharded, bad threshold"]) == (rank != 1)
+        assert "threshold is -1.0" in f["sharded, bad threshold"]
+        assert "kind 'nonsense' is unknown" in f["sharded, bad kinds"]
         # Of a sharded state all processes try the same point, as one process alone would.
         parts = sp.SearchResult.from_json(f["sharded"])
         assert parts.point == alone.point

@@ -81,7 +81,14 @@ def main(rank: int, size: int, folder: Path) -> None:
     uneven = lambda restored: loss(restored) + 0.1 * rank  # noqa: E731
     out["uneven"] = error_of(lambda: sp.search(exact, uneven, 0.02, group=group))
     out["sketches"] = sketches(rank, size, group)
-    out["sharded"] = sharded(size, exact)
+    parts = in_parts(size, exact)
+    out["sharded"] = sp.search(parts, evaluate(exact), 0.02, group=group, cube=CUBE).to_json()
+    # One process that gives up before arrays are gathered must not leave the others waiting for its parts.
+    for name, bad in (("threshold", {"threshold": -1.0}), ("kinds", {"kinds": {"0.weight": "nonsense"}})):
+        arguments: dict[str, Any] = {"threshold": 0.02} | (bad if rank == 1 else {})
+        out[f"sharded, bad {name}"] = error_of(lambda a=arguments: sp.search(parts, loss, group=group, **a))
+    uneven_budget = 12 - rank
+    out["sharded, other budget"] = error_of(lambda: sp.search(parts, loss, 0.02, group=group, budget=uneven_budget))
     (folder / f"{rank}.json").write_text(json.dumps(out))
 
     def dying(restored: dict[str, Any]) -> float:
@@ -108,15 +115,13 @@ def sketches(rank: int, size: int, group: Any) -> list[float]:
     return [*protection(merged, 0.01), *protection([sketch(whole, gradient)], 0.01)]
 
 
-def sharded(size: int, exact: dict[str, Any]) -> dict[str, Any]:
-    """A search on parts of the arrays: all processes try one point together."""
+def in_parts(size: int, exact: dict[str, Any]) -> dict[str, Any]:
+    """The arrays, each process with its own part of them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (size,))
-    parts = {k: distribute_tensor(x, mesh, [Shard(0)]) for k, x in exact.items()}
-    found = sp.search(parts, evaluate(exact), 0.02, group=dist.group.WORLD, cube=CUBE)
-    return found.to_json()
+    return {k: distribute_tensor(x, mesh, [Shard(0)]) for k, x in exact.items()}
 
 
 if __name__ == "__main__":
