@@ -29,6 +29,7 @@ from blake3 import blake3
 
 from ..codec.errors import BadArgumentError
 from .channel import ProtocolError, close_all, receive, send
+from .files import is_of_this_process, one_name
 from .snapshot import available_memory
 
 VERSION = 1
@@ -64,8 +65,8 @@ def runtime_folder() -> str:
 
 
 def socket_path(url: str) -> str:
-    """Where the agent of a store listens."""
-    path = os.path.join(runtime_folder(), blake3(url.encode()).hexdigest()[:32])
+    """Where the agent of a store listens, whichever way its URL is spelled."""
+    path = os.path.join(runtime_folder(), blake3(one_name(url).encode()).hexdigest()[:32])
     if len(os.fsencode(path)) > _LONGEST:
         raise OSError(f"{path} is too long for the name of a socket; set XDG_RUNTIME_DIR to a shorter folder")
     return path
@@ -83,12 +84,14 @@ class _Unusable(Exception):
     """What listens at the socket is no agent to work with: nobody, stuck, or of another version."""
 
 
-def check_keep(keep: Any) -> int:
-    """Raise BadArgumentError unless `in_memory=` is a number of checkpoints that can be kept here."""
+def check_keep(keep: Any, url: str) -> int:
+    """Raise BadArgumentError unless `in_memory=` is a number of checkpoints of a store that can be kept here."""
     if type(keep) is not int or not 0 <= keep <= 1000:
         raise BadArgumentError(f"in_memory is {keep!r}; it must be an integer in [0, 1000]")
     if keep and not hasattr(socket, "AF_UNIX"):
         raise BadArgumentError(f"in_memory is {keep}; there are no Unix sockets here, so it must be 0")
+    if keep and is_of_this_process(url):
+        raise BadArgumentError(f"in_memory is {keep}; {url} ends with this process: nobody would ask for it again")
     return keep
 
 
@@ -96,7 +99,7 @@ class InMemory:
     """The trainer's side: puts checkpoints into the agent of a store and gets them back.
 
     Args:
-        url: of the store.
+        url: of the store, in any spelling.
         keep: how many of the newest checkpoints the agent holds, 1 or more, each with all that restoring it needs.
 
     Example:
@@ -108,7 +111,7 @@ class InMemory:
     """
 
     def __init__(self, url: str, keep: int = 2) -> None:
-        self.url, self.keep = url, keep
+        self.url, self.keep = one_name(url), keep
 
     def put(self, step: int, file: str, needs: Sequence[str], data: bytes) -> bool:
         """Hold a checkpoint, and let go of what the newest `keep` of them do not need.

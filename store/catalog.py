@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..codec.errors import CorruptDataError, NewerFormatError
 from .files import Files
-from .manifest import Manifest, manifest_name, parse_name
+from .manifest import MAX_GENERATION, Manifest, manifest_name, parse_name
 
 FOLDER = "steps"
 _ATTEMPTS = 100
@@ -93,16 +93,17 @@ class Catalog:
 
     def commit(self, manifest: Manifest) -> Entry:
         """Make a step exist, in the place of whatever it was; one atomic step. Nothing happens where it is the same."""
+        known = self.generations().get(manifest.step, [])
         with contextlib.suppress(CorruptDataError, NewerFormatError):
-            present = self.get(manifest.step)
+            present = self.get(manifest.step, known[-1]) if known else None
             if present is not None and present.manifest == manifest:
                 return present
         while True:
-            known = self.generations().get(manifest.step, [])
             entry = Entry(known[-1] + 1 if known else 0, manifest)
             if self._create(entry):
                 self._forget(manifest.step, known)
                 return entry
+            known = self.generations().get(manifest.step, [])
 
     def replace(self, old: Entry, manifest: Manifest) -> Entry | None:
         """Replace a manifest by another of the same step, unless someone else has done so since it was read."""
@@ -115,6 +116,10 @@ class Catalog:
 
     def _create(self, entry: Entry) -> bool:
         name = manifest_name(entry.manifest.step, entry.generation)
+        if entry.generation > MAX_GENERATION:
+            # Under a name that no reader takes for a manifest the step would be gone.
+            last = self._files.path(f"{FOLDER}/{manifest_name(entry.manifest.step, MAX_GENERATION)}")
+            raise CorruptDataError(f"step {entry.manifest.step}: {last} is the last generation there can be; drop it")
         return self._files.create(f"{FOLDER}/{name}", entry.manifest.to_bytes())
 
     def _forget(self, step: int, generations: list[int]) -> None:
@@ -123,8 +128,15 @@ class Catalog:
             self._files.remove([f"{FOLDER}/{manifest_name(step, g)}" for g in generations])
 
     def drop(self, steps: dict[int, list[int]]) -> None:
-        """Remove steps with these generations, the highest last: a crash must not bring a former one back."""
+        """Remove steps with these generations, the highest last: a crash must not bring a former one back.
+
+        Raises:
+            CorruptDataError: one is no file.
+        """
         for part in (slice(None, -1), slice(-1, None)):
-            self._files.remove(
-                [f"{FOLDER}/{manifest_name(step, n)}" for step, known in steps.items() for n in known[part]]
-            )
+            names = [f"{FOLDER}/{manifest_name(step, n)}" for step, known in steps.items() for n in known[part]]
+            try:
+                self._files.remove(names)
+            except IsADirectoryError as e:
+                where = e.filename or self._files.path(FOLDER)
+                raise CorruptDataError(f"{where} is a folder in the place of a manifest; remove it by hand") from None

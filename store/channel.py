@@ -22,10 +22,11 @@ class ProtocolError(Exception):
 def send(sock: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one message; the receiver gets duplicates of the descriptors."""
     data = json.dumps(message).encode()
-    head = _HEAD.pack(len(data), len(descriptors))
-    if descriptors:
-        head = head[socket.send_fds(sock, [head], list(descriptors)) :]
-    sock.sendall(head + data)
+    data = _HEAD.pack(len(data), len(descriptors)) + data
+    # In one call where the system takes it whole, as it does a short one: what is interrupted is sent or it is not.
+    sent = socket.send_fds(sock, [data], list(descriptors)) if descriptors else sock.send(data)
+    if sent < len(data):
+        sock.sendall(memoryview(data)[sent:])
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:

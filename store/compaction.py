@@ -99,13 +99,16 @@ class Compaction:
         self._files, self._catalog, self._lease = files, catalog, lease
         self._max_cost, self._progress = max_cost, progress
         self._changed: list[int] = []
+        self.problems: dict[int, str] = {}
+        """Steps that are not readable and stayed as they were, and why."""
         self._done = self._total = 0
 
     def run(self) -> list[int]:
         """Compact every tree that has a step over the bound; returns the steps that were moved, ascending."""
         roots = []
         # Of a step with an unreadable manifest nothing is known; it stays as it is.
-        for root in forest(self._catalog.readable()[0].values()):
+        entries, self.problems = self._catalog.readable()
+        for root in forest(entries.values()):
             costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
             if max(costs) > self._max_cost:
                 roots.append(root)
@@ -123,6 +126,9 @@ class Compaction:
             entry = found.node.entry
             if entry is not None and found.checkpoint is not None:
                 live = self._step(entry, found.checkpoint, live, base)
+            elif entry is not None and found.problem is not None:
+                why, step = str(found.problem), entry.manifest.step
+                self.problems[step] = why if why.startswith(f"step {step}:") else f"step {step}: below it, {why}"
             if entry is not None:
                 self._done += 1
                 if self._progress is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ STREAMED = 16 << 20
 worth loading a compiler for."""
 _PART = 16 << 20
 """Bytes one thread copies at a time."""
+_SETTLE = 5.0
+"""Seconds that a fork waits for the kernel to be loaded."""
 _MANY = 4
 """Cores that together copy faster than one does; two were measured to be slower."""
 
@@ -26,7 +30,7 @@ _MANY = 4
 def copy(pieces: Sequence[Piece]) -> None:
     """Copy pieces that do not overlap, on all cores where there are enough to gain by it.
 
-    Past the cache once `kernel` was called: measured 1.5 times as fast as `memmove`, array by array.
+    Past the cache once `kernel` is loaded: measured 1.5 times as fast as `memmove`, array by array.
 
     Example:
         >>> source, target = np.arange(5.0), np.zeros(5)
@@ -66,3 +70,22 @@ def kernel() -> Callable[..., Any] | None:
     empty = np.zeros(0, np.uint64)
     stream(empty, empty, empty)
     return stream
+
+
+@functools.cache
+def load_beside() -> threading.Thread:
+    """Load `kernel` in a thread of its own, once: nobody waits for it but the end of the process.
+
+    A daemon would be cut off in the middle of compiling where the process ends, which takes the process down with it.
+    """
+    thread = threading.Thread(target=kernel, name="shrinkpoint-copying")
+
+    def settle() -> None:
+        if thread is not threading.current_thread():
+            thread.join(_SETTLE)
+
+    # A child forked in the middle of an import would wait for ever at the lock of that module.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=settle)
+    thread.start()
+    return thread

@@ -13,9 +13,18 @@ from typing import Protocol
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 TEMPORARY = ".tmp-"
 """How a file begins that is being written; what a crash leaves of it is garbage."""
+
+
+UNOPENED = (ValueError, ImportError, AttributeError, TypeError, KeyError, NotImplementedError)
+"""What fsspec and its file systems raise of a URL that they cannot make anything of."""
+
+
+class StoreWarning(UserWarning):
+    """Something about a store that its user should know and that is no error."""
 
 
 class Files(Protocol):
@@ -63,6 +72,28 @@ class Files(Protocol):
     def modified(self, name: str) -> float:
         """When a file was written, in seconds by the clock of the storage."""
         ...
+
+
+def one_name(url: str) -> str:
+    """The same for every spelling of a path or URL: links, `..`, a slash at the end, a relative path, another prefix.
+
+    What is no URL that can be opened here is left as it is.
+
+    Example:
+        >>> from shrinkpoint.store.files import one_name
+        >>> one_name("/a/../b/"), one_name("memory://aa/")
+        ('/b', 'memory:///aa')
+    """
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except UNOPENED:
+        return url.rstrip("/") or url
+    return os.path.realpath(root) if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(root.rstrip("/")))
+
+
+def is_of_this_process(url: str) -> bool:
+    """Whether what stands there is in this process's memory, where no other finds it."""
+    return isinstance(fsspec.core.url_to_fs(url)[0], MemoryFileSystem)
 
 
 def open_files(url: str | os.PathLike[str]) -> Files:

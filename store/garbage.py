@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import ShrinkpointError
-from . import labels, restores
+from . import branches, labels, restores
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry
 from .chain import FOLDER as DATA
-from .files import TEMPORARY, Files
+from .files import TEMPORARY, Files, StoreWarning
 from .lock import Lease
 from .manifest import Manifest, is_data, manifest_name
 from .retention import Retention
 
-_FOLDERS = (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER)
+_FOLDERS = (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER, branches.FOLDER)
 
 
 def collect(
@@ -36,17 +37,29 @@ def collect(
         Names of what was removed, or would be.
 
     Raises:
-        CorruptDataError, NewerFormatError: a manifest or tag is not readable, so nobody can say what it needs.
+        CorruptDataError, NewerFormatError: a manifest, tag or record of `branches` is not readable, so nobody can say
+            what it needs.
     """
     generations = catalog.generations()
     entries = catalog.all()
     protected = labels.protected(files)
-    if retention is not None:
-        entries = {s: entries[s] for s in _kept(files, retention, entries, protected)}
+    records = branches.read(files)
+    if retention is not None and retention.best and all(e.manifest.metric is None for e in entries.values()):
+        if entries:
+            message = f"{files.root}: best={retention.best}, but no step has a metric: all are kept; see Store.rate"
+            warnings.warn(message, StoreWarning, stacklevel=3)
+    elif retention is not None:
+        behind = branches.behind(catalog, records)
+        keep = _kept(files, retention, entries)
+        if behind:
+            # A run that went back has two ends: each keeps what it would as the newest.
+            keep |= _kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
+        entries = {s: e for s, e in entries.items() if s in keep | protected}
     needed = {name for entry in entries.values() for name in entry.manifest.chain}
     doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
     manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
     garbage = [_garbage(files, folder, needed) for folder in _FOLDERS]
+    garbage.append(branches.garbage(records, {s: e.manifest.identity for s, e in entries.items()}))
     if not dry_run:
         lease.renew()
         catalog.drop(doomed)
@@ -65,7 +78,7 @@ def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:
     ]
 
 
-def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry], protected: set[int]) -> list[int]:
+def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> set[int]:
     """The steps to keep. One that is damaged must not take the place of one that is not."""
     intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
     damaged: set[int] = set()
@@ -78,7 +91,7 @@ def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry], prot
             break
         damaged |= bad
         intact = {step: metric for step, metric in intact.items() if step not in bad}
-    return sorted(keep | damaged | (protected & set(entries)))
+    return keep | damaged
 
 
 def _is_intact(files: Files, manifest: Manifest) -> bool:

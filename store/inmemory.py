@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Sequence
 
 from blake3 import blake3
 
 from .agent import InMemory, InMemoryWarning
-from .files import Files
+from .files import Files, is_of_this_process
 from .manifest import is_data
 
 
@@ -52,3 +53,11 @@ class NearFiles:
     def size(self, name: str) -> int:
         """See Files."""
         return self._files.size(name)
+
+
+def still_held(files: Files, url: str) -> NearFiles | None:
+    """The files of a store with those before them that an agent still holds; None where it holds none, or is none."""
+    if not hasattr(socket, "AF_UNIX") or is_of_this_process(url):
+        return None
+    memory = InMemory(url)
+    return NearFiles(files, memory) if memory.steps() else None

@@ -19,6 +19,7 @@ from .sealed import seal, unseal
 
 VERSION = 1
 MAX_STEP = 10**12 - 1
+MAX_GENERATION = 10**9 - 1
 _DATA = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.spt")
 _NAME = re.compile(r"([0-9]{12})(?:\.r([1-9][0-9]{0,8}))?\.json")
 _HASH = re.compile("[0-9a-f]{64}")

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ..codec.checkpoint import Checkpoint
 from ..codec.config import ChainPolicy
 from .manifest import Manifest
+
+_LEAST = 1 << 16
+_WORTH = 0.99
 
 
 def wants_base(policy: ChainPolicy, last: Manifest, restore_cost: float) -> bool:
@@ -32,3 +38,41 @@ def wants_base(policy: ChainPolicy, last: Manifest, restore_cost: float) -> bool
     if policy.predictor == "size" and i >= 1 and last.base_nbytes + last.spent <= (i + 1) * last.nbytes:
         return True
     return policy.max_restore_cost is not None and restore_cost > policy.max_restore_cost
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes of a checkpoint, stored and raw."""
+
+    stored: int
+    raw: int
+
+    @staticmethod
+    def of(ckpt: Checkpoint) -> Size:
+        """Of this one."""
+        return Size(ckpt.nbytes, ckpt.raw_nbytes)
+
+
+def is_pointless(delta: Size, base: Size) -> bool:
+    """Whether a delta spares less than a hundredth of what a base takes.
+
+    Of values stored beside a mask of one bit each, as BitSnap does, that is so from where 15/16 of those of 16 bits
+    changed. The hundredth is for the few arrays (norms, counters) that are coded otherwise. Below 64 KiB the answer is
+    no: there are frames to spare, and nothing else.
+
+    Args:
+        delta: a delta.
+        base: a base. Where it is of another state, which may have been smaller, shares of the raw bytes are compared.
+
+    Example:
+        >>> [is_pointless(Size(n, 400_000), Size(90_000, 300_000)) for n in (118_000, 119_000)]
+        [False, True]
+
+    Source: BitSnap, section 3.3.
+    """
+    return delta.stored >= _LEAST and delta.stored * base.raw >= _WORTH * base.stored * delta.raw
+
+
+def payload(ckpt: Checkpoint) -> Size:
+    """Of all arrays, without the header: that of a delta names its parent, which is no reason for a base."""
+    return Size(sum(sum(record.lengths) for record in ckpt.records), ckpt.raw_nbytes)

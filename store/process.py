@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -15,8 +16,8 @@ from typing import Any, Protocol
 
 from ..codec import errors
 from ..codec.errors import ShrinkpointError
-from .channel import high, receive, send
-from .snapshot import Arena, Snapshot
+from .channel import close_all, high, receive, send
+from .snapshot import Arena, Snapshot, anonymous
 from .store import Head, Store
 from .worker import Warned, described, open_store, perform, store_options
 
@@ -45,8 +46,15 @@ class Place(Protocol):
     arena: Arena
     on_device: bool
 
+    def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
+        """Give it a save to do; from now on it is done whatever becomes of this process, if the place is another one.
+
+        `run` must follow, with the same arguments; also if this was interrupted or failed, which does no harm.
+        """
+        ...
+
     def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
-        """Do one save; what came of it and the warnings nobody has seen. Raises what it raised.
+        """Finish that save; what came of it and the warnings nobody has seen. Raises what it raised.
 
         The first one builds on `origin`.
         """
@@ -72,9 +80,12 @@ class ThreadPlace:
         self._stop = False
         self.arena = Arena()
 
-    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
+    def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
         """See Place."""
         self._stop = False
+
+    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
+        """See Place."""
         if origin is not None and origin.head is not None and self._store.head is None:
             self._store.go_on(origin.head)
         return described(perform(self._store, step, snapshot, self.arena, lambda: self._stop, alone=True)), []
@@ -104,7 +115,10 @@ class ProcessPlace:
 
     def __init__(self, store: Store, *, nice: int, threads: int) -> None:
         self.arena = Arena()
-        self._knows_arena = False
+        self._words = anonymous("shrinkpoint-job")
+        self._given: tuple[int, ...] = ()
+        self._number = 0
+        self._handed = False
         with tempfile.TemporaryFile() as log:
             self._log = high(os.dup(log.fileno()))
         ours, theirs = (socket.socket(fileno=high(s.detach())) for s in socket.socketpair())
@@ -118,7 +132,7 @@ class ProcessPlace:
                 send(ours, {"store": store_options(store), "nice": nice, "modules": modules})
         except BaseException:
             ours.close()
-            os.close(self._log)
+            close_all((self._log, self._words))
             self.arena.close()
             raise
 
@@ -132,27 +146,41 @@ class ProcessPlace:
         """Whether it runs."""
         return self._process.poll() is None
 
+    def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
+        """See Place. What crosses the socket is short, so that it fits though the worker may not read it for long.
+
+        The worker reads the origin's chain anew, for its memory is not shared.
+        """
+        assert self.arena.fd is not None
+        self.arena.stop = False
+        follows = None if origin is None else [origin.step, origin.identity]
+        words = {"step": step, "snapshot": snapshot.to_json(), "origin": follows}
+        text = memoryview(json.dumps(words, check_circular=False).encode())
+        at = 0
+        while at < len(text):
+            at += os.pwrite(self._words, text[at:], at)
+        job = {"do": "save", "number": self._number, "size": self.arena.size, "words": len(text)}
+        shared = (self.arena.fd, self._words)
+        send(self._sock, job, () if self._given == shared else shared)
+        self._given = shared
+        self._handed = True
+
     def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
-        """See Place. The worker reads the origin's chain anew, for its memory is not shared.
+        """See Place.
 
         Raises:
             ChildProcessError: the worker is no more.
         """
-        assert self.arena.fd is not None
-        self.arena.stop = False
-        job = {
-            "do": "save",
-            "step": step,
-            "snapshot": snapshot.to_json(),
-            "size": self.arena.size,
-            "origin": None if origin is None else [origin.step, origin.identity],
-        }
         try:
-            send(self._sock, job, () if self._knows_arena else (self.arena.fd,))
-            self._knows_arena = True
+            if not self._handed:
+                # If it came across all the same, the worker knows it by its number and does it once.
+                self.hand(step, snapshot, origin)
             answer, _ = receive(self._sock)
         except (EOFError, ConnectionError, BrokenPipeError):
             raise ChildProcessError(self.epitaph()) from None
+        finally:
+            self._handed = False
+        self._number += 1
         warned = [(str(c), str(m)) for c, m in answer.pop("warnings", [])]
         if "error" in answer:
             raise _rebuilt(answer, step)
@@ -187,7 +215,7 @@ class ProcessPlace:
             self._process.kill()
             self._process.wait()
         self.arena.close()
-        os.close(self._log)
+        close_all((self._log, self._words))
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from .agent import InMemory
+from .files import StoreWarning
 from .store import Store
 
-_NONE = -1
+_NONE, _FAILED = -1, -2
+_MESSAGE = 1000
+"""Bytes of what a rank says of its error."""
 
 
 def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -> int:
@@ -26,6 +32,8 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
 
     Raises:
         CorruptDataError: there is no such step; on all ranks alike.
+        Exception: what keeps this rank from looking: storage that cannot be reached, or `store` is none.
+        ShrinkpointError: another rank cannot look; it says which, and why.
         BadArgumentError: a step to be dropped is pinned or tagged.
 
     Example:
@@ -38,16 +46,24 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
 
     Source: BitSnap section 3.2 (all-gather check, pruning of broken checkpoints).
     """
-    steps = store.steps()
-    mine = _newest_intact(store, steps)
-    while True:
-        everyone = _gathered(mine, group)
-        if min(everyone) == max(everyone):
-            break
-        mine = mine if mine == min(everyone) else _newest_intact(store, [s for s in steps if s <= min(everyone)])
+    steps: list[int] = []
+
+    def first() -> int:
+        if not isinstance(store, Store):
+            raise BadArgumentError(f"store must be a Store, not {type(store).__qualname__}")
+        steps.extend(_in_order(store))
+        return _newest_intact(store, steps)
+
+    def again(held: int, least: int) -> int:
+        return held if held == least else _newest_intact(store, [s for s in steps if s <= least])
+
+    everyone = _told(first, group)
+    while min(everyone) != max(everyone):
+        everyone = _told(partial(again, everyone[_own(group)], min(everyone)), group)
+    mine = everyone[0]
     if mine == _NONE:
         raise CorruptDataError(f"{store.url}: there is no step that all {len(everyone)} ranks hold intact")
-    newer = [step for step in steps if step > mine]
+    newer = [step for step in steps[: steps.index(mine)] if step > mine]
     if drop and newer:
         if store.in_memory:
             InMemory(store.url, store.in_memory).drop(newer)
@@ -55,8 +71,17 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
     return mine
 
 
+def _in_order(store: Store) -> list[int]:
+    """Steps as `load` tries them: what a run left behind when it went back comes last."""
+    try:
+        return store.candidates()
+    except CorruptDataError as e:
+        warnings.warn(f"{e}: the highest step counts as the newest", StoreWarning, stacklevel=4)
+        return store.steps()[::-1]
+
+
 def _newest_intact(store: Store, steps: list[int]) -> int:
-    for step in reversed(steps):
+    for step in steps:
         try:
             store.read(step)
         except (CorruptDataError, MissingParentError, NewerFormatError):
@@ -65,14 +90,54 @@ def _newest_intact(store: Store, steps: list[int]) -> int:
     return _NONE
 
 
-def _gathered(step: int, group: Any) -> list[int]:
+def _told(work: Callable[[], int], group: Any) -> list[int]:
+    """What `work` says on every rank. Where it raises on one, all raise: nobody waits for who will not come."""
+    error: Exception | None = None
+    step = _FAILED
+    try:
+        step = work()
+    except Exception as e:
+        error = e
+    everyone = [rank[0] for rank in _gathered([step], group)]
+    if _FAILED not in everyone:
+        return everyone
+    said = f"{type(error).__name__}: {error}".encode() if error is not None else b""
+    texts = _gathered(list(said[:_MESSAGE].ljust(_MESSAGE, b"\0")), group)
+    problems = {
+        rank: bytes(text).rstrip(b"\0").decode(errors="replace")
+        for rank, text in enumerate(texts)
+        if everyone[rank] == _FAILED
+    }
+    message = "; ".join(f"rank {rank} cannot look for its newest step: {why}" for rank, why in problems.items())
+    if error is None:
+        raise ShrinkpointError(message)
+    if len(everyone) > 1:
+        error.add_note(f"All ranks raise now: {message}")
+    raise error
+
+
+def _is_distributed() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _own(group: Any) -> int:
+    """This process's place in what is gathered."""
+    import torch.distributed as dist
+
+    return dist.get_rank(group) if _is_distributed() else 0
+
+
+def _gathered(numbers: list[int], group: Any) -> list[list[int]]:
+    """As many numbers from every rank."""
     import torch
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
-        return [step]
+    if not _is_distributed():
+        return [numbers]
     device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    mine = torch.tensor([step], dtype=torch.int64, device=device)
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group)
-    return [int(t.item()) for t in found]
+    return [t.tolist() for t in found]

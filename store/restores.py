@@ -6,10 +6,12 @@ import json
 import re
 import uuid
 
+from ..codec.errors import CorruptDataError
 from .files import Files
 
 FOLDER = "restores"
 _NAME = re.compile(r"([0-9]{9})\.json")
+_MOST = 10**9 - 1
 
 
 def count(files: Files) -> int:
@@ -36,9 +38,33 @@ def add(files: Files, step: int, known: int) -> int:
     number = max(known, count(files)) + 1
     # The token tells this restore from another of the same step that takes the same number at the same moment.
     data = json.dumps({"step": step, "token": uuid.uuid4().hex}).encode()
-    while not _created(files, f"{FOLDER}/{number:09d}.json", data):
+    while not _created(files, _path(files, number), data):
         number += 1
     return number
+
+
+def copy(source: Files, target: Files) -> None:
+    """Count in the target what is counted in the source, each restore once however often it is copied."""
+    there = set(_records(target))
+    number = count(target)
+    for data in _records(source):
+        if data not in there:
+            number += 1
+            while not _created(target, _path(target, number), data):
+                number += 1
+
+
+def _records(files: Files) -> list[bytes]:
+    """The bytes of each record, in order: by its token they tell one restore from every other."""
+    return [files.read(f"{FOLDER}/{name}") for name in sorted(files.list(FOLDER)) if _NAME.fullmatch(name)]
+
+
+def _path(files: Files, number: int) -> str:
+    """The record of a number; under one that has no name of nine digits nobody would find it."""
+    if number > _MOST:
+        last = files.path(f"{FOLDER}/{_MOST:09d}.json")
+        raise CorruptDataError(f"{last}: no run is restored so often; remove it")
+    return f"{FOLDER}/{number:09d}.json"
 
 
 def _created(files: Files, name: str, data: bytes) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import json
 import os
 import queue
+import sys
 import threading
 import time
 import warnings
@@ -15,12 +18,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import fsspec
-from fsspec.implementations.memory import MemoryFileSystem
-
+from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.kinds import check_kinds
 from . import copying
+from .failing import fail_at_exit
+from .files import is_of_this_process
 from .manifest import check_step
 from .process import Origin, Place, ProcessPlace, ThreadPlace
 from .snapshot import Snapshot, plan, take
@@ -77,9 +80,10 @@ class _Job:
     step: int
     snapshot: Snapshot
     future: Future[SaveResult]
-    stall: float
+    begin: float
     waited: float
     origin: Origin | None
+    stall: float = 0.0
 
 
 class _Runner:
@@ -102,8 +106,15 @@ class _Runner:
         return self.future is not None and not self.future.done()
 
     def submit(self, job: _Job) -> None:
+        """Hand a job to the place; when this returns it no longer depends on this process."""
         self.future = job.future
-        self._jobs.put(job)
+        try:
+            # What failed here is tried once more, and told, by the thread.
+            with contextlib.suppress(Exception):
+                self.place.hand(job.step, job.snapshot, job.origin)
+            job.stall = time.perf_counter() - job.begin
+        finally:
+            self._jobs.put(job)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -120,9 +131,6 @@ class _Runner:
                 self.saved = self.last
             self.warned += [f"step {job.step}: {category}: {message}" for category, message in warned]
             job.future.set_result(self.last)
-            # From the second save of a large state on; loading it is nothing that a trainer should wait for.
-            if self.last.raw_nbytes >= copying.STREAMED:
-                copying.kernel()
 
     def wait(self, timeout: float | None = None) -> None:
         """Until nothing is in flight; errors are left for `take_error`."""
@@ -157,7 +165,9 @@ def _at_exit(runner: _Runner) -> None:
         runner.close()
         error = runner.take_error()
         if error is not None:
-            raise error
+            fail_at_exit()
+            # Raised by a finalizer it would be shown without its notes.
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 class Saver:
@@ -170,7 +180,11 @@ class Saver:
 
     What goes wrong in the worker is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
     returned. If the worker is killed that is a ChildProcessError; the save after it starts another one, which reads the
-    chain of the last save and goes on with it.
+    chain of the last save and goes on with it. An error of the last save that no call was left to raise is printed at
+    exit, and the exit status is 120.
+
+    With a process, a state counts as saved once `save` has returned: the worker has all of it, and finishes the save
+    even if the trainer is killed at once.
 
     Memory: one copy of the state (with `grads`), made at the first save and used again, and the worker's own: see
     docs/saver.md.
@@ -215,7 +229,7 @@ class Saver:
             raise BadArgumentError(f"nice is {nice!r}; it must be an integer in [0, 19]")
         if type(threads) is not int or threads < 1:
             raise BadArgumentError(f"threads is {threads!r}; it must be an integer of at least 1")
-        in_memory = isinstance(fsspec.core.url_to_fs(store.url)[0], MemoryFileSystem)
+        in_memory = is_of_this_process(store.url)
         if mode == "process" and (in_memory or os.name != "posix"):
             why = f"{store.url} lives in this process's memory" if in_memory else f"there is none on {os.name}"
             raise BadArgumentError(f"mode is 'process', but {why}; use mode='thread'")
@@ -274,6 +288,7 @@ class Saver:
         grads: Any = None,
         kinds: Mapping[str, Any] | None = None,
         metric: float | None = None,
+        cfg: Config | None = None,
     ) -> Future[SaveResult]:
         """Copy a state and see to its being saved; when this returns, training may go on and change it.
 
@@ -283,6 +298,7 @@ class Saver:
             grads: see `compress`.
             kinds: see `compress`.
             metric: see `Store.save`.
+            cfg: see `Store.save`.
 
         Returns:
             A future of what comes of it: done at once for a skipped save.
@@ -298,12 +314,13 @@ class Saver:
             runner = self._ready()
             step = check_step(step)
             check_kinds(kinds)
+            asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
             future: Future[SaveResult] = Future()
             future.set_running_or_notify_cancel()
             if runner.busy and self.on_busy == "skip":
                 future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
                 return future
-            planned = plan({"state": state, "beside": [grads, metric], "kinds": kinds_tree(kinds)})
+            planned = plan({"state": state, "beside": [grads, metric, asked], "kinds": kinds_tree(kinds)})
             waiting = time.perf_counter()
             if runner.busy:
                 if self.on_busy == "cancel":
@@ -312,7 +329,9 @@ class Saver:
                 self._raise(runner)
             waited = time.perf_counter() - waiting
             snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
-            runner.submit(_Job(step, snapshot, future, time.perf_counter() - begin, waited, self._origin()))
+            runner.submit(_Job(step, snapshot, future, begin, waited, self._origin()))
+            if planned.nbytes >= copying.STREAMED:
+                copying.load_beside()
             return future
 
     def _origin(self) -> Origin | None:

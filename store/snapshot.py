@@ -42,7 +42,7 @@ class Arena:
 
     def __init__(self, fd: int | None = None, size: int = 0) -> None:
         self.size = size
-        self.fd = _anonymous("shrinkpoint-snapshot") if fd is None and os.name == "posix" else fd
+        self.fd = anonymous("shrinkpoint-snapshot") if fd is None and os.name == "posix" else fd
         self._map: mmap.mmap | None = None
         self._pinned: int | None = None
         if size:
@@ -147,7 +147,7 @@ def available_memory() -> int | None:
     return None
 
 
-def _anonymous(name: str) -> int:
+def anonymous(name: str) -> int:
     """Descriptor of a file without a name, in memory where the system has such files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
@@ -198,16 +198,17 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, from which another process that has the arena makes the snapshot again."""
-        arrays = [
-            [s.library, s.dtype, list(s.shape), offset] for s, offset in zip(self.specs, self.offsets, strict=True)
-        ]
-        return {"trees": self.trees, "arrays": arrays}
+        # Few of the specs differ, and this is time that the trainer waits.
+        numbers: dict[int, int] = {}
+        of = [numbers.setdefault(id(spec), len(numbers)) for spec in self.specs]
+        distinct = {id(spec): [spec.library, spec.dtype, list(spec.shape)] for spec in self.specs}
+        return {"trees": self.trees, "specs": [distinct[i] for i in numbers], "of": of, "offsets": self.offsets}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Snapshot:
         """The inverse of `to_json`."""
-        specs = [LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape, _ in data["arrays"]]
-        return Snapshot(data["trees"], specs, [offset for *_, offset in data["arrays"]])
+        distinct = [LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape in data["specs"]]
+        return Snapshot(data["trees"], [distinct[number] for number in data["of"]], data["offsets"])
 
 
 def plan(trees: Mapping[str, Any]) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import stat
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,18 +17,18 @@ from ..codec.compress import compress
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.partial import check_patterns, decompress_only
-from . import labels, restores
-from .agent import InMemory, check_keep
+from . import branches, labels, restores
+from .agent import InMemory, InMemoryWarning, check_keep
 from .catalog import Catalog, Entry
 from .chain import FOLDER as DATA
 from .chain import carried_by, forest, opener, resolve, walk
 from .compaction import Compaction
-from .files import Files, open_files
+from .files import UNOPENED, Files, StoreWarning, open_files
 from .garbage import collect
-from .inmemory import NearFiles
+from .inmemory import NearFiles, still_held
 from .lock import open_lock
 from .manifest import Manifest, check_step, data_name
-from .policy import wants_base
+from .policy import Size, is_pointless, payload, wants_base
 from .retention import Retention
 from .transfer import copy_step
 
@@ -84,12 +85,21 @@ class Head:
     manifest: Manifest
     last: Manifest
 
+    @property
+    def base_size(self) -> Size:
+        """Of the chain's base, about: that its state was as large as the parent's is an assumption."""
+        return Size(self.last.base_nbytes, self.checkpoint.raw_nbytes)
 
-class SkippedCheckpointWarning(UserWarning):
+
+class SkippedCheckpointWarning(StoreWarning):
     """`Store.load()` passed over a newer checkpoint that is not intact."""
 
 
-class RestoreNotCountedWarning(UserWarning):
+class NotCompactedWarning(StoreWarning):
+    """`Store.compact` left steps as they were that are not intact."""
+
+
+class RestoreNotCountedWarning(StoreWarning):
     """A restore could not be counted: the store cannot be written."""
 
 
@@ -120,10 +130,15 @@ class Store:
         self._catalog = Catalog(self._files)
         self._lock = open_lock(self._files)
         self._head: Head | None = None
+        self._at: tuple[int, frozenset[int]] | None = None
+        """The step that was loaded and what was above it then; None from the first save on."""
+        self._beyond: set[int] = set()
+        """Steps that were left behind, of which that is said already."""
+        self._whole: Size | None = None
         self._restores: int | None = None
         self.url = self._files.root if self._files.local else str(os.fspath(url))
         """Where it is: `Store(store.url)` is the same store from any working folder."""
-        self.in_memory = check_keep(in_memory)
+        self.in_memory = check_keep(in_memory, self.url)
         self._memory = InMemory(self.url, self.in_memory) if self.in_memory else None
         self._near = NearFiles(self._files, self._memory) if self._memory is not None else None
 
@@ -135,6 +150,22 @@ class Store:
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
         return self._catalog.steps()
+
+    def candidates(self) -> list[int]:
+        """The committed steps in the order in which `load()` tries them: descending, but those last that a run has left
+        behind when it went back to an older one and saved anew from there.
+
+        Raises:
+            CorruptDataError: what was left behind cannot be read.
+        """
+        steps = self.steps()
+        behind = self._passed()
+        return [*(s for s in reversed(steps) if s not in behind), *(s for s in reversed(steps) if s in behind)]
+
+    def _passed(self) -> dict[int, branches.Branch]:
+        """The steps that `load()` passes over while there are others."""
+        found = branches.behind(self._catalog, branches.read(self._files))
+        return {step: record for step, record in found.items() if record.passed}
 
     def manifests(self) -> tuple[dict[int, Manifest], dict[int, str]]:
         """What the store knows of all steps, as `describe`, and of steps whose manifest is not readable, why."""
@@ -169,6 +200,16 @@ class Store:
         """What the next delta builds on: set by `save`, `load` and `follow`; None: the next checkpoint is a base."""
         return self._head
 
+    @property
+    def parent(self) -> Checkpoint | None:
+        """What the next save will be a delta against, as `prev` for `search`; None: it will be a base, as `cfg.chain`
+        has it now. With `cfg.chain.only_smaller` (default) a delta that then turns out to spare next to nothing is
+        saved as a base all the same."""
+        head = self._current_head()
+        if head is None or wants_base(self.cfg.chain, head.last, _next_cost(head)):
+            return None
+        return head.checkpoint
+
     def follow(self, step: int | str, identity: str | None = None) -> None:
         """Let the next delta build on a step, as after `load`, without restoring its state; it is read from storage.
 
@@ -184,10 +225,12 @@ class Store:
         if identity not in (None, entry.manifest.identity):
             raise MissingParentError(f"step {number}: it was saved anew, it is not {str(identity)[:16]}... any more")
         self._go_on_from(entry, ckpt, base)
+        self._is_at(number)
 
     def go_on(self, head: Head) -> None:
         """Let the next delta build on what another object for the same store has as its head, in this process."""
         self._head = head
+        self._is_at(head.last.step)
 
     def read(self, step: int | str) -> Checkpoint:
         """A step's (or tag's) checkpoint, resolved: for `summary()`, or as a parent.
@@ -232,10 +275,16 @@ class Store:
         grads: Any = None,
         kinds: Mapping[str, Any] | None = None,
         metric: float | None = None,
+        cfg: Config | None = None,
     ) -> Saved:
         """Compress a state and commit it; when this returns it is durable, when it raises nothing has changed.
 
-        A delta against the checkpoint this object saved or loaded last (or its base, as `cfg.chain` says), else a base.
+        A delta against the checkpoint this object saved or loaded last (or its base, as `cfg.chain` says), else a base;
+        a base, too, where a delta would spare next to nothing (`ChainPolicy.only_smaller`).
+
+        A step below others that are there is saved with a StoreWarning that names them. If it goes on from an older one
+        that this object has loaded, they are left behind: `load()` passes over them from then on. Otherwise it may be
+        an old step that is added late, and `load()` takes the highest as ever. `gc` keeps either end.
 
         Args:
             step: training step, 0 to 10**12 - 1. A step that exists is replaced in one atomic step.
@@ -243,6 +292,8 @@ class Store:
             grads: see `compress`.
             kinds: see `compress`.
             metric: how good the model is, finite, for `Retention(best=...)`; may be given later by `rate`.
+            cfg: how to compress this one, as `search` found it; default: as the store has it. When to take a base is
+                the store's affair either way (`Store.cfg.chain`).
 
         Raises:
             BadArgumentError, UnsupportedLeafError: see `compress`.
@@ -250,32 +301,88 @@ class Store:
         """
         step = check_step(step)
         metric = _check_metric(metric)
-        file = None
+        asked = self.cfg if cfg is None else check_config(cfg)
+        file = record = None
         try:
             # Held from before the parent is looked at until the manifest is there: no collector removes it meanwhile.
             with self._lock.shared() as lease:
                 head = self._current_head()
                 if head is not None and wants_base(self.cfg.chain, head.last, _next_cost(head)):
                     head = None
-                parent = None if head is None else head.checkpoint
-                ckpt = compress(state, parent, self._config(), grads=grads, kinds=kinds)
+                parent, cfg = None if head is None else head.checkpoint, self._config(asked)
+                ckpt = compress(state, parent, cfg, grads=grads, kinds=kinds)
+                if head is None:
+                    self._whole = Size.of(ckpt)
+                elif self.cfg.chain.only_smaller and is_pointless(Size.of(ckpt), self._whole or head.base_size):
+                    whole = compress(state, None, cfg, grads=grads, kinds=kinds)
+                    self._whole = Size.of(whole)
+                    if is_pointless(payload(ckpt), payload(whole)):
+                        head, ckpt = None, whole
                 manifest = _manifest(step, ckpt, head, metric)
                 file = f"{DATA}/{manifest.file}"
                 self._files.write(file, ckpt.to_bytes())
                 lease.renew()
+                branches.come_back(self._files, step, manifest.identity)
+                record = self._going_back(manifest)
+                if record is not None:
+                    warnings.warn(self._left_behind(record), StoreWarning, stacklevel=2)
+                    # First: whoever is killed in between has gone back and saved nothing, not gone on from the end.
+                    branches.write(self._files, record)
                 self._catalog.commit(manifest)
         except BaseException:
+            if record is not None:
+                with contextlib.suppress(OSError):
+                    self._files.remove([record.path])
             if file is not None:
                 self._take_back(file)
             raise
         self._advance(manifest, ckpt, head)
+        self._at = None
+        if record is not None:
+            self._beyond.update(record.left)
         if self._memory is not None:
             self._memory.put(step, manifest.file, manifest.parents, ckpt.to_bytes())
         return Saved(step, self._files.path(file), ckpt)
 
-    def _config(self) -> Config:
-        """The configuration, told how often this run was restored."""
-        return self.cfg.for_restores(self.restores() if self._restores is None else self._restores)
+    def _config(self, asked: Config) -> Config:
+        """A configuration, told how often this run was restored, by whatever process, where it depends on that."""
+        if not any(hasattr(rule.codec, "for_restores") for rule in asked.rules):
+            return asked
+        known = self._restores or 0
+        return asked.for_restores(max(known, self.restores()))
+
+    def _going_back(self, manifest: Manifest) -> branches.Branch | None:
+        """A record of the steps above the one that a new step goes on from, if it is to be below any of them."""
+        step, steps = manifest.step, self._catalog.steps()
+        if not steps or step >= steps[-1]:
+            return None
+        with contextlib.suppress(CorruptDataError, NewerFormatError):
+            present = self._catalog.get(step) if step in steps else None
+            if present is not None and present.manifest.identity == manifest.identity:
+                return None
+        since, above = self._at if self._at is not None and self._at[0] < step else (None, frozenset[int]())
+        # What another writer has added since is not left behind by this one.
+        beyond = above.intersection(steps).difference([step])
+        passed = bool(beyond) and max(beyond) > step
+        if not passed:
+            since, beyond = None, frozenset(s for s in steps if s > step)
+        beyond -= self._beyond
+        return branches.branch(self._catalog, step, since, passed, beyond) if beyond else None
+
+    def _is_at(self, step: int) -> None:
+        self._at = step, frozenset(s for s in self.steps() if s > step)
+
+    def _left_behind(self, record: branches.Branch) -> str:
+        steps = _named(record.left)
+        if record.passed:
+            return (
+                f"{self._files.root}: step {record.step} goes on from step {record.since} and leaves {steps} behind: "
+                "load() passes over them, gc keeps them for now; drop them when they are not needed"
+            )
+        return (
+            f"{self._files.root}: step {record.step} is saved below {steps}: load() still takes the highest; a run "
+            "that starts over should have a store of its own, or drop_after(step) first"
+        )
 
     def _take_back(self, file: str) -> None:
         """Remove the data file of a save that failed, unless a step names it: the same bytes may have been saved."""
@@ -292,11 +399,15 @@ class Store:
             entry = self._catalog.get(head.manifest.step)
         except (CorruptDataError, NewerFormatError):
             entry = None
-        if entry is not None and entry.manifest.identity == head.manifest.identity:
-            return replace(head, manifest=entry.manifest)
-        # Replaced or removed; its files may still be there for others.
-        there = set(self._files.list(DATA))
-        return head if there.issuperset(head.manifest.chain) else None
+        is_same = entry is not None and entry.manifest.identity == head.manifest.identity
+        now = replace(head, manifest=entry.manifest) if is_same and entry is not None else head
+        # Files of a step that was replaced or removed may still be there for others.
+        gone = set(now.manifest.chain).difference(self._files.list(DATA))
+        if gone and is_same:
+            names = ", ".join(self._files.path(f"{DATA}/{name}") for name in sorted(gone)[:3])
+            message = f"step {now.manifest.step}: {names} is gone: a new chain begins; verify() says what is lost"
+            warnings.warn(message, StoreWarning, stacklevel=3)
+        return None if gone else now
 
     def _advance(self, manifest: Manifest, ckpt: Checkpoint, head: Head | None) -> None:
         """Let the next delta build on what was just saved over `head` (or as a base), or on its base."""
@@ -314,7 +425,8 @@ class Store:
 
         Args:
             step: that step (or tag) or an error; None: the newest that is intact, with a SkippedCheckpointWarning
-                naming each newer one that was passed over and why.
+                naming each newer one that was passed over and why. Steps that a run left behind when it went back
+                to an older one (`save`) come last; a StoreWarning names them.
             paths: shell glob over paths, or several: only the part of the state that matches, and no more is read than
                 that needs. `*` also matches `/`. Containers without a match are left out; lists keep their positions,
                 with None in place of the rest.
@@ -332,7 +444,12 @@ class Store:
         if not steps:
             raise BadArgumentError(f"{self._files.root} holds no checkpoint")
         skipped: list[str] = []
-        for candidate in reversed(steps):
+        behind: Mapping[int, branches.Branch] = {}
+        try:
+            behind = self._passed()
+        except CorruptDataError as e:
+            warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=2)
+        for candidate in sorted(steps, key=lambda s: (s not in behind, s), reverse=True):
             try:
                 state = self._load(candidate, patterns, count)
             except DAMAGE as e:
@@ -341,6 +458,23 @@ class Store:
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
                 warnings.warn(message, SkippedCheckpointWarning, stacklevel=2)
+            left = [s for s in behind if s > candidate]
+            if left and candidate not in behind:
+                since = behind[max(left)].since
+                message = (
+                    f"{self._files.root}: loaded step {candidate}; passed over {_named(left)}, left behind when "
+                    f"the run went back to step {since}: load one by its number, or drop them"
+                )
+                warnings.warn(message, StoreWarning, stacklevel=2)
+            return state
+        if patterns is None and self._near is None and (near := still_held(self._files, self.url)) is not None:
+            self._near = near
+            try:
+                state = self.load(count=count)
+            finally:
+                self._near = None
+            message = f"{self._files.root}: no checkpoint is intact in storage; loaded from the memory of its agent"
+            warnings.warn(message, InMemoryWarning, stacklevel=2)
             return state
         raise CorruptDataError(f"{self._files.root}: no checkpoint is intact: {'; '.join(skipped)}")
 
@@ -355,6 +489,7 @@ class Store:
             self._head = None
         else:
             self._go_on_from(entry, ckpt, base)
+        self._is_at(step)
         if count:
             self._count_restore(step)
         return state
@@ -369,7 +504,7 @@ class Store:
     def _count_restore(self, step: int) -> None:
         try:
             self._restores = restores.add(self._files, step, self._restores or 0)
-        except OSError as e:
+        except (OSError, CorruptDataError) as e:
             message = f"{self._files.root}: this restore could not be counted ({e}); say load(..., count=False)"
             warnings.warn(message, RestoreNotCountedWarning, stacklevel=4)
 
@@ -444,17 +579,32 @@ class Store:
             progress: called with (step, done, total) after each step.
 
         Returns:
-            The steps that are stored otherwise than before, ascending.
+            The steps that are stored otherwise than before, ascending. A NotCompactedWarning names those that are not
+            readable and stay as they are.
         """
         check_range("max_cost", max_cost, 1, 1e6)
+        if not self._is_there():
+            return []
         with self._lock.shared() as lease:
-            return Compaction(self._files, self._catalog, lease, float(max_cost), progress).run()
+            work = Compaction(self._files, self._catalog, lease, float(max_cost), progress)
+            moved = work.run()
+        if work.problems:
+            told = "; ".join(why for _, why in sorted(work.problems.items())[:10])
+            message = f"{self._files.root}: {_named(work.problems)} not intact and not compacted: {told}"
+            warnings.warn(message, NotCompactedWarning, stacklevel=2)
+        return moved
+
+    def _is_there(self) -> bool:
+        """Whether the folder is: what would do nothing shall not make it. Other storage has none."""
+        return not self._files.local or os.path.isdir(self._files.root)
 
     def gc(self, retention: Retention | None = None, *, timeout: float = 60.0, dry_run: bool = False) -> list[str]:
         """Remove steps that need not be kept, then the files that no step needs and what crashed writers left behind.
 
         A file that a step needs is never removed, whatever becomes of the step it was saved for. With an unreadable
-        manifest or tag nothing is removed. Steps that are not intact do not count as kept and are left alone.
+        manifest or tag nothing is removed. Steps that are not intact do not count as kept and are left alone. Where a
+        run went back (`save`) a retention is applied twice, once without the steps left behind, and what either keeps
+        is kept. With `best` and no metric at all every step is, with a StoreWarning.
 
         Args:
             retention: what to keep; None: every step. Pinned and tagged ones are always kept.
@@ -471,6 +621,8 @@ class Store:
         if retention is not None and not isinstance(retention, Retention):
             raise BadArgumentError(f"retention is {retention!r:.80}; it must be a Retention")
         check_range("timeout", timeout, 0, math.inf)
+        if not self._is_there():
+            return []
         with self._lock.alone(timeout) as lease:
             return collect(self._files, self._catalog, lease, retention, dry_run=dry_run)
 
@@ -479,9 +631,12 @@ class Store:
 
         Raises:
             BadArgumentError: one is not there, or is pinned or tagged.
+            CorruptDataError: what stands for one is no file.
             TimeoutError: others did not stop writing.
         """
         numbers = [check_step(step) for step in steps]
+        for step in set(numbers).difference(self.steps()):
+            raise BadArgumentError(f"step {step!r} is not in {self._files.root}; {_listed(self.steps())}")
         with self._lock.alone(60.0):
             generations = self._catalog.generations()
             protected = labels.protected(self._files)
@@ -492,6 +647,23 @@ class Store:
                     raise BadArgumentError(f"step {step} is pinned or tagged")
             self._catalog.drop({step: generations[step] for step in numbers})
 
+    def drop_after(self, step: int | str) -> list[int]:
+        """Remove all steps above one, to start over from it; the highest first, so that a crash leaves no gap.
+
+        Args:
+            step: the one that shall be the newest, or its tag.
+
+        Returns:
+            The removed ones, ascending.
+
+        Raises: as `drop`.
+        """
+        number = self._step(step)
+        later = [s for s in self.steps() if s > number]
+        if later:
+            self.drop(*reversed(later))
+        return later
+
     # ------------------------------------------------------------------------------------------------------- labels
 
     def rate(self, step: int | str, metric: float | None) -> None:
@@ -501,6 +673,7 @@ class Store:
             BadArgumentError: no such step, or the metric is not finite.
         """
         metric = _check_metric(metric)
+        self._step(step)
         with self._lock.shared():
             number = self._step(step)
             while True:
@@ -512,6 +685,7 @@ class Store:
 
     def pin(self, step: int | str) -> None:
         """Keep a step whatever the retention."""
+        self._step(step)
         with self._lock.shared():
             self._files.write(labels.pin_name(self._step(step)), b"")
 
@@ -533,6 +707,7 @@ class Store:
             step: which.
         """
         labels.check_tag(name)
+        self._step(step)
         with self._lock.shared():
             self._files.write(labels.tag_name(name), labels.tag_data(self._step(step)))
 
@@ -548,6 +723,8 @@ class Store:
 
     def copy(self, url: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Store:
         """Copy steps with all they need to another store, their pins and tags too; every file is checked on its way.
+
+        The restores so far are copied, whatever the steps: who goes on there goes on with the same run.
 
         Args:
             url: where to. Steps that are there already must be the same ones.
@@ -582,6 +759,10 @@ class Store:
                 target._files.write(labels.pin_name(step), b"")
             for name, step in tags.items():
                 target._files.write(labels.tag_name(name), labels.tag_data(step))
+            restores.copy(self._files, target._files)
+            for record in branches.read(self._files):
+                if chosen.keys() & record.left.keys():
+                    branches.write(target._files, record)
         return target
 
 
@@ -593,9 +774,31 @@ def _opened(url: Any) -> Files:
     if not text or "\0" in text:
         raise BadArgumentError(f"url is {text!r:.200}; it must name a folder, or be an fsspec URL")
     try:
-        return open_files(text)
-    except (ValueError, ImportError) as e:
+        files = open_files(text)
+    except UNOPENED as e:
         raise BadArgumentError(f"url {text!r}: {e}") from None
+    if files.local:
+        _check_folder(text, files.root)
+    return files
+
+
+def _check_folder(url: str, root: str) -> None:
+    """Raise BadArgumentError unless a path is that of a folder, or of nothing yet."""
+    if "::" in url:
+        # fsspec would take what stands before for a file system, and this for a folder of the rest's name.
+        raise BadArgumentError(f"url {url!r}: '::' chains file systems; no folder on the disk can be named so here")
+    path = root
+    while path != os.path.dirname(path):
+        try:
+            mode = os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            path = os.path.dirname(path)
+            continue
+        except OSError:
+            return  # whoever reads or writes there is told
+        if not stat.S_ISDIR(mode):
+            raise BadArgumentError(f"url {url!r}: {path} is no folder")
+        return
 
 
 def _manifest(step: int, ckpt: Checkpoint, head: Head | None, metric: float | None) -> Manifest:
@@ -646,3 +849,10 @@ def _listed(steps: list[int]) -> str:
         return "it is empty"
     shown = ", ".join(map(str, steps[-10:]))
     return f"it has {'... ' if len(steps) > 10 else ''}{shown}"
+
+
+def _named(steps: Iterable[int]) -> str:
+    """Steps for a message, the lowest ones and the last."""
+    found = sorted(steps)
+    shown = found if len(found) <= 10 else [*found[:8], "...", found[-1]]
+    return f"step{'s' * (len(found) > 1)} {', '.join(map(str, shown))}"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from .channel import receive, send
+from .channel import close_all, receive, send
 from .snapshot import Arena, Snapshot, rebuild
 
 if TYPE_CHECKING:
@@ -52,17 +52,19 @@ def perform(
     Args:
         store: whose next step it becomes.
         step: training step.
-        snapshot: of {"state", "beside": [grads, metric], "kinds"}.
+        snapshot: of {"state", "beside": [grads, metric, configuration as JSON or None], "kinds"}.
         arena: where it is.
         stop: asked between pieces of work.
         alone: stay in this one thread.
     """
+    from ..codec.config import Config
     from ..codec.parallel import Stopped, stoppable
 
     trees = rebuild(snapshot, arena)
-    grads, metric = trees["beside"]
+    grads, metric, asked = trees["beside"]
+    cfg = None if asked is None else Config.from_json(json.loads(asked))
     with contextlib.suppress(Stopped), stoppable(stop, alone=alone), _devices(snapshot):
-        return store.save(step, trees["state"], grads=grads, kinds=_kinds(trees["kinds"]), metric=metric)
+        return store.save(step, trees["state"], grads=grads, kinds=_kinds(trees["kinds"]), metric=metric, cfg=cfg)
     return None
 
 
@@ -176,20 +178,24 @@ def main() -> None:
         _warm(options["modules"])
     except Exception as e:
         broken = _failure(e)
-    arena = Arena()
+    arena, words, last = Arena(), -1, -1
     while (message := parent.next()) is not None:
         job, descriptors = message
         if job["do"] == "end":
             return
+        if job["number"] == last:  # said twice, because nobody knew whether it had come
+            close_all(descriptors)
+            continue
+        last = job["number"]
         begin = time.perf_counter()
         answer = broken
         if descriptors:
             arena.close()
-            arena = Arena(descriptors[0], job["size"])
+            arena, words = Arena(descriptors[0], job["size"]), descriptors[1]
         elif job["size"] != arena.size:
             arena = Arena(arena.fd, job["size"])
         if answer is None and store is not None:
-            answer = _save(store, job, arena)
+            answer = _save(store, json.loads(os.pread(words, job["words"], 0)), arena)
         parent.tell({**(answer or {}), "seconds": time.perf_counter() - begin})
 
 

@@ -2,34 +2,47 @@
 
     python -m tests.store.chaos_trainer OUT [STEPS]
 
-With RANK and WORLD_SIZE in the environment each rank keeps a store of its own, and all resume from the newest step
-that every rank has.
+With RANK and WORLD_SIZE in the environment each rank keeps a store of its own, and all resume from what
+`newest_common_step` says, over gloo.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 
 import shrinkpoint as sp
+from shrinkpoint.store.ranks import newest_common_step
 from shrinkpoint.store.retention import Retention
+
+
+def agreed(store: sp.Store, ranks: int) -> int:
+    """The step to go on from: the same on all ranks, and newer ones, which some rank lacks, are gone."""
+    if ranks > 1:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        return newest_common_step(store, drop=True)
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
 
 
 def main() -> None:
     """See the module."""
     out, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    folders = [out / f"rank{r}" if ranks > 1 else out for r in range(ranks)]
-    stores = [sp.Store(folder, sp.presets.lossless()) for folder in folders]
-    store = stores[rank]
+    store = sp.Store(out / f"rank{rank}" if ranks > 1 else out, sp.presets.lossless())
     weights, begin = np.random.default_rng(rank).standard_normal(500), 0
-    common = sorted(set.intersection(*(set(s.steps()) - set(s.verify()) for s in stores)))
-    if common:
-        found = store.load(common[-1])
+    with contextlib.suppress(sp.CorruptDataError):  # there is none yet
+        found = store.load(agreed(store, ranks))
         weights, begin = found["weights"], found["step"]
     print(f"resumed from step {begin}", flush=True)
     for step in range(begin + 1, steps + 1):

@@ -30,6 +30,7 @@ from typing import Any
 os.environ.setdefault("SHRINKPOINT_THREADS", "1")
 
 import shrinkpoint as sp
+from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.store import RestoreNotCountedWarning
 from tests.store.common import fill, leftovers, listing, lossless, same, state
@@ -52,12 +53,17 @@ class Scenario:
     Args:
         prepare: fills a store; returns the steps in it.
         act: what the child does.
+        beside: for what another process does, in place of `act`: it begins, and returns the process to be traced and
+            what is left to do.
+        saved: steps that the child saves before it is traced.
         adds: steps that may be there afterwards and must be if it ended well.
         drops: steps that may be gone afterwards.
     """
 
     prepare: Callable[[Path], None]
-    act: Callable[[Path], None]
+    act: Callable[[Path], None] = lambda root: None
+    beside: Callable[[Path], tuple[int, Callable[[], None]]] | None = None
+    saved: tuple[int, ...] = ()
     adds: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()
     replaced: dict[int, int] = field(default_factory=dict)
@@ -85,7 +91,20 @@ def _save_delta(root: Path) -> None:
 def _save_again(root: Path) -> None:
     store = sp.Store(root, lossless())
     store.load(2, count=False)
-    store.save(3, state(33))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StoreWarning)  # it goes back from step 5
+        store.save(3, state(33))
+
+
+def _worker(root: Path) -> tuple[int, Callable[[], None]]:
+    store = sp.Store(root, lossless())
+    store.load(count=False)
+    saver = sp.Saver(store)
+    for step in (7, 8):
+        saver.save(step, state(step)).result(60)
+    assert saver.pid is not None
+    # If it is killed that is a ChildProcessError, which is an OSError.
+    return saver.pid, lambda: saver.save(9, state(9)).result(60) and None
 
 
 def _labels(root: Path) -> None:
@@ -106,6 +125,7 @@ SCENARIOS = {
     "save a delta": Scenario(_chain, _save_delta, adds=(7,)),
     "save against the base": Scenario(_based, _save_delta, adds=(7,)),
     "save a step again": Scenario(_chain, _save_again, replaced={3: 33}),
+    "save by a worker": Scenario(_chain, beside=_worker, saved=(7, 8), adds=(9,)),
     "compact": Scenario(_chain, lambda root: sp.Store(root).compact(2.0) and None),
     "compact to bases": Scenario(_based, lambda root: sp.Store(root).compact(1.0) and None),
     "gc": Scenario(_compacted, lambda root: sp.Store(root).gc(Retention(last=2)) and None, drops=(0, 1, 2, 3)),
@@ -133,16 +153,21 @@ class Trial:
 _MADE = re.compile(r"^\d+ +(\w+)\(")
 
 
-def run_traced(root: Path, act: Callable[[Path], None], log: Path, inject: str | None) -> Trial:
-    """Do something in a child under strace. Its exit status is 0, or 3 after an OSError."""
+def run_traced(root: Path, scenario: Scenario, log: Path, inject: str | None) -> Trial:
+    """Do something in a child under strace, or beside it. The child's exit status is 0, or 3 after an OSError."""
     begin, go = os.pipe()
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:
         code = 4
         try:
             os.close(go)
+            pid, work = os.getpid(), partial(scenario.act, root)
+            if scenario.beside is not None:
+                pid, work = scenario.beside(root)
+            os.write(tell, b"%d\n" % pid)
             os.read(begin, 1)
-            act(root)
+            work()
             code = 0
         except OSError:
             code = 3
@@ -151,7 +176,10 @@ def run_traced(root: Path, act: Callable[[Path], None], log: Path, inject: str |
         finally:
             os._exit(code)
     os.close(begin)
-    command = ["strace", "-f", "-p", str(child), "-o", str(log), "-e", "trace=" + ",".join(CALLS)]
+    os.close(tell)
+    traced = int(os.read(told, 20))
+    os.close(told)
+    command = ["strace", "-f", "-p", str(traced), "-o", str(log), "-e", "trace=" + ",".join(CALLS)]
     tracer = subprocess.Popen(
         command + (["-e", f"inject={inject}"] if inject else []), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
@@ -165,7 +193,7 @@ def run_traced(root: Path, act: Callable[[Path], None], log: Path, inject: str |
     tracer.stderr.close()
     text = log.read_text(errors="replace")
     counts = collections.Counter(m.group(1) for m in map(_MADE.match, text.splitlines()) if m)
-    killed = os.WIFSIGNALED(status) and "+++ killed by SIGKILL +++" in text
+    killed = "+++ killed by SIGKILL +++" in text and (os.WIFSIGNALED(status) or traced != child)
     return Trial(dict(counts), "(INJECTED)" in text or killed, status)
 
 
@@ -179,10 +207,28 @@ def points(counts: dict[str, int], mode: str) -> Iterator[str]:
                 yield f"{call}:error={mode}:when={when}"
 
 
+def check_labels(store: sp.Store, ended_well: bool) -> None:
+    """What `_labels` does comes in its order: what was cut short is the beginning of it, and no half of a step."""
+    now = (store.pins(), store.tags(), store.describe(2).metric, store.restores())
+    stages = [
+        ([], {}, None, 0),
+        ([3], {}, None, 0),
+        ([3], {"best": 4}, None, 0),
+        ([3], {"best": 5}, None, 0),
+        ([3], {"best": 5}, 0.5, 0),
+        ([], {"best": 5}, 0.5, 0),
+        ([], {"best": 5}, 0.5, 1),
+    ]
+    # A restore that could not be counted is no error.
+    assert now in (stages[-2:] if ended_well else stages), now
+
+
 def check(root: Path, before: set[int], scenario: Scenario, trial: Trial) -> None:
     """What must hold after an operation that was cut short."""
     ended_well = os.WIFEXITED(trial.status) and os.WEXITSTATUS(trial.status) == 0
     store = sp.Store(root, lossless())
+    if scenario is SCENARIOS["labels"]:
+        check_labels(store, ended_well)
     steps = store.steps()
     assert set(steps) <= before | set(scenario.adds), steps
     assert before - set(scenario.drops) <= set(steps), f"{sorted(before - set(steps))} are gone"
@@ -191,7 +237,10 @@ def check(root: Path, before: set[int], scenario: Scenario, trial: Trial) -> Non
     for chosen in (steps, steps[:1]):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not steps or store.load(count=False)["step"] in (steps[-1], scenario.replaced.get(steps[-1]))
+            warnings.filterwarnings("ignore", ".*passed over", StoreWarning)
+            newest = store.candidates()[0] if steps else -1
+            assert not steps or store.load(count=False)["step"] in (newest, scenario.replaced.get(newest))
+            assert newest == (max(scenario.replaced, default=steps[-1]) if ended_well and steps else newest)
         for step in chosen:
             found = store.load(step, count=False)
             is_new = same(found, scenario.replaced.get(step, step))
@@ -224,7 +273,7 @@ def _attempt(scenario: Scenario, origin: Path, root: Path, log: Path, inject: st
     """One trial on a fresh copy of the prepared store."""
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(origin, root)
-    return run_traced(root, scenario.act, log, inject)
+    return run_traced(root, scenario, log, inject)
 
 
 Plan = list[tuple[str, str, float]]
@@ -243,7 +292,7 @@ def campaign(folder: Path, plan: Plan, seed: int = 0) -> dict[str, Any]:
         shutil.rmtree(origin, ignore_errors=True)
         origin.mkdir(parents=True)
         scenario.prepare(origin)
-        before = set(sp.Store(origin).steps())
+        before = {*sp.Store(origin).steps(), *scenario.saved}
         kept = listing(origin)
 
         attempt = partial(_attempt, scenario, origin, root, log)

@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.store import agent, channel
 from shrinkpoint.store.agent import Held, InMemory, InMemoryWarning, runtime_folder, socket_path
+from shrinkpoint.store.files import StoreWarning, one_name
 from shrinkpoint.store.ranks import newest_common_step
+from shrinkpoint.store.store import SkippedCheckpointWarning
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
@@ -306,10 +308,55 @@ def test_a_store_loads_from_memory_what_is_there(root: Path) -> None:
         warnings.simplefilter("error")
         assert same(sp.Store(root, in_memory=2).load(), 4)
         assert same(sp.Store(root, in_memory=2).load(3), 3)
-    # The disk is what verify looks at, and what a store without memory has.
+    # The disk is what verify looks at, and parts are read from.
     assert list(sp.Store(root, in_memory=2).verify()) == [0, 1, 2, 3, 4]
     with pytest.raises(sp.CorruptDataError):
+        sp.Store(root).load(paths="w")
+
+
+def test_a_plain_store_finds_an_agent_when_nothing_else_is_left(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(root)
+    asked: list[str] = []
+    real = InMemory._ask
+    monkeypatch.setattr(InMemory, "_ask", lambda self, *a, **k: (asked.append(self.url), real(self, *a, **k))[1])
+    names = [sp.Store(root).describe(step).file for step in range(5)]
+    for name in names[1:]:
+        (root / "data" / name).write_bytes(b"lost")
+    with pytest.warns(SkippedCheckpointWarning):
+        assert same(sp.Store(root).load(), 0)
+    assert asked == [], "what storage has is not asked for"
+    (root / "data" / names[0]).write_bytes(b"lost")
+    store = sp.Store(root, LOSSLESS)
+    with pytest.warns(InMemoryWarning, match="no checkpoint is intact in storage"):
+        assert same(store.load(), 4)
+    assert not store.save(5, state(5)).is_delta, "nothing is built on it"
+    (root / "data" / store.describe(5).file).unlink()
+    InMemory(str(root)).end()
+    with pytest.raises(sp.CorruptDataError, match="no checkpoint is intact"):
         sp.Store(root).load()
+
+
+def test_every_spelling_of_a_url_is_one_agent(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(root)
+    (tmp_path / "link").symlink_to(root)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    for file in (root / "data").iterdir():
+        file.write_bytes(b"lost")
+    for url in (f"{root}/", f"file://{root}", "../run", tmp_path / "there" / ".." / "run", tmp_path / "link"):
+        assert InMemory(str(url)).steps() == [3, 4], url
+        assert same(sp.Store(url, in_memory=2).load(), 4), url
+    assert InMemory("run").steps() == []
+    # Of other file systems what their URL says, which need not exist for it.
+    assert one_name("memory://aa/b/") == one_name("memory:///aa/b")
+    assert one_name("memory://aa") != one_name("memory://ab")
+    assert one_name("nothing://bucket/run/") == one_name("nothing://bucket/run")
+
+
+def test_memory_that_dies_with_the_process_is_not_doubled(runtime: Path) -> None:
+    with pytest.raises(sp.BadArgumentError, match=r"in_memory is 2; memory://x ends with this process"):
+        sp.Store("memory://x", in_memory=2)
+    assert list(runtime.iterdir()) == []
 
 
 def test_nothing_is_built_on_what_only_memory_has(root: Path) -> None:
@@ -436,3 +483,69 @@ def test_one_rank_alone(tmp_path: Path) -> None:
     assert store.steps() == [0, 1, 2]
     assert newest_common_step(store, drop=True) == 1
     assert store.steps() == [0, 1]
+
+
+def test_a_rank_that_cannot_look_stops_them_all(tmp_path: Path) -> None:
+    """Its storage is not there, or what it gave is no store: nobody waits for it."""
+    for rank in range(2):
+        store = sp.Store(tmp_path / f"rank{rank}", sp.presets.lossless(chain=sp.ChainPolicy(1)))
+        for step in range(3):
+            store.save(step, state(step))
+    (tmp_path / "rank0" / "data" / sp.Store(tmp_path / "rank0").describe(2).file).unlink()
+    code = """
+    import sys
+    from datetime import timedelta
+    import torch.distributed as dist
+    import shrinkpoint as sp
+    from shrinkpoint.store.local import LocalFiles as files
+
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", f"file://{folder}/meet", timedelta(seconds=30), rank=rank, world_size=2)
+    store = sp.Store(f"{folder}/rank{rank}")
+    real = files.read
+
+    def away(self, name):
+        raise ConnectionError(f"no answer for {name}")
+
+    def away_later(self, name):
+        return away(self, name) if name.startswith("data/000000000001") else real(self, name)
+
+    for given, broken in ((store, away), (store, away_later), (store if rank == 0 else "x", real), (store, real)):
+        files.read = broken if rank == 1 else real
+        try:
+            print("step", sp.newest_common_step(given), flush=True)
+        except Exception as e:
+            print(type(e).__name__, e, *getattr(e, "__notes__", []), flush=True)
+    dist.destroy_process_group()
+    """
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    others, own = (p.communicate(timeout=120)[0].splitlines() for p in started)
+    why = ["ConnectionError: no answer"] * 2 + ["BadArgumentError: store must be a Store, not str"]
+    assert len(others) == len(own) == 4
+    for line, at, reason in zip(others, own, why, strict=False):
+        assert line.startswith(f"ShrinkpointError rank 1 cannot look for its newest step: {reason}")
+        assert at.startswith(f"{reason.partition(':')[0]} ")
+        assert "All ranks raise now: rank 1 cannot look" in at
+    assert others[3] == own[3] == "step 1"
+
+
+def test_what_is_no_store_has_no_step() -> None:
+    with pytest.raises(sp.BadArgumentError, match="store must be a Store, not str"):
+        newest_common_step("x")  # type: ignore[arg-type]
+
+
+def test_what_a_run_left_behind_is_not_its_newest_step(tmp_path: Path) -> None:
+    first = sp.Store(tmp_path / "run", LOSSLESS)
+    for step in (10, 20, 30):
+        first.save(step, state(step))
+    again = sp.Store(tmp_path / "run", LOSSLESS)
+    again.load(10)
+    with pytest.warns(StoreWarning):
+        again.save(15, state(15))
+    assert newest_common_step(sp.Store(tmp_path / "run"), drop=True) == 15
+    assert sp.Store(tmp_path / "run").steps() == [10, 15, 20, 30]

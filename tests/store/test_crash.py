@@ -71,13 +71,15 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     found = run_module("random_kills", str(tmp_path / "run"), "25")
     assert found["last_step"] > 3, found
-    assert found["killed_in_a_write"] + found["garbage_files"] > 0, f"no kill hit anything: {found}"
+    assert found["trials"] >= 25, found
+    assert found["killed_in_a_write"] > 0, f"no kill hit anything: {found}"
 
 
 PLANS = {
     "killed": [
         *((name, "KILL", 1.0) for name in ("first save", "save a delta", "save a step again", "gc", "gc of a chain")),
         *((name, "KILL", 0.3) for name in ("save against the base", "compact", "compact to bases", "labels")),
+        ("save by a worker", "KILL", 0.5),
     ],
     "disk full or broken": [
         *((name, mode, 1.0) for name in ("save a base",) for mode in ("ENOSPC", "EIO")),
@@ -87,6 +89,7 @@ PLANS = {
             for mode in ("ENOSPC", "EIO")
         ),
         ("gc", "EIO", 0.5),
+        *(("save by a worker", mode, 0.25) for mode in ("ENOSPC", "EIO")),
     ],
 }
 

@@ -17,6 +17,7 @@ from shrinkpoint.store.files import open_files
 from shrinkpoint.store.sealed import seal, unseal
 from shrinkpoint.store.store import RestoreNotCountedWarning
 from tests.store.common import data_path, fill, leftovers, lossless, manifest_path, same
+from tests.store.racing import race
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -220,6 +221,11 @@ def test_a_restore_that_cannot_be_counted(tmp_path: Path) -> None:
     with pytest.warns(RestoreNotCountedWarning, match="count=False"):
         assert same(store.load(), 1)
     assert same(store.load(count=False), 1)
+
+
+def test_racing_writers(tmp_path: Path) -> None:
+    """Two processes link different manifests to one name at once: one of them is refused each time."""
+    race(str(tmp_path / "run"), tmp_path / "meeting")
 
 
 def test_clocks_do_not_matter(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
+from shrinkpoint.store import store as module
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.policy import wants_base
+from shrinkpoint.store.policy import Size, is_pointless, wants_base
 from tests.store.common import lossless
 
 
@@ -82,10 +83,58 @@ def test_no_rule_at_all(tmp_path: Path) -> None:
     assert [s.is_delta for s in saved] == [False] + [True] * 39
 
 
+@pytest.mark.parametrize("cfg", [lossless(), sp.Config(chain=sp.ChainPolicy(None, "base"))], ids=["exact", "default"])
+def test_a_delta_that_spares_nothing_is_a_base(cfg: sp.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = sp.Store(f"memory://pointless-{cfg.chain.against}", cfg)
+    redrawn = {2, 5}
+    made = []
+    monkeypatch.setattr(module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    rng = np.random.default_rng(0)
+    saved = []
+    for step in range(8):
+        if not step or step in redrawn:
+            w = rng.standard_normal((500, 600)).astype(np.float32)
+        w = w.copy()
+        w[step] += 0.1
+        saved.append(store.save(step, {"w": w, "step": step}))
+    assert [not s.is_delta for s in saved] == [step in {0, *redrawn} for step in range(8)]
+    # Only where it was in doubt was the state compressed twice.
+    assert len(made) == 8 + len(redrawn)
+    for step in range(8):
+        assert sp.Store(store.url).load(step)["step"] == step
+
+
+def test_a_delta_may_be_as_large_as_it_is_where_that_is_asked() -> None:
+    store = sp.Store("memory://as-large", lossless(only_smaller=False))
+    rng = np.random.default_rng(0)
+    saved = [store.save(step, {"w": rng.standard_normal(100_000)}) for step in range(3)]
+    assert [s.is_delta for s in saved] == [False, True, True]
+
+
+def test_a_state_that_grew_is_no_reason_for_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments appear after the first step: the deltas are larger than the base, and yet smaller than another."""
+    made = []
+    monkeypatch.setattr(module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    store = sp.Store("memory://grown", lossless(against="base"))
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal(50_000).astype(np.float32)
+    assert not store.save(0, {"w": w}).is_delta
+    for step in range(1, 6):
+        moments = {k: rng.standard_normal(50_000).astype(np.float32) for k in "abc"}
+        assert store.save(step, {"w": w, **moments}).is_delta
+    assert len(made) == 6
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**9), st.integers(1, 10**9))
+def test_what_is_pointless(stored: int, base: int, raw: int) -> None:
+    assert is_pointless(Size(stored, raw), Size(base, raw)) == (stored >= max(0.99 * base, 65536))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         *[("predictor", v) for v in ("sizes", 1, True, [])],
+        *[("only_smaller", v) for v in (None, 1, "no")],
         *[("max_restore_cost", v) for v in (0.5, 0, -1, float("nan"), "3", True, 2e6)],
     ],
 )
@@ -95,6 +144,6 @@ def test_policies_that_are_none(name: str, value: Any) -> None:
 
 
 def test_policies_in_json() -> None:
-    for policy in (sp.ChainPolicy(None, "base", "size", 2.5), sp.ChainPolicy()):
+    for policy in (sp.ChainPolicy(None, "base", "size", 2.5, only_smaller=False), sp.ChainPolicy()):
         cfg = sp.Config(chain=policy)
         assert sp.Config.from_json(cfg.to_json()) == cfg

@@ -71,10 +71,9 @@ def test_saves(tmp_path: Path) -> None:
         (lambda store: store.compact(1.0), set()),
         (lambda store: store.gc(Retention(last=2)), {0, 1, 2}),
         (lambda store: (store.compact(2.0), store.gc(Retention(last=2))), {0, 1, 2}),
-        (lambda store: (store.rate(4, 1.0), store.pin(4)), set()),
         (lambda store: sp.Store(store.url, store.cfg).save(4, state(4)), set()),
     ],
-    ids=["compact to bases", "gc", "compact and gc", "labels", "save again"],
+    ids=["compact to bases", "gc", "compact and gc", "save again"],
 )
 def test_housekeeping(act: Callable[[sp.Store], object], drops: set[int], tmp_path: Path) -> None:
     run = tmp_path / "disk" / "run"
@@ -83,6 +82,39 @@ def test_housekeeping(act: Callable[[sp.Store], object], drops: set[int], tmp_pa
     with disk.recording():
         act(store)
     assert every_image(disk, tmp_path / "images", lambda _: set(range(5)) - drops, drops) > 5
+
+
+def test_labels(tmp_path: Path) -> None:
+    """Each is durable once its call returns, and there whole or not at all before."""
+    run = tmp_path / "disk" / "run"
+    store = fill(sp.Store(run, lossless()), *range(5))
+    acts: list[Callable[[], object]] = [
+        lambda: store.rate(4, 1.0),
+        lambda: store.pin(3),
+        lambda: store.tag("best", 2),
+        lambda: store.tag("best", 4),
+        lambda: store.unpin(3),
+        lambda: store.load(1),
+        lambda: store.untag("best"),
+    ]
+
+    def labels(url: Path | str) -> tuple[object, ...]:
+        found = sp.Store(url)
+        return found.describe(4).metric, found.pins(), found.tags(), found.restores()
+
+    for number, act in enumerate(acts):
+        disk, earlier = Disk(tmp_path / "disk"), labels(run)
+        with disk.recording():
+            act()
+        later = labels(run)
+        assert later != earlier
+        disk.images.append(("after", disk.images[-1][1]))
+        for place, (what, image) in enumerate(disk.images):
+            target = tmp_path / f"{number}-{place}"
+            image.lay_out(disk.root, target)
+            assert labels(target / "run") in ((later,) if what in ("end", "after") else (earlier, later)), what
+            check(target / "run", set(range(5)), set())
+            shutil.rmtree(target)
 
 
 def test_a_former_generation_does_not_come_back(tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.store import local
+from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.sealed import seal
+from shrinkpoint.store.store import RestoreNotCountedWarning, Saved
 from tests.store.common import data_path, fill, listing, lossless, manifest_path, same, state
 
 
@@ -96,6 +99,83 @@ def test_the_head_may_go(tmp_path: Path) -> None:
     assert again.save(6, state(6)).is_delta
     assert sp.Store(tmp_path).verify() == {}
     assert all(same(sp.Store(tmp_path).load(s), s) for s in sp.Store(tmp_path).steps())
+
+
+def test_a_chain_whose_files_are_gone_is_not_gone_on_with(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    data_path(tmp_path, 1).unlink()
+    with pytest.warns(StoreWarning, match="step 2: .*000000000001-.* is gone: a new chain begins"):
+        assert not store.save(3, state(3)).is_delta
+    assert store.save(4, state(4)).is_delta
+    assert same(sp.Store(tmp_path).load(), 4)
+    assert sorted(store.verify()) == [1, 2]
+
+
+def test_best_without_a_metric_keeps_all(tmp_path: Path) -> None:
+    """Metrics may come later; which one is the best nobody knows before."""
+    store = fill(sp.Store(tmp_path, lossless(base_every=1)), *range(5))
+    with pytest.warns(StoreWarning, match="best=2, but no step has a metric: all are kept"):
+        assert store.gc(Retention(best=2)) == []
+    assert store.steps() == [0, 1, 2, 3, 4]
+    store.rate(1, 0.5)
+    store.rate(2, 0.7)
+    store.rate(3, 0.6)
+    store.gc(Retention(best=2))
+    assert store.steps() == [1, 3, 4]
+
+
+def test_what_is_done_to_nothing_makes_no_folder(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "nothing")
+    assert (store.gc(), store.gc(Retention()), store.compact(), store.verify(), store.steps()) == ([], [], [], {}, [])
+    store.unpin(1)
+    store.untag("x")
+    for act in (lambda: store.drop(1), lambda: store.drop_after(1), lambda: store.pin(1), lambda: store.tag("x", 1)):
+        with pytest.raises(sp.BadArgumentError, match=r"step 1 is not in .*nothing; it is empty"):
+            act()
+    with pytest.raises(sp.BadArgumentError, match="step 1"):
+        store.rate(1, 1.0)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_folder_in_the_place_of_a_manifest(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    path = manifest_path(tmp_path, 2)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(sp.CorruptDataError, match=f"{path} is a folder"):
+        store.drop(2)
+    path.rmdir()
+    assert store.steps() == [1]
+
+
+def test_the_last_generation_there_can_be(tmp_path: Path) -> None:
+    """Somebody's name with the highest number: nothing is saved under one that no reader knows, and nothing is lost."""
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    last = tmp_path / "steps" / "000000000002.r999999999.json"
+    manifest_path(tmp_path, 2).rename(last)
+    before = listing(tmp_path)
+    assert same(sp.Store(tmp_path).load(count=False), 2)
+    for act in (lambda: store.save(2, state(77)), lambda: store.rate(2, 1.0), lambda: store.compact(1.0)):
+        with pytest.raises(sp.CorruptDataError, match=f"{last} is the last generation"):
+            act()
+        assert {name: data for name, data in listing(tmp_path).items() if name in before} == before
+        assert same(sp.Store(tmp_path).load(count=False), 2)
+    store.drop(2)
+    store.save(2, state(77))
+    assert same(sp.Store(tmp_path).load(count=False), 77)
+
+
+def test_the_last_restore_there_can_be(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1)
+    store.load()
+    (tmp_path / "restores" / "999999999.json").write_bytes(b"{}")
+    for _ in range(2):
+        with pytest.warns(RestoreNotCountedWarning, match=r"999999999\.json: no run is restored so often; remove it"):
+            assert same(sp.Store(tmp_path).load(), 1)
+    assert len(list((tmp_path / "restores").iterdir())) == 2
+    (tmp_path / "restores" / "999999999.json").unlink()
+    store.load()
+    assert sp.Store(tmp_path).restores() == 2
 
 
 def test_damaged_steps_take_no_place(tmp_path: Path) -> None:
@@ -237,18 +317,71 @@ def test_a_restore_beside_a_collection_is_counted(tmp_path: Path, monkeypatch: p
     assert store.restores() == 1
 
 
-def test_the_configuration_is_told_of_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(sp.Config, "for_restores", lambda self, n: told.append(n) or self)
-    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+def table(seed: int) -> dict[str, Any]:
+    """A run of one embedding table, all of whose rows move from seed to seed."""
+    return {"emb.weight": np.random.default_rng(seed).standard_normal((64, 32)).astype(np.float32)}
+
+
+def widths(saved: Saved) -> set[int]:
+    """Bits that the rows of a saved table have, as its file says."""
+    (record,) = sp.Checkpoint.from_bytes(saved.checkpoint.to_bytes(), None).records
+    return {bits for _, bits, *_ in record.meta["s"]}
+
+
+def test_a_run_restored_more_often_than_expected_is_stored_in_eight_bits(tmp_path: Path) -> None:
+    """From the first save after the restore that was one too many, in every object and process that saves."""
+    cfg = sp.presets.check_n_run("auto", expected_restores=1, policy="consecutive")
+    store, beside = sp.Store(tmp_path, cfg), sp.Store(tmp_path, cfg)
+    assert widths(store.save(0, table(0))) == {2}
+    assert widths(beside.save(1, table(1))) == {2}
+    sp.Store(tmp_path).load()
+    assert widths(store.save(2, table(2))) == {2}
+    first = store.load(2, count=False)["emb.weight"]
+    store.load(2, "emb*")
+    sp.Store(tmp_path).load()
+    for step, one in ((3, store), (4, beside), (5, sp.Store(tmp_path, cfg))):
+        assert widths(one.save(step, table(step))) == {8}
+    error = [np.linalg.norm(store.load(s, count=False)["emb.weight"] - table(s)["emb.weight"]) for s in (2, 3, 4, 5)]
+    assert max(error[1:]) < 0.03 * error[0]
+    assert store.restores() == 2
+    # What was stored before stays what it was.
+    assert np.array_equal(store.load(2, count=False)["emb.weight"], first)
+    with sp.Saver(sp.Store(tmp_path, cfg), mode="process") as saver:
+        saver.save(6, table(6)).result()
+    assert np.linalg.norm(store.load(6, count=False)["emb.weight"] - table(6)["emb.weight"]) < 0.03 * error[0]
+
+
+def test_a_worker_hears_of_restores_elsewhere(tmp_path: Path) -> None:
+    """A saver that has been at work since before the restores saves in eight bits after them."""
+    cfg = sp.presets.check_n_run("auto", expected_restores=0, policy="consecutive")
+    with sp.Saver(sp.Store(tmp_path, cfg), mode="process") as saver:
+        before = saver.save(1, table(1)).result()
+        sp.Store(tmp_path).load()
+        after = saver.save(2, table(2)).result()
+    assert after.nbytes > 2 * before.nbytes
+    got = sp.Store(tmp_path).load(2)["emb.weight"]
+    assert np.linalg.norm(got - table(2)["emb.weight"]) < 0.01 * np.linalg.norm(got)
+
+
+@pytest.mark.parametrize("to", ["folder", "memory"])
+def test_restores_are_copied_once(to: str, tmp_path: Path) -> None:
+    """A run that goes on in the copy of its store has been restored as often; copying again counts nothing twice."""
+    cfg = sp.presets.check_n_run("auto", expected_restores=1)
+    url = str(tmp_path / "b") if to == "folder" else f"memory://{uuid.uuid4()}"
+    store = sp.Store(tmp_path / "a", cfg)
+    store.save(0, table(0))
     store.load()
-    fill(store, 3)
-    again = sp.Store(tmp_path, lossless())
-    again.load()
-    again.load(count=False)
-    fill(again, 4)
-    fill(sp.Store(tmp_path, lossless()), 5)
-    assert told == [0, 0, 1, 2, 2]
+    assert store.copy(url).restores() == store.copy(url).restores() == 1
+    other = sp.Store(url, cfg)
+    other.load()
+    store.load()
+    assert (store.restores(), other.restores()) == (2, 2)
+    # One they share, and one of each.
+    assert store.copy(url, []).restores() == other.restores() == 3
+    assert store.restores() == 2
+    for one in (store, other, sp.Store(url, cfg)):
+        assert widths(one.save(1, table(1))) == {8}
+    assert other.copy(tmp_path / "c").restores() == 3
 
 
 @pytest.mark.parametrize("to", ["folder", "memory"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -374,6 +377,8 @@ def test_what_cannot_be_stored_is_refused_at_once(shared: tuple[sp.Saver, Path])
 def test_errors_of_the_worker_come_with_the_next_call(tmp_path: Path) -> None:
     blocked = tmp_path / "run"
     saver = sp.Saver(sp.Store(blocked, LOSSLESS))
+    saver.save(0, {"a": 1}).result(60)
+    shutil.rmtree(blocked)
     blocked.write_text("in the way")
     bad = saver.save(1, {"a": 1})
     with pytest.raises(OSError, match=r"exists|directory") as first:
@@ -389,7 +394,9 @@ def test_errors_of_the_worker_come_with_the_next_call(tmp_path: Path) -> None:
     assert repr(saver).endswith("closed>")
     with pytest.raises(sp.BadArgumentError, match="closed"):
         saver.save(3, {"a": 1})
-    assert saver.wait() is None
+    last = saver.wait()
+    assert last is not None
+    assert last.step == 0
 
 
 @posix
@@ -477,6 +484,74 @@ def test_a_chain_that_workers_die_of_is_given_up(tmp_path: Path) -> None:
 
 
 @posix
+@pytest.mark.parametrize("sent", [False, True])
+def test_an_interrupt_between_saver_and_worker(sent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not the job came across: it is done, once, and answers stay with what they answer."""
+    store = sp.Store(tmp_path / "run", LOSSLESS)
+    real = process.send
+    with sp.Saver(store) as saver:
+
+        def interrupted(*args: Any) -> None:
+            monkeypatch.setattr(process, "send", real)
+            if sent:
+                real(*args)
+            raise KeyboardInterrupt
+
+        for first in (1, 4):  # with the descriptors of the shared memory, and without
+            monkeypatch.setattr(process, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(first, state(first))
+            for step in (first + 1, first + 2):
+                assert saver.save(step, state(step)).result(60).step == step
+                assert difference(state(step), store.load(step)) == ""
+    assert store.steps() == [1, 2, 3, 4, 5, 6]
+    assert difference(state(1), store.load(1)) == ""
+    assert store.verify() == {}
+
+
+@posix
+def test_a_large_tree_does_not_wait_for_the_worker(tmp_path: Path) -> None:
+    """What a socket holds is less than the words for it."""
+    store = sp.Store(tmp_path / "run", LOSSLESS)
+    with sp.Saver(store) as saver:
+        assert saver.pid is not None
+        os.kill(saver.pid, signal.SIGSTOP)
+        waker = threading.Timer(20, os.kill, (saver.pid, signal.SIGCONT))
+        waker.start()
+        future = saver.save(1, {f"name {i}": i for i in range(30_000)})
+        assert not future.done()
+        assert waker.is_alive(), "save has waited"
+        waker.cancel()
+        os.kill(saver.pid, signal.SIGCONT)
+        assert future.result(60).stall < 20
+    assert len(store.load(1)) == 30_000
+
+
+def test_nobody_waits_for_the_copying_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, asked = threading.Event(), threading.Event()
+
+    @functools.cache
+    def kernel() -> None:
+        asked.set()
+        released.wait(60)
+
+    monkeypatch.setattr(copying, "kernel", kernel)
+    monkeypatch.setattr(copying, "STREAMED", 1)
+    monkeypatch.setattr(copying.os, "register_at_fork", lambda before: None)
+    copying.load_beside.cache_clear()
+    try:
+        with sp.Saver(sp.Store(memory_url(), LOSSLESS)) as saver:
+            for step in range(3):
+                assert saver.save(step, state(step)).result(30).status == "saved"
+            assert asked.wait(10)
+            assert copying.load_beside().is_alive()
+    finally:
+        released.set()
+        copying.load_beside().join()
+        copying.load_beside.cache_clear()
+
+
+@posix
 def test_busy_wait_skip_cancel_in_a_process(shared: tuple[sp.Saver, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     saver, root = shared
     saver.save(400, state(0)).result(60)
@@ -550,7 +625,7 @@ def test_a_chain_that_is_no_more_is_left_with_a_warning(what: str, tmp_path: Pat
     job: dict[str, Any] = {"origin": [store.head.last.step, store.head.last.identity]}
     answers = []
     for step in (2, 3):
-        trees = {"state": state(step), "beside": [None, None], "kinds": {}}
+        trees = {"state": state(step), "beside": [None, None, None], "kinds": {}}
         answers.append(_save(worker, {**job, "step": step, "snapshot": take(plan(trees), arena).to_json()}, arena))
     ((_, message),) = answers[0]["warnings"]
     assert message.startswith("a new chain begins, the one of step 1 ")
@@ -769,54 +844,131 @@ def test_a_script_without_a_guard_and_without_standard_input(tmp_path: Path) -> 
 
 
 @posix
-def test_an_error_nobody_asked_for_is_shown_at_exit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 120), ("sys.exit(3)", 120), ("raise KeyError('mine')", 1), ("saver.close()", 1), ("sys.stderr = None", 120)],
+)
+def test_an_error_nobody_asked_for_is_shown_at_exit(end: str, status: int, tmp_path: Path) -> None:
+    """And whoever waits for the process hears of it; all exit handlers run, also those that are called last."""
+    done = program(
+        f"""
+        import atexit
+        atexit._clear()
+        atexit.register(lambda: print("the last handler", flush=True))
+        atexit.register(lambda: sys.stderr and print("to stderr", file=sys.stderr, flush=True))
+        store = sp.Store(sys.argv[1] + "/run")
+        open(sys.argv[1] + "/run", "w").close()
+        saver = sp.Saver(store)
+        saver.save(1, {{"w": np.arange(1000)}})
+        {end}
+        """,
+        tmp_path,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert done.stdout == "the last handler\n"
+    if end != "sys.stderr = None":
+        assert "saving step 1" in done.stderr
+        assert done.stderr.endswith("to stderr\n")
+
+
+@posix
+def test_an_error_of_a_saver_that_is_forgotten_counts_too(tmp_path: Path) -> None:
     done = program(
         """
         store = sp.Store(sys.argv[1] + "/run")
         open(sys.argv[1] + "/run", "w").close()
         saver = sp.Saver(store)
         saver.save(1, {"w": np.arange(1000)})
+        del saver
+        print("trained on", flush=True)
         """,
         tmp_path,
     )
+    assert (done.returncode, done.stdout) == (120, "trained on\n"), done.stderr
     assert "saving step 1" in done.stderr
-    assert "Error" in done.stderr
+
+
+@posix
+def test_an_error_that_was_told_is_no_failure_at_exit(tmp_path: Path) -> None:
+    done = program(
+        """
+        store = sp.Store(sys.argv[1] + "/run")
+        open(sys.argv[1] + "/run", "w").close()
+        saver = sp.Saver(store)
+        saver.save(1, {"w": np.arange(1000)})
+        try:
+            saver.wait()
+        except Exception as e:
+            print("told")
+        os.remove(sys.argv[1] + "/run")
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
 
 
 @posix
 @linux
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_killed_trainer_leaves_the_save_and_nothing_else(forked: bool, tmp_path: Path) -> None:
-    """Also where a forked child of the trainer lives on, with all its descriptors."""
+@pytest.mark.parametrize("size", [1000, 3_000_000])
+@pytest.mark.parametrize("when", ["first", "second", "beside a forked child"])
+def test_a_killed_trainer_leaves_the_save_and_nothing_else(when: str, size: int, tmp_path: Path) -> None:
+    """Killed as soon as `save` has returned, its worker not yet begun or not running, a compiler being loaded or not.
+
+    Also where a forked child of the trainer lives on, with all its descriptors.
+    """
     done = program(
         """
+        when, size = sys.argv[2], int(sys.argv[3])
         saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
-        saver.save(1, {"w": np.arange(1000)})
-        saver.wait()
+        states = [{"w": np.random.default_rng(i).random(size)} for i in range(3)]
         child = 0
-        if sys.argv[2] == "True":
+        if when != "first":
+            saver.save(1, states[1]).result()
+        if when == "beside a forked child":
             child = os.fork()
             if child == 0:
                 os.close(1); os.close(2)
                 time.sleep(60)
                 os._exit(0)
-        os.kill(saver.pid, signal.SIGSTOP)
-        saver.save(2, {"w": np.arange(2000)})
+        if when != "first":
+            os.kill(saver.pid, signal.SIGSTOP)
         print(saver.pid, child, flush=True)
-        time.sleep(0.3)
-        os.kill(saver.pid, signal.SIGCONT)
+        saver.save(2, states[2])
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         tmp_path,
-        forked,
+        when,
+        size,
     )
     worker, child = (int(n) for n in done.stdout.split())
     assert done.returncode == -signal.SIGKILL
-    assert gone(worker)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGCONT)
+    assert gone(worker, 60)
     if child:
         os.kill(child, signal.SIGKILL)
-    assert sp.Store(tmp_path / "run").steps() == [1, 2]
-    assert sp.Store(tmp_path / "run").verify() == {}
+    store = sp.Store(tmp_path / "run")
+    assert store.steps() == ([2] if when == "first" else [1, 2])
+    assert store.verify() == {}
+    assert np.array_equal(store.load()["w"], np.random.default_rng(2).random(size))
+
+
+@posix
+@linux
+def test_two_saves_and_a_kill(tmp_path: Path) -> None:
+    """The second is waited for by the first, which the worker has not yet begun; then it is accepted, and done."""
+    done = program(
+        """
+        saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
+        print(saver.pid, flush=True)
+        for step in range(2):
+            saver.save(step, {"w": np.full(3_000_000, step)})
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert gone(int(done.stdout), 60)
+    assert sp.Store(tmp_path / "run").load()["w"].tolist()[::1_000_000] == [1, 1, 1]
 
 
 @posix

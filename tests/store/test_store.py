@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.sealed import seal
 from shrinkpoint.store.store import SkippedCheckpointWarning
 
@@ -65,6 +67,7 @@ def files_of(root: Path, step: int) -> tuple[Path, Path]:
     return root / "data" / json.loads(manifest.read_text())["file"], manifest
 
 
+@pytest.mark.filterwarnings("ignore:.*step 3 is saved below step 5")
 @pytest.mark.parametrize("make", [str, Path, lambda p: f"file://{p}", lambda p: f"{p}/"])
 def test_save_load_steps(root: Path, make: Any) -> None:
     store = sp.Store(make(root), LOSSLESS)
@@ -121,7 +124,10 @@ class BytesPath:
         return b"x"
 
 
-@pytest.mark.parametrize("url", [5, None, b"x", "nosuch://x", ["a"], "", "a\0b", BytesPath()])
+@pytest.mark.parametrize(
+    "url",
+    [5, None, b"x", "nosuch://x", ["a"], "", "a\0b", BytesPath(), "dir:///x", "w::x", "/tmp/a::b", "file:///a::b"],
+)
 def test_urls_that_are_none(url: Any) -> None:
     with pytest.raises(sp.BadArgumentError, match="url"):
         sp.Store(url)
@@ -172,7 +178,8 @@ def test_going_on_after_a_load(root: Path) -> None:
     store.load()
     assert [store.save(step, state(step)).is_delta for step in (20, 30, 40, 50)] == [True, True, False, True]
     store.load(20)
-    assert store.save(25, state(25)).is_delta
+    with pytest.warns(StoreWarning, match="25 goes on from step 20 and leaves steps 30, 40, 50 behind"):
+        assert store.save(25, state(25)).is_delta
     assert same(sp.Store(root).load(25), state(25))
     fresh = sp.Store(root, LOSSLESS)
     assert not fresh.save(60, state(60)).is_delta
@@ -185,7 +192,8 @@ def test_saving_a_step_again(root: Path) -> None:
     """The new one counts; steps whose chain runs through the old one stay readable, also after gc."""
     store = filled(root, 4)
     store.load(0)
-    store.save(10, state(77))
+    with pytest.warns(StoreWarning, match="leaves steps 20, 30 behind"):
+        store.save(10, state(77))
     for store in (sp.Store(root), sp.Store(root)):
         assert same(store.load(10), state(77))
         for step in (0, 20, 30):
@@ -380,11 +388,10 @@ def test_errors_leave_nothing_behind(root: Path, fault: str, when: int, monkeypa
 
         return call
 
+    most = {"os.replace": 1, "os.fsync": 4, "write": 1}[fault]
     with monkeypatch.context() as patch:
         if fault == "write":
-            from shrinkpoint.store.files import Files
-
-            patch.setattr(Files, "write", failing(Files.write))
+            patch.setattr(LocalFiles, "write", failing(LocalFiles.write))
         else:
             patch.setattr(fault, failing(getattr(os, fault.split(".")[1])))
         try:
@@ -397,6 +404,8 @@ def test_errors_leave_nothing_behind(root: Path, fault: str, when: int, monkeypa
                 assert left == before
         else:
             assert calls < when
+        # Every call of a save is met, one a trial; the rest of the trials have none to meet.
+        assert calls == min(when, most) or (calls > when and fault == "os.fsync")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = sp.Store(root).load()
@@ -447,8 +456,12 @@ def test_a_full_disk(root: Path) -> None:
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for url in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(OSError, match="file"):
-            sp.Store(url).save(1, state(1))
+        with pytest.raises(sp.BadArgumentError, match=f"{tmp_path / 'file'} is no folder"):
+            sp.Store(url)
+    store = sp.Store(tmp_path / "later" / "run")
+    (tmp_path / "later").write_text("in the way")
+    with pytest.raises(OSError, match="later"):
+        store.save(1, state(1))
     assert (tmp_path / "file").read_text() == "in the way"
     if hasattr(os, "geteuid") and os.geteuid() != 0:
         (tmp_path / "locked").mkdir(mode=0o500)

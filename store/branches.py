@@ -1,0 +1,132 @@
+"""Runs that went back: which steps were left behind when an older one was gone on from.
+
+A run that goes back to step 50 of 100 and saves 60 and 70 has two ends. Numbers cannot tell which is meant, nor clocks;
+the first save after going back knows, and writes it down, before its step exists:
+
+    left/000000000060-0123456789abcdef.json     {"step": 60, "since": 50, "passed": true, "left": {"80": "...", ...}}
+
+Steps are named with their identities: one that is saved anew is another one and not left behind. `passed` says that
+`load()` takes the others first; it is false where a step was saved below others by somebody who had not loaded any,
+which may be an old step that is added late. `gc` keeps what it would keep with either end as the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ..codec.errors import CorruptDataError, NewerFormatError
+from .catalog import Catalog
+from .files import Files
+from .manifest import MAX_STEP
+from .sealed import seal, unseal
+
+FOLDER = "left"
+_NAME = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.json")
+_IDENTITY = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One time that steps were left behind.
+
+    Args:
+        file: name of the record.
+        step: the one whose save left them behind.
+        since: the one it goes on from; None: nobody knows.
+        passed: whether `load()` takes others first.
+        left: step -> identity.
+    """
+
+    file: str
+    step: int
+    since: int | None
+    passed: bool
+    left: Mapping[int, str]
+
+    @property
+    def path(self) -> str:
+        """Of the record, relative to the store."""
+        return f"{FOLDER}/{self.file}"
+
+
+def branch(catalog: Catalog, step: int, since: int | None, passed: bool, left: Iterable[int]) -> Branch:
+    """A new record of these steps, as they are now; those with an unreadable manifest are left out."""
+    return Branch(f"{step:012d}-{uuid.uuid4().hex[:16]}.json", step, since, passed, _identities(catalog, left))
+
+
+def _identities(catalog: Catalog, steps: Iterable[int]) -> dict[int, str]:
+    """Step -> identity, of those of these steps that are there and readable."""
+    generations = catalog.generations()
+    found: dict[int, str] = {}
+    for step in sorted(set(steps) & generations.keys()):
+        with contextlib.suppress(CorruptDataError, NewerFormatError):
+            entry = catalog.get(step, generations[step][-1])
+            if entry is not None:
+                found[step] = entry.manifest.identity
+    return found
+
+
+def write(files: Files, record: Branch) -> None:
+    """Make a record durable."""
+    left = {str(step): identity for step, identity in record.left.items()}
+    fields = {"version": 1, "step": record.step, "since": record.since, "passed": record.passed, "left": left}
+    files.write(record.path, seal(fields))
+
+
+def read(files: Files) -> list[Branch]:
+    """All records.
+
+    Raises:
+        CorruptDataError: one is not readable, so nobody can say which end of the run is the newest.
+    """
+    return [b for name in files.list(FOLDER) if _NAME.fullmatch(name) and (b := _read(files, name)) is not None]
+
+
+def _read(files: Files, name: str) -> Branch | None:
+    path = files.path(f"{FOLDER}/{name}")
+    try:
+        fields = unseal(files.read(f"{FOLDER}/{name}"))
+        left = {int(step): identity for step, identity in fields["left"].items()}
+        found = Branch(name, fields["step"], fields["since"], fields["passed"], left)
+        steps = [found.step, *left, *([] if found.since is None else [found.since])]
+        sound = (
+            fields["version"] == 1
+            and type(found.passed) is bool
+            and all(type(s) is int and 0 <= s <= MAX_STEP for s in steps)
+            and all(isinstance(i, str) and _IDENTITY.fullmatch(i) for i in left.values())
+        )
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CorruptDataError(f"{path}: no record of a run that went back: {e!s:.200}") from None
+    if not sound:
+        raise CorruptDataError(f"{path}: no record of a run that went back")
+    return found
+
+
+def come_back(files: Files, step: int, identity: str) -> None:
+    """Forget that a checkpoint was left behind: it is saved again, the very same one."""
+    with contextlib.suppress(CorruptDataError):
+        for found in read(files):
+            if found.left.get(step) == identity:
+                write(files, replace(found, left={s: i for s, i in found.left.items() if s != step}))
+
+
+def behind(catalog: Catalog, records: Collection[Branch]) -> dict[int, Branch]:
+    """Steps that are left behind, each with the record that says so; if several do, one by which `load()` passes it."""
+    now = _identities(catalog, (step for record in records for step in record.left)) if records else {}
+    return {
+        step: record
+        for record in sorted(records, key=lambda r: r.passed)
+        for step, identity in record.left.items()
+        if now.get(step) == identity
+    }
+
+
+def garbage(records: Collection[Branch], now: Mapping[int, str]) -> list[str]:
+    """Paths of the records of which no step is left; `now` are the identities of the steps that are."""
+    return [r.path for r in records if not any(now.get(step) == identity for step, identity in r.left.items())]

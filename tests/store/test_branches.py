@@ -1,0 +1,281 @@
+"""Runs that go back: the end that is gone on from is what `load()` gives, and neither end is lost unless told."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import shrinkpoint as sp
+from shrinkpoint.__main__ import app
+from shrinkpoint.store import branches
+from shrinkpoint.store.files import Files, StoreWarning
+from shrinkpoint.store.retention import Retention
+from shrinkpoint.store.saver import SaverWarning
+from shrinkpoint.store.store import SkippedCheckpointWarning
+from tests.store.common import data_path, fill, lossless, same, state
+
+TENS = tuple(range(10, 110, 10))
+LEFT = "goes on from step 50 and leaves steps 70, 80, 90, 100 behind"
+
+
+def second(step: int) -> dict[str, Any]:
+    """What the other end of the run has at a step."""
+    return state(1000 + step)
+
+
+def newest(url: Any) -> int:
+    """The step of `state` that a new process gets by `load()`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StoreWarning)
+        return int(sp.Store(url).load(count=False)["step"])
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "folder" else f"memory://{uuid.uuid4()}"
+
+
+@pytest.fixture
+def gone_back(url: str) -> sp.Store:
+    """Saved up to 100; loaded 50, and saved 60 and 70 again."""
+    fill(sp.Store(url, lossless()), *TENS)
+    store = sp.Store(url, lossless())
+    assert same(store.load(50), 50)
+    with pytest.warns(StoreWarning, match=LEFT):
+        store.save(60, second(60))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.save(70, second(70))
+    return store
+
+
+def test_the_end_that_was_saved_last_is_loaded(gone_back: sp.Store) -> None:
+    other = sp.Store(gone_back.url, lossless())
+    assert other.steps() == list(TENS)
+    assert other.candidates() == [70, 60, 50, 40, 30, 20, 10, 100, 90, 80]
+    with pytest.warns(StoreWarning, match=r"loaded step 70; passed over steps 80, 90, 100, .* went back to step 50"):
+        assert same(other.load(), 1070)
+    assert other.verify() == {}
+    # By number the other end is what it was, and compaction does not bring it back.
+    other.compact(2.0)
+    other.gc()
+    assert same(other.load(100), 100)
+    assert newest(other.url) == 1070
+    # Gone on from, it is the end again.
+    fill(other, 110)
+    assert newest(other.url) == 110
+    assert other.candidates()[:3] == [110, 70, 60]
+
+
+def test_a_step_that_is_saved_again_is_not_left_behind(gone_back: sp.Store) -> None:
+    gone_back.save(80, second(80))
+    assert newest(gone_back.url) == 1080
+    gone_back.save(90, second(90))
+    gone_back.save(100, second(100))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(sp.Store(gone_back.url).load(), 1100)
+    gone_back.gc()
+    assert gone_back._files.list("left") == []
+
+
+def test_the_very_same_checkpoint_saved_again_counts(url: str) -> None:
+    """A run that goes back and computes the same again has the same end."""
+    fill(sp.Store(url, lossless()), 10, 20, 30, 40)
+    store = sp.Store(url, lossless())
+    store.load(10)
+    fill(store, 20)
+    assert newest(url) == 40, "nothing was saved: the step is what it was"
+    store.load(10)
+    with pytest.warns(StoreWarning, match="leaves steps 20, 30, 40 behind"):
+        store.save(15, state(15))
+    assert newest(url) == 15
+    # Over the same parents, as another process would that had loaded these.
+    for step, parent in ((20, 10), (30, 20)):
+        other = sp.Store(url, lossless())
+        other.load(parent)
+        fill(other, step)
+    assert newest(url) == 30
+    assert sp.Store(url).candidates() == [30, 20, 15, 10, 40]
+
+
+def test_damage_at_the_end_goes_back_along_the_run(tmp_path: Path) -> None:
+    fill(sp.Store(tmp_path, lossless(base_every=1)), *TENS)
+    store = sp.Store(tmp_path, lossless(base_every=1))
+    store.load(80)
+    with pytest.warns(StoreWarning, match="leaves steps 90, 100 behind"):
+        store.save(85, second(85))
+    for step in range(10, 90, 10):
+        data_path(tmp_path, step).write_bytes(b"torn")
+    data_path(tmp_path, 85).write_bytes(b"torn")
+    with pytest.warns(SkippedCheckpointWarning, match="loaded step 100; skipped step 85.*step 80.*step 10"):
+        assert same(sp.Store(tmp_path).load(), 100)
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_gc_keeps_either_end(gone_back: sp.Store, last: int) -> None:
+    """By the object that saved, and by a process that knows nothing."""
+    for store in (gone_back, sp.Store(gone_back.url, lossless())):
+        store.gc(Retention(last=last))
+        assert store.steps() == [*[50, 60, 70][-last:], *[80, 90, 100][-last:]]
+        assert store.verify() == {}
+    assert newest(gone_back.url) == 1070
+    assert gone_back.save(75, second(75)).is_delta
+    store.drop(*[80, 90, 100][-last:])
+    store.gc(Retention(last=1))
+    assert store.steps() == [75]
+    assert store._files.list("left") == []
+
+
+def test_gc_keeps_what_was_saved_below_others(url: str) -> None:
+    """Without a load nobody knows what it is: said once, both ends are kept, and the highest is the newest."""
+    fill(sp.Store(url, lossless()), *TENS)
+    store = sp.Store(url, lossless())
+    with pytest.warns(StoreWarning, match=r"step 5 is saved below steps 10, 20, .*, 100: .*drop_after"):
+        store.save(5, second(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.save(6, second(6))
+        assert same(sp.Store(url).load(), 100)
+    store.gc(Retention(last=2))
+    assert store.steps() == [5, 6, 90, 100]
+    fill(sp.Store(url, lossless()), 110)
+    store.gc(Retention(last=2))
+    assert store.steps() == [6, 100, 110]
+
+
+def test_another_writer_is_not_left_behind(url: str) -> None:
+    """Both go on from 30; what one adds meanwhile, the other did not turn away from."""
+    fill(sp.Store(url, lossless()), 10, 20, 30)
+    one, two = sp.Store(url, lossless()), sp.Store(url, lossless())
+    one.load()
+    two.load()
+    fill(one, 40, 50)
+    with pytest.warns(StoreWarning, match="step 35 is saved below steps 40, 50"):
+        fill(two, 35)
+    assert newest(url) == 50
+
+
+def test_starting_over_on_purpose(url: str) -> None:
+    store = fill(sp.Store(url, lossless()), *TENS)
+    store.tag("best", 80)
+    with pytest.raises(sp.BadArgumentError, match="step 80 is pinned or tagged"):
+        store.drop_after(50)
+    store.untag("best")
+    assert store.steps() == list(TENS)
+    assert store.drop_after(50) == [60, 70, 80, 90, 100]
+    assert store.drop_after(50) == []
+    with pytest.raises(sp.BadArgumentError, match="step 60 is not in"):
+        store.drop_after(60)
+    again = sp.Store(url, lossless())
+    assert same(again.load(), 50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fill(again, 60, 70)
+    assert again.steps() == [10, 20, 30, 40, 50, 60, 70]
+    assert again.verify() == {}
+
+
+def test_the_highest_is_dropped_first(tmp_path: Path) -> None:
+    """So a crash in between leaves a run without a gap."""
+    store = fill(sp.Store(tmp_path, lossless()), *TENS)
+    real, gone = store._files.remove, list[str]()
+    store._files.remove = lambda names: (gone.extend(names), real(names))[1]  # type: ignore[method-assign]
+    store.drop_after(70)
+    assert gone == [f"steps/{step:012d}.json" for step in (100, 90, 80)]
+
+
+def test_by_the_command_line(tmp_path: Path) -> None:
+    fill(sp.Store(tmp_path, lossless()), *TENS)
+    done = CliRunner().invoke(app, ["drop", str(tmp_path), "--after", "70"])
+    assert (done.exit_code, done.stdout) == (0, "removed 80, 90, 100\n")
+    assert CliRunner().invoke(app, ["drop", str(tmp_path), "--after", "70"]).stdout == "removed none\n"
+    for wrong in ([], ["10", "--after", "70"], ["--after", "75"]):
+        assert CliRunner().invoke(app, ["drop", str(tmp_path), *wrong]).exit_code != 0
+    assert sp.Store(tmp_path).steps() == [10, 20, 30, 40, 50, 60, 70]
+
+
+def test_commands_take_the_same_step(gone_back: sp.Store, tmp_path: Path) -> None:
+    if gone_back.url.startswith("memory"):
+        pytest.skip("the command line opens it by its URL, as the folder")
+    done = CliRunner().invoke(app, ["restore", gone_back.url, str(tmp_path / "out.pt"), "--json"])
+    assert done.exit_code == 0
+    assert '"step": 70' in done.stdout
+
+
+def test_a_saver_that_goes_back(tmp_path: Path) -> None:
+    fill(sp.Store(tmp_path, lossless()), *TENS)
+    store = sp.Store(tmp_path, lossless())
+    store.load(50)
+    with pytest.warns(SaverWarning, match=LEFT), sp.Saver(store) as saver:
+        saver.save(60, second(60)).result()
+    assert newest(tmp_path) == 1060
+
+
+def test_copies_have_the_same_end(gone_back: sp.Store, tmp_path: Path) -> None:
+    other = gone_back.copy(tmp_path / "copy")
+    assert newest(other.url) == 1070
+    assert newest(gone_back.copy(tmp_path / "copy").url) == 1070
+    assert newest(gone_back.copy(tmp_path / "few", [50, 70, 100]).url) == 1070
+
+
+@pytest.mark.parametrize("at", ["write", "create"])
+def test_a_save_that_fails_goes_nowhere(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(sp.Store(tmp_path, lossless()), *TENS)
+    store = sp.Store(tmp_path, lossless())
+    store.load(50)
+    real: Callable[..., Any] = getattr(store._files, at)
+
+    def fail(name: str, data: bytes) -> Any:
+        if name.startswith(("left/", "steps/")):
+            raise OSError("broken")
+        return real(name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, at, fail)
+        with pytest.warns(StoreWarning, match=LEFT), pytest.raises(OSError, match="broken"):
+            store.save(60, second(60))
+    assert newest(tmp_path) == 100
+    with pytest.warns(StoreWarning, match=LEFT):
+        store.save(60, second(60))
+    assert newest(tmp_path) == 1060
+
+
+def record(store: sp.Store) -> tuple[Files, str]:
+    (name,) = store._files.list("left")
+    return store._files, f"left/{name}"
+
+
+@pytest.mark.parametrize(
+    "broken", [b"", b"{}", b"[]", b"[" * 10**5, b'{"version": 1, "left": 3}', b"\0", None], ids=repr
+)
+def test_records_that_are_none(gone_back: sp.Store, broken: bytes | None) -> None:
+    """Nothing is removed; `load()` says that it takes the highest."""
+    files, path = record(gone_back)
+    whole = branches.unseal(files.read(path))
+    files.write(path, branches.seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)
+    with pytest.raises(sp.CorruptDataError, match="left/"):
+        gone_back.gc(Retention())
+    with pytest.raises(sp.CorruptDataError, match="left/"):
+        gone_back.candidates()
+    assert gone_back.steps() == list(TENS)
+    with pytest.warns(StoreWarning, match="no record of a run that went back.*takes the highest"):
+        assert same(gone_back.load(), 100)
+
+
+def test_two_runs_that_went_back(gone_back: sp.Store) -> None:
+    other = sp.Store(gone_back.url, lossless())
+    other.load(40)
+    with pytest.warns(StoreWarning, match="leaves steps 50, 60, 70, 80, 90, 100 behind"):
+        other.save(45, second(45))
+    assert newest(other.url) == 1045
+    assert other.candidates() == [45, 40, 30, 20, 10, 100, 90, 80, 70, 60, 50]
+    # The former is still at work: what it saves is new, whoever went back meanwhile.
+    fill(gone_back, 72)
+    assert newest(other.url) == 72

@@ -1,0 +1,50 @@
+"""A training that is killed and goes on from exact deltas is the one that never stopped, to the last bit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shrinkpoint as sp
+
+TRAINER = Path(__file__).parent / "exact_trainer.py"
+KILLED, AFTER = 117, 100
+"""The step after which it is killed, and how many are compared after the restore."""
+
+
+def run(*arguments: object) -> tuple[int, list[list[str]]]:
+    """How the trainer ended, and its lines."""
+    command = [sys.executable, str(TRAINER), *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
+    return done.returncode, [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hundred_steps_after_a_kill_are_the_same_to_the_last_bit(dtype: str, tmp_path: Path) -> None:
+    last = KILLED - KILLED % 10 + AFTER
+    end, never_stopped = run("-", dtype, last)
+    assert end == 0
+    end, lines = run(tmp_path, dtype, last, KILLED)
+    assert end == -signal.SIGKILL
+    assert int(lines[-1][0]) == KILLED
+    kinds = [kind for line in lines for kind in line[2:]]
+    # It was saved in chains of deltas, and it goes on from one that has several below it.
+    assert kinds.count("base") == 1
+    assert kinds.count("delta") == KILLED // 10 - 1
+    store = sp.Store(tmp_path)
+    manifest = store.describe(store.steps()[-1])
+    assert manifest.step == KILLED - KILLED % 10
+    assert len(manifest.parents) == manifest.step // 10 - 1
+
+    end, resumed = run(tmp_path, dtype, last)
+    assert end == 0
+    assert len(resumed) == AFTER + 1
+    assert [line[:2] for line in resumed] == never_stopped[-AFTER - 1 :]
+    # Losses that say something: they fall, and no two steps have the same.
+    losses = [float.fromhex(line[1]) for line in never_stopped[:-1]]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert len(set(losses)) > 0.95 * len(losses)
