@@ -62,4 +62,6 @@ def main(folder: str, steps: int = 60) -> float:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("usage: torchrun --nproc-per-node N fsdp2.py [FOLDER] (torchrun tells each process its rank)")
     main(sys.argv[1] if len(sys.argv) > 1 else "run")

@@ -1,6 +1,6 @@
 """Lightning with compressed checkpoints, saved while training goes on: one plugin; `ModelCheckpoint` stays as it is.
 
-pip install 'shrinkpoint[lightning]'
+pip install '.[lightning]'                       # in a checkout
 python examples/lightning_trainer.py run/
 """
 

@@ -1,6 +1,5 @@
 """Compress a fine-tuned model against the model it was made from, and read it back.
 
-pip install 'shrinkpoint[hub]'
 python examples/publish_model.py FINE_TUNED BASE SMALL RESTORED
 """
 
@@ -20,4 +19,6 @@ def main(tuned: str, base: str, small: str, restored: str) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    if len(sys.argv) != 5:
+        sys.exit("usage: publish_model.py FINE_TUNED BASE SMALL RESTORED (four folders; the last two are made)")
+    main(*sys.argv[1:])

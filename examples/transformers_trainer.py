@@ -1,6 +1,6 @@
 """Transformers with compressed checkpoints: a mixin before Trainer; nothing raw is written.
 
-pip install 'shrinkpoint[transformers]'
+pip install '.[transformers]'                    # in a checkout
 python examples/transformers_trainer.py run/
 """
 

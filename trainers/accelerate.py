@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..codec.errors import MissingParentError
@@ -13,7 +14,8 @@ from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver
 from ..store.store import Store
 from .background import Background
-from .pointers import drop, load_at, read_pointer, save_at
+from .fitting import group_differences, load_models, refuse
+from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
 from .state import plain
 
 POINTER = "shrinkpoint.json"
@@ -28,11 +30,13 @@ class CompressedStates:
         self.accelerator = accelerator
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
+        self._stand_ins: list[tuple[Any, str]] = []
         self._handles = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
         ]
         accelerator.save_state = self._save_state
+        accelerator.load_state = self._load_state
 
     def remove(self) -> None:
         """Take the hooks off, once nothing is in flight any more; may be called twice."""
@@ -40,7 +44,7 @@ class CompressedStates:
         for handle in self._handles:
             handle.remove()
         if self._handles:
-            del self.accelerator.save_state
+            del self.accelerator.save_state, self.accelerator.load_state
         self._handles = []
 
     def wait(self) -> None:
@@ -58,11 +62,41 @@ class CompressedStates:
         project = self.accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit and self.accelerator.is_main_process:
             _remove_cut_off(os.path.join(self.accelerator.project_dir, "checkpoints"))
-        return type(self.accelerator).save_state(self.accelerator, *args, **keywords)
+        try:
+            return type(self.accelerator).save_state(self.accelerator, *args, **keywords)
+        finally:
+            self._clear()
+
+    def _load_state(self, *args: Any, **keywords: Any) -> Any:
+        """`load_state`, whichever way it ends: optimizers answer for themselves afterwards."""
+        try:
+            return type(self.accelerator).load_state(self.accelerator, *args, **keywords)
+        finally:
+            self._clear()
+
+    def _once(self, thing: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Let the next call of a method be answered by something else; Accelerate's hooks cover models alone."""
+
+        def stand_in(*args: Any, **keywords: Any) -> Any:
+            del thing.__dict__[name]
+            return replacement(*args, **keywords)
+
+        thing.__dict__[name] = stand_in
+        self._stand_ins.append((thing, name))
+
+    def _clear(self) -> None:
+        """Take away the stand-ins that Accelerate did not call: it stopped before."""
+        for thing, name in self._stand_ins:
+            thing.__dict__.pop(name, None)
+        self._stand_ins = []
 
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        self._clear()
         if len(weights) != len(self.accelerator._models):
-            raise BadArgumentError("FSDP, DeepSpeed and Megatron save their states themselves; use their own formats")
+            raise BadArgumentError(
+                f"{len(weights)} of {len(self.accelerator._models)} models were handed over: FSDP, DeepSpeed and "
+                "Megatron save their states themselves (use their own formats), or another hook took the weights"
+            )
         optimizers = self.accelerator._optimizers
         if self.accelerator.is_main_process:
             state = {
@@ -79,19 +113,20 @@ class CompressedStates:
         # What is taken off the list is not written raw.
         weights.clear()
         for one in optimizers:
-            _once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
+            self._once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
 
     def _rotate(self, store: Store, output_dir: str) -> None:
         """Follow Accelerate's `total_limit`, which has removed folders by now."""
         project = self.accelerator.project_configuration
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
-        home = os.path.dirname(os.path.abspath(output_dir))
-        folders = _folders(home)
-        found = [read_pointer(os.path.join(home, name, POINTER)) for name in folders]
-        drop(store, set(store.steps()) - {pointer.step for pointer in found if pointer is not None})
+        home = Path(os.path.abspath(output_dir)).parent
+        # Copies by another name are folders too, and so is what was saved to a place of its own in the project.
+        found = [path for above in (home, home.parent) for path in above.glob(f"*/{POINTER}")]
+        drop(store, set(store.steps()) - steps_in_use(store, found))
 
     def _load(self, models: list[Any], input_dir: str) -> None:
+        self._clear()
         path = os.path.join(input_dir, POINTER)
         if read_pointer(path) is None:
             if _is_cut_off(input_dir):
@@ -102,11 +137,14 @@ class CompressedStates:
         for name, mine in (("models", models), ("optimizers", optimizers)):
             if len(state[name]) != len(mine):
                 raise BadArgumentError(f"{path}: {len(state[name])} {name} were saved, {len(mine)} are prepared")
-        for model, saved in zip(models, state["models"], strict=True):
-            model.load_state_dict(saved)
+        lines = []
+        for number, (one, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
+            lines += [f"optimizer {number}: {line}" for line in group_differences(saved, one.state_dict())]
+        refuse(lines, path)
+        load_models(models, state["models"], path)
         models.clear()
         for one, saved in zip(optimizers, state["optimizers"], strict=True):
-            _once(one, "load_state_dict", lambda _file, one=one, saved=saved: one.load_state_dict(saved))
+            self._once(one, "load_state_dict", lambda _file, one=one, saved=saved: one.load_state_dict(saved))
 
 
 def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
@@ -127,8 +165,9 @@ def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
         The hooks, to be removed by `remove()`; `wait()` waits until what was saved is durable.
 
     Raises:
-        BadArgumentError: not an Accelerator, or no Saver or Store; a Saver with a `total_limit` of 1: Accelerate
-            removes the old folder first, and a run that is then killed would have none.
+        BadArgumentError: not an Accelerator, or one whose states are compressed already; no Saver or Store; a Saver
+            with a `total_limit` of 1: Accelerate removes the old folder first, and a run that is then killed would
+            have none.
 
     Example:
         >>> compress_states(None, None)
@@ -138,6 +177,8 @@ def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
     """
     if not hasattr(accelerator, "register_save_state_pre_hook"):
         raise BadArgumentError(f"accelerator must be an accelerate.Accelerator, not {type(accelerator).__qualname__}")
+    if isinstance(getattr(accelerator.save_state, "__self__", None), CompressedStates):
+        raise BadArgumentError("this accelerator's states are compressed already; say remove() to the hooks before")
     if not isinstance(saver, (Saver, Store)):
         raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
     project = accelerator.project_configuration
@@ -168,13 +209,3 @@ def _is_cut_off(folder: str) -> bool:
         return False
     with open(path, "rb") as file:
         return POINTER.encode() in file.read()
-
-
-def _once(thing: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Let the next call of a method be answered by something else; Accelerate's hooks cover models alone."""
-
-    def stand_in(*args: Any, **keywords: Any) -> Any:
-        del thing.__dict__[name]
-        return replacement(*args, **keywords)
-
-    thing.__dict__[name] = stand_in

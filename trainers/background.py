@@ -14,7 +14,19 @@ import fsspec
 from ..codec.errors import ShrinkpointError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
-from .pointers import PathLike, Pointer, drop, drop_replaced, in_flight, key_of, next_step, read_pointer, write_pointer
+from .pointers import (
+    PathLike,
+    Pointer,
+    drop,
+    drop_replaced,
+    grads_within,
+    in_flight,
+    key_of,
+    kinds_within,
+    next_step,
+    read_pointer,
+    write_pointer,
+)
 
 
 class Background:
@@ -47,7 +59,8 @@ class Background:
         before = read_pointer(path)
         fs, name = fsspec.core.url_to_fs(os.fspath(path))
         fs.makedirs(os.path.dirname(name), exist_ok=True)
-        future: Any = self._saver.save(next_step(self.store), state, grads=grads, kinds=kinds)
+        known, beside = kinds_within(state, kinds), grads_within(state, grads)
+        future: Any = self._saver.save(next_step(self.store), state, grads=beside, kinds=known)
         self._done, self._busy = Future(), True
         in_flight[key_of(name)] = self._done
         future.add_done_callback(lambda saved: self._finish(saved, path, before))

@@ -34,8 +34,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
     Args:
         saver: a Saver, in the background; or a Store.
         every: batches from one save to the next, 1 or more; None: a save at the end of each epoch.
-        sensitivity: average gradients, for codecs that ask for `grads`, before every so many optimizer steps: those at
-            which checkpoints are saved. None (default): none.
+        sensitivity: average gradients, for codecs that ask for `grads`, before every so many batches: those at which
+            checkpoints are saved. None (default): none.
 
     Raises:
         BadArgumentError: an argument of the wrong kind; on resuming, a model or optimizer that does not fit.
@@ -79,6 +79,11 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             restore_rng(self._rng)
             self._rng = None
 
+    def batch_start(self, state: Any, logger: Any) -> None:
+        """Called by Composer before each batch: a step that AMP skips is a batch, too."""
+        if self._tracker is not None:
+            self._tracker.at(int(state.timestamp.batch))
+
     def batch_checkpoint(self, state: Any, logger: Any) -> None:
         """Called by Composer after each batch."""
         if self.every is not None and int(state.timestamp.batch) % self.every == 0:
@@ -90,9 +95,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             self._save(state)
 
     def _save(self, state: Any) -> None:
-        grads = None if self._tracker is None else self._tracker.grads()
-        step = int(state.timestamp.batch)
-        save(self.saver, step, state.model, list(state.optimizers), more=_more(state), grads=grads)
+        step, optimizers = int(state.timestamp.batch), list(state.optimizers)
+        save(self.saver, step, state.model, optimizers, more=_more(state), sensitivity=self._tracker)
 
     def fit_end(self, state: Any, logger: Any) -> None:
         """Called by Composer; what is in flight is durable afterwards."""

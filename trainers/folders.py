@@ -180,14 +180,40 @@ def _safetensors_names(path: Path) -> list[str]:
         raise CorruptDataError(f"{path}: {e}") from None
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Files below a folder; not those of hidden folders, where tools keep their caches."""
+def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Files below a folder; not those of hidden folders, where tools keep their caches.
+
+    Raises:
+        BadArgumentError: a link to nothing, or to a folder that it is in; what is neither a file nor a folder.
+    """
+    above = (*above, folder.resolve())
     for entry in sorted(folder.iterdir()):
         if entry.is_dir():
-            if not entry.name.startswith("."):
-                yield from _walk(entry)
-        else:
+            if entry.name.startswith("."):
+                continue
+            if entry.resolve() in above:
+                raise BadArgumentError(f"{entry} links to {entry.resolve()}, a folder that it is in")
+            yield from _walk(entry, above)
+        elif entry.is_file():
             yield entry
+        else:
+            what = f"a link to {os.readlink(entry)}, which is not there" if entry.is_symlink() else "no ordinary file"
+            raise BadArgumentError(f"{entry} is {what}")
+
+
+def refuse_within(target: PathLike, *folders: Path) -> None:
+    """Refuse to write into a folder that is read.
+
+    Raises:
+        BadArgumentError: the target is in one of the folders.
+    """
+    try:
+        path = Path(target).resolve()
+    except TypeError:
+        raise BadArgumentError(f"a folder must be a path, not {type(target).__qualname__}") from None
+    for folder in folders:
+        if folder.resolve() in path.parents:
+            raise BadArgumentError(f"{path} is in {folder}, which it would be made from; choose a place outside")
 
 
 def new_folder(path: PathLike) -> Path:

@@ -18,10 +18,21 @@ import torch
 from ..codec.checkpoint import Row
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
+from ..codec.extras import install
 from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
 from . import card as cards
-from .folders import SUFFIX, ModelFolder, PathLike, base_parent, copy_file, new_folder, sort_of, write_file
+from .folders import (
+    SUFFIX,
+    ModelFolder,
+    PathLike,
+    base_parent,
+    copy_file,
+    new_folder,
+    refuse_within,
+    sort_of,
+    write_file,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,8 @@ def save_pretrained(
         cfg: how to compress; default `presets.lossless()`: every bit comes back.
 
     Raises:
-        BadArgumentError: no such folder, one without safetensors, or a target that is not empty.
+        BadArgumentError: no such folder, one without safetensors or with links to nothing or in a circle; a target that
+            is not empty, or within a folder that is read.
         CorruptDataError, MissingParentError: the base is compressed and not readable.
 
     Example:
@@ -81,11 +93,14 @@ def save_pretrained(
     """
     cfg = lossless() if cfg is None else check_config(cfg)
     _need_safetensors()
+    against = None if base is None else ModelFolder(base)
+    read = [Path(model_or_folder)] if isinstance(model_or_folder, (str, os.PathLike)) else []
+    refuse_within(dir, *read, *([] if against is None else [against.folder]))
     target = new_folder(dir)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         source = _folder_of(model_or_folder, work / "source")
-        result = _compress_folder(source, work / "result", None if base is None else ModelFolder(base), cfg, target)
+        result = _compress_folder(source, work / "result", against, cfg, target)
         shutil.rmtree(work / "source", ignore_errors=True)
         os.replace(work / "result", target)
     finally:
@@ -109,8 +124,8 @@ def load_pretrained(
         The model; else the folder `to` as a Path; else the weights, `{name: tensor}`.
 
     Raises:
-        BadArgumentError: no such folder, or nothing compressed in it; `model` and `to` together; a model whose
-            parameters are others.
+        BadArgumentError: no such folder, or nothing compressed in it; `to` within a folder that is read; `model` and
+            `to` together; a model whose parameters are others.
         MissingParentError: the base is missing, or is not the one it was compressed against.
         CorruptDataError, NewerFormatError: the folder is not readable.
 
@@ -128,6 +143,7 @@ def load_pretrained(
         raise BadArgumentError("give model or to, not both")
     if to is not None:
         _need_safetensors()
+        refuse_within(to, source.folder, *([] if source.base is None else [source.base.folder]))
         target = new_folder(to)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -202,7 +218,7 @@ def _need_safetensors() -> None:
     try:
         import safetensors.torch  # noqa: F401
     except ImportError:
-        raise ImportError("model folders need safetensors: pip install 'shrinkpoint[hub]'") from None
+        raise ImportError(f"model folders need safetensors: {install('hub')}") from None
 
 
 def _folder_of(model_or_folder: Any, scratch: Path) -> ModelFolder:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..codec.extras import install
 from ..codec.kinds import Kind
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver
 from ..store.store import Store
+from .fitting import differences, refuse
 from .state import capture_rng, restore_rng
 
 if TYPE_CHECKING:
@@ -18,12 +22,15 @@ else:
     try:
         import keras
     except ImportError:
-        raise ImportError("this adapter needs Keras 3: pip install keras, with KERAS_BACKEND=torch") from None
+        raise ImportError(f"this adapter needs Keras 3: {install('keras')}, with KERAS_BACKEND=torch") from None
 
 
 _FIRST = {"momentum", "m", "u"}
 _SECOND = {"velocity", "velocity_hat", "v"}
 """As Adam, AdamW, Adamax, Nadam, Lamb, RMSprop and SGD of Keras call them."""
+_PARTS = {"model", "optimizer", "epoch", "rng"}
+_NUMBER = re.compile(r"_\d+(?=[/_:]|$)")
+"""By what Keras tells the second layer without a name from the first one ("dense_1"), also in an optimizer's names."""
 
 
 class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
@@ -54,34 +61,36 @@ class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
     def resume(self, model: Any, epoch: int | str | None = None) -> int:
         """Put a checkpoint into a built and compiled model; returns the epochs done, 0 for an empty store.
 
+        Variables go by their names. Where a model is built anew, and Keras has numbered its layers otherwise ("dense_2"
+        for "dense"), they go by their order, as with Keras's own `load_weights`.
+
         Args:
             model: as when it was saved.
             epoch: that one (or a tag) or an error; None: the newest that is intact.
 
         Raises:
-            BadArgumentError: the variables are others, which are listed; nothing is changed then.
+            BadArgumentError: the model is not built or not compiled; the checkpoint is none of this callback; the
+                variables are others (names, shapes, dtypes), which are listed. Nothing is changed then.
         """
+        _check_model(model)
         store = self.saver.store if isinstance(self.saver, Saver) else self.saver
         if epoch is None and not store.steps():
             return 0
         state = store.load(epoch)
+        if not isinstance(state, Mapping) or _PARTS - set(state):
+            held = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__qualname__
+            raise BadArgumentError(f"{store.url}: no checkpoint of CompressedBackup; it holds {held}")
         parts = _variables(model)
+        saved = {part: _renumbered(state[part], mine) for part, mine in parts.items()}
         lines = []
         for part, mine in parts.items():
-            saved = state[part]
-            lines += [f"{part}: {name}: not in the checkpoint" for name in mine if name not in saved]
-            lines += [f"{part}: {name}: not in the model" for name in saved if name not in mine]
-            for name, variable in mine.items():
-                if name in saved and tuple(variable.shape) != tuple(saved[name].shape):
-                    before, now = tuple(saved[name].shape), tuple(variable.shape)
-                    lines.append(f"{part}: {name}: shape {before} in the checkpoint, {now} in the model")
-        if lines:
-            shown = "\n  ".join(lines[:20])
-            raise BadArgumentError(f"{store.url}: the checkpoint does not fit; nothing was changed\n  {shown}")
+            arrays = {name: variable.value for name, variable in mine.items()}
+            lines += [f"{part}: {line}" for line in differences(saved[part], arrays, dtypes=True)]
+        refuse(lines, store.url)
         with torch.no_grad():
             for part, mine in parts.items():
                 for name, variable in mine.items():
-                    variable.assign(state[part][name])
+                    variable.assign(saved[part][name])
         self._rng = state["rng"]
         return int(state["epoch"])
 
@@ -108,21 +117,27 @@ class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
             self.saver.wait()
 
 
+def _check_model(model: Any) -> None:
+    """Refuse what has no variables yet, or no optimizer."""
+    if not isinstance(model, keras.Model):
+        raise BadArgumentError(f"model must be a keras.Model, not {type(model).__qualname__}")
+    if not model.built or getattr(model, "optimizer", None) is None:
+        todo = "compiled (model.compile)" if model.built else "built (give its input's shape, or say model.build)"
+        raise BadArgumentError(f"the model {model.name} is not {todo}: it has no variables to save or to load yet")
+
+
 def _variables(model: Any) -> dict[str, dict[str, Any]]:
     """Variables by their paths; of several of one path (Keras allows it) the later ones have a number.
 
     Those that an optimizer keeps for a parameter stand below the parameter's path: `net/first/kernel/velocity`.
     """
     optimizer = model.optimizer
-    if optimizer is not None and not optimizer.built:
+    if not optimizer.built:
         optimizer.build(model.trainable_variables)
     # As Keras makes names of them: "adam/net_first_kernel_velocity"; the longest that fits is meant.
     owners = {v.path.replace("/", "_"): v.path for v in model.trainable_variables}
     table: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for part, found in (
-        ("model", model.variables),
-        ("optimizer", optimizer.variables if optimizer is not None else []),
-    ):
+    for part, found in (("model", model.variables), ("optimizer", optimizer.variables)):
         for variable in found:
             path = variable.path if part == "model" else _owned(variable.path, owners)
             name, number = path, 1
@@ -131,6 +146,14 @@ def _variables(model: Any) -> dict[str, dict[str, Any]]:
                 name = f"{path}:{number}"
             table[part][name] = variable
     return table
+
+
+def _renumbered(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved part under the names it has here, where these differ only in Keras's own numbers; else as it is."""
+    if set(saved) == set(mine):
+        return saved
+    before, now = ([_NUMBER.sub("", name) for name in table] for table in (saved, mine))
+    return dict(zip(mine, saved.values(), strict=True)) if before == now else saved
 
 
 def _owned(path: str, owners: dict[str, str]) -> str:

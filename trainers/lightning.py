@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
 import torch
+import torch.distributed as dist
 
+from ..codec.checkpoint import Checkpoint, decompress
+from ..codec.compress import compress
 from ..codec.config import Config, check_config
+from ..codec.extras import install
 from ..codec.kinds import kinds
+from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
 from .background import Background
+from .loop import RanksChangedWarning
 from .pointers import PathLike, drop, load_at, read_pointer, save_at, store_of
 from .sensitivity import SensitivityTracker
+from .spread import rank, world
 from .state import capture_rng, plain, restore_rng
+from .wrappers import bare_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,9 +47,11 @@ else:
             from lightning_fabric.plugins.io import CheckpointIO
             from pytorch_lightning.callbacks import Callback
         except ImportError:
-            raise ImportError("this adapter needs Lightning: pip install 'shrinkpoint[lightning]'") from None
+            raise ImportError(f"this adapter needs Lightning: {install('lightning')}") from None
 
 FOLDER = "shrinkpoint"
+_TEMPORARY = re.compile(r"\.((lr_find|scale_batch_size)_[0-9a-f-]{36}|temp)\.ckpt")
+"""Files by which Lightning puts a model back as it was: learning-rate and batch-size finder, spawned processes."""
 Module = TypeVar("Module")
 
 
@@ -53,6 +65,9 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     With `background=True` a `Saver` takes a copy, and training goes on at once. The file appears when its checkpoint is
     durable, and only then is removed what Lightning removes after it: a run that is killed at any moment has one to go
     on from. When `fit` returns, all of it is there. Lightning's `AsyncCheckpointIO` removes before it has saved.
+
+    The files by which Lightning's tuner (`lr_find`, `scale_batch_size`) rolls a model back, and by which spawned
+    processes hand it over, are exact whatever `cfg` is, and gone afterwards.
 
     Args:
         cfg: how to compress; default `Config()`.
@@ -86,6 +101,11 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         """Called by Lightning."""
         if storage_options is not None:
             raise BadArgumentError("storage_options: there are none; give a URL as dirpath")
+        if _is_temporary(path):
+            fs, name = fsspec.core.url_to_fs(os.fspath(path))
+            fs.makedirs(os.path.dirname(name), exist_ok=True)
+            fs.pipe_file(name, compress(plain(checkpoint), cfg=lossless()).to_bytes())
+            return
         grads = None if self.grads is None else {"state_dict": self.grads}
         store = self._store(path)
         if not self.background:
@@ -105,6 +125,10 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Called by Lightning. Nothing in a compressed checkpoint needs pickle, whatever `weights_only` is."""
+        if _is_temporary(path):
+            fs, name = fsspec.core.url_to_fs(os.fspath(path))
+            kept: dict[str, Any] = _moved(decompress(Checkpoint.from_bytes(fs.cat_file(name))), map_location)
+            return kept
         pointer = read_pointer(path)
         if pointer is None:
             if not os.path.exists(path) and "://" not in os.fspath(path):
@@ -119,7 +143,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Called by Lightning: `ModelCheckpoint(save_top_k=...)`."""
-        saver = self._savers.get(self._store(path).url)
+        saver = None if _is_temporary(path) else self._savers.get(self._store(path).url)
         if saver is None:
             _remove(path)
         else:
@@ -129,8 +153,9 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 class CompressedCheckpoints(Callback):  # type: ignore[misc]
     """Beside `CompressedIO`: random number generators in the checkpoint, layer types and sensitivity for the codec.
 
-    Lightning itself does not save random number generators. With them, a run resumed from a checkpoint at the end of
-    an epoch computes the numbers of one that was not interrupted.
+    Lightning itself does not save random number generators. With them, those of each process, a run resumed from a
+    checkpoint at the end of an epoch computes the numbers of one that was not interrupted. Resumed by another number of
+    processes, the generators start anew, and a RanksChangedWarning says so.
 
     Args:
         rng: save and restore the generators of torch, Python and NumPy; default True.
@@ -150,6 +175,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self.sensitivity = sensitivity
         self._tracker: SensitivityTracker | None = None
         self._restored: Any = None
+        self._failed = False
 
     @staticmethod
     def _io(trainer: pl.Trainer) -> Any:
@@ -160,6 +186,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning."""
+        self._failed = False
         io_plugin = self._io(trainer)
         if io_plugin is not None:
             io_plugin.kinds = dict(kinds(pl_module))
@@ -170,13 +197,24 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             restore_rng(self._restored)
             self._restored = None
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Called by Lightning, which counts a step that AMP skips, too."""
+        if self._tracker is not None:
+            self._tracker.at(trainer.global_step)
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Called by Lightning."""
         io_plugin = self._io(trainer)
         if io_plugin is not None and self._tracker is not None:
-            io_plugin.grads = self._tracker.grads()
+            self._tracker.at(trainer.global_step)
+            grads = self._tracker.grads() or {}
+            # A state of Lightning's has the names of `torch.compile`d layers as they are.
+            named = {n: grads.get(bare_name(pl_module, n)) for n, _ in pl_module.named_parameters()}
+            io_plugin.grads = {n: g for n, g in named.items() if g is not None} or None
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning."""
@@ -184,9 +222,12 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Called by Lightning."""
+        # The others may be gone: a checkpoint that is saved now (`OnExceptionCheckpoint`) must not wait for them.
+        self._failed = True
         self._close(trainer)
 
     def _close(self, trainer: pl.Trainer) -> None:
+        self._restored = None
         io_plugin = self._io(trainer)
         if io_plugin is not None:
             io_plugin.grads = None
@@ -195,12 +236,26 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             self._tracker = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Called by Lightning."""
-        return {"rng": capture_rng()} if self.rng else {}
+        """Called by Lightning, on all processes; the first one saves what it gets."""
+        if not self.rng:
+            return {}
+        found: list[Any] = [capture_rng()]
+        if world() > 1 and not self._failed:
+            gathered: list[Any] | None = [None] * world() if rank() == 0 else None
+            dist.gather_object(found[0], gathered)
+            found = found if gathered is None else gathered
+        return {"rng": found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by Lightning."""
-        self._restored = state_dict.get("rng") if self.rng else None
+        """Called by Lightning, on all processes."""
+        found = state_dict.get("rng") if self.rng else None
+        if found is None:
+            return
+        if len(found) != world():
+            message = f"saved by {len(found)} processes, resumed by {world()}: random number generators start anew"
+            warnings.warn(message, RanksChangedWarning, stacklevel=2)
+            return
+        self._restored = found[rank()]
 
 
 def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> Module:
@@ -224,6 +279,11 @@ def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> 
     return found
 
 
+def _is_temporary(path: PathLike) -> bool:
+    """Whether Lightning only puts a model back as it was by this file, and removes it then."""
+    return _TEMPORARY.fullmatch(os.path.basename(os.fspath(path))) is not None
+
+
 def _remove(path: PathLike) -> None:
     """Remove a checkpoint's file, and from its store what no other file points to."""
     pointer = read_pointer(path)
@@ -239,7 +299,8 @@ def _shared(path: PathLike, step: int) -> bool:
     folder = Path(os.path.dirname(os.fspath(path)) or ".")
     if not folder.is_dir():
         return False
-    for other in folder.glob("*.ckpt"):
+    # A copy by another name too.
+    for other in (entry for entry in folder.iterdir() if entry.is_file()):
         found = read_pointer(other)
         if found is not None and found.step == step:
             return True

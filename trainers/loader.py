@@ -151,8 +151,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position: plain values and generator states."""
-        shape = {"length": _length(self.batches), "batch_size": getattr(self.batches, "batch_size", None)}
-        return {"epoch": self.epoch, "batch": self.batch, "start": self._start, **shape}
+        return {"epoch": self.epoch, "batch": self.batch, "start": self._start, **_shape(self.batches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position: the next iteration begins with the batch after it.
@@ -160,16 +159,16 @@ class Loader:
         Raises:
             BadArgumentError: not what `state_dict` gives, or of a loader whose batches are others.
         """
-        if not isinstance(state, Mapping) or {"epoch", "batch", "start", "length", "batch_size"} - set(state):
+        mine = _shape(self.batches)
+        if not isinstance(state, Mapping) or {"epoch", "batch", "start", *mine} - set(state):
             raise BadArgumentError("loader: this is no position of a loader")
         start = state["start"]
         if start is not None and state["batch"]:
-            mine = {"length": _length(self.batches), "batch_size": getattr(self.batches, "batch_size", None)}
             for name, value in mine.items():
                 if state[name] != value:
                     raise BadArgumentError(
-                        f"loader: {state['batch']} batches of epoch {state['epoch']} were consumed with {name} "
-                        f"{state[name]}; it is {value} now, so they are not the same batches"
+                        f"loader: {state['batch']} batches of epoch {state['epoch']} were consumed with "
+                        f"{name.replace('_', ' ')} {state[name]}; it is {value} now, so they are not the same batches"
                     )
         if start is not None and (("seed" in start) != (self._order is not None)):
             raise BadArgumentError("loader: the position is that of another kind of loader")
@@ -286,6 +285,17 @@ def _set_epoch(batches: Any, epoch: int) -> None:
     for one in {id(s): s for s in _samplers(batches)}.values():
         if callable(getattr(one, "set_epoch", None)):
             one.set_epoch(epoch)
+
+
+def _shape(batches: Any) -> dict[str, Any]:
+    """What the batches of an epoch depend on, as far as it can be asked for: plain values."""
+    inner = {id(s): type(s).__qualname__ for s in _samplers(batches) if s is not batches}
+    return {
+        "length": _length(batches),
+        "batch_size": getattr(batches, "batch_size", None),
+        "samples": _length(getattr(batches, "dataset", None)),
+        "sampler": ", ".join(inner.values()),
+    }
 
 
 def _draw(generator: torch.Generator | None, *, glob: bool = True) -> int:

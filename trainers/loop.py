@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..codec.config import Config
 from ..codec.errors import ShrinkpointError
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Saved, Store
 from . import parts
+from .rows import RowTracker
+from .sensitivity import SensitivityTracker
 from .spread import rank, world
 from .state import Generator, Stateful, capture, plain, restore
 
@@ -114,8 +117,11 @@ def save(
     loader: Stateful | None = None,
     generators: Mapping[str, Generator] | None = None,
     more: Mapping[str, Stateful] | None = None,
+    tracker: RowTracker | None = None,
+    sensitivity: SensitivityTracker | None = None,
     grads: Mapping[str, Any] | None = None,
     metric: float | None = None,
+    cfg: Config | None = None,
 ) -> Future[SaveResult] | Saved | None:
     """Save the whole state of a training run: what `resume` puts back.
 
@@ -134,8 +140,12 @@ def save(
         loader: position in the data: a `Loader`.
         generators: name -> generator that training draws from beside the global ones.
         more: name -> anything else with a state.
-        grads: parameter name -> gradient average, as `SensitivityTracker.grads()` gives it.
+        tracker: of the bare model's embedding rows: what it has marked goes with the save, and what comes of the save
+            is reported to it. Only rank 0's counts.
+        sensitivity: whose gradient averages go with the save; it is told the step, in whose unit its `every` must be.
+        grads: parameter name -> gradient average, as `SensitivityTracker.grads()` gives it, instead of `sensitivity`.
         metric: see `Store.save`.
+        cfg: see `Store.save`. Only rank 0's counts.
 
     Returns:
         What `saver.save` does; None on ranks other than 0.
@@ -159,7 +169,13 @@ def save(
     Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
     """
     _store_of(saver)
+    _check_tracker(tracker, model)
+    _check_sensitivity(sensitivity, grads)
+    if sensitivity is not None:
+        sensitivity.at(step)
+        grads = sensitivity.grads(shards_only=rank() != 0)
     with _together(f"step {step} was not saved"):
+        grads = parts.gathered(grads)
         state = training_state(
             step,
             model,
@@ -173,9 +189,14 @@ def save(
         )
     if state is None:
         return None
-    kinds = parts.kinds_of(model, parts.optimizers_of(optimizer))
+    optimizers = parts.optimizers_of(optimizer)
+    kinds = parts.kinds_of(model, optimizers)
+    marked = None if tracker is None else tracker.kinds(optimizers or None)
     beside = None if grads is None else {"model": dict(grads)}
-    return saver.save(step, state, grads=beside, kinds=kinds, metric=metric)
+    result = saver.save(step, state, grads=beside, kinds=kinds | (marked or {}), metric=metric, cfg=cfg)
+    if tracker is not None:
+        tracker.follow(result, kinds=marked)
+    return result
 
 
 def resume(
@@ -189,6 +210,8 @@ def resume(
     loader: Stateful | None = None,
     generators: Mapping[str, Generator] | None = None,
     more: Mapping[str, Stateful] | None = None,
+    tracker: RowTracker | None = None,
+    sensitivity: SensitivityTracker | None = None,
     step: int | str | None = None,
     strict: bool = True,
     rng: bool = True,
@@ -200,6 +223,8 @@ def resume(
 
     Args:
         saver, model, optimizer, scheduler, scaler, ema, loader, generators, more: as for `save`.
+        tracker: as for `save`: every row counts as touched from here on, until the next save.
+        sensitivity: as for `save`: it counts from the step that is resumed, and forgets what it has recorded.
         step: that step (or tag) or an error; None: the newest that is intact.
         strict: True: a model or optimizer whose parameters were renamed, resized or regrouped, or another optimizer
             class, is an error that lists them, and nothing is changed. False: what fits is loaded, a parameter that
@@ -218,6 +243,8 @@ def resume(
     """
     optimizers = parts.optimizers_of(optimizer)
     _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
+    _check_tracker(tracker, model)
+    _check_sensitivity(sensitivity, None)
     asked = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
     parts.refuse_unplaced(model)
     lists = {"more": more, "generators": generators}
@@ -259,6 +286,10 @@ def resume(
                 part.load_state_dict(copy.deepcopy(state[name]))
     for name, one in (more or {}).items():
         one.load_state_dict(copy.deepcopy(state["more"][name]))
+    if tracker is not None:
+        tracker.forget()
+    if sensitivity is not None:
+        sensitivity.restart(int(state["step"]))
     _restore_rank(state["ranks"], loader, generators, rng)
     return int(state["step"])
 
@@ -343,6 +374,28 @@ def _check(model: Any, **stateful: Any) -> None:
     for name, part in stateful.items():
         if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise BadArgumentError(f"{name} is a {type(part).__qualname__}, without state_dict and load_state_dict")
+
+
+def _check_tracker(tracker: Any, model: nn.Module) -> None:
+    """Refuse what is no tracker, and one of another module: its names would not be those of the state."""
+    if tracker is None:
+        return
+    if not isinstance(tracker, RowTracker):
+        raise BadArgumentError(f"tracker must be a RowTracker, not {type(tracker).__qualname__}")
+    if isinstance(model, nn.Module) and tracker.module is not parts.bare(model):
+        raise BadArgumentError(
+            f"tracker: it is of a {type(tracker.module).__qualname__} that is not the bare model; make it with "
+            "RowTracker(model), before the model is wrapped"
+        )
+
+
+def _check_sensitivity(sensitivity: Any, grads: Any) -> None:
+    if sensitivity is None:
+        return
+    if not isinstance(sensitivity, SensitivityTracker):
+        raise BadArgumentError(f"sensitivity must be a SensitivityTracker, not {type(sensitivity).__qualname__}")
+    if grads is not None:
+        raise BadArgumentError("sensitivity and grads: both are gradient averages; give one of them")
 
 
 def _state_of(part: Stateful) -> Any:

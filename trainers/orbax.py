@@ -13,28 +13,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import fsspec
-import numpy as np
 
 from ..codec.errors import ShrinkpointError
+from ..codec.extras import install
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
+from .jax import fitted, nested
 from .pointers import drop, load_at, next_step, read_pointer, store_of, write_pointer
 
 if TYPE_CHECKING:
     import jax
     import orbax.checkpoint as ocp
-    from jax.experimental import multihost_utils
 else:
     try:
         import jax
         import orbax.checkpoint as ocp
-        from jax.experimental import multihost_utils
     except ImportError:
-        raise ImportError("this adapter needs Orbax: pip install 'shrinkpoint[orbax]'") from None
+        raise ImportError(f"this adapter needs Orbax: {install('orbax')}") from None
 
 POINTER = "shrinkpoint.json"
-_SHOWN = 20
 
 
 class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -86,7 +84,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         above = [_real(directory.parent), _real(directory.parent.parent)]
         if _real(self._home) not in above:
             raise BadArgumentError(f"{self.store.url}: the store must be beside the steps, in {' or '.join(above)}")
-        state, grads = (None if part is None else _nested(part) for part in (args.item, args.grads))
+        state, grads = (None if part is None else nested(part) for part in (args.item, args.grads))
         if jax.process_index():
             return []
         self._follow()
@@ -123,7 +121,10 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         store = self.store if store is not None and store.url == self.store.url else store
         state = load_at(path, store=store, first=jax.process_index() == 0)
         item = None if args is None else args.item
-        return state if item is None else _fitted(path, state, item)
+        try:
+            return state if item is None else fitted(state, item, what="item")
+        except BadArgumentError as e:
+            raise BadArgumentError(f"{path}: {e}") from None
 
     def close(self) -> None:
         """Called by Orbax when the manager is closed."""
@@ -192,56 +193,3 @@ class _Commit:
 def _real(path: Any) -> str:
     """A folder by the name that it has only one of; URLs as they are."""
     return str(path) if "://" in str(path) else os.path.realpath(path)
-
-
-def _flat(tree: Any) -> dict[tuple[str, ...], Any]:
-    """Leaves by their names.
-
-    Raises:
-        BadArgumentError: two have the same one, by keys of one text in a container of one's own.
-    """
-    found: dict[tuple[str, ...], Any] = ocp.tree.to_flat_dict(tree)
-    if len(found) != len(jax.tree.leaves(tree)):
-        raise BadArgumentError(
-            f"item: {len(jax.tree.leaves(tree))} leaves have {len(found)} names; keys must differ as text"
-        )
-    return found
-
-
-def _nested(tree: Any) -> Any:
-    """A pytree as nested dicts by name, its arrays whole on this process."""
-    return ocp.tree.from_flat_dict({name: _whole(leaf) for name, leaf in _flat(tree).items()})
-
-
-def _whole(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return multihost_utils.process_allgather(leaf, tiled=True)
-    return leaf
-
-
-def _fitted(path: str, state: Any, item: Any) -> Any:
-    """A saved tree as a given one is, which must have the same names and shapes."""
-    saved, wanted = _flat(state), _flat(item)
-    lines = [f"{'/'.join(name)}: not in the checkpoint" for name in wanted if name not in saved]
-    lines += [f"{'/'.join(name)}: not in item" for name in saved if name not in wanted]
-    for name in wanted.keys() & saved.keys():
-        before, now = np.shape(saved[name]), tuple(getattr(wanted[name], "shape", ()))
-        if before != now:
-            lines.append(f"{'/'.join(name)}: shape {before} in the checkpoint, {now} in item")
-    if lines:
-        shown = "\n  ".join(sorted(lines)[:_SHOWN])
-        raise BadArgumentError(f"{path}: the checkpoint does not fit item\n  {shown}")
-    leaves = [_placed(saved[name], leaf) for name, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(item), leaves)
-
-
-def _placed(saved: Any, wanted: Any) -> Any:
-    """A leaf of the wanted type, dtype and sharding."""
-    if not hasattr(wanted, "shape"):
-        return type(wanted)(saved)
-    host = np.asarray(saved).astype(wanted.dtype, copy=False)
-    if isinstance(wanted, (np.ndarray, np.generic)):
-        return host
-    if wanted.sharding is None:
-        return jax.numpy.asarray(host)
-    return jax.make_array_from_callback(host.shape, wanted.sharding, lambda index: host[index])

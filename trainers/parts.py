@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from ..codec.kinds import Kind, kinds
 from ..kernels.errors import BadArgumentError
+from .fitting import differences, listed
 from .spread import laid_out, rank, spread, world
 from .state import plain
 
-_SHOWN = 20
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 
@@ -143,6 +144,22 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return groups
 
 
+def gathered(grads: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Gradient averages by parameter name, sharded ones whole on rank 0 and in its host memory, one after another.
+
+    Under several processes a collective; what other ranks get is of no use.
+    """
+    if grads is None:
+        return None
+    found = {}
+    for name, value in grads.items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+            value = value.cpu() if rank() == 0 else None
+        found[name] = value
+    return found
+
+
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of an optimizer's parameters, group by group."""
     table = {id(p): name for name, p in reversed(list(bare(model).named_parameters()))}
@@ -159,17 +176,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 
 def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     """What a saved model state and a model do not agree on, a line each, and nothing where they fit."""
-    here = get_model_state_dict(_target(model))
-    lines = [f"{name}: not in the checkpoint" for name in here if name not in saved]
-    lines += [f"{name}: not in the model" for name in saved if name not in here]
-    for name, (shape, dtype) in _shapes(model).items():
-        if name in saved and isinstance(saved[name], torch.Tensor):
-            before = tuple(saved[name].shape), saved[name].dtype
-            if before[0] != shape:
-                lines.append(f"{name}: shape {before[0]} in the checkpoint, {shape} in the model")
-            elif before[1] != dtype:
-                lines.append(f"{name}: {before[1]} in the checkpoint, {dtype} in the model")
-    return lines
+    return differences(saved, get_model_state_dict(_target(model)), dtypes=True)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -199,7 +206,7 @@ def refuse_or_warn(lines: Sequence[str], strict: bool, where: str, stacklevel: i
     """Raise what does not fit as one error, or warn of it."""
     if not lines:
         return
-    shown = "\n  ".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+    shown = listed(lines)
     if strict:
         raise BadArgumentError(
             f"{where}: the checkpoint does not fit; nothing was changed. strict=False loads what does.\n  {shown}"

@@ -19,6 +19,9 @@ import fsspec
 
 from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError
+from ..codec.kinds import kinds_for
+from ..codec.leaves import is_array
+from ..codec.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
 from .spread import rank
@@ -83,10 +86,23 @@ def save_at(
 ) -> Pointer:
     """Save a state as the store's next step, then let a file point to it; what it pointed to before is dropped."""
     before = read_pointer(path)
-    saved = store.save(next_step(store), state, grads=grads, kinds=kinds)
+    saved = store.save(next_step(store), state, grads=grads_within(state, grads), kinds=kinds_within(state, kinds))
     pointer = write_pointer(path, store, saved.step, saved.checkpoint.identity)
     drop_replaced(path, store, before)
     return pointer
+
+
+def kinds_within(state: Any, kinds: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Of a module's kinds those that a framework's state has: it may hold but a part, by other names (an adapter's)."""
+    return kinds_for(kinds, (node.path for node in flatten(state, is_array)[1])) if kinds else kinds
+
+
+def grads_within(state: Any, grads: Any) -> Any:
+    """The same of a module's gradients; None where none is left."""
+    if grads is None:
+        return None
+    found = {node.path: node.value for node in flatten(grads, is_array)[1]}
+    return kinds_for(found, (node.path for node in flatten(state, is_array)[1])) or None
 
 
 def next_step(store: Store) -> int:
@@ -156,6 +172,21 @@ def load_at(path: PathLike, paths: str | None = None, *, store: Store | None = N
     # All processes of a run load; that is one restore.
     first = rank() == 0 if first is None else first
     return store.load(pointer.step, paths, count=paths is None and first)
+
+
+def steps_in_use(store: Store, paths: Iterable[PathLike]) -> set[int]:
+    """The steps of a store that some of these files point to."""
+    mine, found = _one_name(store.url), set()
+    for path in paths:
+        pointer = read_pointer(path)
+        if pointer is not None and _one_name(store_of(path, pointer).url) == mine:
+            found.add(pointer.step)
+    return found
+
+
+def _one_name(url: str) -> str:
+    """A folder by the name that it has only one of; URLs as they are."""
+    return url if "://" in url else os.path.realpath(url)
 
 
 def drop(store: Store, steps: Iterable[int]) -> None:

@@ -1,4 +1,10 @@
-"""Which rows of embedding tables a run has looked up, so that a checkpoint need not look for those that changed.
+"""Which rows of embedding tables a run has touched since a checkpoint: those looked up, and those with a gradient.
+
+Rows are marked in the forward pass, as the paper does it. That misses what moves without a look-up through the module:
+rows of other processes in a reduced gradient, gradients kept from step to step or over a save, tables read past their
+module. So gradients are read, too, as the optimizer is about to use them: at every step where several processes train,
+else at the first step after each save and then now and again, since a dense one is read from end to end; if a row is
+found there that nobody looked up, from then on at every step.
 
 Source: Check-N-Run, section 5.1.1.
 """
@@ -6,42 +12,59 @@ Source: Check-N-Run, section 5.1.1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, cast
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..codec.kinds import Kind
 from ..codec.kinds import kinds as kinds_of
 from ..kernels.errors import BadArgumentError
 from ..kernels.mask import pack_mask
+from .hooks import Nesting, closure_of, remove, weak
+from .spread import world
 
-Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+if TYPE_CHECKING:
+    from ..store.saver import SaveResult
+    from ..store.store import Saved
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]
+Named: TypeAlias = Sequence[tuple[str, torch.optim.Optimizer]]
 Bits: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _MOST_PENDING = 8
+_EVERY = 64
+"""Gradients of a single process are read at the first step after a snapshot and at every so manieth after."""
 
 
 class _Table:
     """The marks of one table: a flag a row since the last snapshot, packed bits (None: every row) for what was before.
 
     `pending[i]` are the rows between snapshots i - 1 and i, not yet known to be saved; `base` and `last` those before
-    them, since the base and since the last checkpoint.
+    them, since the base and since the last checkpoint. `recent` are rows looked up, `moved` rows seen in gradients.
     """
 
-    def __init__(self, name: str, weight: nn.Parameter) -> None:
+    def __init__(self, name: str, weight: nn.Parameter, snapshots: int = 0) -> None:
         self.name = name
         self.weight = weight
         self.rows = int(weight.shape[0])
         self.recent = torch.zeros(self.rows, dtype=torch.bool, device=weight.device)
         self.flags = self.recent.numpy() if self.recent.is_cpu else None
-        self.all_recent = False
+        self.moved: torch.Tensor | None = None
+        self.moved_flags: Any = None
+        self.all_recent = True
         self.base: Bits | None = None
         self.last: Bits | None = None
-        self.pending: list[Bits | None] = []
+        self.pending: list[Bits | None] = [None] * snapshots
         self.never: int | None = None
         self.renormed = False
+        self.stepped = False
+        self.steps = 0
+        self.past = False
 
     def mark(self, ids: torch.Tensor) -> None:
         if self.flags is not None and ids.is_cpu and not torch.compiler.is_compiling():
@@ -56,16 +79,80 @@ class _Table:
         flat = ids.reshape(-1)
         self.recent.index_fill_(0, flat if flat.dtype == torch.int64 else flat.long(), True)
 
+    def read(self, everywhere: bool) -> None:
+        """Mark the rows of the gradient that is there now.
+
+        Args:
+            everywhere: at every step, instead of now and again.
+        """
+        gradient = self.weight.grad
+        if gradient is None or self.all_recent:
+            return
+        if gradient.shape[0] != self.rows:
+            self.forget()
+            return
+        look = everywhere or self.past
+        if look and gradient.is_sparse:
+            self._mark_moved(gradient._indices()[0])
+        elif look or self.steps % _EVERY == 0:
+            rows = self._rows_of(gradient._indices()[0]) if gradient.is_sparse else _with_gradient(gradient)
+            if not look and self._unknown(rows):
+                # Whoever looked up these rows went past the hook, and may have done so before.
+                self.past = True
+                self.forget()
+            self._add_moved(rows)
+        self.steps += 1
+
+    def _rows_of(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(self.rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+
+    def _unknown(self, rows: torch.Tensor) -> bool:
+        """Whether there are rows among these that are not marked."""
+        unknown = rows & ~self.recent.to(rows.device)
+        if self.never is not None:
+            unknown[self.never] = rows[self.never]
+        if self.moved is not None:
+            unknown &= ~self.moved.to(rows.device)
+        return bool(unknown.any())
+
+    def _mark_moved(self, ids: torch.Tensor) -> None:
+        if self.moved_flags is None or not ids.is_cpu:
+            self._add_moved(self._rows_of(ids))
+        else:
+            self.moved_flags[ids.numpy()] = True
+
+    def _add_moved(self, rows: torch.Tensor) -> None:
+        self.moved = rows if self.moved is None else self.moved.to(rows.device) | rows
+        self.moved_flags = self.moved.numpy() if self.moved.is_cpu else None
+
     def since_snapshot(self) -> Bits | None:
         if self.all_recent:
             return None
-        packed: Bits = pack_mask(self.recent).cpu().numpy()
+        marks = self.recent
+        if self.never is not None and not self.renormed:
+            # Looked up, but not trained.
+            marks = marks.clone()
+            marks[self.never] = False
+        if self.moved is not None:
+            marks = marks | self.moved.to(marks.device)
+        packed: Bits = pack_mask(marks).cpu().numpy()
         return packed
 
     def snapshot(self) -> None:
         self.pending.append(self.since_snapshot())
         self.recent.zero_()
-        self.all_recent = False
+        self.moved = self.moved_flags = None
+        self.all_recent, self.steps = False, 0
+        # What has a gradient now moves at the next step, though nobody looks it up again.
+        gradient = self.weight.grad
+        if gradient is None:
+            return
+        if gradient.shape[0] != self.rows:
+            self.forget()
+        elif gradient.is_sparse:
+            self._mark_moved(gradient._indices()[0])
+        else:
+            self._add_moved(_with_gradient(gradient))
 
     def forget(self) -> None:
         self.all_recent = True
@@ -86,12 +173,7 @@ class _Table:
     def _since(self, bits: Bits | None) -> Bits:
         for more in (*self.pending, self.since_snapshot()):
             bits = _either(bits, more)
-        if bits is None:
-            bits = np.packbits(np.ones(self.rows, np.uint8), bitorder="little")
-        if self.never is not None and not self.renormed:
-            bits = bits.copy()
-            bits[self.never // 8] &= np.uint8(255 - (1 << self.never % 8))
-        return bits
+        return np.packbits(np.ones(self.rows, np.uint8), bitorder="little") if bits is None else bits
 
     def _nothing(self) -> Bits | None:
         return np.zeros((self.rows + 7) // 8, np.uint8)
@@ -99,6 +181,16 @@ class _Table:
 
 def _either(a: Bits | None, b: Bits | None) -> Bits | None:
     return None if a is None or b is None else a | b
+
+
+@torch.no_grad()
+def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """bool [R]: which rows of a dense gradient are not zero; those with a NaN are not."""
+    flat = gradient.reshape(gradient.shape[0], -1)
+    if not flat.shape[1]:
+        return torch.zeros(flat.shape[0], dtype=torch.bool, device=flat.device)
+    # Both together are a fifth of the time that `any` takes, and no copy of the table.
+    return (flat.amax(1) != 0) | (flat.amin(1) != 0)
 
 
 class _Hook:
@@ -126,6 +218,19 @@ class _LookUp(_Hook):
             table.mark(args[0] if args else kwargs["input"])
 
 
+class _Accumulated(_Hook):
+    """A backward pass is through with a table; of interest where no optimizer of torch's steps, but some hand does."""
+
+    def __call__(self, *_: Any) -> None:
+        if self._table.stepped:
+            return
+        if world() > 1:
+            # What other processes add comes after this.
+            self._table.forget()
+        else:
+            self._table.read(everywhere=False)
+
+
 def _no_action() -> Callable[..., None]:
     return _ignore
 
@@ -135,20 +240,26 @@ def _ignore(*_: Any) -> None:
 
 
 class RowTracker:
-    """Marks the rows of every `nn.Embedding` and `nn.EmbeddingBag` of a module that are looked up in a forward pass.
+    """Marks the rows of every `nn.Embedding` and `nn.EmbeddingBag` of a module that a training touches.
 
-    Only look-ups that a gradient can follow count (or all, where `max_norm` changes rows as they are read). Until the
-    first save, and after a `load_state_dict`, every row counts as touched.
+    Those are the rows looked up in a forward pass that a gradient can follow (or in any, where `max_norm` changes rows
+    as they are read), and those with a gradient when the optimizer steps, wherever it came from: other processes, an
+    earlier batch, a look-up past the module. (Dense gradients of a single process are read at the first step after a
+    save and at every 64th, for that reads the whole table; at every step once a row turned up there.)
 
-    Marks say which rows changed only where nothing else changes any. A table is compared row by row instead of tracked
-    (`untracked` says which and why) when it is also the weight of another layer, or when its optimizer moves rows
-    without a gradient: momentum, weight decay, and every optimizer but `SGD`, `SparseAdam` and `Adagrad`. A row edited
-    by hand needs `forget()`; a few unmarked rows are compared at each save all the same.
+    Until the first save, and after a `load_state_dict`, every row counts as touched. A table of the same size in the
+    place of another is followed from the next `kinds` on, all of it touched.
+
+    A table is compared row by row without marks (`untracked` says which and why) when it is also the weight of another
+    layer, or when its optimizer moves rows without a gradient: momentum, weight decay, and every optimizer but `SGD`,
+    `SparseAdam` and `Adagrad`. A row edited by hand needs `forget()`. No mark is trusted: a row that changed without
+    one is stored all the same, and the summary's note counts such rows.
 
     Args:
-        module: what is trained; its tables as they are now.
-        optimizer: the optimizer, or `{name in the state: optimizer}`. None: you vouch that it only changes rows with a
-            gradient, unless one is given to `kinds`.
+        module: what is trained.
+        optimizer: the optimizer, `{name in the state: optimizer}`, or several of which the state holds the entries by
+            the parameters' names in one place, as that of `trainers.save` does. None: you vouch that it only changes
+            rows with a gradient, unless one is given to `kinds`.
 
     Raises:
         BadArgumentError: `module` is no module, or `optimizer` no optimizer.
@@ -174,41 +285,106 @@ class RowTracker:
         self._optimizers = _named(optimizer)
         self._tables: dict[int, _Table] = {}
         self._names: dict[str, _Table] = {}
-        self._places: list[tuple[str, nn.Embedding | nn.EmbeddingBag, _Table]] = []
+        self._found: list[tuple[str, nn.Module, Any]] = []
         self._elsewhere: dict[int, str] = {}
         self._untracked: dict[str, str] = {}
         self._pending: list[dict[str, Kind]] = []
+        self._waiting: list[tuple[Future[SaveResult], Mapping[str, Kind]]] = []
+        self._own: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int], list[_Table]]]
+        self._own = weakref.WeakKeyDictionary()
+        self._nesting = Nesting()
         self._handles: list[Any] = []
         self._closed = False
-        for prefix, sub in module.named_modules():
+        self._register()
+        # Weak, so that a tracker that nobody holds any more goes away and takes its hooks along.
+        before, after, loaded = (weak(m) for m in (self._before_step, self._after_step, self._loaded))
+        handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        handles += [one.register_load_state_dict_post_hook(loaded) for _, one in self._optimizers]
+        self._unhook = weakref.finalize(self, remove, handles)
+
+    def _look(self) -> list[tuple[str, nn.Module, Any]]:
+        """The tables of the module as they are now, and which parameters are something else's, too."""
+        found: list[tuple[str, nn.Module, Any]] = []
+        self._elsewhere = {}
+        for prefix, sub in self._module.named_modules():
             for short, parameter in sub.named_parameters(recurse=False):
                 name = f"{prefix}.{short}" if prefix else short
                 if isinstance(sub, nn.Embedding | nn.EmbeddingBag) and short == "weight":
-                    self._add(name, sub)
+                    found.append((name, sub, parameter))
                 else:
                     self._elsewhere.setdefault(id(parameter), name)
-        for one in self._optimizers.values():
-            hook = one.register_load_state_dict_post_hook(lambda _: self.forget())
-            self._handles.append(hook)
+        return found
 
-    def _add(self, name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-        weight = module.weight
+    def _register(self) -> None:
+        """Follow the tables that are there now; of parameters that were followed before, all marks are kept."""
+        known, self._tables = self._tables, {}
+        for handle in self._handles:
+            handle.remove()
+        self._names, self._handles, self._untracked = {}, [], {}
+        self._own.clear()
+        self._found = self._look()
+        for name, module, weight in self._found:
+            self._add(name, module, weight, known)
+
+    def _add(self, name: str, module: Any, weight: Any, known: Mapping[int, _Table]) -> None:
         if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
             self._untracked[name] = f"a {type(weight.data).__qualname__}, not a plain tensor"
             return
         table = self._tables.get(id(weight))
         if table is None:
-            table = self._tables[id(weight)] = _Table(name, weight)
-            table.never = module.padding_idx
+            table = known.get(id(weight)) or _Table(name, weight, len(self._pending))
+            self._tables[id(weight)] = table
+            table.never, table.renormed = module.padding_idx, False
+            if not self._optimizers and weight.requires_grad:
+                accumulated: Any = _Accumulated(table)
+                self._handles.append(weight.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
         elif table.never != module.padding_idx:
             table.never = None
         table.renormed |= module.max_norm is not None
         self._names[name] = table
-        self._places.append((name, module, table))
-
         self._handles.append(module.register_forward_hook(_LookUp(table), with_kwargs=True))
-        loaded = module.register_load_state_dict_post_hook(_Hook(table))  # type: ignore[no-untyped-call]
-        self._handles.append(loaded)
+        self._handles.append(module.register_load_state_dict_post_hook(_Hook(table)))
+
+    # ------------------------------------------------------------------ hooks of optimizers
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step: gradients are accumulated, reduced over processes and clipped."""
+        tables = self._tables_of(optimizer)
+        own = self._nesting.enter(tables, frozenset(map(id, tables))) if tables else ()
+        if closure_of(args, kwargs) is None:
+            self._read(own)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped; by a closure, it made the gradients within the step."""
+        tables = self._tables_of(optimizer)
+        own = self._nesting.leave(tables) if tables else ()
+        if closure_of(args, kwargs) is not None:
+            self._read(own)
+
+    def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[_Table]:
+        # Their parameters too: a group that is there already may be given more.
+        state = len(optimizer.param_groups), sum(len(group["params"]) for group in optimizer.param_groups)
+        found = self._own.get(optimizer)
+        if found is None or found[0] != state:
+            parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            found = state, [self._tables[one] for one in dict.fromkeys(parameters) if one in self._tables]
+            self._own[optimizer] = found
+        return found[1]
+
+    def _read(self, tables: Sequence[_Table]) -> None:
+        """Mark what the gradients say, once for a step within another."""
+        everywhere = world() > 1 if tables else False
+        for table in tables:
+            table.stepped = True
+            table.read(everywhere)
+
+    def _loaded(self, _: Any) -> None:
+        self.forget()
+
+    @property
+    def module(self) -> nn.Module:
+        """What is tracked."""
+        return self._module
 
     @property
     def untracked(self) -> dict[str, str]:
@@ -218,18 +394,21 @@ class RowTracker:
     def kinds(self, optimizer: Optimizers | None = None) -> dict[str, Kind]:
         """What `kinds(module, optimizer)` gives, with the rows touched until now; for a save of the state as it is now.
 
-        Each call is the snapshot of one save: what is looked up afterwards belongs to the next. Take it together with
-        the state, and call `saved` once that is committed.
+        Each call is the snapshot of one save: what is touched afterwards belongs to the next, and so do rows that have
+        a gradient now, since a step may follow. Take it together with the state, and call `saved` once that is
+        committed, or `follow` with what the save returned.
 
         Args:
             optimizer: as in the constructor; None: that one.
 
         Raises:
-            BadArgumentError: a table was resized since the tracker was made; the tracker is closed.
+            BadArgumentError: a table was resized, or replaced by one of another size, since the tracker was made; the
+                tracker is closed.
         """
         self._check_open()
         optimizers = self._optimizers if optimizer is None else _named(optimizer)
         self._check_tables()
+        self._settle_done()
         table = self._kinds(optimizers)
         # Beyond a few saves that nobody reported, rows go to the snapshot after: they are stored once more, not lost.
         if len(self._pending) < _MOST_PENDING:
@@ -238,7 +417,7 @@ class RowTracker:
             self._pending.append(table)
         return table
 
-    def _kinds(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Kind]:
+    def _kinds(self, optimizers: Named) -> dict[str, Kind]:
         found = kinds_of(self._module)
         entries = dict(_entries(self._module, optimizers))
         found.update((path, kind) for path, (kind, _) in entries.items())
@@ -258,7 +437,7 @@ class RowTracker:
             found[path] = dataclasses.replace(kind, rows=last, rows_since_base=base)
         return found
 
-    def _reason(self, table: _Table, optimizers: Mapping[str, torch.optim.Optimizer]) -> str:
+    def _reason(self, table: _Table, optimizers: Named) -> str:
         """Why other rows than those looked up may change, or ""."""
         if id(table.weight) in self._elsewhere:
             return f"also the parameter {self._elsewhere[id(table.weight)]}"
@@ -266,7 +445,7 @@ class RowTracker:
             return ""
         groups = [
             (one, group)
-            for one in optimizers.values()
+            for _, one in optimizers
             for group in one.param_groups
             if any(parameter is table.weight for parameter in group["params"])
         ]
@@ -295,6 +474,37 @@ class RowTracker:
             table.settle(at, base)
         del self._pending[: at + 1]
 
+    def follow(self, save: Saved | Future[SaveResult], *, kinds: Mapping[str, Kind] | None = None) -> None:
+        """Call `saved` for what a save comes to: of `Store.save` at once, of `Saver.save` once it is durable.
+
+        A save that fails, or is skipped or cancelled, settles nothing: its rows belong to the next one.
+
+        Args:
+            save: what `Store.save` or `Saver.save` returned.
+            kinds: what `kinds` returned for it. None: the newest snapshot.
+
+        Raises:
+            BadArgumentError: there was no snapshot; the tracker is closed.
+        """
+        self._check_open()
+        if not self._pending:
+            raise BadArgumentError("follow: no snapshot was taken since the last one; call kinds() for each save")
+        taken = self._pending[-1] if kinds is None else kinds
+        if isinstance(save, Future):
+            self._waiting.append((save, taken))
+            self._settle_done()
+        else:
+            self.saved(not save.is_delta, kinds=taken)
+
+    def _settle_done(self) -> None:
+        """Take note of the saves in the background that have ended."""
+        done = [pair for pair in self._waiting if pair[0].done()]
+        self._waiting = [pair for pair in self._waiting if not pair[0].done()]
+        for future, taken in done:
+            failed = future.cancelled() or future.exception() is not None or future.result().status != "saved"
+            if not failed and any(taken is one for one in self._pending):
+                self.saved(not future.result().is_delta, kinds=taken)
+
     def forget(self) -> None:
         """Every row may have changed (edited by hand, loaded from elsewhere): the next save compares them all."""
         for table in self._tables.values():
@@ -303,6 +513,7 @@ class RowTracker:
     def shares(self) -> dict[str, tuple[float, float]]:
         """For each table, the shares of its rows touched since the base and since the last checkpoint."""
         self._check_open()
+        self._settle_done()
         table = {}
         for name, one in self._names.items():
             base, last = (int(np.bitwise_count(bits).sum()) / max(1, one.rows) for bits in one.touched())
@@ -314,6 +525,8 @@ class RowTracker:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._unhook()
+        self._nesting.clear()
         self._closed = True
 
     def __enter__(self) -> RowTracker:
@@ -330,46 +543,49 @@ class RowTracker:
             raise BadArgumentError("the tracker is closed")
 
     def _check_tables(self) -> None:
-        """Refuse tables of another size; of those that are another parameter now, every row may have changed."""
-        for name, module, table in self._places:
-            rows = int(module.weight.shape[0])
-            if rows != table.rows:
+        """Refuse tables of another size than before; follow those that have come in the place of others."""
+        now = self._look()
+        for name, _, weight in now:
+            table = self._names.get(name)
+            if table is not None and int(weight.shape[0]) != table.rows:
                 raise BadArgumentError(
-                    f"{name}: the table was resized from {table.rows} to {rows} rows; "
+                    f"{name}: the table was resized from {table.rows} to {weight.shape[0]} rows; "
                     "close this tracker and make another"
                 )
-            if module.weight is not table.weight:
-                table.forget()
-        for _, module, table in self._places:
-            if module.weight is not table.weight:
-                del self._tables[id(table.weight)]
-                table.weight = cast("nn.Parameter", module.weight)
-                self._tables[id(table.weight)] = table
+        if len(now) != len(self._found) or any(
+            a[0] != b[0] or a[1] is not b[1] or a[2] is not b[2] for a, b in zip(now, self._found, strict=True)
+        ):
+            self._register()
 
 
-def _named(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
-    """Optimizers by the name of their place in the state; "" for a single one, wherever it is."""
+def _named(optimizer: Any) -> Named:
+    """Optimizers with the name of their place in the state; "" for a single one, wherever it is, or for several."""
     if optimizer is None:
-        return {}
-    named = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
-    for name, one in named.items():
+        return ()
+    named: list[tuple[Any, Any]]
+    if isinstance(optimizer, Mapping):
+        named = list(optimizer.items())
+    else:
+        named = [("", one) for one in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
+    for name, one in named:
         if not isinstance(name, str) or not isinstance(one, torch.optim.Optimizer):
             raise BadArgumentError(f"optimizer: {name!r}: a {type(one).__qualname__} is no torch.optim.Optimizer")
     return named
 
 
-def _entries(
-    module: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
-) -> Iterator[tuple[str, tuple[Kind, Any]]]:
+def _entries(module: nn.Module, optimizers: Named) -> Iterator[tuple[str, tuple[Kind, Any]]]:
     """Kind and value of each optimizer entry, by the tail of its path."""
     weights = set(kinds_of(module))
-    for place, one in optimizers.items():
+    places = [place for place, _ in optimizers]
+    for place, one in optimizers:
         numbers = [p for group in one.param_groups for p in group["params"]]
         by_name = dict(module.named_parameters())
         for path, kind in kinds_of(module, one).items():
             if path in weights:
                 continue
             owner, _, entry = path.removeprefix("state/").rpartition("/")
+            if owner.isdigit() and places.count(place) > 1:
+                continue
             parameter = numbers[int(owner)] if owner.isdigit() else by_name[owner]
             yield (f"{place}/{path}" if place else path), (kind, one.state[parameter][entry])
 

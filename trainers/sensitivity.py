@@ -1,19 +1,22 @@
 """Sensitivity: an exponential average of the gradients of the batches before a checkpoint, kept on the host.
 
 A gradient is read when the optimizer is about to step: then it is accumulated over micro-batches, averaged over
-processes (DDP, FSDP2), unscaled (AMP) and clipped, and a step that AMP skips is not seen. A training loop that updates
-its weights by hand, without a `torch.optim` optimizer, is followed by post-accumulate hooks instead. On a GPU, reading
-is a copy to pinned memory on a stream of its own beside the optimizer's step, and a thread forms the average on the
-CPU. No gradient, parameter or random number generator is touched: the losses of a run are bit-identical with and
-without the tracker.
+processes (DDP, FSDP2), unscaled (AMP) and clipped, and a step that AMP skips is not recorded. Where `step` is given a
+closure (Lightning, LBFGS), it is read after the closure's first evaluation. A training loop that updates its weights by
+hand, without a `torch.optim` optimizer, is followed by post-accumulate hooks instead. On a GPU, reading is a copy to
+pinned memory that the host does not wait for, and a thread forms the average on the CPU. No gradient, parameter or
+random number generator is touched: the losses of a run are bit-identical with and without the tracker.
+
+Batches are counted by the steps that are seen. Those that are not (steps that AMP skips) are known only to the training
+loop: `at` tells.
 """
 
 from __future__ import annotations
 
-import sys
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +27,35 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..codec.base import check_range
 from ..codec.errors import BadArgumentError
+from .averages import Average, Transfer, gradient_of
+from .hooks import Nesting, after_closure, closure_of, remove, weak
+from .wrappers import bare_name
+
+
+class SensitivityWarning(UserWarning):
+    """What a `SensitivityTracker` gives is not of the batches just before, or had values that are not finite.
+
+    Each tracker says either once.
+    """
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The count of some parameters' batches."""
+
+    done: int
+    window: int = -1
+    """Number of the window that was entered last."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """An optimizer's parameters that are the model's, and their clocks, as they were when `state` was found."""
+
+    state: tuple[int, ...]
+    parameters: list[Tensor]
+    ids: frozenset[int]
+    clocks: list[_Clock]
 
 
 class SensitivityTracker:
@@ -32,17 +64,27 @@ class SensitivityTracker:
     EMA_t = beta * g_t + (1 - beta) * EMA_(t-1), EMA_0 = 0, over the last `window` batches before every `every`-th; beta
     weighs the newest gradient. The sensitivity of a weight is then |EMA w|.
 
+    Names are those of the bare model, without what DDP, `torch.compile` and their like put before them, as in
+    `trainers.save` and torch's `get_state_dict`. An element of an average that is not finite, as after one such
+    gradient, begins anew at zero, at the latest when it is read; `not_finite` counts these, and a SensitivityWarning
+    says so. Another one says where what is read is not of the batches just before: mostly since the loop has counted
+    batches that no optimizer has stepped in, see `at`.
+
+    A parameter that is frozen at first is averaged from when it requires a gradient and an optimizer has it; without an
+    optimizer, make another tracker then. Complex parameters are left out, as all are that have no gradient.
+
     Args:
-        model: the module whose `state_dict` is saved; its parameters are followed by their names.
+        model: the module whose weights are saved, wrapped or not.
         every: batches (optimizer steps) from one checkpoint to the next, 1 or more; the tracker must know the schedule,
             so that it records only before checkpoints. None: every batch is recorded.
         beta: weight of the newest gradient, in (0, 1]; default 0.9.
-        window: batches recorded before a checkpoint, 1 or more; default 50.
+        window: batches recorded before a checkpoint, 1 or more; default 50. With `every` no larger than it every batch
+            is recorded, and averages go on over checkpoints.
         done: batches the run has done already, as after a resume; default 0.
         squares: also average g**2 (the empirical Fisher information's diagonal), see `squares`; default False.
 
     Raises:
-        BadArgumentError: an argument out of range, or a model without trainable parameters.
+        BadArgumentError: an argument out of range, or a model without trainable parameters (complex ones do not count).
 
     Example:
         >>> model = nn.Linear(3, 1, bias=False)
@@ -70,38 +112,51 @@ class SensitivityTracker:
         squares: bool = False,
     ) -> None:
         for name, value, least in (("every", every, 1), ("window", window, 1), ("done", done, 0)):
-            if not (value is None and name == "every") and (type(value) is not int or value < least):
-                raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
+            if not (value is None and name == "every"):
+                _check_count(name, value, least)
         check_range("beta", beta, 0, 1, open_low=True)
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise BadArgumentError("model has no parameter that requires a gradient")
+        named = [(bare_name(model, n), p) for n, p in model.named_parameters() if not p.is_complex()]
+        trained = [p for _, p in named if p.requires_grad]
+        if not trained:
+            raise BadArgumentError("model has no parameter that requires a gradient, but for complex ones")
         self._every, self._window, self._beta, self._squares = every, window, beta, squares
         self._names = {id(p): n for n, p in named}
-        self._averages: dict[str, _Average] = {}
-        self._device = _Device()
-        self._done = done
-        self._batches: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._members: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = weakref.WeakKeyDictionary()
-        self._stepped = False
+        # By these a parameter is known from another one that has come to its place in memory.
+        self._known = {id(p): weakref.ref(p) for _, p in named}
+        self._averages: dict[str, Average] = {}
+        self._transfer = Transfer()
+        self._not_finite = 0
+        self._began = self._done = done
+        self._clocks: dict[int, _Clock] = {}
+        self._passes: dict[int, _Clock] = {}
+        self._followed: weakref.WeakKeyDictionary[Optimizer, _Followed] = weakref.WeakKeyDictionary()
+        self._optimizers = 0
+        self._nesting = Nesting()
+        self._stepped = self._told = False
         self._backwards = done - 1
         self._fired: set[int] = set()
+        self._said: set[str] = set()
         # Weak, so that a tracker nobody holds any more goes away and takes its hooks along.
-        fired, before, after = (_weak(m) for m in (self._accumulated, self._before_step, self._after_step))
+        fired, before, after = (weak(m) for m in (self._accumulated, self._before_step, self._after_step))
         self._fire_handles: list[Any] = [
             p.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
-            for _, p in named
+            for p in trained
         ]
         handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        self._unhook = weakref.finalize(self, _remove, [*self._fire_handles, *handles])
+        self._unhook = weakref.finalize(self, remove, [*self._fire_handles, *handles])
 
-    def grads(self) -> dict[str, Tensor] | None:
+    def grads(self, *, shards_only: bool = False) -> dict[str, Tensor] | None:
         """The averages by parameter name, float32 or float64, on the host; None if no batch was recorded.
 
-        Of sharded parameters (DTensor) they are DTensors with the parameter's placement: reading them whole is a
-        collective, as `compress` does it.
+        Of sharded parameters (DTensor) they are DTensors with the parameter's placement, of which each process keeps
+        its part on the host: reading them whole is a collective, as `compress` does it, and goes through the device one
+        by one.
+
+        Args:
+            shards_only: leave out the parameters that are not sharded: a process that does not save is needed for
+                the others alone.
         """
-        return self._read("mean")
+        return self._read("mean", shards_only)
 
     def squares(self) -> dict[str, Tensor] | None:
         """The averages of g**2 by parameter name, as `grads`.
@@ -113,23 +168,66 @@ class SensitivityTracker:
             raise BadArgumentError("squares is False: the tracker keeps no averages of squares")
         return self._read("square")
 
+    def at(self, done: int) -> None:
+        """Say how many batches the run has done: what the tracker goes on counting from.
+
+        `trainers.save(sensitivity=)` and the adapters call it. In a loop of your own call it for each batch if there
+        are batches without an optimizer's step, as where `GradScaler` skips one that is not fused, or more steps than
+        batches: else the windows come late, or early.
+
+        Args:
+            done: batches done, 0 or more, in the unit of `every`.
+
+        Raises:
+            BadArgumentError: no such number.
+        """
+        _check_count("done", done, 0)
+        if not (self._told or self._averages or self._stepped):
+            self._began = done
+        self._told = True
+        self._done = done
+        for clock in self._clocks.values():
+            clock.done = done
+        self._backwards = done - 1
+        self._fired.clear()
+
+    def restart(self, done: int) -> None:
+        """The weights were put back to those after so many batches: forget what was recorded, and go on from there.
+
+        Args:
+            done: batches done, 0 or more, in the unit of `every`.
+
+        Raises:
+            BadArgumentError: no such number.
+        """
+        self.at(done)
+        self._drop(list(self._averages))
+        self._began = done
+
     @property
     def batch(self) -> int:
         """Batches done so far."""
         if not self._stepped:
             return max(self._done, self._backwards + 1)
-        return max(self._batches.values(), default=self._done)
+        return max((clock.done for clock in self._clocks.values()), default=self._done)
 
     @property
     def recorded(self) -> int:
         """Batches in the averages, of the parameter with the most."""
-        self._device.wait()
+        self._transfer.wait()
         return max((a.batches for a in self._averages.values()), default=0)
+
+    @property
+    def not_finite(self) -> int:
+        """Elements of averages that had to begin anew, since they were not finite; as of the last reading."""
+        self._transfer.wait()
+        return self._not_finite + sum(a.not_finite for a in self._averages.values())
 
     def remove(self) -> None:
         """Take all hooks off the model and the optimizers; what was recorded stays readable."""
         self._unhook()
-        self._device.close()
+        self._nesting.clear()
+        self._transfer.close()
 
     def __enter__(self) -> SensitivityTracker:
         return self
@@ -139,226 +237,156 @@ class SensitivityTracker:
     ) -> None:
         self.remove()
 
-    def _read(self, which: str) -> dict[str, Tensor] | None:
-        self._device.wait()
-        found = self._averages
-        return {n: found[n].read(which) for n in self._names.values() if n in found} or None
+    def _read(self, which: str, shards_only: bool = False) -> dict[str, Tensor] | None:
+        self._transfer.wait()
+        found = {n: a for n in self._names.values() if (a := self._averages.get(n)) is not None and a.batches}
+        read = {n: a.read(which) for n, a in found.items() if a.is_sharded or not shards_only}
+        for why in (self._why_old(found), self._why_mended()):
+            if why is not None and why[0] not in self._said:
+                self._said.add(why[0])
+                warnings.warn(why[1], SensitivityWarning, stacklevel=3)
+        return read or None
+
+    def _why_old(self, found: dict[str, Average]) -> tuple[str, str] | None:
+        """What to say where the averages are not those of the batches just before, by the name of that notice."""
+        now, every, window = self.batch, self._every, self._window
+        newest = max((a.newest for a in found.values()), default=None)
+        into, end = 0, now
+        if every is not None and every > window:
+            into = now % every
+            end = now - into if into <= every - window else now
+        late = end > self._began and (newest is None or newest <= end - window)
+        if not (late or (into and newest is not None)):
+            return None
+        there = "no gradient is there" if newest is None else f"the newest gradient there is of batch {newest}"
+        when = "every batch is recorded" if every is None else f"checkpoints are expected every {every} batches"
+        return "old", (
+            f"gradients were asked for after batch {now}: {there}; {when}. If the loop counts batches in which no "
+            "optimizer steps (AMP skips some), or is at another one, say tracker.at(batches done) in each batch"
+        )
+
+    def _why_mended(self) -> tuple[str, str] | None:
+        count = self.not_finite
+        return ("mended", f"{count} elements of gradient averages were not finite, and began anew") if count else None
+
+    def _drop(self, names: Iterable[str]) -> None:
+        """Begin averages anew."""
+        self._transfer.wait()
+        for name in names:
+            dropped = self._averages.pop(name, None)
+            self._not_finite += 0 if dropped is None else dropped.not_finite
 
     # ------------------------------------------------------------------ hooks
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step: the gradients of its parameters are what they will be used as."""
-        own = self._own(optimizer)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step: the gradients of its parameters are what they will be used as.
+
+        A closure makes them anew within the step: then they are read once it was evaluated.
+        """
+        followed = self._follow(optimizer)
+        if not followed.parameters:
+            return None
+        own = self._nesting.enter(followed.parameters, followed.ids)
         if not own:
-            return
+            return None
         if not self._stepped:
             # What the parameters' hooks took for batches may have been micro-batches; from here on a step is a batch.
             self._stepped = True
-            self._averages.clear()
-            _remove(self._fire_handles)
-        batch = self._batches.get(optimizer, self._done)
-        self._batches[optimizer] = batch + 1
-        self._record(own, batch, getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+            self._drop(list(self._averages))
+            self._passes.clear()
+            remove(self._fire_handles)
+        batch = max(clock.done for clock in followed.clocks)
+        for clock in followed.clocks:
+            clock.done = batch + 1
+
+        def record() -> None:
+            found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+            self._record(own, followed.clocks, batch, scale, found)
+
+        if closure_of(args, kwargs) is not None:
+            return after_closure(args, kwargs, record)
+        record()
+        return None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The step is done: whatever comes next may change the gradients, so it must come after the copy."""
-        self._device.hold_back()
+        """The step is done."""
+        followed = self._followed.get(optimizer)
+        if followed is not None and followed.parameters:
+            self._nesting.leave(followed.parameters)
 
     def _accumulated(self, parameter: Tensor) -> None:
         """A backward pass is through with a parameter; where no optimizer steps, each pass is a batch."""
-        if self._stepped or id(parameter) not in self._names:
+        if self._stepped or not self._is_known(parameter):
             return
         if id(parameter) in self._fired or self._backwards < self._done:
             self._backwards += 1
             self._fired.clear()
         self._fired.add(id(parameter))
-        self._record([parameter], self._backwards, None, None)
-        self._device.hold_back()
+        clock = self._passes.setdefault(id(parameter), _Clock(self._done))
+        self._record([parameter], [clock], self._backwards, None, None)
 
-    def _own(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters of an optimizer that are this model's."""
-        groups = len(optimizer.param_groups)
-        found = self._members.get(optimizer)
-        if found is None or found[0] != groups:
-            found = groups, [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
-            self._members[optimizer] = found
-        return found[1]
+    def _is_known(self, parameter: Tensor) -> bool:
+        known = self._known.get(id(parameter))
+        return known is not None and known() is parameter
+
+    def _follow(self, optimizer: Optimizer) -> _Followed:
+        """The parameters of an optimizer that are this model's, and what counts their batches.
+
+        Parameters are counted, not optimizers: one that is made anew goes on from where the last one was. Optimizers of
+        different parameters each count their own, for some step more often than others.
+        """
+        groups = optimizer.param_groups
+        first = groups[0]["params"] if groups else ()
+        found = self._followed.get(optimizer)
+        # Their number too: a group that is there already may be given more, as where layers are unfrozen by and by.
+        count = sum(len(g["params"]) for g in groups)
+        state = (self._optimizers, len(groups), count, id(first[0]) if first else 0)
+        if found is not None and found.state == state:
+            return found
+        own = [p for g in groups for p in g["params"] if self._is_known(p)]
+        clocks = list({id(c): c for p in own if (c := self._clocks.get(id(p))) is not None}.values())
+        if own and (found is None or any(id(p) not in self._clocks for p in own)):
+            # A clock of its own, which those that had another follow from here on, too.
+            newest = max(clocks, key=lambda clock: clock.done, default=None)
+            if newest is None:
+                # Others may have stepped in this batch already.
+                newest = _Clock(max([self._done, *(clock.done - 1 for clock in self._clocks.values())]))
+            clock = _Clock(newest.done, newest.window)
+            for p in own:
+                self._clocks[id(p)] = clock
+            clocks = [clock]
+            self._optimizers += 1
+        found = _Followed((self._optimizers, *state[1:]), own, frozenset(map(id, own)), clocks)
+        self._followed[optimizer] = found
+        return found
 
     # ------------------------------------------------------------------ averages
 
-    def _record(self, parameters: Sequence[Tensor], batch: int, scale: Any, skipped: Any) -> None:
+    def _record(
+        self, parameters: Sequence[Tensor], clocks: Sequence[_Clock], batch: int, scale: Any, skipped: Any
+    ) -> None:
         """Take the gradients into the averages, if the batch is within the window before a checkpoint."""
         if self._every is not None and self._every > self._window:
-            into = batch % self._every - (self._every - self._window)
-            if into < 0:
+            number, into = divmod(batch, self._every)
+            if into < self._every - self._window:
                 return
-            if into == 0:
-                self._device.wait()
-                for p in parameters:
-                    self._averages.pop(self._names[id(p)], None)
-        pairs: list[tuple[_Average, Tensor]] = []
-        for p in parameters:
-            if p.grad is not None:
-                name = self._names[id(p)]
-                if name not in self._averages:
-                    self._averages[name] = _Average(p, self._squares)
-                pairs.append((self._averages[name], _local(p.grad.detach())))
-        for average, _ in pairs:
-            average.batches += 1
+            if any(clock.window != number for clock in clocks):
+                for clock in clocks:
+                    clock.window = number
+                self._drop(self._names[id(p)] for p in parameters)
+        pairs: list[tuple[Average, Tensor]] = []
         with torch.no_grad():
-            self._device.fold(pairs, self._beta, scale, skipped)
+            for p in parameters:
+                gradient = gradient_of(p)
+                if gradient is not None:
+                    name = self._names[id(p)]
+                    if name not in self._averages:
+                        self._averages[name] = Average(p, self._squares)
+                    pairs.append((self._averages[name], gradient))
+            self._transfer.fold(pairs, self._beta, scale, skipped, batch)
+            self._transfer.hold_back()
 
 
-class _Average:
-    """The running averages of one parameter's gradient, on the host."""
-
-    def __init__(self, parameter: Tensor, squares: bool) -> None:
-        local = _local(parameter.detach())
-        dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-        self.mean = torch.zeros(local.shape, dtype=dtype)
-        self.square = torch.zeros(local.shape, dtype=dtype) if squares else None
-        self.batches = 0
-        self.pinned: Tensor | None = None
-        self._like = parameter if _is_sharded(parameter) else None
-
-    def add(self, gradient: Tensor, beta: float, scale: float) -> None:
-        """One more batch; `gradient` is on the host, multiplied by `scale`."""
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        gradient = gradient.to(self.mean.dtype)
-        if scale != 1.0:
-            gradient = gradient / scale
-        self.mean.lerp_(gradient, beta)
-        if self.square is not None:
-            self.square.lerp_(gradient * gradient, beta)
-
-    def read(self, which: str) -> Tensor:
-        """A copy, sharded as the parameter is."""
-        found: Tensor = getattr(self, which).clone()
-        if self._like is None:
-            return found
-        from torch.distributed.tensor import DTensor
-
-        like: Any = self._like
-        return DTensor.from_local(
-            found.to(_local(like.detach()).device),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-
-
-class _Device:
-    """Gets gradients from where they are to the host: at once on the CPU, else beside the training."""
-
-    def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
-        self._future: Future[None] | None = None
-        self._copied: list[tuple[Any, Any]] = []
-        self._streams: dict[Any, Any] = {}
-
-    def fold(self, pairs: Sequence[tuple[_Average, Tensor]], beta: float, scale: Any, skipped: Any) -> None:
-        """Take gradients into their averages; `scale` and `skipped` are those of AMP, or None."""
-        on_host = [(a, g) for a, g in pairs if g.device.type != "cuda"]
-        on_gpu = [(a, g) for a, g in pairs if g.device.type == "cuda"]
-        if on_host:
-            _fold([(a, g.cpu()) for a, g in on_host], beta, scale, skipped)
-        if on_gpu:
-            self.wait()  # the pinned memory of the last batch must have been read
-            work = [self._copy(d, on_gpu, scale, skipped) for d in dict.fromkeys(g.device for _, g in on_gpu)]
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="sensitivity")
-            self._future = self._thread.submit(_fold_copied, work, beta)
-
-    def _copy(self, device: Any, pairs: Sequence[tuple[_Average, Tensor]], scale: Any, skipped: Any) -> tuple[Any, ...]:
-        """Start copying the gradients on one device to pinned memory, on a stream of its own."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        copied = []
-        with torch.cuda.stream(stream):
-            for average, gradient in pairs:
-                if gradient.device != device:
-                    continue
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                if average.pinned is None or average.pinned.dtype != dense.dtype:
-                    average.pinned = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=True)
-                average.pinned.copy_(dense, non_blocking=True)
-                dense.record_stream(stream)
-                copied.append((average, average.pinned))
-            small = [None if t is None else _pinned_copy(t) for t in (scale, skipped)]
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
-        self._copied.append((device, done))
-        return done, copied, *small
-
-    def hold_back(self) -> None:
-        """Let the training's streams go on only once the gradients are copied; the host does not wait."""
-        for device, done in self._copied:
-            torch.cuda.current_stream(device).wait_event(done)
-        self._copied.clear()
-
-    def wait(self) -> None:
-        """Wait until all that was started is in the averages."""
-        if self._future is not None:
-            future, self._future = self._future, None
-            future.result()
-
-    def close(self) -> None:
-        """Finish, and end the thread."""
-        self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
-
-
-def _fold(pairs: Sequence[tuple[_Average, Tensor]], beta: float, scale: Any, skipped: Any) -> None:
-    if skipped is not None and float(skipped) > 0:
-        for average, _ in pairs:
-            average.batches -= 1
-        return
-    factor = 1.0 if scale is None else float(scale)
-    for average, gradient in pairs:
-        average.add(gradient, beta, factor)
-
-
-def _fold_copied(work: Sequence[tuple[Any, ...]], beta: float) -> None:
-    """What the thread does: wait for the copies, then average."""
-    with torch.no_grad():
-        for done, copied, scale, skipped in work:
-            done.synchronize()
-            _fold(copied, beta, scale, skipped)
-
-
-def _pinned_copy(value: Tensor) -> Tensor:
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return copy.copy_(value, non_blocking=True)
-
-
-def _is_sharded(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def _local(value: Any) -> Any:
-    """This process's part of a sharded tensor; any other as it is."""
-    return value.to_local() if _is_sharded(value) else value
-
-
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, called only as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args)
-
-    return call
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _check_count(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")

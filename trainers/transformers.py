@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..codec.config import Config, check_config
+from ..codec.extras import install
 from ..codec.kinds import kinds
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
 from .background import Background
-from .pointers import PathLike, drop, load_at, read_pointer, save_at, store_of
+from .fitting import differences, refuse
+from .pointers import PathLike, drop, load_at, read_pointer, save_at, steps_in_use, store_of
 from .state import plain
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ else:
     try:
         from transformers import TrainerCallback
     except ImportError:
-        raise ImportError("this adapter needs Transformers: pip install 'shrinkpoint[transformers]'") from None
+        raise ImportError(f"this adapter needs Transformers: {install('transformers')}") from None
 
 FOLDER = "shrinkpoint"
 POINTER = "shrinkpoint.json"
@@ -212,9 +214,11 @@ class CompressedCheckpoints:
             return
         target = self._bare() if model is None else self.accelerator.unwrap_model(model, keep_torch_compile=False)
         store = self._the_store(resume_from_checkpoint)
-        self._load_weights(target, load_at(pointer, "model/*", store=store))
+        self._load_weights(target, load_at(pointer, "model/*", store=store), pointer)
 
-    def _load_weights(self, model: Any, state: Any) -> None:
+    def _load_weights(self, model: Any, state: Any, pointer: str) -> None:
+        """As Trainer does: of names that only one side has it warns."""
+        refuse(differences(state["model"], model.state_dict(), names=False), pointer)
         trainer: Any = self
         trainer._issue_warnings_after_load(model.load_state_dict(state["model"], False))
 
@@ -227,7 +231,7 @@ class CompressedCheckpoints:
         if read_pointer(pointer) is None:
             super()._load_best_model()  # type: ignore[misc]
             return
-        self._load_weights(self._bare(), load_at(pointer, "model/*"))
+        self._load_weights(self._bare(), load_at(pointer, "model/*"), pointer)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Called by Trainer."""
@@ -363,8 +367,5 @@ def expand(folder: PathLike) -> str:
 
 
 def drop_unreferenced(store: Store) -> None:
-    """Remove the steps of a run's store that none of its checkpoint folders points to any more."""
-    home = Path(store.url).parent
-    found = [read_pointer(path) for path in home.glob(f"checkpoint-*/{POINTER}")]
-    kept = {pointer.step for pointer in found if pointer is not None}
-    drop(store, set(store.steps()) - kept)
+    """Remove the steps of a run's store that no folder beside it points to any more, a copy by another name neither."""
+    drop(store, set(store.steps()) - steps_in_use(store, Path(store.url).parent.glob(f"*/{POINTER}")))

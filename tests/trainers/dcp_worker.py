@@ -5,6 +5,7 @@ Ranks are forked from one process that has imported everything and computed noth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.checkpoint_utils import with_checkpoint_logging, with_temp_dir
 
 import shrinkpoint as sp
 from shrinkpoint.trainers.dcp import LoadPlanner, ParentNotUsedWarning, Reader, Writer
@@ -320,6 +323,132 @@ def notice(state: dict[str, Any], writer: Writer, **options: Any) -> None:
     raise AssertionError("a rank was lost and the save went through")
 
 
+class Beside:
+    """States of many kinds, saved by our writer (at last as a delta) and by torch's own, and loaded from both."""
+
+    temp_dir: str
+
+    def state(self, kind: str, step: int) -> dict[str, Any]:
+        """A state of one kind; at another step, with other values."""
+        torch.manual_seed(step)
+        line = init_device_mesh("cpu", (WORLD,))
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def cut(shape: tuple[int, ...], mesh: Any, *placements: Any, dtype: torch.dtype = torch.float32) -> DTensor:
+            return distribute_tensor(torch.randn(shape).to(dtype), mesh, list(placements))
+
+        if kind == "replicated":
+            whole = {"w": torch.randn(64, 32), "half": torch.randn(40).bfloat16(), "n": torch.tensor(step)}
+            return whole | {"on a mesh": cut((8, 8), line, Replicate()), "ids": torch.arange(7) + step}
+        if kind == "sharded":
+            return {
+                "rows": cut((66, 48), line, Shard(0)),
+                "columns": cut((48, 66), line, Shard(1)),
+                "double": cut((13,), line, Shard(0), dtype=torch.float64),
+            }
+        if kind == "2-d mesh":
+            both = {f"{a}{b}": cut((34, 30), square, Shard(a), Shard(b)) for a in range(2) for b in range(2)}
+            return both | {"half": cut((34, 30), square, Replicate(), Shard(1), dtype=torch.float16)}
+        if kind == "tensor parallel":
+            model, optimizer = sharded(line, "tp")
+            for number in range(step + 1):
+                train(model, optimizer, number)
+            return state_of(model, optimizer, step, flat=True)
+        if kind == "values":
+            plain = {"step": step, "text": "a/b.c", "none": None, "pair": (1.5, True), "list": [step, "x"]}
+            return {"run": plain, "w": torch.randn(5), f"of {RANK}": torch.full((3,), RANK + step), "bytes": b"\0\xff"}
+        assert kind == "empty shards"
+        # Fewer rows than ranks, none at all, and a tensor without elements.
+        few = {f"{n} rows": cut((n, 20), line, Shard(0)) for n in range(3)}
+        return few | {"empty": torch.empty(0, 4), "scalar": torch.tensor(0.5 + step)}
+
+    @with_checkpoint_logging
+    @with_temp_dir
+    def same(self, kind: str) -> None:
+        """What both readers give."""
+        writer = Writer(cfg=sp.presets.lossless())
+        for step in range(2):
+            state = self.state(kind, step)
+            dcp.save(state, storage_writer=writer, checkpoint_id=f"{self.temp_dir}/ours-{step}")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{self.temp_dir}/theirs"))
+        ours, theirs = cleared(state), cleared(state)
+        dcp.load(ours, storage_reader=Reader(f"{self.temp_dir}/ours-1"))
+        dcp.load(theirs, storage_reader=dcp.FileSystemReader(f"{self.temp_dir}/theirs"))
+        same(ours, theirs)
+        same(ours, state)
+        assert values(ours) == values(theirs) == values(state)
+        ours, theirs = (
+            reader.read_metadata()
+            for reader in (Reader(f"{self.temp_dir}/ours-1"), dcp.FileSystemReader(f"{self.temp_dir}/theirs"))
+        )
+        assert shapes(ours) == shapes(theirs)
+        print(f"beside torch: {kind}", flush=True)
+        dist.barrier()  # the helper removes the folder on each rank
+
+    @with_temp_dir
+    def count(self) -> None:
+        """Collectives of a save and of a load, by both."""
+        torch.manual_seed(0)
+        state = {"w.weight": distribute_tensor(torch.randn(256, 64), init_device_mesh("cpu", (WORLD,)), [Shard(0)])}
+        found: dict[str, int] = {}
+        for who, writer, reader in (
+            ("ours", Writer(f"{self.temp_dir}/ours"), Reader(f"{self.temp_dir}/ours")),
+            ("torch", *(make(f"{self.temp_dir}/torch") for make in (dcp.FileSystemWriter, dcp.FileSystemReader))),
+        ):
+            with counted() as calls:
+                dcp.save(state, storage_writer=writer)
+                found[f"{who} save"] = len(calls)
+                dcp.load(dict(state), storage_reader=reader)
+                found[f"{who} load"] = len(calls) - found[f"{who} save"]
+        print("collectives:", json.dumps(found), flush=True)
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The collectives of Python objects that are called meanwhile, by name."""
+    names = ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object", "barrier")
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, original in {name: getattr(dist, name) for name in names}.items():
+
+            def call(*args: Any, _name: str = name, _original: Any = original, **named: Any) -> Any:
+                calls.append(_name)
+                return _original(*args, **named)
+
+            patch.setattr(dist, name, call)
+        yield calls
+
+
+KINDS = ("replicated", "sharded", "2-d mesh", "tensor parallel", "values", "empty shards")
+
+
+def values(tree: Any, path: str = "") -> dict[str, Any]:
+    """What is no tensor, by path."""
+    if isinstance(tree, dict):
+        return {k: v for key, value in tree.items() for k, v in values(value, f"{path}/{key}").items()}
+    return {} if isinstance(tree, torch.Tensor) else {path: tree}
+
+
+def shapes(metadata: Any) -> dict[str, Any]:
+    """Size, dtype and shards of each tensor as the metadata has them; None for other values."""
+
+    def one(entry: Any) -> Any:
+        if not hasattr(entry, "size"):
+            return None
+        chunks = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if 0 not in c.sizes}
+        return tuple(entry.size), entry.properties.dtype, chunks
+
+    return {name: one(entry) for name, entry in metadata.state_dict_metadata.items()}
+
+
+def beside(_: Path) -> None:
+    """Four ranks, a state of each kind."""
+    for kind in KINDS:
+        Beside().same(kind)
+    Beside().count()
+
+
 def rank(scenario: str, number: int, world: int, root: Path) -> None:
     """Run as one rank."""
     global RANK, WORLD
@@ -381,6 +510,7 @@ SCENARIOS = {
     "refused": (refused, 2),
     "gone": (gone, 2),
     "stalled": (stalled, 2),
+    "beside": (beside, 4),
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""A small Lightning run for the tests: `python lightning_run.py FOLDER EPOCHS [background]`."""
+"""A small Lightning run for the tests: `python lightning_run.py FOLDER EPOCHS [background]`.
+
+`python lightning_run.py FOLDER EPOCHS ddp [CHECKPOINT]`: two processes, losses in `FOLDER/RANK/losses.txt`.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -50,16 +54,23 @@ def fit(
     checkpoint: Any = None,
     sensitivity: int | None = None,
     top: int = 2,
+    ddp: bool = False,
+    width: int = 64,
 ) -> Model:
     """Train, four steps an epoch, and save at the end of each; losses go to `folder/losses.txt`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    home = folder / os.environ.get("LOCAL_RANK", "0") if ddp else folder
+    home.mkdir(parents=True, exist_ok=True)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model = Model(64, 0.01, str(folder / "losses.txt"))
+    model = Model(width, 0.01, str(home / "losses.txt"))
     data = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4, shuffle=True)
+    if ddp:  # each process drops others
+        torch.manual_seed(1 + int(home.name))
     trainer = pl.Trainer(
         accelerator="cpu",
+        devices=2 if ddp else 1,
+        strategy="ddp" if ddp else "auto",
         max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
@@ -75,5 +86,9 @@ def fit(
 
 
 if __name__ == "__main__":
-    in_background = CompressedIO(sp.presets.lossless(), background=True) if sys.argv[3:] else None
-    fit(Path(sys.argv[1]), int(sys.argv[2]), plugin=in_background, top=1 if sys.argv[3:] else 2)
+    place, number, *how = sys.argv[1:]
+    if how[:1] == ["ddp"]:
+        fit(Path(place), int(number), Path(how[1]) if how[1:] else None, ddp=True)
+    else:
+        in_background = CompressedIO(sp.presets.lossless(), background=True) if how else None
+        fit(Path(place), int(number), plugin=in_background, top=1 if how else 2)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shrinkpoint as sp
+from shrinkpoint import trainers
 
 BATCHES = 4
 SIZE = 2
@@ -27,9 +28,11 @@ def batch(number: int) -> Tensor:
     return torch.randn(8, 24, generator=torch.Generator().manual_seed(number))
 
 
-def train(net: nn.Module, tracker: sp.SensitivityTracker, rank: int | None) -> None:
+def train(
+    net: nn.Module, tracker: sp.SensitivityTracker, rank: int | None, optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Each process its half of every batch; all of it where there is one process."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if optimizer is None else optimizer
     for number in range(BATCHES):
         part = batch(number) if rank is None else batch(number).chunk(SIZE)[rank]
         optimizer.zero_grad()
@@ -45,9 +48,19 @@ def main(rank: int, folder: Path) -> None:
     out: dict[str, Any] = {}
     inner = model()
     replicated = nn.parallel.DistributedDataParallel(inner)
-    with sp.SensitivityTracker(inner, every=None) as tracker:
+    with sp.SensitivityTracker(replicated, every=None) as tracker:
         train(replicated, tracker, rank)
         out["ddp"] = tracker.grads()
+        assert tracker.grads(shards_only=True) is None
+
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    inner = model()
+    replicated = nn.parallel.DistributedDataParallel(inner)
+    zero = ZeroRedundancyOptimizer(inner.parameters(), torch.optim.AdamW, lr=1e-2)
+    with sp.SensitivityTracker(inner, every=None) as tracker:
+        train(replicated, tracker, rank, zero)
+        out["zero"], out["zero batches"] = tracker.grads(), (tracker.batch, tracker.recorded)
 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -56,12 +69,29 @@ def main(rank: int, folder: Path) -> None:
     with sp.SensitivityTracker(sharded, every=None) as tracker:
         train(sharded, tracker, rank)
         grads = tracker.grads() or {}
+        out["shards"] = list(tracker.grads(shards_only=True) or ())
         out["own part"] = sum(g.to_local().numel() for g in grads.values())  # type: ignore[attr-defined]
         out["fsdp"] = {name: g.full_tensor() for name, g in grads.items()}  # type: ignore[attr-defined]
         # A sharded state and its averages go into one checkpoint.
         state = {"model": sharded.state_dict()}
         ckpt = sp.compress(state, cfg=sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity"), grads=grads)
         out["checkpoint"] = ckpt.id
+        out["on the host"] = {g.to_local().device.type for g in grads.values()}  # type: ignore[attr-defined]
+        # All processes save together, and the first one alone writes: what is sharded comes together before.
+        cfg = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
+        saved = trainers.save(sp.Store(str(folder / "store"), cfg), BATCHES, sharded, sensitivity=tracker)
+        out["saved"] = saved is not None
+
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    # Of a replicated parameter each process may have a part of the gradient's sum, under tensor parallelism.
+    mesh = init_device_mesh("cpu", (SIZE,))
+    norm = nn.LayerNorm(4, bias=False)
+    norm.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+    with sp.SensitivityTracker(norm, every=None, beta=1.0) as tracker:
+        norm.weight.grad = DTensor.from_local(torch.full((4,), rank + 1.0), mesh, [Partial()])
+        torch.optim.SGD(norm.parameters(), lr=0.1).step()
+        out["partial"] = (tracker.grads() or {})["weight"].to_local()  # type: ignore[attr-defined]
     torch.save(out, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

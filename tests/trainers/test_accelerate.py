@@ -15,7 +15,7 @@ import torch
 
 import shrinkpoint as sp
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; `make frameworks` has it")
 
 from shrinkpoint.trainers.accelerate import compress_states  # noqa: E402
 
@@ -135,3 +135,121 @@ def test_folders_without_a_pointer_and_other_models(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "model.safetensors").exists()
     with pytest.raises(sp.BadArgumentError, match="saver must be a Saver or a Store"):
         compress_states(ours, tmp_path)  # type: ignore[arg-type]
+
+
+def trained(width: int = 5, name: str = "0") -> tuple[accelerate.Accelerator, torch.nn.Module, torch.optim.Optimizer]:
+    """An accelerator that has stepped once, so that its optimizer has moments."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    bare = torch.nn.Sequential()
+    bare.add_module(name, torch.nn.Linear(width, 2))
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.1))
+    step(accelerator, model, optimizer)
+    return accelerator, model, optimizer
+
+
+def step(accelerator: accelerate.Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    width = next(model.parameters()).shape[1]
+    accelerator.backward(model(torch.rand(4, width)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [entry["exp_avg"].clone() for entry in optimizer.state_dict()["state"].values()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_load_that_fails_halfway_leaves_nothing_behind(tmp_path: Path) -> None:
+    raw, model, optimizer = trained()
+    raw.save_state(str(tmp_path / "raw"))
+    expected = moments(optimizer)
+    ours, model, optimizer = trained()
+    compress_states(ours, sp.Store(tmp_path / "store", cfg=sp.presets.lossless()))
+    step(ours, model, optimizer)
+    ours.save_state(str(tmp_path / "small"))
+    (tmp_path / "small" / "optimizer.bin").unlink()
+    with pytest.raises(FileNotFoundError):
+        ours.load_state(str(tmp_path / "small"))
+    ours.load_state(str(tmp_path / "raw"))
+    assert same(moments(optimizer), expected)
+
+
+def test_a_save_that_fails_halfway_leaves_the_optimizer_answering(tmp_path: Path) -> None:
+    ours, _, optimizer = trained()
+    expected = moments(optimizer)
+    hooks = compress_states(ours, sp.Store(tmp_path / "store", cfg=sp.presets.lossless()))
+
+    def broken(*_: object) -> None:
+        raise OSError("no space")
+
+    handle = ours.register_save_state_pre_hook(broken)
+    with pytest.raises(OSError, match="no space"):
+        ours.save_state(str(tmp_path / "a"))
+    assert same(moments(optimizer), expected)
+    handle.remove()
+    ours.save_state(str(tmp_path / "b"))
+    assert same(moments(optimizer), expected)
+    ours.load_state(str(tmp_path / "b"))
+    assert same(moments(optimizer), expected)
+    with pytest.raises(sp.BadArgumentError, match="compressed already; say remove"):
+        compress_states(ours, sp.Store(tmp_path / "other"))
+    hooks.remove()
+    assert not {"save_state", "load_state"} & set(vars(ours))
+    compress_states(ours, sp.Store(tmp_path / "other")).remove()
+
+    takes = ours.register_save_state_pre_hook(lambda _, weights, __: weights.clear())
+    compress_states(ours, sp.Store(tmp_path / "other"))
+    with pytest.raises(sp.BadArgumentError, match=r"0 of 1 models were handed over: .* another hook took the weights"):
+        ours.save_state(str(tmp_path / "c"))
+    takes.remove()
+
+
+def test_renamed_and_resized_parameters_are_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+    ours, _, _ = trained()
+    compress_states(ours, sp.Store(tmp_path / "store"))
+    ours.save_state(str(tmp_path / "a"))
+    for width, name, why in (
+        (6, "0", r"0\.weight: shape \(2, 5\) in the checkpoint, \(2, 6\) in the model"),
+        (5, "first", r"first\.weight: not in the checkpoint\n.*\n  0\.weight: not in the model"),
+    ):
+        other, model, optimizer = trained(width, name)
+        before = [p.detach().clone() for p in model.parameters()], moments(optimizer)
+        compress_states(other, sp.Store(tmp_path / "store"))
+        with pytest.raises(sp.BadArgumentError, match=f"nothing was changed(?s:.*){why}"):
+            other.load_state(str(tmp_path / "a"))
+        assert same([p.detach() for p in model.parameters()], before[0])
+        assert same(moments(optimizer), before[1])
+    other, model, optimizer = trained()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    compress_states(other, sp.Store(tmp_path / "store"))
+    with pytest.raises(sp.BadArgumentError, match=r"groups of \[2\] parameters in the checkpoint, of \[2, 1\] here"):
+        other.load_state(str(tmp_path / "a"))
+
+
+def test_copies_by_another_name_are_not_rotated_away(tmp_path: Path) -> None:
+    project = accelerate.utils.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=project)
+    model = torch.nn.Linear(5, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    store, home = sp.Store(tmp_path / "store", cfg=sp.presets.lossless()), tmp_path / "checkpoints"
+    compress_states(accelerator, store)
+    kept = {}
+    for number in range(5):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        accelerator.save_state()
+        if number == 0:
+            # Accelerate takes every folder in there for one of its own, by the number at its end.
+            shutil.copytree(home / "checkpoint_0", home / "best_99")
+            kept[home / "best_99"] = 0
+        if number == 1:
+            accelerator.project_configuration.automatic_checkpoint_naming = False
+            accelerator.save_state(str(tmp_path / "mine"))
+            accelerator.project_configuration.automatic_checkpoint_naming = True
+            kept[tmp_path / "mine"] = 1
+    for folder, value in kept.items():
+        accelerator.load_state(str(folder))
+        assert torch.equal(model.weight, torch.full((2, 5), float(value)))

@@ -42,7 +42,7 @@ def test_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed")
+    pytest.importorskip("lightning", reason="lightning is not installed; `make frameworks` has it")
     main = example("lightning_trainer").main
     main(str(tmp_path), 1)
     main(str(tmp_path), 2)
@@ -51,8 +51,8 @@ def test_lightning_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed; `make frameworks` has it")
+    pytest.importorskip("accelerate", reason="accelerate is not installed; `make frameworks` has it")
     main = example("transformers_trainer").main
     main(str(tmp_path), 10)
     assert main(str(tmp_path), 20).state.global_step == 20
@@ -68,6 +68,14 @@ def test_publish_model(tmp_path: Path) -> None:
     assert example("publish_model").main(*folders) > 5
     found, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("restored", "tuned"))
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["publish_model", "fsdp2"])
+def test_without_what_it_needs_an_example_says_how_it_is_called(name: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run([sys.executable, str(HOME / f"{name}.py")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"usage: .*{name}\.py .*\n", done.stderr)
 
 
 def test_own_codec() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_any_module(tmp_path: Path) -> None:
 
 
 def test_a_transformers_model_comes_back(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed; `make frameworks` has it")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -235,11 +236,63 @@ def test_targets_that_are_not_empty_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(sp.BadArgumentError, match="is not empty"):
         sp.save_pretrained(source, source)
     with pytest.raises(sp.BadArgumentError, match="is not empty"):
-        sp.save_pretrained(source, source / "config.json")
+        sp.save_pretrained(nn.Linear(2, 2), source / "config.json")
     sp.save_pretrained(source, tmp_path / "small")
     with pytest.raises(sp.BadArgumentError, match="is not empty"):
         sp.load_pretrained(tmp_path / "small", to=source)
     assert everything(source) == before
+
+
+def test_nothing_is_written_into_what_it_is_made_from(tmp_path: Path) -> None:
+    source, base = folder(tmp_path / "m", weights()), folder(tmp_path / "base", weights(1))
+    small = sp.save_pretrained(source, tmp_path / "small", base).path
+    (tmp_path / "link").symlink_to(source)
+    before = {path: everything(path) for path in (source, base, small)}
+    for call in (
+        lambda: sp.save_pretrained(source, source / "out"),
+        lambda: sp.save_pretrained(str(source), str(source / "deep" / "out")),
+        lambda: sp.save_pretrained(source, tmp_path / "link" / "out"),
+        lambda: sp.save_pretrained(tmp_path / "link", source / "out"),
+        lambda: sp.save_pretrained(source, base / "out", base),
+        lambda: sp.save_pretrained(nn.Linear(2, 2), base / "out", base),
+        lambda: sp.load_pretrained(small, base, to=small / "out"),
+        lambda: sp.load_pretrained(small, base, to=base / "out"),
+    ):
+        with pytest.raises(sp.BadArgumentError, match=r"out is in .*, which it would be made from"):
+            call()
+    assert {path: everything(path) for path in before} == before
+    assert not (source / "deep").exists()
+    # Links to files are how caches of a hub are laid out.
+    (tmp_path / "cache").mkdir()
+    for path in source.glob("*.safetensors"):
+        (tmp_path / "cache" / path.name).symlink_to(path)
+    sp.save_pretrained(tmp_path / "cache", tmp_path / "of-links")
+
+
+@pytest.mark.parametrize(
+    ("link", "to", "why"),
+    [
+        ("tokenizer.json", "gone.json", "tokenizer.json is a link to gone.json, which is not there"),
+        ("a.safetensors", "gone", "a.safetensors is a link to gone, which is not there"),
+        ("self", "self", "self is a link to self, which is not there"),
+        ("again", ".", "again links to .*/m, a folder that it is in"),
+        ("nested/up", "..", "up links to .*/m, a folder that it is in"),
+    ],
+)
+def test_links_to_nothing_and_in_circles_are_named(tmp_path: Path, link: str, to: str, why: str) -> None:
+    source = folder(tmp_path / "m", weights())
+    (source / link).symlink_to(to)
+    with pytest.raises(sp.BadArgumentError, match=why):
+        sp.save_pretrained(source, tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    source = folder(tmp_path / "m", weights())
+    os.mkfifo(source / "pipe")
+    with pytest.raises(sp.BadArgumentError, match="pipe is no ordinary file"):
+        sp.save_pretrained(source, tmp_path / "small")
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -252,10 +305,11 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_bad_folders(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     for call, why in (
         (lambda: sp.save_pretrained(tmp_path / "none", tmp_path / "x"), "is no folder"),
         (lambda: sp.save_pretrained(3, tmp_path / "x"), "model_or_folder is a int"),
-        (lambda: sp.save_pretrained(tmp_path, tmp_path / "x"), "only safetensors are compressed"),
+        (lambda: sp.save_pretrained(tmp_path / "empty", tmp_path / "x"), "only safetensors are compressed"),
         (lambda: sp.save_pretrained(nn.Linear(2, 2), 3), "a folder must be a path, not int"),  # type: ignore[arg-type]
         (lambda: sp.load_pretrained(tmp_path), "it is not compressed"),
         (lambda: sp.load_pretrained(3), "a folder must be a path, not int"),  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import shrinkpoint as sp
 from shrinkpoint.commands.sources import header_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
-pytest.importorskip("keras", reason="keras is not installed")
+pytest.importorskip("keras", reason="keras is not installed; `make frameworks` has it")
 
 from shrinkpoint.trainers.keras import CompressedBackup
 
@@ -93,3 +94,83 @@ def test_bad_arguments(tmp_path: Path) -> None:
         CompressedBackup(3)  # type: ignore[arg-type]
     with pytest.raises(sp.BadArgumentError, match="every is 0"):
         CompressedBackup(sp.Store(tmp_path), every=0)
+
+
+def unnamed(width: int = 32, dtype: str | None = None) -> Any:
+    """Layers that Keras names itself, two of a kind, so that their numbers depend on what was built before."""
+    import keras
+
+    layers = [
+        keras.layers.Input((8,)),
+        keras.layers.Dense(width, activation="tanh", dtype=dtype),
+        keras.layers.BatchNormalization(dtype=dtype),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(width, dtype=dtype),
+        keras.layers.Dense(1, dtype=dtype),
+    ]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def fitted(model: Any, *callbacks: Any, epochs: int = 2, start: int = 0) -> None:
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    model.fit(x, x[:, :1] ** 2, batch_size=16, epochs=epochs, initial_epoch=start, verbose=0, callbacks=[*callbacks])
+
+
+def values(model: Any) -> list[Any]:
+    return [np.array(v.value.detach().float()) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) > 0 and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_model_without_names_that_is_built_again_goes_on(tmp_path: Path) -> None:
+    model = unnamed()
+    store = sp.Store(tmp_path, cfg=sp.presets.lossless())
+    fitted(model, CompressedBackup(store))
+    again = unnamed()
+    assert {v.path for v in again.variables} != {v.path for v in model.variables}
+    assert not same(values(again), values(model))
+    backup = CompressedBackup(store)
+    start = backup.resume(again)
+    assert start == 2
+    assert same(values(again), values(model))
+    fitted(again, backup, epochs=3, start=start)
+    resumed = unnamed()
+    assert CompressedBackup(store).resume(resumed) == 3
+    assert same(values(resumed), values(again))
+    other = unnamed(16)
+    before = [w.copy() for w in other.get_weights()]
+    with pytest.raises(sp.BadArgumentError, match=r"kernel: shape \(8, 32\) in the checkpoint, \(8, 16\) in the model"):
+        CompressedBackup(store).resume(other)
+    assert same(other.get_weights(), before)
+
+
+def test_other_dtypes_stores_and_unfinished_models_are_refused(tmp_path: Path) -> None:
+    import keras
+
+    store = sp.Store(tmp_path / "a", cfg=sp.presets.lossless())
+    fitted(unnamed(), CompressedBackup(store))
+    other = unnamed(dtype="bfloat16")
+    before = [np.array(w, dtype=np.float32) for w in other.get_weights()]
+    with pytest.raises(
+        sp.BadArgumentError, match=r"kernel: torch\.float32 in the checkpoint, torch\.bfloat16 in the model"
+    ):
+        CompressedBackup(store).resume(other)
+    assert same([np.array(w, dtype=np.float32) for w in other.get_weights()], before)
+    foreign = sp.Store(tmp_path / "b")
+    foreign.save(0, {"weights": np.ones(3), "step": 1})
+    with pytest.raises(sp.BadArgumentError, match="no checkpoint of CompressedBackup; it holds weights, step"):
+        CompressedBackup(foreign).resume(unnamed())
+    foreign.save(1, [1, 2])
+    with pytest.raises(sp.BadArgumentError, match="it holds list"):
+        CompressedBackup(foreign).resume(unnamed())
+    for model, why in (
+        (keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1)]), r"is not compiled \(model.compile\)"),
+        (keras.Sequential([keras.layers.Dense(1)]), r"is not built \(give its input's shape"),
+        (3, "must be a keras.Model, not int"),
+    ):
+        with pytest.raises(sp.BadArgumentError, match=why):
+            CompressedBackup(store).resume(model)

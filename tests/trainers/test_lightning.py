@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,17 @@ import torch
 
 import shrinkpoint as sp
 
-pytest.importorskip("lightning", reason="lightning is not installed")
+pytest.importorskip("lightning", reason="lightning is not installed; `make frameworks` has it")
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, TensorDataset
 
-from shrinkpoint.trainers.lightning import CompressedIO, load_from_checkpoint
+from shrinkpoint.trainers import lightning as adapter
+from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
+from shrinkpoint.trainers.loop import RanksChangedWarning
 
 from .lightning_run import Model, fit
 
@@ -72,11 +78,11 @@ def test_checkpoints_are_deltas_and_rotate(tmp_path: Path) -> None:
     assert again.hparams == model.hparams == {"width": 64, "rate": 0.01}
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.allclose(a, b, atol=0.1 * float(b.detach().abs().max()))
-    steps = store.steps()
+    held = {file: json.loads(file.read_text())["step"] for file in files}
+    assert sorted(held.values()) == store.steps()
     CompressedIO().remove_checkpoint(files[0])
-    assert store.steps() == [step for step in steps if step != json.loads(files[1].read_text())["step"]] or (
-        store.steps() == [json.loads(files[1].read_text())["step"]]
-    )
+    assert not files[0].exists()
+    assert store.steps() == [held[files[1]]]
 
 
 def test_saving_in_a_thread(tmp_path: Path) -> None:
@@ -187,6 +193,22 @@ def test_the_last_checkpoint_as_a_link(tmp_path: Path) -> None:
 
 
 def test_sensitivity_reaches_the_codec(tmp_path: Path) -> None:
+    """Which weights are protected is what the gradients say: of one model, others with them than without."""
+    cfg = sp.presets.inshrinkerator(protect=0.05, prune=0.0)
+    trained, stored = [], []
+    for how in (4, None):
+        model = fit(tmp_path / str(how), 1, cfg=cfg, sensitivity=how, width=256)
+        again = load_from_checkpoint(Model, next((tmp_path / str(how)).glob("*.ckpt")))
+        trained.append(model.first.weight.detach())
+        stored.append(again.first.weight.detach())
+    assert torch.equal(*trained)
+    assert not torch.equal(*stored)
+    # Protected weights are kept in half the bits; all others are those of a few bins.
+    protected = [(one - trained[0]).abs() <= 2**-8 * trained[0].abs() for one in stored]
+    assert 0.03 < float((protected[0] & ~protected[1]).float().mean()) < 0.2
+
+
+def test_layer_types_and_gradients_are_handed_over(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class Watching(CompressedIO):
@@ -198,3 +220,124 @@ def test_sensitivity_reaches_the_codec(tmp_path: Path) -> None:
     grads, kinds = seen[-1]
     assert sorted(grads) == ["first.bias", "first.weight", "last.bias", "last.weight"]
     assert kinds["first.weight"].layer == "linear"
+
+
+def test_gradients_are_those_of_the_batch_and_counted_as_lightning_counts(tmp_path: Path, monkeypatch: Any) -> None:
+    """Lightning makes them in a closure within the optimizer's step."""
+    used: list[dict[str, torch.Tensor]] = []
+    seen: list[Any] = []
+    counts: list[tuple[int, int]] = []
+
+    class Watching(CompressedIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            seen.append(self.grads)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    def before(self: Model, optimizer: Any) -> None:
+        used.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
+
+    class Counting(ModelCheckpoint):
+        def on_train_batch_end(self, trainer: Any, *args: Any, **named: Any) -> None:
+            found = next(c for c in trainer.callbacks if isinstance(c, CompressedCheckpoints))
+            counts.append((trainer.global_step, found._tracker.batch))
+            super().on_train_batch_end(trainer, *args, **named)
+
+    monkeypatch.setattr(Model, "on_before_optimizer_step", before)
+    keep = Counting(tmp_path / "run", save_top_k=-1, monitor="epoch", mode="max")
+    fit(tmp_path / "run", 2, plugin=Watching(), checkpoint=keep, sensitivity=4)
+    assert len(used) == 8
+    for number, found in enumerate(seen[:2]):
+        expected = {n: torch.zeros_like(g) for n, g in used[0].items()}
+        for one in used[: 4 * (number + 1)]:
+            expected = {n: 0.9 * one[n] + 0.1 * g for n, g in expected.items()}
+        for name, g in expected.items():
+            torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-7)
+    assert counts == [(n, n) for n in range(1, 9)]
+
+
+@pytest.mark.slow
+def test_each_process_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+    """Two real processes over gloo; each drops others."""
+
+    def run(folder: str, epochs: int, *more: Any) -> None:
+        command = [sys.executable, str(RUN), str(tmp_path / folder), str(epochs), "ddp", *map(str, more)]
+        environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run("whole", 4)
+    run("half", 2)
+    run("half", 4, max((tmp_path / "half").glob("*.ckpt"), key=lambda p: p.stat().st_mtime))
+    lines = [by_step(tmp_path / "whole" / rank) for rank in "01"]
+    assert lines[0] != lines[1]
+    assert len(lines[0]) == 8
+    assert [by_step(tmp_path / "half" / rank) for rank in "01"] == lines
+    # One process alone has no generators of its own there.
+    newest = max((tmp_path / "half").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
+    callback = CompressedCheckpoints()
+    with pytest.warns(RanksChangedWarning, match="saved by 2 processes, resumed by 1"):
+        callback.load_state_dict(CompressedIO().load_checkpoint(newest)["callbacks"][callback.state_key])
+
+
+def test_a_process_that_fails_does_not_wait_for_the_others(monkeypatch: Any) -> None:
+    """What `OnExceptionCheckpoint` saves then has its own generators alone."""
+    monkeypatch.setattr(adapter, "world", lambda: 2)
+    callback, trainer = CompressedCheckpoints(), SimpleNamespace(strategy=SimpleNamespace(checkpoint_io=CompressedIO()))
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        callback.state_dict()
+    callback.on_exception(trainer, pl.LightningModule(), KeyboardInterrupt())
+    assert len(callback.state_dict()["rng"]) == 1
+
+
+class Tuned(Model):
+    """A model whose batch size is found."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 0.01)
+        self.batch_size, self.rate = 2, 0.01
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_tuner_puts_the_very_weights_back(tmp_path: Path, background: bool) -> None:
+    model, callback = Tuned(), CompressedCheckpoints()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, plugins=[CompressedIO(background=background)], callbacks=[callback],
+        enable_checkpointing=False,
+    )  # fmt: skip
+    tuner = Tuner(trainer)
+    found = tuner.lr_find(model, num_training=12, attr_name="rate")
+    assert len(found.results["loss"]) > 1
+    tuner.scale_batch_size(model, mode="power", max_trials=2)
+    assert model.batch_size > 2
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+    assert list(tmp_path.iterdir()) == []
+    trainer.fit(model)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer.strategy.checkpoint_io.teardown()
+    assert "state_dict" in CompressedIO().load_checkpoint(tmp_path / "end.ckpt")
+
+
+def test_what_spawned_processes_hand_over_is_exact(tmp_path: Path) -> None:
+    weights = {"first.weight": torch.randn(64, 64)}
+    plugin = CompressedIO()
+    plugin.save_checkpoint(weights, tmp_path / ".temp.ckpt")
+    assert [p.name for p in tmp_path.iterdir()] == [".temp.ckpt"]
+    assert torch.equal(plugin.load_checkpoint(tmp_path / ".temp.ckpt")["first.weight"], weights["first.weight"])
+    plugin.remove_checkpoint(tmp_path / ".temp.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_by_another_name_keeps_its_step(tmp_path: Path) -> None:
+    plugin = CompressedIO(sp.presets.lossless())
+    plugin.save_checkpoint({"state_dict": {"a": torch.arange(99.0)}}, tmp_path / "a.ckpt")
+    (tmp_path / "best").write_bytes((tmp_path / "a.ckpt").read_bytes())
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "best")["state_dict"]["a"].tolist() == list(range(99))
+    plugin.remove_checkpoint(tmp_path / "best")
+    assert sp.Store(tmp_path / "shrinkpoint").steps() == []

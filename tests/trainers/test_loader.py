@@ -252,12 +252,38 @@ def test_other_batches_than_those_consumed_are_refused() -> None:
     ):
         with pytest.raises(sp.BadArgumentError, match=why):
             Loader(other).load_state_dict(state)
-    shuffled = DataLoader(range(12), batch_size=2, shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
+    own = DataLoader(range(12), batch_size=2, generator=torch.Generator())  # type: ignore[arg-type]
     with pytest.raises(sp.BadArgumentError, match="generators of its own"):
-        Loader(shuffled).load_state_dict(state)
+        Loader(own).load_state_dict(state)
     for bad in ({}, None, [1]):
         with pytest.raises(sp.BadArgumentError, match="no position"):
             Loader([1]).load_state_dict(bad)  # type: ignore[arg-type]
+
+
+def test_other_data_of_as_many_batches_is_refused_within_an_epoch_and_taken_after_it() -> None:
+    def made(n: int, **more: Any) -> Loader:
+        return Loader(DataLoader(range(n), batch_size=4, **more))  # type: ignore[arg-type]
+
+    others = [
+        (made(14, shuffle=True), "with samples 15; it is 14 now"),
+        (made(15), "with sampler RandomSampler, BatchSampler; it is SequentialSampler, BatchSampler now"),
+        (made(15, sampler=WeightedRandomSampler([1.0] * 15, 15)), "it is WeightedRandomSampler, BatchSampler now"),
+    ]
+    loader = made(15, shuffle=True)
+    for _ in zip(loader, range(2), strict=False):
+        pass
+    state = through_a_checkpoint(loader.state_dict())
+    for other, why in others:
+        with pytest.raises(sp.BadArgumentError, match=why):
+            other.load_state_dict(state)
+        assert (other.epoch, other.batch) == (0, 0)
+    made(15, shuffle=True, num_workers=1).load_state_dict(state)
+    ended = made(15, shuffle=True)
+    for _ in ended:
+        pass
+    for other, _ in others:
+        other.load_state_dict(through_a_checkpoint(ended.state_dict()))
+        assert (other.epoch, other.batch) == (1, 0)
 
 
 def test_a_stream_that_became_shorter_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,15 +22,30 @@ from shrinkpoint.trainers.loop import RanksChangedWarning
 from shrinkpoint.trainers.parts import StateMismatchWarning
 
 from ..codec.common import difference
+from . import rows_run
 from .loop_run import main
 
+# Torch says so of its own optimizers' sparse tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 RUN = Path(__file__).with_name("loop_run.py")
+TRACKED = Path(rows_run.__file__)
 MULTI = Path(__file__).with_name("loop_ranks.py")
 
 
-def run_and_kill(folder: Path, losses: Path, at: int, workers: int) -> None:
-    """Start the run in a process of its own and kill it with SIGKILL once it has done so many steps."""
-    command = [sys.executable, str(RUN), str(folder), str(losses), "1000", "3", str(workers)]
+def run_and_kill(folder: Path, losses: Path, at: int, workers: int | None) -> None:
+    """Start a run in a process of its own and kill it with SIGKILL once it has done so many steps.
+
+    `workers` of its loader; None: the run with a tracker, which has none.
+    """
+    run = [str(TRACKED)] if workers is None else [str(RUN)]
+    command = [
+        sys.executable,
+        *run,
+        str(folder),
+        str(losses),
+        "1000",
+        *([] if workers is None else ["3", str(workers)]),
+    ]
     process = subprocess.Popen(command, start_new_session=True)
     try:
         limit = time.monotonic() + 120
@@ -65,6 +81,145 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     assert finals[0] == finals[1]
     epoch = [line.split("[")[1].strip("]").split(", ") for line in by_step(tmp_path / "whole.txt")[:10]]
     assert sorted(int(i) for batch in epoch for i in batch) == list(range(37))
+
+
+def notes(store: sp.Store, step: int) -> list[str]:
+    return [row.note for row in store.read(step).summary() if row.note]
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_a_tracker_resumed_loses_no_row(tmp_path: Path) -> None:
+    """Deltas hold the rows that moved and no mark is missing, before the kill, over the resume, and after it."""
+    folder, log = tmp_path / "run", tmp_path / "log.txt"
+    run_and_kill(folder, log, 20, None)
+    done = max(sp.Store(folder).steps())
+    rows_run.main(str(folder), str(log), done + 12)
+    store = sp.Store(folder)
+    assert store.steps() == list(range(3, done + 13, 3))
+    assert [store.describe(step).since_base for step in store.steps()] == list(range(len(store.steps())))
+    assert store.verify() == {}
+    rows = {step: {r.path: r for r in store.read(step).summary()} for step in store.steps()}
+    for step in store.steps():
+        assert notes(store, step) == []
+        for path in ("model/users.weight", "model/items.weight", "optimizer/state/users.weight/sum"):
+            assert rows[step][path].codec == "rows"
+            assert rows[step][path].error < 0.01
+            # Of the sums, nearly all 0, a base is small, too.
+            share = rows[step][path].stored_bytes / rows[3][path].stored_bytes
+            assert step == 3 or share < (0.1 if "model" in path else 2)
+    # One more run from the same checkpoint computes the same.
+    whole = [line.split() for line in log.read_text().splitlines()]
+    losses = {int(step): loss for step, loss in whole}
+    again = tmp_path / "again.txt"
+    store.copy(tmp_path / "copy", [s for s in store.steps() if s <= done])
+    rows_run.main(str(tmp_path / "copy"), str(again), done + 12)
+    repeated = dict(line.split() for line in again.read_text().splitlines())
+    assert {int(s): loss for s, loss in repeated.items()} == {s: losses[s] for s in range(done + 1, done + 13)}
+
+
+def test_a_run_with_a_tracker_is_exact_where_all_is(tmp_path: Path) -> None:
+    """With a lossless configuration the tracker changes nothing at all, resumed or not."""
+    exact = sp.presets.lossless()
+    for name, stops in (("resumed", (5, 9, 14)), ("whole", (14,))):
+        for stop in stops:
+            rows_run.main(str(tmp_path / name), str(tmp_path / f"{name}.txt"), stop, 1, exact)
+    assert (tmp_path / "resumed.txt").read_text() == (tmp_path / "whole.txt").read_text()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["store", "saver"])
+def test_a_tracker_is_told_of_what_becomes_of_saves(tmp_path: Path, background: bool) -> None:
+    torch.manual_seed(0)
+    model = rows_run.Model()
+    dense = torch.optim.SGD(model.top.parameters(), lr=0.1, momentum=0.9)
+    sparse = torch.optim.Adagrad([model.users.weight, model.items.weight], lr=0.1)
+    store = sp.Store(tmp_path / "s", sp.presets.check_n_run(8, policy="consecutive"))
+    saver: Any = sp.Saver(store, mode="thread") if background else store
+    with sp.RowTracker(model) as tracker:
+
+        def touched(step: int, metric: float | None = None) -> tuple[int, int]:
+            """Train one step and save; how many rows were marked then, since the base and since the save before."""
+            for one in (dense, sparse):
+                one.zero_grad()
+            model(torch.full((4, 4), step)).sum().backward()
+            for one in (dense, sparse):
+                one.step()
+                one.zero_grad()
+            since = tracker.shares()["users.weight"]
+            trainers.save(saver, step, model, [dense, sparse], tracker=tracker, metric=metric)
+            if background:
+                saver.wait()
+            return round(since[0] * rows_run.ROWS), round(since[1] * rows_run.ROWS)
+
+        assert touched(1) == (rows_run.ROWS, rows_run.ROWS)
+        assert touched(2) == (1, 1)
+        assert touched(3) == (2, 1)
+        assert tracker.untracked == {}
+        # What is not saved belongs to the next.
+        with pytest.raises(sp.BadArgumentError, match="metric"):
+            touched(4, metric=float("nan"))
+        assert touched(5) == (4, 2)
+        if background:
+            saver.close()
+        found = {r.path: r for r in store.read(5).summary()}
+        assert found["optimizer/state/users.weight/sum"].codec == "rows"
+        assert found["optimizer/state/users.weight/sum"].stored_bytes < 300
+        assert notes(store, 5) == []
+        # After a resume every row counts, once.
+        other = rows_run.Model()
+        tables = torch.optim.Adagrad([other.users.weight, other.items.weight])
+        optimizers = [torch.optim.SGD(other.top.parameters(), 0.1, 0.9), tables]
+        with sp.RowTracker(other) as fresh:
+            trainers.save(sp.Store(tmp_path / "t"), 1, other, tracker=fresh)
+            assert trainers.resume(store, other, optimizers, tracker=fresh) == 5
+            assert fresh.shares()["users.weight"] == (1, 1)
+            saved = trainers.save(store, 6, other, optimizers, tracker=fresh)
+            assert saved is not None
+            assert saved.is_delta  # type: ignore[union-attr]
+            assert fresh.shares()["users.weight"] == (1, 0)
+        assert {r.path: r for r in store.read(6).summary()}["model/users.weight"].stored_bytes < 50
+
+
+def test_a_save_that_fails_in_the_background_settles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rows_run.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    store = sp.Store(tmp_path / "s", sp.presets.check_n_run(8))
+    with sp.RowTracker(model, optimizer) as tracker:
+        saver = sp.Saver(store, mode="thread")
+        trainers.save(saver, 1, model, optimizer, tracker=tracker).result()  # type: ignore[union-attr]
+        assert tracker.shares()["users.weight"] == (0, 0)
+        model(torch.full((4, 4), 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError("disk full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(store), "save", fail)
+            failed = trainers.save(saver, 2, model, optimizer, tracker=tracker)
+            assert isinstance(failed.exception(), OSError)  # type: ignore[union-attr]
+        assert tracker.shares()["users.weight"] == (1 / rows_run.ROWS, 1 / rows_run.ROWS)
+        with pytest.raises(OSError, match="disk full"):
+            saver.close()
+
+
+def test_trackers_that_do_not_fit(store: sp.Store) -> None:
+    model, other = rows_run.Model(), rows_run.Model()
+    with sp.RowTracker(other) as tracker, sp.RowTracker(nn.DataParallel(model)) as wrapped:
+        for one in (tracker, wrapped):
+            with pytest.raises(sp.BadArgumentError, match="not the bare model"):
+                trainers.save(store, 1, model, tracker=one)
+            with pytest.raises(sp.BadArgumentError, match="not the bare model"):
+                trainers.resume(store, model, tracker=one)
+    with sp.RowTracker(model) as tracker:
+        trainers.save(store, 1, nn.DataParallel(model), tracker=tracker)
+        with pytest.raises(sp.BadArgumentError, match="tracker must be a RowTracker, not int"):
+            trainers.save(store, 1, model, tracker=3)  # type: ignore[arg-type]
+        fresh = sp.RowTracker(other)
+        with pytest.raises(sp.BadArgumentError, match="no snapshot"):
+            fresh.follow(store.save(9, {"w": 1}))
+    with pytest.raises(sp.BadArgumentError, match="closed"):
+        trainers.save(store, 2, model, tracker=tracker)
 
 
 class Job:
@@ -118,6 +273,21 @@ def test_everything_comes_back_in_one_call(store: sp.Store, optimizer: str) -> N
     assert trainers.resume(store, **other.parts()) == 3
     assert [other.step() for _ in range(5)] == expected
     assert difference(job.state(), other.state()) == ""
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_one_save_compressed_otherwise(tmp_path: Path, background: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)
+    store = sp.Store(tmp_path / "s", cfg=sp.presets.inshrinkerator())
+    with contextlib.ExitStack() as stack:
+        to = stack.enter_context(sp.Saver(store, mode="thread")) if background else store
+        for step, cfg in enumerate((None, sp.presets.lossless(), None)):
+            done = trainers.save(to, step, model, cfg=cfg)
+            if background:
+                done.result()  # type: ignore[union-attr]
+    exact = [torch.equal(store.load(step)["model"]["weight"], model.weight) for step in range(3)]
+    assert exact == [False, True, False]
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Rprop"])

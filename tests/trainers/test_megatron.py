@@ -15,7 +15,7 @@ RUN = Path(__file__).with_name("megatron_run.py")
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: Any) -> list[str]:
-    pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+    pytest.importorskip("megatron.core", reason="Megatron-Core is not installed; `make frameworks` has it")
     folder = tmp_path_factory.mktemp("megatron")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

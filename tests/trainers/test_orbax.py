@@ -18,7 +18,7 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.commands.sources import header_of
 
-ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
+ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; `make frameworks` has it")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -262,6 +262,29 @@ def test_what_does_not_fit_is_refused_with_a_list(tmp_path: Path) -> None:
             manager.restore(1, args=CompressedRestore(abstract(build(32))))
 
 
+def test_floats_do_not_become_integers(tmp_path: Path) -> None:
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        manager.save(1, args=CompressedSave({"w": jnp.full(5, 1.5), "n": jnp.arange(3), "scale": 1.5}))
+        manager.wait_until_finished()
+
+        def restored(**other: Any) -> Any:
+            item = {"w": jax.ShapeDtypeStruct((5,), jnp.float32), "n": jnp.zeros(3, jnp.int32), "scale": 0.0}
+            return manager.restore(1, args=CompressedRestore(item | other))
+
+        for name, wanted, why in (
+            ("w", jax.ShapeDtypeStruct((5,), jnp.int32), "w: float32 in the checkpoint, int32 in item"),
+            ("w", np.zeros(5, np.int8), "w: float32 in the checkpoint, int8 in item"),
+            ("n", jnp.zeros(3, bool), "n: int32 in the checkpoint, bool in item"),
+            ("scale", 0, "scale: 1.5 in the checkpoint, int in item"),
+        ):
+            with pytest.raises(sp.BadArgumentError, match=f"json: the checkpoint does not fit item\n  {why}"):
+                restored(**{name: wanted})
+        # Other floats are asked for, and counts may become floats.
+        found = restored(w=jax.ShapeDtypeStruct((5,), jnp.bfloat16), n=jnp.zeros(3))
+        assert found["w"].dtype == jnp.bfloat16
+        assert found["n"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_missing_and_damaged_steps(tmp_path: Path) -> None:
     state = build()
     with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
@@ -323,9 +346,13 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with opened(tmp_path / "names", enable_async_checkpointing=False) as manager:
         with pytest.raises(sp.BadArgumentError, match="2 leaves have 1 names"):
             manager.save(1, args=CompressedSave({"list": Alike()}))
-        with pytest.raises(sp.UnsupportedLeafError, match="key"):
-            manager.save(2, args=CompressedSave({"key": jax.random.key(0)}))
         assert not manager.all_steps()
+        with pytest.raises(sp.UnsupportedLeafError, match="set"):
+            manager.save(2, args=CompressedSave({"set": {1}}))
+        assert not manager.all_steps()
+        manager.save(3, args=CompressedSave({"key": jax.random.key(5)}))
+        found = manager.restore(3, args=CompressedRestore({"key": jax.random.key(0)}))["key"]
+        assert np.array_equal(jax.random.key_data(found), jax.random.key_data(jax.random.key(5)))
 
 
 @pytest.mark.parametrize("shared", ["handler", "store"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shrinkpoint as sp
+from shrinkpoint.trainers.background import Background
 from shrinkpoint.trainers.pointers import Pointer, drop, load_at, read_pointer, save_at
 
 
@@ -30,6 +31,27 @@ def test_files_point_into_one_store_of_deltas(tmp_path: Path) -> None:
     assert load_at(tmp_path / "run-3" / "p.json")["model"]["w"][0] == 3
     with pytest.raises(sp.MissingParentError, match=r"points to step 2 of .*store, which has no such checkpoint"):
         load_at(tmp_path / "run-2" / "p.json")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_of_gradients_those_of_the_state_are_taken(tmp_path: Path, background: bool) -> None:
+    """A state may hold an adapter's weights alone; which are protected is what their own gradients say."""
+    rng = np.random.default_rng(0)
+    held = {name: rng.standard_normal(20_000).astype(np.float32) for name in ("a.weight", "b.weight")}
+    grads = {"state_dict": {n: np.abs(w[::-1]).copy() for n, w in held.items()} | {"left.out": np.ones(3, np.float32)}}
+    cfg = sp.presets.inshrinkerator(protect=0.05, prune=0.0)
+    state = {"state_dict": held}
+    store = sp.Store(tmp_path / "store", cfg)
+    if background:
+        saver = Background(store)
+        saver.save(tmp_path / "p.json", state, grads=grads)
+        saver.close()
+    else:
+        save_at(tmp_path / "p.json", store, state, grads=grads)
+    del grads["state_dict"]["left.out"]
+    assert store.read(0).to_bytes() == sp.compress(state, cfg=cfg, grads=grads).to_bytes()
+    assert store.read(0).to_bytes() != sp.compress(state, cfg=cfg).to_bytes()
+    save_at(tmp_path / "q.json", store, {"step": 1}, grads=grads)
 
 
 def test_a_file_saved_again_replaces_its_step(tmp_path: Path) -> None:

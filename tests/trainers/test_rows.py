@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.kernels.mask import unpack_mask
-from shrinkpoint.trainers.rows import _Hook
+from shrinkpoint.trainers.rows import _Hook, _Table
+
+from . import rows_ranks
+from .rows_ranks import Chain, ids, one_table
 
 # Torch says so of its own optimizers' sparse tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -275,6 +284,65 @@ def test_a_store_with_marks_is_a_store_without(policy: str, tmp_path: Path) -> N
             assert torch.linalg.norm(last[name] - value) < 0.12 * torch.linalg.norm(value)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As ZeroRedundancyOptimizer: its step is that of the optimizer within, and torch's hooks see both."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_step_within_a_step_is_read_once(closure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    monkeypatch.setattr(_Table, "read", lambda self, everywhere: reads.append(self.name))
+    model = Model()
+    optimizer = Wrapped(Wrapped(torch.optim.SGD(model.parameters(), 0.05)))
+    with sp.RowTracker(model):
+        for step in range(3):
+            reads.clear()
+            model(*batch(step)).sum().backward()
+            reads.clear()
+            optimizer.step((lambda step=step: model(*batch(step)).sum()) if closure else None)
+            assert reads == ["users.weight", "items.weight"]
+
+
+def test_a_table_that_joins_a_group_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    monkeypatch.setattr(_Table, "read", lambda self, everywhere: reads.append(self.name))
+    model = Model(sparse=True)
+    optimizer = torch.optim.SGD([model.users.weight], 0.05)
+    with sp.RowTracker(model, optimizer):
+        optimizer.step()
+        assert reads == ["users.weight"]
+        optimizer.param_groups[0]["params"].append(model.items.weight)
+        reads.clear()
+        optimizer.step()
+        assert reads == ["users.weight", "items.weight"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_made_anew_marks_as_the_last(wrapped: bool) -> None:
+    model = Model(sparse=True)
+    make = lambda: torch.optim.SGD(model.parameters(), 0.05)  # noqa: E731
+    optimizer: torch.optim.Optimizer = make()
+    with sp.RowTracker(model, optimizer) as tracker:
+        committed(tracker)
+        before = copy.deepcopy(model.state_dict())
+        for number in range(4):
+            optimizer = Wrapped(make()) if wrapped else make()
+            train(model, optimizer, range(number, number + 1))
+        kinds = tracker.kinds(optimizer.inner if isinstance(optimizer, Wrapped) else optimizer)
+        for table in ("users.weight", "items.weight"):
+            changed = (model.state_dict()[table] != before[table]).any(dim=1).nonzero()[:, 0]
+            assert 0 < len(changed) < ROWS / 2
+            assert set(changed.tolist()) <= marked(kinds, table)
+            assert len(marked(kinds, table)) < ROWS / 2
+
+
 def test_losses_are_those_of_a_run_without() -> None:
     def run(tracked: bool) -> tuple[list[float], dict[str, Any]]:
         model = Model(sparse=True)
@@ -294,6 +362,196 @@ def test_losses_are_those_of_a_run_without() -> None:
     (a, x), (b, y) = run(True), run(False)
     assert a == b
     assert all(torch.equal(x[k], y[k]) for k in x)
+
+
+# ------------------------------------------------------------------ rows that move without a look-up of their own
+
+
+def backward(model: nn.ModuleDict, rows: torch.Tensor, how: str = "module") -> None:
+    """A gradient of 2 in each of these rows."""
+    table = model["t"]
+    if how == "module":
+        out = table(rows)
+    elif how == "functional":
+        out = F.embedding(rows, table.weight, sparse=table.sparse)
+    else:
+        out = table.weight[rows]
+    (2 * out.sum()).backward()
+
+
+def stepper(model: nn.ModuleDict, how: str) -> tuple[Any, Callable[[], Any], torch.optim.Optimizer]:
+    """What the tracker is told of, what moves the rows, and an optimizer for its `zero_grad`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+
+    def by_hand() -> None:
+        with torch.no_grad():
+            model["t"].weight -= model["t"].weight.grad
+
+    told = optimizer if how == "optimizer" else None
+    return told, by_hand if how == "by hand" else optimizer.step, optimizer
+
+
+STEPPERS = pytest.mark.parametrize("stepping", ["optimizer", "not given", "by hand"])
+GRADIENTS = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+
+
+@STEPPERS
+@GRADIENTS
+def test_a_save_between_backward_and_step(sparse: bool, stepping: str) -> None:
+    model = one_table(sparse)
+    told, step, optimizer = stepper(model, stepping)
+    with sp.RowTracker(model, told) as tracker:
+        chain = Chain(model, tracker)
+        for number in range(3):
+            optimizer.zero_grad()
+            backward(model, ids(number))
+            assert chain.save() == 0
+            step()
+            assert chain.save() == 40
+        # Micro-batches on both sides of a save.
+        optimizer.zero_grad()
+        backward(model, ids(3))
+        assert chain.save() == 0
+        backward(model, ids(4))
+        step()
+        assert 75 <= chain.save() <= 80
+
+
+@STEPPERS
+@GRADIENTS
+def test_gradients_that_are_never_zeroed(sparse: bool, stepping: str) -> None:
+    model = one_table(sparse)
+    told, step, _ = stepper(model, stepping)
+    with sp.RowTracker(model, told) as tracker:
+        chain = Chain(model, tracker)
+        so_far: set[int] = set()
+        for number in range(4):
+            backward(model, ids(number))
+            so_far |= set(ids(number).tolist())
+            step()
+            assert chain.save() == len(so_far)
+        # And without a backward pass at all.
+        if stepping != "by hand":
+            step()
+            assert chain.save() == len(so_far)
+
+
+@STEPPERS
+@GRADIENTS
+@pytest.mark.parametrize("how", ["functional", "index"])
+def test_look_ups_past_the_module(sparse: bool, stepping: str, how: str) -> None:
+    model = one_table(sparse, padding_idx=6)
+    told, step, optimizer = stepper(model, stepping)
+    with sp.RowTracker(model, told) as tracker:
+        chain = Chain(model, tracker)
+        for number in range(3):
+            for more in range(3):
+                optimizer.zero_grad()
+                # Past the module nothing knows of padding.
+                backward(model, torch.cat([ids(10 * number + more), torch.tensor([6])]), how)
+                if more == 1:
+                    backward(model, ids(10 * number + 9))
+                step()
+            assert chain.save() > 120
+
+
+@GRADIENTS
+def test_a_step_by_a_closure(sparse: bool) -> None:
+    model = one_table(sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with sp.RowTracker(model, optimizer) as tracker:
+        chain = Chain(model, tracker)
+        for number, how in enumerate(("module", "functional")):
+
+            def closure(number: int = number, how: str = how) -> float:
+                optimizer.zero_grad()
+                backward(model, ids(number), how)
+                return 0.0
+
+            optimizer.step(closure)
+            assert chain.save() == 40
+
+
+def test_what_the_tracker_does_not_see_is_stored_and_counted() -> None:
+    """Dense gradients of one process are not read at every step: a single look-up past the module may escape it."""
+    model = one_table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with sp.RowTracker(model, optimizer) as tracker:
+        chain = Chain(model, tracker)
+        for number, how in ((0, "module"), (1, "functional")):
+            optimizer.zero_grad()
+            backward(model, ids(number), how)
+            optimizer.step()
+        assert chain.save(unmarked=40) == 80
+        # An edit by hand of one row among all.
+        with torch.no_grad():
+            model["t"].weight[123_457] += 1
+        assert chain.save(unmarked=1) == 1
+        assert chain.save() == 0
+        # Now and again they are read all the same.
+        for number in range(65):
+            optimizer.zero_grad()
+            backward(model, ids(number), "functional" if number == 64 else "module")
+            optimizer.step()
+        assert chain.save() > 2000
+
+
+def test_dense_gradients_are_read_rarely_unless_rows_turn_up_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shrinkpoint.trainers import rows
+
+    read: list[int] = []
+    real = rows._with_gradient
+    monkeypatch.setattr(rows, "_with_gradient", lambda g: read.append(len(read)) or real(g))
+    model = one_table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+
+    def steps(count: int, how: str) -> int:
+        before = len(read)
+        for number in range(count):
+            optimizer.zero_grad()
+            backward(model, ids(number), how)
+            optimizer.step()
+        return len(read) - before
+
+    with sp.RowTracker(model, optimizer) as tracker:
+        assert steps(5, "module") == 0  # before the first save all rows count anyway
+        committed(tracker)
+        assert steps(100, "module") == 2
+        committed(tracker)
+        assert steps(5, "module") == 1
+        committed(tracker)
+        assert steps(5, "functional") == 1  # found: from then on all rows count, until the next save
+        assert marked_share(tracker) == 1
+        committed(tracker)
+        assert steps(5, "functional") == 5
+        assert 0 < marked_share(tracker) < 0.01
+
+
+def marked_share(tracker: sp.RowTracker) -> float:
+    return tracker.shares()["t.weight"][1]
+
+
+def test_two_processes_each_of_which_sees_its_own_look_ups(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.trainers.rows_ranks"]
+    home = Path(rows_ranks.__file__).parents[2]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=home, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
+def test_an_accumulated_gradient_of_a_frozen_and_a_thawed_table() -> None:
+    model = one_table()
+    model["t"].weight.requires_grad_(False)
+    with sp.RowTracker(model) as tracker:
+        chain = Chain(model, tracker)
+        model["t"].weight.requires_grad_(True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        backward(model, ids(1), "functional")
+        optimizer.step()
+        assert chain.save() == 40
 
 
 # ------------------------------------------------------------------ snapshots and commits
@@ -490,6 +748,69 @@ def test_a_resized_table_is_refused(one: nn.ModuleDict) -> None:
             tracker.kinds()
 
 
+@pytest.mark.parametrize("rows", [ROWS + 5, ROWS + 100, ROWS - 1])
+@pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_in_the_place_of_another_of_another_size_is_refused(
+    one: nn.ModuleDict, rows: int, module: type[nn.Module]
+) -> None:
+    """Also where its marks would take as many bytes, and no optimizer is given."""
+    one["t"] = nn.Embedding(ROWS + 1, 4)
+    with sp.RowTracker(one) as tracker:
+        committed(tracker)
+        one["t"] = module(rows, 4)  # type: ignore[call-arg]
+        for _ in range(2):
+            with pytest.raises(sp.BadArgumentError, match=rf"t\.weight.*from {ROWS + 1} to {rows} rows"):
+                tracker.kinds()
+
+
+@GRADIENTS
+def test_a_table_in_the_place_of_another_is_followed(sparse: bool) -> None:
+    """Of the same size: all of it is touched, and its rows are marked from the next save on."""
+    model = one_table(sparse)
+    with sp.RowTracker(model) as tracker:
+        chain = Chain(model, tracker)
+        tracker.kinds()  # a save that nobody reports
+        old = weakref.ref(model["t"])
+        model["t"] = copy.deepcopy(model["t"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        for number in range(3):
+            optimizer.zero_grad()
+            backward(model, ids(number), "functional" if number == 2 else "module")
+            optimizer.step()
+            assert chain.save() == 40
+        # The last gradient is still there, and might be stepped by again.
+        assert marked_share(tracker) == 40 / len(model["t"].weight)
+        gc.collect()
+        assert old() is None
+
+
+def test_tables_that_come_and_go_and_are_tied() -> None:
+    model = nn.ModuleDict({name: nn.Embedding(ROWS, 4) for name in ("a", "b", "c", "d")})
+    model["b"].weight = model["a"].weight
+    with sp.RowTracker(model) as tracker:
+        committed(tracker)
+        model["a"](torch.tensor([1]))
+        model["c"](torch.tensor([3]))
+        # One of two that were one table is another now, one is gone, one is no table any more, one is new.
+        model["b"] = nn.Embedding(ROWS, 4)
+        del model["d"]
+        model["new"] = nn.Embedding(10, 4)
+        kinds = tracker.kinds()
+        assert marked(kinds, "a.weight") == {1}
+        assert marked(kinds, "b.weight") == set(range(ROWS))
+        assert marked(kinds, "c.weight") == {3}
+        assert "d.weight" not in kinds
+        assert kinds["new.weight"].rows.tolist() == [255, 3]
+        tracker.saved(base=True)
+        model["c"] = nn.Linear(4, ROWS)
+        model["head"] = nn.Linear(4, ROWS, bias=False)
+        model["head"].weight = model["a"].weight
+        kinds = tracker.kinds()
+        assert kinds["c.weight"].rows is None
+        assert tracker.untracked == {"a.weight": "also the parameter head.weight"}
+        assert marked(kinds, "b.weight") == set()
+
+
 def test_loading_and_replacing_forgets(one: nn.ModuleDict) -> None:
     def replace() -> None:
         one["t"].weight = nn.Parameter(torch.ones(ROWS, 4))
@@ -534,14 +855,30 @@ def test_edits_by_hand_are_noticed_by_what_is_compared_anyway(one: nn.ModuleDict
 
 def test_hooks_are_gone_after_closing(one: nn.ModuleDict) -> None:
     optimizer = torch.optim.SGD(one.parameters(), 0.1)
+    from torch.optim import optimizer as hooks
+
+    every = hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
+    before = [len(table) for table in every]
     tracker = sp.RowTracker(one, optimizer)
     assert one["t"]._forward_hooks
+    assert [len(table) for table in every] == [n + 1 for n in before]
     with tracker:
         pass
     tracker.close()
     assert not one["t"]._forward_hooks
     assert not one["t"]._load_state_dict_post_hooks
     assert not optimizer._optimizer_load_state_dict_post_hooks
+    assert [len(table) for table in every] == before
+    # One that nobody holds any more goes by itself.
+    tracker = sp.RowTracker(one)
+    gone = weakref.ref(tracker)
+    assert [len(table) for table in every] == [n + 1 for n in before]
+    del tracker
+    gc.collect()
+    assert gone() is None
+    assert [len(table) for table in every] == before
+    tracker = sp.RowTracker(one, optimizer)
+    tracker.close()
     look_up(one, 1)
     for call in (tracker.kinds, lambda: tracker.saved(base=True), tracker.shares):
         with pytest.raises(sp.BadArgumentError, match="closed"):

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...codec.errors import BadArgumentError, UnsupportedLeafError
-from ...codec.kinds import Kind, by_path, guess
+from ...codec.kinds import Kind, by_path, check_used, guess, kinds_for
 from ...codec.leaves import LeafSpec, is_array
 from ...codec.tree import flatten
 
@@ -96,7 +96,8 @@ def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapp
     Raises:
         UnsupportedLeafError: a distributed tensor inside of what is no tensor: its ranks cannot be told apart there.
     """
-    table: dict[str, Any] = dict(given or {})
+    # A rank holds shards of some arrays only, and `compress` refuses kinds of which it has none.
+    table = kinds_for(given, map("/".join, shards)) or {}
     for keys, tensor in shards.items():
         path = "/".join(keys)
         if by_path(table, path) is None and _is_entry(keys):
@@ -110,9 +111,27 @@ def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapp
     return table
 
 
+def check_named(given: Mapping[str, Any] | None, names: Iterable[str]) -> None:
+    """Refuse kinds of which no key is the path of a tensor of any rank.
+
+    Only planners know where a name is to be cut into keys, so that dots and slashes are one here.
+
+    Args:
+        given: as for `kinds_of`.
+        names: the fully qualified names of all ranks' tensors.
+
+    Raises:
+        BadArgumentError: with some of both, see `check_used`.
+    """
+    paths = ["/".join(place(fqn, None)) for fqn in names]
+    table = {path.replace(".", "/"): kind for path, kind in (given or {}).items()}
+    if not any(by_path(table, path.replace(".", "/")) for path in paths):
+        check_used(given, paths)
+
+
 def _is_entry(keys: Place) -> bool:
     """Whether a place is that of an optimizer's entry: `.../state/<parameter>/<entry>`; weights have other names."""
     return len(keys) >= 3 and keys[-3] == "state" and keys[-1] not in ("weight", "bias")
 
 
-__all__ = ["VALUES", "Place", "insert", "key_of", "kinds_of", "numbered", "place"]
+__all__ = ["VALUES", "Place", "check_named", "insert", "key_of", "kinds_of", "numbered", "place"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from ...store.manifest import Manifest
 from ...store.policy import wants_base
 from .chain import carry, open_folder, read_index, resolve
 from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
-from .places import VALUES, Place, insert, kinds_of, numbered, place
+from .places import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .thresholds import Weights, agree
 
 
@@ -63,6 +64,9 @@ class _Together:
     thresholds: bool
 
 
+_TORCH, _SAVES = "torch.distributed.checkpoint.", {"save", "_save_state_dict"}
+"""Where a thread is while torch saves by a writer."""
+_claims = threading.Lock()
 _MOST_KEPT = 4
 _kept: dict[str, _Parent] = {}
 """Parents of writers that arrive anew for each save: `async_save` in a process pickles its writer every time."""
@@ -72,8 +76,9 @@ class Writer(StorageWriter):
     """Compressed, delta-coded distributed checkpoints: `dcp.save(state, storage_writer=Writer(path))`.
 
     Each rank writes one container of its own shards, a delta against what it saved before; rank 0 then writes the
-    metadata, which makes the checkpoint exist. Keep one writer for a run, and give each checkpoint a folder of its own
-    by `checkpoint_id`, or save to one folder again and again: the former checkpoint stays whole until the new one is.
+    metadata, which makes the checkpoint exist. Keep one writer for a run, let one save end before the next begins, and
+    give each checkpoint a folder of its own by `checkpoint_id`, or save to one folder again and again: the former
+    checkpoint stays whole until the new one is.
     A folder needs no other one: what its deltas are against is linked (where that cannot be, copied) into it.
 
     Args:
@@ -88,7 +93,8 @@ class Writer(StorageWriter):
             rank to its own thresholds: only the caller knows which group that thread may use beside training.
 
     Raises:
-        BadArgumentError: an argument of a wrong kind.
+        BadArgumentError: an argument of a wrong kind; on saving, while another save by this writer is in flight, or
+            where `kinds` names no tensor of the state (not checked with `use_collectives=False`).
 
     Example:
         >>> import tempfile, warnings, torch, torch.distributed.checkpoint as dcp
@@ -125,11 +131,13 @@ class Writer(StorageWriter):
         self._head: _Parent | None = None
         self._token = os.urandom(16).hex()
         self._travelled = False
+        self._thread: int | None = None
         self._rank, self._collective, self._coordinator = 0, True, True
 
     def __getstate__(self) -> dict[str, Any]:
         # A parent is as large as its checkpoint: it stays in the process that saves. That one has a group of its own.
-        return self.__dict__ | {"_head": None, "process_group": None, "_travelled": True}
+        self._claim(self.path)
+        return self.__dict__ | {"_head": None, "process_group": None, "_travelled": True, "_thread": None}
 
     # ---- what torch calls, in this order
 
@@ -148,13 +156,23 @@ class Writer(StorageWriter):
         return self.path or ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save goes to `checkpoint_id`; None: to where the last one went."""
+        """The next save goes to `checkpoint_id`; None: to where the last one went.
+
+        Raises:
+            BadArgumentError: a save by this writer is in flight in another thread.
+        """
         if checkpoint_id is not None:
             open_folder(checkpoint_id)
+            self._claim(checkpoint_id)
             self.path = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of the rank, and whether ranks talk to each other."""
+        """Take note of the rank, and whether ranks talk to each other.
+
+        Raises:
+            BadArgumentError: a save by this writer is in flight in another thread.
+        """
+        self._claim(self.path)
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = int(kwargs.get("rank", dist.get_rank() if distributed else 0))
         self._collective = bool(kwargs.get("use_collectives", True))
@@ -170,7 +188,15 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, and in them for all ranks alike whether they agree on thresholds."""
+        """The plans, and in them for all ranks alike whether they agree on thresholds.
+
+        Raises:
+            BadArgumentError: `kinds` names no tensor of any rank.
+        """
+        # A rank alone has some of the tensors only, and so has a plan that torch has kept from the last save.
+        if self._collective and all(getattr(plan, "usable", True) for plan in plans):
+            items = (item for plan in plans for item in plan.items)
+            check_named(self.kinds, {i.index.fqn: None for i in items if i.type != WriteItemType.BYTE_IO})
         together = _Together(
             len(plans) > 1 and self._may_talk() and dist.get_world_size(self.process_group) == len(plans)
         )
@@ -241,6 +267,22 @@ class Writer(StorageWriter):
         files.remove([f"{FOLDER}/{n}" for n in garbage])
         metadata.storage_data = index
         metadata.storage_meta = self.storage_meta()
+
+    def _claim(self, target: Any) -> None:
+        """Take the writer for a save of this thread.
+
+        Raises:
+            BadArgumentError: another thread is saving by it. Where both went on, the one would be written to the
+                folder of the other.
+        """
+        me = threading.get_ident()
+        with _claims:
+            if self._thread not in (None, me) and _is_saving(self._thread, self):
+                where = "" if target is None else f"{os.fspath(target)}: "
+                raise BadArgumentError(
+                    f"{where}another save by this writer is still in flight; wait for it (its future's result) before"
+                )
+            self._thread = me
 
     # ---- this rank's state
 
@@ -338,6 +380,20 @@ class Writer(StorageWriter):
         _kept[self._token] = new
         for old in list(_kept)[:-_MOST_KEPT]:
             del _kept[old]
+
+
+def _is_saving(thread: int | None, writer: Writer) -> bool:
+    """Whether a thread is within one of torch's saves by a writer.
+
+    Nobody tells a writer of the end of a save that fails on another rank, and only the coordinator's is told of any.
+    """
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        inside = frame.f_code.co_name in _SAVES and frame.f_globals.get("__name__", "").startswith(_TORCH)
+        if inside and frame.f_locals.get("storage_writer") is writer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _value(planner: SavePlanner, item: Any) -> Any:

@@ -1,0 +1,198 @@
+"""Running averages of gradients on the host, and how gradients get there from where they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec.leaves import is_sharded, local_part
+
+_EVERY = 16
+"""After so many gradients an average is looked through for values that are not finite; at each would cost as much again
+as the averaging."""
+
+
+class Average:
+    """The running averages of one parameter's gradient, on the host.
+
+    `batches` gradients are in them; `newest` is the number of batches that were done after the last of these. An
+    element that is not finite would stay so for good: it begins anew at zero, and is counted in `not_finite`.
+    """
+
+    def __init__(self, parameter: Tensor, squares: bool) -> None:
+        local = local_part(parameter.detach())
+        dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+        self.mean = torch.zeros(local.shape, dtype=dtype)
+        self.square = torch.zeros(local.shape, dtype=dtype) if squares else None
+        self.batches = self.newest = self.not_finite = 0
+        self.pinned: Tensor | None = None
+        self.pending: Future[None] | None = None
+        self._like = parameter if is_sharded(parameter) else None
+
+    def add(self, gradient: Tensor, beta: float, scale: float, batch: int) -> None:
+        """One more batch.
+
+        Args:
+            gradient: on the host, multiplied by `scale`.
+            beta: weight of it.
+            scale: what it was multiplied by.
+            batch: its number, from 0.
+        """
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        gradient = gradient.to(self.mean.dtype)
+        if scale != 1.0:
+            gradient = gradient / scale
+        self.mean.lerp_(gradient, beta)
+        if self.square is not None:
+            self.square.lerp_(gradient * gradient, beta)
+        self.batches += 1
+        self.newest = batch + 1
+        if self.batches % _EVERY == 0:
+            self.mend()
+
+    def mend(self) -> None:
+        """Let the elements that are not finite begin anew."""
+        for values in (self.mean, self.square):
+            # One pass that keeps nothing; where the sum is not finite, as that of large values may be, another.
+            if values is not None and not math.isfinite(float(values.sum())):
+                bad = ~values.isfinite()
+                self.not_finite += int(bad.sum())
+                values[bad] = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process has only a part of it."""
+        return self._like is not None
+
+    def read(self, which: str) -> Tensor:
+        """A copy of `mean` or `square`, sharded as the parameter is; this process's part is on the host."""
+        self.mend()
+        found: Tensor = getattr(self, which).clone()
+        if self._like is None:
+            return found
+        from .shards import on_host
+
+        return on_host(found, self._like)
+
+
+class Transfer:
+    """Gets gradients into their averages: at once from the CPU, from a GPU beside the training.
+
+    On a GPU a gradient is copied to pinned memory on a stream of its own, without the host waiting, and a thread forms
+    the average once the copy is there. Each parameter has one pinned buffer, so that the host waits only where its
+    last gradient is not averaged yet: for as long as averaging takes longer than a whole training step.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._futures: list[Future[None]] = []
+        self._copied: list[tuple[Any, Any]] = []
+        self._streams: dict[Any, Any] = {}
+
+    def fold(
+        self, pairs: Sequence[tuple[Average, Tensor]], beta: float, scale: Any, skipped: Any, batch: int = 0
+    ) -> None:
+        """Take the gradients of a batch into their averages; `scale` and `skipped` are those of AMP, or None."""
+        on_host = [(a, g) for a, g in pairs if g.device.type != "cuda"]
+        on_gpu = [(a, g) for a, g in pairs if g.device.type == "cuda"]
+        if on_host:
+            self._average([(a, g.cpu()) for a, g in on_host], beta, scale, skipped, batch)
+        if on_gpu:
+            for future in dict.fromkeys(a.pending for a, _ in on_gpu if a.pending is not None):
+                future.result()  # what is in the pinned memory must have been read
+            work = [self._copy(d, on_gpu, scale, skipped) for d in dict.fromkeys(g.device for _, g in on_gpu)]
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="sensitivity")
+            future = self._thread.submit(self._fold_copied, work, beta, batch)
+            for average, _ in on_gpu:
+                average.pending = future
+            self._futures = [*(one for one in self._futures if not one.done() or one.exception()), future]
+
+    def _copy(self, device: Any, pairs: Sequence[tuple[Average, Tensor]], scale: Any, skipped: Any) -> tuple[Any, ...]:
+        """Start copying the gradients on one device to pinned memory, on a stream of its own."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        copied = []
+        with torch.cuda.stream(stream):
+            for average, gradient in pairs:
+                if gradient.device != device:
+                    continue
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                if average.pinned is None or average.pinned.dtype != dense.dtype:
+                    average.pinned = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=True)
+                average.pinned.copy_(dense, non_blocking=True)
+                dense.record_stream(stream)
+                copied.append((average, average.pinned))
+            small = [None if t is None else _pinned_copy(t) for t in (scale, skipped)]
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+        self._copied.append((device, done))
+        return done, copied, *small
+
+    def hold_back(self) -> None:
+        """Let the training's streams go on only once the gradients are copied; the host does not wait.
+
+        To be called before the optimizer steps, for some write into the gradients: SGD with Nesterov's momentum, fused
+        ones as they unscale under AMP, hooks that clip.
+        """
+        for device, done in self._copied:
+            torch.cuda.current_stream(device).wait_event(done)
+        self._copied.clear()
+
+    def _fold_copied(self, work: Sequence[tuple[Any, ...]], beta: float, batch: int) -> None:
+        """What the thread does: wait for the copies, then average."""
+        with torch.no_grad():
+            for done, copied, scale, skipped in work:
+                done.synchronize()
+                self._average(copied, beta, scale, skipped, batch)
+
+    def _average(
+        self, pairs: Sequence[tuple[Average, Tensor]], beta: float, scale: Any, skipped: Any, batch: int
+    ) -> None:
+        """Take gradients on the host into their averages, unless AMP skips the step."""
+        if skipped is not None and float(skipped) > 0:
+            return
+        factor = 1.0 if scale is None else float(scale)
+        for average, gradient in pairs:
+            average.add(gradient, beta, factor, batch)
+
+    def wait(self) -> None:
+        """Wait until all that was started is in the averages."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """Finish, and end the thread."""
+        self.wait()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+
+def gradient_of(parameter: Any) -> Any:
+    """This process's part of a parameter's gradient, None where it has none.
+
+    Under tensor parallelism that of a replicated parameter may still be one term of a sum, which no optimizer can use.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    if not is_sharded(gradient):
+        return gradient
+    if any(place.is_partial() for place in gradient.placements):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
+def _pinned_copy(value: Tensor) -> Tensor:
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return copy.copy_(value, non_blocking=True)

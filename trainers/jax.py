@@ -1,0 +1,172 @@
+"""JAX: pytrees of one's own containers (Optax's states, named tuples, registered dataclasses) as plain trees, and back.
+
+    ckpt = sp.compress(nested(state), prev)
+    state = fitted(sp.decompress(ckpt, prev), state)
+
+A checkpoint holds dicts, lists and tuples alone: to rebuild another class takes pickle, or the tree that the user has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..codec.extras import install
+from ..kernels.errors import BadArgumentError
+from .fitting import listed
+
+if TYPE_CHECKING:
+    import jax
+    from jax.experimental import multihost_utils
+else:
+    try:
+        import jax
+        from jax.experimental import multihost_utils
+    except ImportError:
+        raise ImportError(f"this adapter needs JAX: {install('jax')}") from None
+
+_ORDER = (jax.numpy.bool_, jax.numpy.unsignedinteger, jax.numpy.signedinteger, jax.numpy.floating)
+"""Kinds of numbers: those of one are not converted to an earlier one, which would lose all of some of them."""
+
+
+def nested(tree: Any) -> dict[str, Any]:
+    """A pytree as nested dicts by name, which `compress` and `Store.save` take.
+
+    Names are dictionary keys, attributes and positions: `opt_state/0/mu/dense/kernel`. Empty containers and None have
+    no leaf and are left out; `fitted` has them from the tree it is given.
+
+    Args:
+        tree: a pytree of arrays and plain scalars in any containers that JAX knows. Typed keys (`jax.random.key`) are
+            given as their data. Arrays that are spread over several processes come together in each; all of these
+            must call this then.
+
+    Raises:
+        BadArgumentError: two leaves have one name; the tree is a single leaf, or none of JAX's.
+
+    Example:
+        >>> import collections
+        >>> Adam = collections.namedtuple("Adam", "count mu")
+        >>> nested({"opt": (Adam(3, {"w": 0.5}),)})
+        {'opt': {'0': {'count': 3, 'mu': {'w': 0.5}}}}
+    """
+    found: dict[str, Any] = {}
+    for name, leaf in _flat(tree, "the tree").items():
+        if not name:
+            raise BadArgumentError(f"the tree is a single {type(leaf).__qualname__}, not a container of leaves")
+        node = found
+        for key in name[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise BadArgumentError(f"{'/'.join(name)}: another leaf stands above it; keys must differ as text")
+        if name[-1] in node:
+            raise BadArgumentError(f"{'/'.join(name)}: other leaves stand below it; keys must differ as text")
+        node[name[-1]] = _whole(leaf)
+    return found
+
+
+def fitted(plain: Any, like: Any, *, what: str = "like") -> Any:
+    """A plain tree in the containers of another, which has the same names and shapes; the inverse of `nested`.
+
+    Args:
+        plain: what `nested` gave, after `decompress` or `Store.load`.
+        like: a pytree of arrays, `jax.ShapeDtypeStruct` and scalars: what comes back has its containers, dtypes and
+            shardings; without a sharding, on the default device. NumPy arrays come back where it has NumPy arrays.
+        what: how messages call it.
+
+    Raises:
+        BadArgumentError: names, shapes or kinds of numbers differ; the message lists them.
+
+    Example:
+        >>> import collections
+        >>> Adam = collections.namedtuple("Adam", "count mu")
+        >>> fitted({"opt": {"0": {"count": 4, "mu": {"w": 0.25}}}}, {"opt": (Adam(3, {"w": 0.5}),)})
+        {'opt': (Adam(count=4, mu={'w': 0.25}),)}
+    """
+    saved, wanted = _flat(plain, "the checkpoint"), _flat(like, what)
+    lines = [f"{'/'.join(name)}: not in the checkpoint" for name in wanted if name not in saved]
+    lines += [f"{'/'.join(name)}: not in {what}" for name in saved if name not in wanted]
+    for name in wanted.keys() & saved.keys():
+        problem = _problem(saved[name], wanted[name], what)
+        lines += [f"{'/'.join(name)}: {problem}"] if problem else []
+    if lines:
+        raise BadArgumentError(f"the checkpoint does not fit {what}\n  {listed(sorted(lines))}")
+    leaves = [_placed(saved[name], leaf) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _flat(tree: Any, what: str) -> dict[tuple[str, ...], Any]:
+    """Leaves by their names."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = {tuple(_name(key) for key in path): leaf for path, leaf in leaves}
+    if len(found) != len(leaves):
+        raise BadArgumentError(f"{what}: {len(leaves)} leaves have {len(found)} names; keys must differ as text")
+    return found
+
+
+def _name(key: Any) -> str:
+    """As Orbax has them."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether it is a typed key (`jax.random.key`), which has no values but those of its data."""
+    return hasattr(leaf, "dtype") and bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _data(key: Any) -> Any:
+    """What a typed key is stored as: shape and dtype."""
+    return jax.eval_shape(jax.random.key_data, key)
+
+
+def _whole(leaf: Any) -> Any:
+    leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return multihost_utils.process_allgather(leaf, tiled=True)
+    return leaf
+
+
+def _problem(saved: Any, wanted: Any, what: str) -> str:
+    """Why a leaf cannot stand for another, or ""."""
+    saved, wanted = (_data(leaf) if _is_key(leaf) else leaf for leaf in (saved, wanted))
+    before, now = np.shape(saved), tuple(getattr(wanted, "shape", ()))
+    if before != now:
+        return f"shape {before} in the checkpoint, {now} in {what}"
+    if not hasattr(wanted, "dtype"):
+        scalar = saved.item() if hasattr(saved, "item") else saved
+        same = type(scalar) is type(wanted) or (type(scalar) is int and type(wanted) is float)
+        return "" if same else f"{scalar!r} in the checkpoint, {type(wanted).__qualname__} in {what}"
+    if isinstance(saved, (str, bytes)) or saved is None:
+        return f"{type(saved).__qualname__} in the checkpoint, {wanted.dtype} in {what}"
+    # A dtype is asked for by its name: NumPy knows bfloat16 and its like only through JAX.
+    held = saved.dtype if isinstance(saved, (jax.Array, jax.ShapeDtypeStruct)) else np.asarray(saved).dtype
+    return "" if _rank(held) <= _rank(wanted.dtype) else f"{held} in the checkpoint, {wanted.dtype} in {what}"
+
+
+def _rank(dtype: Any) -> int:
+    kinds = (number for number, kind in enumerate(_ORDER) if jax.numpy.issubdtype(dtype, kind))
+    return next(kinds, len(_ORDER))
+
+
+def _placed(saved: Any, wanted: Any) -> Any:
+    """A leaf of the wanted type, dtype and sharding."""
+    if not hasattr(wanted, "shape"):
+        return type(wanted)(saved)
+    if _is_key(wanted):
+        found: list[Any] = []
+        jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), wanted)
+        data = jax.random.key_data(saved) if _is_key(saved) else jax.numpy.asarray(saved)
+        keys = jax.random.wrap_key_data(data, impl=found[0])
+        return keys if wanted.sharding is None else jax.device_put(keys, wanted.sharding)
+    host = np.asarray(saved).astype(wanted.dtype, copy=False)
+    if isinstance(wanted, (np.ndarray, np.generic)):
+        return host
+    if wanted.sharding is None:
+        return jax.numpy.asarray(host)
+    return jax.make_array_from_callback(host.shape, wanted.sharding, lambda index: host[index])
+
+
+__all__ = ["fitted", "nested"]

@@ -1,0 +1,37 @@
+"""Sharded tensors of which each process keeps its part on the host, whatever device the others are on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def on_host(local: Tensor, like: Any) -> DTensor:
+    """A DTensor with the shape, mesh and placements of another one, whose part on this process is on the CPU.
+
+    Read whole, it goes through the device of its mesh, which torch's own would refuse to do: so a model's gradient
+    averages take no device memory, but for one tensor at a time as `compress` gathers it.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    make: Any = DTensor
+    found: Any = make(local, spec, requires_grad=False)
+    found.full_tensor = functools.partial(_whole, local, spec)
+    return found  # type: ignore[no-any-return]
+
+
+def _whole(local: Tensor, spec: DTensorSpec, *, grad_placements: Any = None) -> Tensor:
+    """All of it, on the device of the mesh; a collective."""
+    there = DTensor.from_local(
+        local.to(spec.mesh.device_type),
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
+    return there.full_tensor(grad_placements=grad_placements)
