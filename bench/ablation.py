@@ -96,13 +96,15 @@ def rows(model: Model, study: Study, options: Options) -> list[Row]:
     """Bits and loss of every variant, and of the coders on the same levels."""
     from .training import DEVICE, over_seeds
 
-    found = []
+    found: list[Row] = []
     name, size = model.workload.name, model.size
+    options.seeds.update(range(study.ablation))
     for label, variant in variants().items():
         options.say(f"{name}, ablation, {label}")
         make: Make = variant.make
         outcomes = model.outcomes(make, range(study.ablation), FAILURES, study.spacing, study.batches)
         about = f"seeds 0 to {len(outcomes) - 1}, {FAILURES} failures"
+        here = []
         for what, field, unit in (
             ("weights, all checkpoints", "weights", "x"),
             ("late weight deltas", "weight_bits", "bits"),
@@ -111,7 +113,8 @@ def rows(model: Model, study: Study, options: Options) -> list[Row]:
         ):
             values = [getattr(o, field) for o in outcomes]
             row, note = f"{name} ablation, {label}: {what}", f"{over_seeds(values)}; {about}"
-            found.append(Row(row, DEVICE, size, statistics.fmean(values), unit, None, None, None, None, None, note))
+            here.append(Row(row, DEVICE, size, statistics.fmean(values), unit, None, None, None, None, None, note))
+        found += options.done(here)
     for label, bits in coded(model, study.spacing).items():
         row = f"{name} ablation, coders, {label}: late weight deltas"
         note = "seed 0, uninterrupted; levels alone, nearest entries, checkpoints of the last third"

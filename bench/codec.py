@@ -1,7 +1,9 @@
 """`python -m bench codec`: compress and decompress a whole AdamW training state, against zstandard and torch.save.
 
 Two states: a real one (from `--state`, else trained here), and one of 100 million parameters (5 million with --quick)
-drawn from it. A base and the delta of the next state, on one thread and on two, and the peak of extra memory.
+drawn from it. A base and the delta of the next state, on one thread and on two, and the peak of extra memory. Exact
+coding also of weights alone, in both formats, and one step of training from their parent: drawn from the states of
+`bench systems`, which has the ratios of those themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 
 import shrinkpoint as sp
+from shrinkpoint.codec.base import CHUNK
+from shrinkpoint.codec.ratedistortion import cheapest_levels
 
 from . import data, memory
 from .data import Pair
@@ -28,10 +32,12 @@ from .harness import (
     Options,
     Peer,
     Row,
+    Target,
     at_least,
     is_red,
     one_thread_clock,
     run_cases,
+    same,
     wall_clock,
 )
 from .plot import Bars, draw
@@ -44,11 +50,18 @@ CONFIGS: dict[str, Callable[[], sp.Config]] = {
 }
 FLOOR, ZSTD, TORCH = "memcpy", "zstd -3", "torch.save"
 COMPRESS, DECOMPRESS = at_least(400, "value"), at_least(900, "value")
+EXACT = at_least(400, "value")
+FORMATS = ("float32", "bfloat16")
+ENCODER, RATE = "levels under a rate", 0.0005
+ENCODED = at_least(0.2, "value")
+PREFIX = (1 << 16) + 1
+"""Elements that are compared with the oracle."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration of one state on so many threads, and which of its rows are wanted."""
+    """One configuration of one state on so many threads, which of its rows are wanted, and the target of both
+    directions; None: the default configuration's own, which the others do not have."""
 
     label: str
     pair: Pair
@@ -56,6 +69,7 @@ class Plan:
     threads: int
     delta: bool = True
     peers: bool = True
+    target: Target | None = None
 
     @property
     def device(self) -> str:
@@ -64,13 +78,14 @@ class Plan:
     def rows(self) -> list[Case]:
         """Compress and decompress, of the base and maybe of the delta."""
         found = []
+        own = self.threads == 1 and self.config == "default"
         base = Work(self)
         for delta in (False, True) if self.delta else (False,):
             work = Work(self, base) if delta else base
             kind = "delta" if delta else "base"
             for name, make, target in (
-                ("compress", work.compress, COMPRESS),
-                ("decompress", work.decompress, DECOMPRESS),
+                ("compress", work.compress, self.target or (COMPRESS if own else None)),
+                ("decompress", work.decompress, self.target or (DECOMPRESS if own else None)),
             ):
                 names = (FLOOR, ZSTD, TORCH) if self.peers else (FLOOR,)
                 case = Case(
@@ -79,7 +94,7 @@ class Plan:
                     "MB/s",
                     make,
                     self.device,
-                    target if self.threads == 1 and self.config == "default" else None,
+                    target,
                     names,
                 )
                 found.append(case)
@@ -239,15 +254,100 @@ def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
     return found + [Plan("drawn", drawn, "default", count) for count in (1, 2)]
 
 
+def exact_names() -> list[str]:
+    """Rows of `exact_plans`."""
+    none = Pair({}, {}, "")
+    return [case.row for dtype in FORMATS for case in _exact(dtype, none).rows()]
+
+
+def _exact(dtype: str, pair: Pair) -> Plan:
+    return Plan(f"{dtype} weights", pair, "lossless", 1, target=EXACT)
+
+
+def exact_plans(*, quick: bool) -> list[Plan]:
+    """Weights of 25 million parameters (3 with `quick`) in both formats, and one step of training later.
+
+    They are drawn from the states of `bench systems`, a GPT (with `quick` an MLP) late in its training, whose own
+    arrays are so small that it is calls that would be timed.
+    """
+    import torch
+
+    from .systems.states import states
+
+    found = states(quick)
+    one_step = Pair(found.after[0], found.after[1], f"{found.where()} and one step on")
+    drawn = data.drawn_state(one_step, 3_000_000 if quick else 25_000_000)
+    plans = []
+    for dtype in FORMATS:
+        before, after = (
+            {name: x.to(getattr(torch, dtype)) for name, x in state["model"].items()}
+            for state in (drawn.before, drawn.after)
+        )
+        plans.append(_exact(dtype, Pair(before, after, drawn.origin)))
+    return plans
+
+
+def encoder(sample: data.Sample, n: int) -> Case:
+    """All of the rate-distortion encoder on n weights and their parent's levels, chunk by chunk as the codec calls it.
+
+    That is counts, prices and a pass over the weights, up to three times; the pass itself is a row of `bench kernels`.
+    """
+
+    def make() -> Job:
+        values, nearest, parent = sample.after(n), sample.levels_after(n), sample.levels_before(n)
+        codebook = sample.codebook.astype(np.float64)
+        size, price = codebook.size + 2, RATE * float(values.var())
+
+        def part(start: int, stop: int) -> Any:
+            cut = slice(start, stop)
+            return cheapest_levels(values[cut], nearest[cut], parent[cut], size, codebook, price)
+
+        def call() -> object:
+            return [part(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
+
+        def check() -> str:
+            few = min(n, PREFIX)
+            found = part(0, few)
+            same("levels", found, _by_oracle(values[:few], nearest[:few], parent[:few], codebook, price))
+            moved = float(np.mean(found != nearest[:few]))
+            return f"{few:,} levels = oracle, {moved:.1%} of them not the nearest"
+
+        note = f"rate {RATE:g}, {codebook.size} codes, chunks of {CHUNK:,}; data {sample.origin}"
+        return Job(call, check, float(n), [], note)
+
+    return Case(ENCODER, n, "Gsym/s", make, target=ENCODED)
+
+
+def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: float) -> Any:
+    """What `cheapest_levels` must give, by the reference kernels: three rounds of prices and choices."""
+    from shrinkpoint.kernels.reference import levels as counted
+    from shrinkpoint.kernels.reference import ratedistortion as chosen
+
+    size, levels = codebook.size + 2, nearest
+    for _ in range(3):
+        counts = counted.joint_counts(parent, levels, size, size) + 0.5
+        bits = np.log2(counts.sum(axis=1, keepdims=True) / counts)
+        prices = (price * bits).astype(np.float32)
+        levels = chosen.rate_distortion_levels(values, nearest, parent, codebook.astype(np.float32), prices)
+    return levels
+
+
 def run(options: Options) -> list[Row]:
     """All rows."""
     options.say("making the states")
     real = data.trained(quick=options.quick) if options.state is None else data.read(options.state)
     drawn = data.drawn_state(real, 5_000_000 if options.quick else 100_000_000)
     rows: list[Row] = []
-    for plan in plans(real, drawn, quick=options.quick):
+    found = plans(real, drawn, quick=options.quick)
+    asked = [name for name in exact_names() if options.wanted(name)]
+    if asked:
+        found += exact_plans(quick=options.quick)
+    for plan in found:
         with threads(plan.threads):
             rows += run_cases(plan.rows(), options, one_thread_clock() if plan.threads == 1 else wall_clock)
+    with threads(1):
+        n = CHUNK if options.quick else 25_000_000
+        rows += run_cases([encoder(data.Sample(n, real), n)], options, one_thread_clock())
     return rows + memory.rows(real, parameters(drawn), options)
 
 

@@ -21,13 +21,16 @@ from typing import Any
 
 import shrinkpoint as sp
 
-from . import codec, data, memory
+from . import codec, data, machine, memory
 from .data import Pair
 from .devices import threads
 from .harness import Options, Row, one_thread_clock, run_cases, wall_clock
 
 SIZES = (1_000_000, 10_000_000, 100_000_000)
-LARGE = 1_000_000_000
+LARGER = (300_000_000, 1_000_000_000)
+"""With `--large`, where there is memory for them."""
+_BYTES = 40
+"""Memory a parameter: two AdamW states of 12 bytes, a restored one, and what the codec holds beside."""
 _INTERVAL = 5e-4
 """Seconds between two looks at the stack."""
 _LEAST = 0.01
@@ -50,23 +53,45 @@ def rows(options: Options) -> list[Row]:
     options.say("cost: making the states")
     real = data.trained(quick=True) if options.state is None else data.read(options.state)
     found: list[Row] = []
-    for parameters in SIZES[:1] if options.quick else SIZES + ((LARGE,) if options.large else ()):
+    for parameters in SIZES[:1] if options.quick else SIZES + (LARGER if options.large else ()):
+        lacking = no_room(parameters, machine.machine()["memory GB"])
+        if lacking:
+            found += options.done([_missing(kind, parameters, lacking) for kind in kinds if kind != "stages"])
+            continue
         if "time" in kinds:
-            found += _times(data.drawn_state(real, parameters), options)
+            found += options.done(_times(data.drawn_state(real, parameters), options))
         if "memory" in kinds:
-            found += [_named(row) for row in memory.rows(real, parameters, _all(options))]
+            found += options.done([_named(row) for row in memory.rows(real, parameters, options.apart())])
     if "stages" in kinds:
-        found += _stages(data.drawn_state(real, SIZES[0] if options.quick else SIZES[1]), options)
+        found += options.done(_stages(data.drawn_state(real, SIZES[0] if options.quick else SIZES[1]), options))
     return found
+
+
+def no_room(parameters: int, memory: float | None) -> str:
+    """Why a state of so many parameters cannot be measured here; "" if it can, or where nobody knows.
+
+    Args:
+        parameters: of the model.
+        memory: of the machine, in GB; None: not known.
+
+    Example:
+        >>> no_room(1_000_000_000, 23.0), no_room(100_000_000, 23.0)
+        ('not measured: needs 40 GB of memory, there are 23', '')
+    """
+    needed = parameters * _BYTES / 1e9
+    if memory is None or needed <= memory:
+        return ""
+    return f"not measured: needs {needed:.0f} GB of memory, there are {memory:.0f}"
+
+
+def _missing(kind: str, parameters: int, why: str) -> Row:
+    row = {"time": "cost, compress base", "memory": "cost, extra memory, compress base"}[kind]
+    unit, device = ("MB/s", "cpu, 1 thread") if kind == "time" else (memory.UNIT, "cpu, all cores")
+    return Row(row, device, parameters, None, unit, None, None, None, None, None, why)
 
 
 def _named(row: Row) -> Row:
     return dataclasses.replace(row, row=f"cost, {row.row}")
-
-
-def _all(options: Options) -> Options:
-    """The same without `only`, which was heeded already."""
-    return dataclasses.replace(options, only=None)
 
 
 def _times(pair: Pair, options: Options) -> list[Row]:
@@ -75,7 +100,7 @@ def _times(pair: Pair, options: Options) -> list[Row]:
     for count in (1, 2) if (os.cpu_count() or 1) > 1 else (1,):
         cases = codec.Plan(f"{codec.parameters(pair) / 1e6:.0f} M", pair, "default", count, peers=False).rows()
         with threads(count):
-            rows = run_cases(cases, _all(options), one_thread_clock() if count == 1 else wall_clock)
+            rows = run_cases(cases, options.apart(), one_thread_clock() if count == 1 else wall_clock)
         found += [_named(dataclasses.replace(row, target=None, met=None)) for row in rows]
     return found
 

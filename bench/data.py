@@ -136,13 +136,15 @@ def read(path: Path) -> Pair:
 
     Raises:
         BadArgumentError: nothing of the kind is there.
+        CorruptDataError, UnsupportedLeafError: the file is none of `torch.save`, or holds more than plain values.
     """
-    import torch
-
     import shrinkpoint as sp
+    from shrinkpoint.commands.dcp import load_plain
 
     if path.is_file():
-        before = torch.load(path, map_location="cpu", weights_only=True)
+        before = load_plain(path, str(path))
+        if not isinstance(before, dict):
+            raise BadArgumentError(f"state: {path} holds a {type(before).__qualname__}; a dict of tensors is needed")
         return Pair(before, _moved(before), f"{path.name}, the next state {DRIFT:.0%} of a row's deviation away")
     folder = path / "store" if (path / "store").is_dir() else path
     store = sp.Store(str(folder))

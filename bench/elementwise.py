@@ -96,7 +96,7 @@ def cases(device: Device, sample: Sample, n: int) -> list[Case]:
         at.case("dequantize", dequantize),
         at.case("rate_distortion_levels", rate_distortion),
         at.case("split_by_level", split, at.target(0.45, 0.60), sort),
-        at.case("merge_by_level", merge, at.target(0.45, 0.60)),
+        at.case("merge_by_level", merge, at.target(0.45, 0.60), sort),
         at.case("delta", delta),
         at.case("bucket_index", bucket_index),
         at.case("bucket_value", bucket_value),
@@ -333,7 +333,7 @@ def merge(at: Place) -> Job:
         same("merged", merge_by_level(grouped, keys, LEVELS), values)
         return f"{at.says}, all merge back"
 
-    return at.job(lambda: merge_by_level(grouped, keys, LEVELS), check, 3)
+    return at.job(lambda: merge_by_level(grouped, keys, LEVELS), check, 3, peers.unsorting(at.device, keys, grouped))
 
 
 def delta(at: Place) -> Job:

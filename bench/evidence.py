@@ -9,25 +9,32 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
+from shrinkpoint.demo.picture import draw as demo_picture
 
-from . import ablation, cost, kernels, training
+from . import ablation, cost, kernels, spending, training, workloads
 from . import ratio as bench_ratio
 from .harness import Row
+from .lossypeers import LOSSY
+from .outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent
+from .provenance import HEADER, manifest_line
 
 HOME = Path(__file__).resolve().parent.parent
 RESULTS = HOME / "bench" / "results"
-PAGES = ("README.md", "docs/evidence.md")
+PAGES = ("README.md", "docs/evidence.md", "docs/saver.md", "docs/trainers.md", "docs/scaling.md")
 PICTURES = HOME / "docs" / "pictures"
 NONE = "not measured"
 _RESUMES = ("resume, lossless", "loss after a lossy resume")
 _MET = {True: "yes", False: "**no**", None: NONE}
+_OPEN = "cannot tell"
 _PRESETS = ("inshrinkerator", "lc_checkpoint", "check_n_run", "bitsnap", "lossless")
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 Json = dict[str, Any]
@@ -122,10 +129,10 @@ def demo() -> str:
 
 def _system(name: str) -> str:
     """How a system of the benches is called in code."""
-    if name == "default":
-        return "`Config()`"
     main, _, rest = name.partition(", ")
-    if main.startswith("rate "):
+    if main == "default":
+        code = "`Config()`"
+    elif main.startswith("rate "):
         code = f"`Config(rate={main.removeprefix('rate ')})`"
     else:
         preset, _, argument = main.partition(" ")
@@ -138,7 +145,7 @@ def _system(name: str) -> str:
 def speed() -> str:
     """Megabytes a second of `bench codec` on its large state, on one thread and on two, beside the peers' on one."""
     found: dict[str, dict[str, float | None]] = {}
-    size, floor = 0, None
+    size = 0
     for row in rows_of("codec.json"):
         what, config, state = [*row["row"].split(", "), "", ""][:3]
         if (config, state) != ("default", "drawn"):
@@ -148,11 +155,17 @@ def speed() -> str:
         size = row["size"]
         if row["device"] == "cpu, 1 thread":
             cells[row["peer"]] = row["peer_value"]
-            floor = row["peer_value"] if row["peer"] == "memcpy" and floor is None else floor
-    columns = ("1 thread", "2 threads", "zstd -3", "torch.save")
+    columns = {"1 thread": "1 thread", "2 threads": "2 threads", "zstd -3": "zstd -3", "torch.save": "torch.save"}
+    columns |= {"memcpy": "memory copy"}
     lines = [[what, *(number(cells.get(c)) for c in columns)] for what, cells in found.items()]
-    title = f"MB/s of raw state, {size / 1e6:.0f} M parameters; memory copy {number(floor)}"
-    return markdown([title, *columns], lines)
+    title = f"MB/s of raw state, {size / 1e6:.0f} M parameters, commit {_at('codec.json')}"
+    return markdown([title, *columns.values()], lines)
+
+
+def _at(name: str) -> str:
+    """The commit a result says it is from."""
+    commit = str(documents(name).get(name, {}).get("commit"))
+    return f"`{commit[:7]}{'+' if commit.endswith('+') else ''}`"
 
 
 def ratio() -> str:
@@ -174,9 +187,29 @@ def ratio() -> str:
         for model in models:
             found = cells[system].get(model, {})
             pair = [found.get(what, {}).get("value") for what in (chain, later)]
-            line.append(NONE if None in pair else f"{number(pair[0])} x, {pair[1]:+.2f} %")
+            change = RUINED if pair[1] is None else f"{pair[1]:+.2f} %"
+            line.append(f"{number(pair[0])} x, {change}" if later in found and pair[0] is not None else NONE)
         lines.append(line)
     return markdown(["", *(f"{m}, {sizes[m] / 1e6:.1f} M" for m in models)], lines)
+
+
+def ratio_lacks() -> str:
+    """The small models that `bench ratio` was not run on, and what ten kills do to them, so that none is left out."""
+    there = {row["row"].partition(": ")[0].partition(", ")[0] for row in _ratio()}
+    killed_ten_times = _models(_training(), training.FAILURES[0])
+    label = training.COLUMNS[0][0]
+    said = []
+    for model, systems in killed_ten_times.items():
+        found = [systems.get(s, {}).get(label, {}) for s in ("default", "rate 0.0005")]
+        if model in there or any(row.get("value") is None for row in found):
+            continue
+        default, rated = (row["value"] for row in found)
+        others = [s["default"][label]["value"] for m, s in killed_ten_times.items() if m != model and "default" in s]
+        worst = ", more than any other model" if all(default > (other or 0.0) for other in others) else ""
+        ends = f"{default:+.2f} % with {_system('default')}{worst}, and {rated:+.2f} % with {_system('rate 0.0005')}"
+        size, where = f"{found[0]['size'] / 1e6:.1f} M", "([below](#killed-ten-times))"
+        said.append(f"Not run here: the {model} ({size}). Killed ten times it ends {ends} {where}.")
+    return "\n".join(said) or "Every small model of these benches is in the table."
 
 
 def _ratio() -> list[Json]:
@@ -185,9 +218,79 @@ def _ratio() -> list[Json]:
 
 def ratio_targets() -> str:
     """What `bench ratio` aims at, medians over the models last."""
-    medians = bench_ratio.medians([Row(**row) for row in _ratio()])
     aimed = [row for row in _ratio() if row["target"] is not None and not _is_peer(row)]
-    return _aims([*aimed, *map(dataclasses.asdict, medians)])
+    return _aims([*aimed, *map(dataclasses.asdict, medians(Row(**row) for row in _ratio()))])
+
+
+def _systems() -> dict[str, dict[str, System]]:
+    """Every system of `bench ratio`, by model and name, as its rows have it."""
+    rows: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in _ratio():
+        where, _, what = row["row"].partition(": ")
+        model, _, system = where.partition(", ")
+        if system and not system.startswith(("against ", "alone, ")):
+            rows.setdefault(model, {}).setdefault(system, {})[what] = Row(**row)
+    return {m: {s: System.of_rows(found) for s, found in systems.items()} for m, systems in rows.items()}
+
+
+def _change(loss: str) -> str:
+    """A loss with its unit, which one that is no number has not."""
+    return loss if loss == RUINED else f"{loss} %"
+
+
+def ratio_losses() -> str:
+    """Loss at once and after further steps, and staleness, of every system."""
+    found = _systems()
+    names = sorted({system for systems in found.values() for system in systems}, key=_order)
+    lines = []
+    for name in names:
+        line = [_system(name)]
+        for systems in found.values():
+            if name not in systems:
+                line.append(NONE)
+                continue
+            mean = systems[name].mean
+            stale = "" if math.isnan(mean.staleness) else f", {mean.staleness:+.0f}"
+            line.append(f"{_change(percent(mean.at_once))}, {_change(percent(mean.later))}{stale}")
+        lines.append(line)
+    return markdown(["at once, later, steps", *found], lines if found else [])
+
+
+def ratio_weights() -> str:
+    """Bits a weight of late deltas beside the published pipeline's, and what is smallest of ours at no more loss."""
+    found = _systems()
+    names = [s for s in bench_ratio.SYSTEMS if s.startswith("weights") or s in PUBLISHED]
+    lines = []
+    for name in names:
+        cells = [systems.get(name) for systems in found.values()]
+        some = [NONE if c is None else f"{c.mean.weight_bits:.2f}, {_change(percent(c.mean.later))}" for c in cells]
+        lines.append([_system(name), *some])
+    words = []
+    for published in (p for p in PUBLISHED if all(p in systems for systems in found.values())):
+        parts = [_without_a_rate(model, systems, published) for model, systems in found.items()]
+        words.append(f"- Beside {_system(published)}: {'; '.join(parts)}.")
+    table = markdown(["bits a weight, loss later", *found], lines if found else [])
+    text = "Our smallest without a rate whose mean loss is no larger, and how many times smaller:"
+    return "\n".join([table, "", text, "", *words]) if words else table
+
+
+def _without_a_rate(model: str, systems: Mapping[str, System], published: str) -> str:
+    theirs = systems[published].mean
+    fitting = {
+        name: one.mean.weight_bits
+        for name, one in systems.items()
+        if name.partition(", ")[0] == "weights" and "rate 0," in f"{name}," and one.mean.later <= theirs.later
+    }
+    if not fitting:
+        return f"{model} none"
+    best = min(fitting, key=lambda name: fitting[name])
+    return f"{model} {theirs.weight_bits / fitting[best]:.1f} x ({_bins(best)})"
+
+
+def _bins(system: str) -> str:
+    """Bins of our weights; 24 if the name has none."""
+    said = re.search(r"(\d+) bins", system)
+    return f"{said[1]} bins" if said else "24 bins"
 
 
 def ratio_peers() -> str:
@@ -201,18 +304,25 @@ def ratio_peers() -> str:
         for case in [what.removeprefix(", ")] if what else ["no parent", "10 steps apart"]:
             cells.setdefault((peer, case), {})[model] = _pair(row)
     lines = [[peer, case, *(found.get(m, NONE) for m in models)] for (peer, case), found in cells.items()]
-    return markdown(["", "ours / theirs", *models], lines)
+    table = markdown(["", "ours / theirs", *models], lines)
+    single = [row["row"].partition(", ")[0] for row in _ratio() if row["peer"] in LOSSY and "; one seed" in row["note"]]
+    return f"{table}\n\nLossy ones on one seed only: {', '.join(dict.fromkeys(single))}." if single else table
 
 
 def _pair(row: Json) -> str:
-    """Ours and theirs; "no" where ours is not larger at no more loss."""
+    """Ours and theirs, and what either loses later; "no" where ours is not larger at no more loss.
+
+    Raises:
+        BadArgumentError: its note does not say what was lost.
+    """
     if row["value"] is None:
         return NONE
     text = f"{number(row['value'])} / {number(row['peer_value'])} x"
-    losses = re.fullmatch(r"ours .*, (\S+) % later; theirs .*, (\S+) %", row["note"])
-    if losses is not None and set(losses.groups()) != {"+0.00"}:
-        ours, theirs = (x if x != "+nan" else "ruined" for x in losses.groups())
-        text += f", {ours} / {theirs} %"
+    ours, theirs = lost_later(row["note"])
+    if {ours, theirs} != {"+0.00"}:
+        text += f", {_change(ours)} / {_change(theirs)}"
+    if row["met"] is None:
+        return f"{text} ({NONE})"
     return text if row["met"] else f"**no:** {text}"
 
 
@@ -259,7 +369,7 @@ def failures(model: str) -> str:
     systems = _models(_training(), training.FAILURES[0], [model]).get(model, {})
     lines = [
         [_system(system), *(show(columns.get(label)) for _, label, show in _TABLE)]
-        for system, columns in systems.items()
+        for system, columns in sorted(systems.items(), key=lambda found: _order(found[0]))
         if not training.is_searched(system)
     ]
     return markdown(["", *(title for title, _, _ in _TABLE)], lines)
@@ -273,7 +383,7 @@ def killed() -> str:
         for system in dict.fromkeys(s for systems in models.values() for s in systems)
         if not training.is_searched(system) and all(system in systems for systems in models.values())
     ]
-    return _killed(models, names)
+    return _killed(models, sorted(names, key=_order))
 
 
 def killed_long() -> str:
@@ -319,23 +429,57 @@ def thresholds() -> str:
     for model, systems in _models(_training(), training.FAILURES[0]).items():
         for system, columns in systems.items():
             if training.is_searched(system):
-                about = columns["degradation at the end"]["note"].rpartition("; ")[2]
+                about = next(p for p in columns["degradation at the end"]["note"].split("; ") if "evaluate" in p)
                 lines.append([model, system, *(show(columns.get(label)) for _, label, show in _TABLE[:6]), about])
     return markdown(["", "", *(title for title, _, _ in _TABLE[:6]), ""], lines)
 
 
 def targets() -> str:
-    """What `bench training` aims at."""
-    return _aims([row for row in _training() if row["target"] is not None])
+    """What `bench training` aims at; what a model's systems reach together is made anew from all files' rows."""
+    rows = _training()
+    made = [dataclasses.asdict(row) for row in training.targets(rows)]
+    known = {row["row"] for row in made}
+    others = [r for r in rows if r["target"] is not None and not (training.is_target(r) and r["row"] in known)]
+    return _aims([*made, *others])
+
+
+def beaten() -> str:
+    """Settings of ours that another system beats in ratio and in loss, with the figures of both."""
+    rows = _training()
+    lines = []
+    for row in training.targets(rows):
+        model, _, what = row.row.partition(training.TARGET)
+        if row.met is not False or not what.startswith("settings beaten"):
+            continue
+        column = f"{what.rpartition(', ')[2]}, all checkpoints"
+        standing = training.standing(rows, model)
+        for ours, others in training.beaten_on(standing, column).items():
+            by = "; ".join(_point(s, standing[s], column) for s in others)
+            lines.append([model, what.rpartition(", ")[2], _point(ours, standing[ours], column), by])
+    return markdown(["", "", "ours", "beaten by"], lines) if lines else "None."
+
+
+def _point(system: str, columns: Mapping[str, Json], column: str) -> str:
+    loss = columns[training.COLUMNS[0][0]]["value"]
+    return f"{_system(system)}: {number(columns[column]['value'])} x, {loss:+.2f} %"
+
+
+def _met(row: Json) -> str:
+    """Whether a target is met: also that the row was measured and does not tell."""
+    return _OPEN if row["met"] is None and row["value"] is not None else _MET[row["met"]]
 
 
 def _aims(rows: Iterable[Json]) -> str:
     """Rows with a target, and whether it is met."""
     lines = []
     for row in rows:
-        met = _MET[row["met"]]
-        value = "none" if row["value"] is None else f"{number(row['value'])} {row['unit']}"
-        lines.append([row["row"], value if row["met"] is not None else NONE, row["target"], met, row["note"]])
+        if row["target"] is None:
+            value = "none" if row["value"] is None else f"{number(row['value'])} {row['unit']}"
+            lines.append([row["row"], value, "none", "", row["note"]])
+            continue
+        lacking = NONE if row["met"] is None else "none"
+        value = lacking if row["value"] is None else f"{number(row['value'])} {row['unit']}"
+        lines.append([row["row"], value, row["target"], _met(row), row["note"]])
     return markdown(["", "measured", "target", "met", ""], lines)
 
 
@@ -343,14 +487,73 @@ def aims(bench: str) -> str:
     """What a bench aims at, from its committed results: the figure, beside which peer, whether the target is met."""
     lines = []
     for row in rows_of(f"{bench}*.json"):
-        if row["target"] is None:
+        if row["target"] is None or row["row"].startswith(_FLIPPED):
             continue
-        against = "" if row["ratio"] is None else f", {number(row['ratio'])} x {row['peer']}"
+        against = "" if row["ratio"] is None else f", {number(row['ratio'])} x {row['peer']}{_on_fewer(row)}"
         lacking = NONE if row["met"] is None else "none"
         value = lacking if row["value"] is None else f"{number(row['value'])} {row['unit']}{against}"
         where = f"{number(row['size'])}, {row['device']}"
-        lines.append([row["row"], where, value, row["target"], _MET[row["met"]]])
+        lines.append([row["row"], where, value, row["target"], _met(row)])
     return markdown(["", "size, device", "measured", "target", "met"], lines)
+
+
+def _on_fewer(row: Json) -> str:
+    """What to say of a peer that was too slow for all elements: rates at two sizes are not like with like."""
+    few = re.search(r"\bon (?:the first )?([\d,]+) elements", row["note"].split(";")[0])
+    if few is None or int(few[1].replace(",", "")) >= row["size"]:
+        return ""
+    return f" at its rate on {few[1]}"
+
+
+def kernel_sizes() -> str:
+    """Rates of the kernels over the sizes, 10,000 to 10**9 elements, on one CPU thread."""
+    found: dict[str, dict[int, str]] = {}
+    for row in rows_of("kernels.json"):
+        swept = row["size"] == 10 ** (len(str(row["size"])) - 1)
+        if row["peer"] == "memcpy" and row["device"].startswith("cpu") and swept and row["value"] is not None:
+            rate = row["value"] * (4 if row["unit"] == "Gsym/s" else 1)
+            found.setdefault(row["row"], {}).setdefault(row["size"], number(rate))
+    found = {name: cells for name, cells in found.items() if len(cells) > 2}
+    sizes = sorted({size for cells in found.values() for size in cells})
+    lines = [[name, *(cells.get(size, NONE) for size in sizes)] for name, cells in found.items()]
+    return markdown(["GB/s of float32 weights (a symbol stands for one)", *map(number, sizes)], lines)
+
+
+def beside(pattern: str, units: Sequence[str]) -> str:
+    """Rows that are held against several others, target or not: ours and each of theirs, a line a row and size.
+
+    Args:
+        pattern: of the files.
+        units: rows with one of these.
+    """
+    lines: dict[tuple[str, int], dict[str, str]] = {}
+    peers: dict[str, None] = {}
+    found = [row for row in rows_of(pattern) if row["unit"] in units and row["peer"] and row["value"] is not None]
+    several = {key for key, count in Counter((r["row"], r["size"]) for r in found).items() if count > 1}
+    for row in found:
+        key = row["row"], row["size"]
+        if key not in several:
+            continue
+        peers[row["peer"]] = None
+        cells = lines.setdefault(key, {"": f"{number(row['value'])} {row['unit']}"})
+        cells[row["peer"]] = number(row["peer_value"])
+    header = ["", "parameters", "shrinkpoint", *peers]
+    return markdown(
+        header, [[what, f"{n / 1e6:.0f} M", *(c.get(p, "") for p in ("", *peers))] for (what, n), c in lines.items()]
+    )
+
+
+_FLIPPED = "flipped bits"
+
+
+def flips() -> str:
+    """Of so many flipped bits, how many each library loads without a word, side by side."""
+    rows = [row for row in rows_of("store.json") if row["row"].startswith(_FLIPPED)]
+    columns = ["shrinkpoint", *(str(row["peer"]) for row in rows)]
+    values = [rows[0]["value"], *(row["peer_value"] for row in rows)] if rows else []
+    cells = [NONE if value is None else number(value) for value in values]
+    size = number(rows[0]["size"]) if rows else NONE
+    return markdown(["", *columns], [[f"of {size} flipped bits, loaded silently", *cells]])
 
 
 def frameworks() -> str:
@@ -372,13 +575,101 @@ def frameworks() -> str:
     return markdown(["", *both, *_RESUMES], lines)
 
 
+def trainers() -> str:
+    """Bytes of a save in each framework beside its own, and the loss after a lossy resume."""
+    cells: dict[str, dict[str, Json]] = {}
+    for row in rows_of("trainers.json"):
+        name, _, what = row["row"].partition(": ")
+        cells.setdefault(name, {})[what] = row
+    lines, title = [], ""
+    for name, found in cells.items():
+        stored, loss = found.get("bytes of a save"), found.get(_RESUMES[1])
+        if stored is None or loss is None:
+            continue
+        how = re.match(r"(\d+) steps of .*, a save every (\d+)", found["overhead of the run"]["note"])
+        title = f"{stored['size']:,} parameters" + (f", {how[1]} steps, a save every {how[2]}" if how else "")
+        own, change = f"{stored['peer']} {_bytes(stored['peer_value'])}", f"{loss['value']:+.2f} %"
+        lines.append([name, _bytes(stored["value"]), own, f"{stored['ratio']:.1f} x", change])
+    return markdown([title, "bytes of a save", "its own", "", "change of loss"], lines)
+
+
+def _bytes(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def ranks() -> str:
+    """What saves by several processes took, ours beside torch's."""
+    cells: dict[str, dict[str, Json]] = {}
+    for row in rows_of("trainers.json"):
+        named = re.fullmatch(r"DCP, (\d+) ranks: (.*)", row["row"])
+        if named and row["value"] is not None:
+            cells.setdefault(named[1], {})[named[2]] = row
+    columns = list(dict.fromkeys(what for found in cells.values() for what in found if what != "save"))
+    lines = []
+    for world, found in cells.items():
+        line = [world]
+        for what in columns:
+            pair = found.get(what)
+            line += [_bytes(pair["value"]), _bytes(pair["peer_value"])] if pair else [NONE, NONE]
+        lines.append(line)
+    return markdown(["ranks", *(text for what in columns for text in (what, "torch"))], lines)
+
+
+_SAVER = (
+    ("stall, processor time of the calling thread", "stall of save, processor time"),
+    ("stall, on the wall", "stall of save"),
+    ("until the save is durable", "time until durable"),
+    ("worker's memory beyond the snapshot and an idle worker's", "memory of the worker"),
+)
+
+
+def saver() -> str:
+    """What a save costs the trainer and the worker, by size of the state, beside one copy of it by NumPy."""
+    cells: dict[int, dict[str, Json]] = {}
+    titles: dict[int, str] = {}
+    for row in rows_of("saver*.json"):
+        if row["peer"] in (None, "memcpy"):
+            cells.setdefault(row["size"], {})[row["row"]] = row
+        if row["row"] == _SAVER[0][1]:
+            titles[row["size"]] = row["note"].split(";")[0]
+    lines = []
+    for title, name in _SAVER:
+        line = [title]
+        for size in titles:
+            cell = cells[size].get(name)
+            copy = (
+                "" if cell is None or cell["peer"] is None else f"; one copy {_ms(cell['peer_value'])} {cell['unit']}"
+            )
+            line.append(NONE if cell is None else f"{_ms(cell['value'])} {cell['unit']}{copy}")
+        lines.append(line)
+    return markdown(["", *titles.values()], lines if titles else [])
+
+
+def _ms(value: float | None) -> str:
+    return number(value, 2)
+
+
+def saver_overhead() -> str:
+    """By how much saving every so many steps lengthens a training on busy cores."""
+    return _aims(row for row in rows_of("saver*.json") if row["row"].startswith("overhead"))
+
+
 def published() -> str:
-    """What the paper reports, and ours beside it: the best ratio of weights at the degradation allowed."""
+    """What the paper reports, and ours beside it: the default, the rates, and what was searched under a threshold."""
     lines = [
         [f"Inshrinkerator, {name}", f"{loss:+.2f} %", f"{times:g} x", "not stated" if over is None else f"{over:g} %"]
         for name, (loss, times, over) in training.PUBLISHED.items()
     ]
-    return markdown(["published", "degradation", "weights", "overhead"], lines)
+    for model, systems in _models(_training(), training.FAILURES[0], training.STUDIES | training.LONG).items():
+        steps = f"{training.LONG[model].steps:,} steps" if model in training.LONG else ""
+        title = ", ".join(part for part in (model.partition(" ")[0], steps) if part)
+        for system in sorted(filter(training.is_own, systems), key=_order):
+            loss, weights, over = (
+                systems[system].get(label) for label in (training.COLUMNS[0][0], _RATIOS[0], "runtime overhead")
+            )
+            change = NONE if loss is None or loss["value"] is None else f"{loss['value']:+.2f} %"
+            lines.append([f"{title}: {_system(system)}", change, _value(weights, " x"), _value(over, " %")])
+    return markdown(["", "degradation", "weights", "overhead"], lines)
 
 
 def costs() -> str:
@@ -465,12 +756,38 @@ def sizes() -> str:
         [name, *(f"{_value(by_size.get(size))} {by_size[size]['unit'] if size in by_size else ''}" for size in columns)]
         for name, by_size in found.items()
     ]
-    return markdown(["", *(f"{size} M parameters" for size in columns)], lines)
+    title = f"commit {_at('training-cost.json')}" if lines else ""
+    return markdown([title, *(f"{size} M parameters" for size in columns)], lines)
+
+
+def two_runs() -> str:
+    """How far the speeds of one state lie apart in the two results that have it, and which commits those are from."""
+    ours = {
+        (row["row"].removeprefix("cost, ").partition(",")[0], row["device"]): row["value"]
+        for row in _training()
+        if row["row"].startswith("cost, ") and row["unit"] == "MB/s" and _million(row["size"]) == 100
+    }
+    apart = {}
+    for row in rows_of("codec.json"):
+        what, _, rest = row["row"].partition(", ")
+        other = ours.get((what, row["device"]))
+        if rest == "default, drawn" and other and row["value"]:
+            apart[f"{what}, {row['device'].removeprefix('cpu, ')}"] = (row["value"], other)
+    if not apart:
+        return f"*{NONE}*"
+    worst = max(apart, key=lambda name: max(apart[name]) / min(apart[name]))
+    one, two = apart[worst]
+    runs = f"commit {_at('training-cost.json')}, the README's table of 100 M one of {_at('codec.json')}"
+    factor = f"{max(one, two) / min(one, two):.1f} times ({worst}: {number(two)} and {number(one)} MB/s)"
+    return (
+        f"This is a run of {runs}, both on a machine that others were using.\n"
+        f"Their speeds of the same state differ by up to {factor}, so compare within a table only."
+    )
 
 
 def _million(size: int) -> int:
     """Millions of parameters, as asked for: a drawn state has a few more or less."""
-    asked = min((*cost.SIZES, cost.LARGE), key=lambda s: abs(s - size))
+    asked = min((*cost.SIZES, *cost.LARGER), key=lambda s: abs(s - size))
     return asked // 1_000_000
 
 
@@ -486,33 +803,27 @@ def stages() -> str:
 
 def manifest() -> str:
     """Where the results come from; "+": with changes that were not committed yet."""
-    lines = []
-    for name, document in documents("*.json").items():
-        if "rows" not in document or "machine" not in document:
-            continue
-        machine, versions = document["machine"], document["versions"]
-        about = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("python", "torch", "numpy", "numba"))
-        commit = str(document["commit"])
-        at = commit[:12] + ("+" if commit.endswith("+") else "")
-        lines.append([f"`{name}`", f"`{at}`", _machine(machine), about])
-    return markdown(["", "commit", "machine", "versions"], lines)
-
-
-def _machine(machine: Mapping[str, Any]) -> str:
-    cores = f"{machine.get('cores')} cores"
-    return ", ".join(str(part) for part in (machine.get("cpu"), cores, machine.get("gpu") or "no GPU") if part)
+    return markdown(HEADER, [manifest_line(*found) for found in documents("*.json").items()])
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "speed": speed,
     "frameworks": frameworks,
+    "saver": saver,
+    "saver overhead": saver_overhead,
+    "trainers": trainers,
+    "ranks": ranks,
     "ratio": ratio,
+    "ratio lacks": ratio_lacks,
     "ratio targets": ratio_targets,
+    "ratio losses": ratio_losses,
+    "ratio weights": ratio_weights,
     "ratio peers": ratio_peers,
     "killed": killed,
     "killed long": killed_long,
     "targets": targets,
+    "beaten": beaten,
     "published": published,
     "counts": counts,
     "thresholds": thresholds,
@@ -520,10 +831,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "coders": coders,
     "transfer": transferred,
     "sizes": sizes,
+    "two runs": two_runs,
     "stages": stages,
     "manifest": manifest,
+    "flips": flips,
+    "kernel sizes": kernel_sizes,
+    "store peers": lambda: beside("store.json", ("MB/s", "x raw state")),
+    "stall peers": lambda: beside("saver.json", ("ms",)),
     **{f"aims {b}": lambda b=b: aims(b) for b in ("kernels", "codec", "search", "store", "saver", "systems")},  # type: ignore[misc]
-    **{f"failures {m}": lambda m=m: failures(m) for m in training.STUDIES | training.LONG},  # type: ignore[misc]
+    **{f"failures {m}": lambda m=m: failures(m) for m in (*training.STUDIES, *training.LONG, *workloads.LARGE)},  # type: ignore[misc]
     **{f"ablation {m}": lambda m=m: ablations(m) for m, study in training.STUDIES.items() if study.ablation},  # type: ignore[misc]
 }
 
@@ -554,6 +870,30 @@ def out_of_step() -> list[str]:
     return wrong
 
 
+def pictures() -> dict[str, Callable[[Path], object]]:
+    """File under `docs/pictures` -> what draws it; of those whose results are there."""
+    found: dict[str, Callable[[Path], object]] = {}
+    if _ratio():
+        found["ratio.png"] = lambda path: bench_ratio.plot([Row(**row) for row in _ratio()], path)
+    speeds = [Row(**row) for row in rows_of("kernels.json")]
+    if speeds:
+        found["kernels.png"] = lambda path: kernels.plot(speeds, path)
+    rows = _training()
+    if _models(rows, training.FAILURES[0]):
+        apart = (*training.LONG, *workloads.LARGE)
+        short = [row for row in rows if row["row"].partition(", ")[0] not in apart]
+        found["training.png"] = lambda path: training.plot(short, path)
+    if cost.flames(rows):
+        found["save.png"] = lambda path: cost.picture(rows, path)
+    spent = {name: rows_of(f"{name}.json") for name in ("codec", "saver")}
+    if all(spent.values()):
+        found["cost.png"] = lambda path: spending.picture(spent["codec"], spent["saver"], path)
+    ran = documents("demo.json").get("demo.json")
+    if ran is not None:
+        found["demo.png"] = lambda path: demo_picture(ran, ran["curves"], path)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write pages and pictures anew, or only check the pages."""
     parser = argparse.ArgumentParser(prog="bench.evidence", description=__doc__)
@@ -568,17 +908,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = HOME / page
         text = path.read_text(encoding="utf-8")
         path.write_text(regenerated(text), encoding="utf-8")
-    if _ratio():
-        bench_ratio.plot([Row(**row) for row in _ratio()], PICTURES / "ratio.png")
-    speeds = [Row(**row) for row in rows_of("kernels.json")]
-    if speeds:
-        kernels.plot(speeds, PICTURES / "kernels.png")
-    rows = _training()
-    if _models(rows, training.FAILURES[0]):
-        short = [row for row in rows if row["row"].partition(", ")[0] not in training.LONG]
-        training.plot(short, PICTURES / "training.png")
-    if cost.flames(rows):
-        cost.picture(rows, PICTURES / "save.png")
+    for name, draw in pictures().items():
+        draw(PICTURES / name)
     return 0
 
 

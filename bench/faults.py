@@ -6,7 +6,8 @@ anew, its newest checkpoint (with the chain below it) is decoded, and training g
 delta is taken against the checkpoint that was restored. The data of a step depend on seed and step alone, so a run that
 is restored exactly ends where the uninterrupted one does, bit for bit: that is checked, for what claims to be exact.
 
-Seconds are processor time of this process, on one thread.
+Seconds are processor time of this process, on one thread; of a training on a GPU they are on the wall, until the GPU is
+idle. `warm_up` has to come first, or the first system of a process pays for what is compiled at first use.
 """
 
 from __future__ import annotations
@@ -139,13 +140,13 @@ class InStore:
         how = self.searching
         if how is None:
             return self.store.cfg
-        probe = run.workload.model().eval()
+        probe = run.workload.model().to(run.device).eval()
         batches = run.workload.held_out()[: how.batches]
 
         @torch.no_grad()
         def evaluate(restored: State) -> float:
             probe.load_state_dict(restored["model"])
-            return statistics.fmean(float(run.workload.loss(probe, batch)) for batch in batches)
+            return statistics.fmean(float(run.loss(batch, probe)) for batch in batches)
 
         found = sp.search(
             state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds,
@@ -309,16 +310,23 @@ def kills(steps: int, failures: int, spacing: int) -> list[int]:
 
 
 class _Clock:
-    """Processor seconds, by what they were spent on."""
+    """Seconds by what they were spent on: the processor's, or on the wall where the work is a GPU's."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.seconds: dict[str, list[float]] = {"train": [], "save": [], "restore": []}
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
-        begin = time.process_time()
+        begin = self._now()
         yield
-        self.seconds[what].append(time.process_time() - begin)
+        self.seconds[what].append(self._now() - begin)
+
+    def _now(self) -> float:
+        if self.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
 @dataclass
@@ -334,7 +342,7 @@ def probe(run: Run, batches: int) -> float:
     with torch.no_grad():
         run.model.eval()
         chosen = run.workload.held_out()[:batches]
-        loss = statistics.fmean(float(run.workload.loss(run.model, batch)) for batch in chosen)
+        loss = statistics.fmean(float(run.loss(batch)) for batch in chosen)
         run.model.train()
     return loss
 
@@ -383,6 +391,31 @@ def uninterrupted(workload: Workload, seed: int) -> float:
     return run.held_out_loss()
 
 
+def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None:
+    """Save, restore and save once more as `endure` will, unmeasured: what is compiled at first use is compiled here.
+
+    Args:
+        workload: what will be trained.
+        seed: of the training.
+        system: where its checkpoints go; one of its own, for it is ended.
+        spacing: steps from one checkpoint to the next.
+    """
+    run = Run(workload, seed)
+    system.begin(run)
+    try:
+        for saves in (1, 2):
+            run.train(min(saves * spacing, workload.steps))
+            system.save(run)
+        state = system.restore()
+        run = Run(workload, seed)
+        run.restore(state)
+        system.begin(run)
+        run.train(min(3 * spacing, workload.steps))
+        system.save(run)
+    finally:
+        system.end()
+
+
 def endure(
     workload: Workload,
     seed: int,
@@ -408,11 +441,12 @@ def endure(
     """
     due = kills(workload.steps, failures, spacing)
     noted = {step // spacing * spacing for step in due}
-    clock, sizes = _Clock(), []
+    sizes: list[Size] = []
     trace: dict[int, float] = {}
     changes, reworks, stale = [], [], []
     pending: _Rework | None = None
     run = Run(workload, seed)
+    clock = _Clock(run.device)
     system.begin(run)
     try:
         while run.step < workload.steps:

@@ -57,6 +57,7 @@ class Outcome:
         seconds: in the loop, until all is saved.
         stalls: seconds of each save's call.
         waited: seconds of them that were spent waiting for the save before, where that is known.
+        closing: seconds after the last step until all is saved, where that is known.
         before: saves made before the loop.
         weights: the final ones, in the model's order.
     """
@@ -66,6 +67,7 @@ class Outcome:
     waited: list[float] = field(default_factory=list)
     before: int = 0
     weights: list[torch.Tensor] = field(default_factory=list)
+    closing: float = 0.0
 
     @property
     def saves(self) -> int:
@@ -97,16 +99,17 @@ class Outcome:
 
 
 class Net(nn.Module):
-    """Three layers; gives its loss where it is given labels."""
+    """Three layers with dropout before them; gives its loss where it is given labels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.drop = nn.Dropout(0.1)
         self.layers = nn.Sequential(
             nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
         )
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        found = self.layers(x)
+        found = self.layers(self.drop(x))
         return {"logits": found} if labels is None else {"loss": (found - labels).square().mean(), "logits": found}
 
 
@@ -127,6 +130,11 @@ def epoch_of(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     return samples(job.every * BATCH, 1)
 
 
+def uneven(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of an epoch of three quarters of that, so that saves are in the middle of epochs."""
+    return samples(job.every * 3 // 4 * BATCH, 1)
+
+
 def batch_of(data: tuple[torch.Tensor, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The batch of a step."""
     x, y = data
@@ -142,7 +150,7 @@ def saved_bytes(folder: Path) -> int:
 
 def held_out_loss(weights: list[torch.Tensor], width: int) -> float:
     """Loss on samples that no training saw."""
-    model = net(width)
+    model = net(width).eval()
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), weights, strict=True):
             parameter.copy_(weight)
@@ -160,23 +168,30 @@ def _descend(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[to
     optimizer.step()
 
 
+def _endless(loader: Any) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
 def plain(job: Job) -> Outcome:
     """A loop of one's own: `torch.save` against a `Saver`."""
     from shrinkpoint import trainers
 
     model = net(job.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    data, done, step = epoch_of(job), Outcome(), 0
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*uneven(job)), BATCH, shuffle=True)
+    loader, done, step = trainers.Loader(data), Outcome(), 0
     futures: list[Any] = []
     job.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         if job.how == "ours":
             mode = "process" if job.timed else "thread"
             saver = stack.enter_context(sp.Saver(sp.Store(job.folder, job.cfg), mode=mode))
-            step = trainers.resume(saver, model, optimizer)
+            step = trainers.resume(saver, model, optimizer, loader=loader)
             if not step:
                 # The worker has started when this is done; it does so once a run.
-                trainers.save(saver, 0, model, optimizer)
+                trainers.save(saver, 0, model, optimizer, loader=loader)
                 saver.wait()
                 done.before = 1
         elif job.how == "own":
@@ -185,21 +200,27 @@ def plain(job: Job) -> Outcome:
                 state = torch.load(newest, weights_only=True)
                 model.load_state_dict(state["model"])
                 optimizer.load_state_dict(state["optimizer"])
+                loader.load_state_dict(state["loader"])
+                torch.set_rng_state(state["rng"])
                 step = state["step"]
+        batches = _endless(loader)
         with done.loop():
             while step < job.steps:
-                _descend(model, optimizer, batch_of(data, step))
+                _descend(model, optimizer, next(batches))
                 step += 1
                 if step % job.every or job.how == "none":
                     continue
                 with done.stall():
                     if job.how == "ours":
-                        futures.append(trainers.save(saver, step, model, optimizer))
+                        futures.append(trainers.save(saver, step, model, optimizer, loader=loader))
                     else:
                         state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                        state |= {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
                         torch.save(state, job.folder / f"{step:06d}.pt")
             if job.how == "ours":
+                begin = time.perf_counter()
                 saver.wait()
+                done.closing = time.perf_counter() - begin
     done.waited = [future.result().waited for future in futures]
     done.weights = _weights(model)
     return done
@@ -220,10 +241,11 @@ def dcp(job: Job) -> Outcome:
     newest = max(job.folder.glob("step-*"), default=None)
     if newest is not None:
         weights, moments = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optim": moments, "step": 0}
+        state: dict[str, Any] = {"model": weights, "optim": moments, "step": 0, "rng": torch.get_rng_state()}
         reader = Reader(newest) if job.how == "ours" else FileSystemReader(newest)
         load(state, storage_reader=reader, no_dist=True)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        torch.set_rng_state(state["rng"])
         step = state["step"]
     writer = Writer(cfg=job.cfg, parent=newest if job.how == "ours" else None)
     with done.loop():
@@ -236,7 +258,7 @@ def dcp(job: Job) -> Outcome:
                 weights, moments = get_state_dict(model, optimizer)
                 where = job.folder / f"step-{step:06d}"
                 storage = writer if job.how == "ours" else FileSystemWriter(where)
-                state = {"model": weights, "optim": moments, "step": step}
+                state = {"model": weights, "optim": moments, "step": step, "rng": torch.get_rng_state()}
                 save(state, storage_writer=storage, checkpoint_id=where, no_dist=True)
     done.weights = _weights(model)
     return done
@@ -307,7 +329,7 @@ def transformers(job: Job) -> Outcome:
 
     class Rows(torch.utils.data.Dataset[Any]):
         def __init__(self) -> None:
-            self.x, self.y = epoch_of(job)
+            self.x, self.y = uneven(job)
 
         def __len__(self) -> int:
             return int(self.x.shape[0])
@@ -488,12 +510,14 @@ class Framework:
         peer: its own checkpoints, as shown.
         ours: the lines a user adds or changes to save and resume with this package.
         own: the same without it.
+        drawn: what of a resumed run depends on random numbers and on the position in the data.
     """
 
     train: Callable[[Job], Outcome]
     peer: str
     ours: str
     own: str
+    drawn: str = "no dropout, no shuffling"
 
 
 FRAMEWORKS = {
@@ -511,6 +535,7 @@ model.load_state_dict(state["model"])
 optimizer.load_state_dict(state["optimizer"])
 step = state["step"]
 torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)""",
+        "dropout, shuffled data, stopped within an epoch",
     ),
     "DCP": Framework(
         dcp,
@@ -521,13 +546,15 @@ dcp.load(state, storage_reader=Reader(path))
 dcp.save(state, storage_writer=writer, checkpoint_id=path)""",
         """dcp.load(state, checkpoint_id=path)
 dcp.save(state, checkpoint_id=path)""",
+        "dropout",
     ),
     "Lightning": Framework(
         lightning,
         "ModelCheckpoint",
-        """from shrinkpoint.trainers.lightning import CompressedIO
-trainer = Trainer(callbacks=[ModelCheckpoint("run")], plugins=[CompressedIO()])""",
+        """from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO
+trainer = Trainer(callbacks=[ModelCheckpoint("run"), CompressedCheckpoints()], plugins=[CompressedIO()])""",
         """trainer = Trainer(callbacks=[ModelCheckpoint("run")])""",
+        "dropout, stopped at the end of an epoch",
     ),
     "Transformers": Framework(
         transformers,
@@ -536,6 +563,7 @@ trainer = Trainer(callbacks=[ModelCheckpoint("run")], plugins=[CompressedIO()])"
 class MyTrainer(CompressedCheckpoints, Trainer): ...
 trainer = MyTrainer(model, arguments)""",
         """trainer = Trainer(model, arguments)""",
+        "dropout, shuffled data, stopped within an epoch",
     ),
     "Accelerate": Framework(
         accelerate,
@@ -546,6 +574,7 @@ accelerator.save_state()
 accelerator.load_state(path)""",
         """accelerator.save_state()
 accelerator.load_state(path)""",
+        "dropout",
     ),
     "Keras": Framework(
         keras,

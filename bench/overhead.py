@@ -1,37 +1,143 @@
-"""What something that watches a training costs it: steps with and without it, in turn."""
+"""What something that watches a training costs it: the same steps with and without it, in turn.
+
+A share of a percent is less than what a shared machine does to any one step. So each step is timed beside the very same
+step of the other training, each going first in turn; the steps of a block are added up on both sides, and the number is
+the median of the blocks' differences, over so many blocks that its standard error is a fraction of the target. Where
+two trainings lie in memory makes up to a percent, so what watches is on the one for half of the blocks and on the other
+for the rest.
+"""
 
 from __future__ import annotations
 
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
-from .harness import ROUNDS, interleave, one_thread_clock
+from .harness import Clock, one_thread_clock
 from .workloads import Run
 
+BLOCKS, MOST_BLOCKS = 20, 1000
+"""Fewest blocks of each half, and most."""
+ACCURACY = 0.2
+"""Percent: no more blocks are taken once the standard error of a half is this small."""
+BUDGET = 60.0
+"""Seconds after which no more than the fewest blocks are taken."""
+BLOCK = 0.05
+"""Seconds that a block takes at least on either side, where its length is not given."""
 
-def of_steps(plain: Run, watched: Run) -> tuple[float | None, str]:
-    """By how many percent of its processor time a step of `watched` is longer, and a note; None if it trains otherwise.
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """By how much longer a step is.
 
     Args:
-        plain: a training, not begun.
-        watched: the same training, with what watches it attached.
+        share: percent; None: what watches the training changed it.
+        error: standard error of it, in percent.
+        note: how it was measured.
     """
-    plain.train(3)
-    watched.train(3)
-    pairs = zip(plain.model.parameters(), watched.model.parameters(), strict=True)
-    if not all(torch.equal(a, b) for a, b in pairs):
-        return None, "CHECK FAILED: what watches the training changed it"
-    times = interleave(
-        {
-            "plain": (lambda: plain.train(plain.step + 1), 4),
-            "watched": (lambda: watched.train(watched.step + 1), 4),
-        },
-        rounds=5 * ROUNDS,
-        clock=one_thread_clock(),
-        budget=8.0,
-    )
-    without, recording = times["plain"], times["watched"]
+
+    share: float | None
+    error: float
+    note: str
+
+    def times(self, factor: float) -> Overhead:
+        """Where only such a share of the steps is watched."""
+        return Overhead(None if self.share is None else factor * self.share, factor * self.error, self.note)
+
+    def met(self, limit: float) -> bool | None:
+        """Whether it is at most `limit` percent; None where two standard errors do not tell."""
+        if self.share is None:
+            return False
+        if abs(self.share - limit) <= 2 * self.error:
+            return None
+        return self.share <= limit
+
+
+def of_steps(
+    make: Callable[[], Run],
+    watch: Callable[[Run], AbstractContextManager[Any]],
+    *,
+    block: int | None = None,
+    quick: bool = False,
+    clock: Clock | None = None,
+) -> Overhead:
+    """By how many percent of its processor time a step is longer that is watched.
+
+    Args:
+        make: a training, not begun; the same one each time.
+        watch: attaches to a training what watches it, until its context is left.
+        block: steps of a block, a multiple of the period of what watches, where it has one; None: as many as take
+            `BLOCK` seconds.
+        quick: a few blocks only.
+        clock: how to time; None: processor time of the process.
+    """
+    clock = one_thread_clock() if clock is None else clock
+    one, other = make(), make()
+    for run in (one, other):
+        run.train(3)
+    steps = block or max(2, math.ceil(BLOCK / max(_timed(one, clock), 1e-6)))
+    other.train(one.step)
+    halves = []
+    seconds: list[float] = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for plain, watched in ((one, other), (other, one)):
+            with watch(watched):
+                halves.append(_blocks(plain, watched, steps, quick, clock, seconds))
+            pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+            if not all(torch.equal(a, b) for a, b in pairs):
+                return Overhead(None, 0.0, "CHECK FAILED: what watches the training changed it")
+    finally:
+        if collecting:
+            gc.enable()
+    share = statistics.fmean(statistics.median(more) for more in halves)
+    error = math.hypot(*map(_error, halves)) / 2
+    low, high = (statistics.fmean(statistics.quantiles(m, n=4, method="inclusive")[q] for m in halves) for q in (0, 2))
     note = (
-        f"step {1e3 * without.median:.2f} ms, {len(without.seconds)} rounds, quartiles {without.spread:.1%} apart; "
-        "checked: weights equal to the bit"
+        f"step {1e3 * statistics.median(seconds):.2f} ms of processor, {len(seconds)} blocks of {steps} steps on "
+        f"either side in turn, quartiles of their differences {low:+.2f} and {high:+.2f} %, "
+        f"standard error of the median {error:.2f}; checked: weights equal to the bit"
     )
-    return 100 * (recording.median / without.median - 1), note
+    return Overhead(share, error, note)
+
+
+def _blocks(plain: Run, watched: Run, steps: int, quick: bool, clock: Clock, seconds: list[float]) -> list[float]:
+    """By how many percent each of the blocks was longer; adds the seconds of a plain step to a list."""
+    begin = time.perf_counter()
+    for run in (plain, watched):
+        run.train(run.step + 1)
+    least, budget = (4, 1.5) if quick else (BLOCKS, BUDGET)
+    more: list[float] = []
+    while len(more) < least or (
+        len(more) < MOST_BLOCKS and _error(more) > ACCURACY and time.perf_counter() - begin < budget
+    ):
+        without = watching = 0.0
+        for number in range(steps):
+            if number % 2:
+                without += _timed(plain, clock)
+                watching += _timed(watched, clock)
+            else:
+                watching += _timed(watched, clock)
+                without += _timed(plain, clock)
+        more.append(100 * (watching / without - 1))
+        seconds.append(without / steps)
+    return more
+
+
+def _timed(run: Run, clock: Clock) -> float:
+    """Seconds of the next step."""
+    return clock(lambda: run.train(run.step + 1), 1)
+
+
+def _error(values: list[float]) -> float:
+    """Standard error of the median, by the quartiles: outliers do not count."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return 1.2533 * (high - low) / 1.349 / math.sqrt(len(values))

@@ -117,6 +117,33 @@ def sorting(device: Device, keys: Array) -> list[Peer]:
     return peers
 
 
+def unsorting(device: Device, keys: Any, grouped: Any) -> list[Peer]:
+    """Values back to where a stable sort of the keys took them from."""
+    import torch
+
+    def torch_sort() -> Call:
+        by, values = (keys, grouped) if device.gpu else (torch.from_numpy(keys), torch.from_numpy(grouped))
+
+        def call() -> object:
+            order = torch.sort(by, stable=True).indices
+            return torch.empty_like(values).scatter_(0, order, values)
+
+        return call
+
+    def argsort() -> Call:
+        def call() -> object:
+            out = np.empty_like(grouped)
+            out[np.argsort(keys, kind="stable")] = grouped
+            return out
+
+        return call
+
+    peers = [Peer("torch.sort", torch_sort, note="sort and scatter")]
+    if not device.gpu:
+        peers.insert(0, Peer("np.argsort", argsort, note="kind='stable', and scatter"))
+    return peers
+
+
 def entropy_coders(levels: npt.NDArray[np.uint8], counts: npt.NDArray[np.int64], *, decode: bool) -> list[Peer]:
     """Coders of independent symbols: zstd held to its Huffman stage, a Huffman coder in Python, constriction's ANS."""
     some, said = _part(levels, 1_000_000)
@@ -193,8 +220,7 @@ def lossless_coders(x: npt.NDArray[np.float32], *, decode: bool) -> list[Peer]:
 
 def raw_kmeans(x: npt.NDArray[np.float32], k: int, target: Target) -> list[Peer]:
     """k-means on the raw values, as others fit codebooks; 20 Lloyd iterations at most."""
-    some, said = _part(x, 100_000)
-    points = np.ascontiguousarray(some[:, None])
+    points = np.ascontiguousarray(x[:, None])
 
     def sklearn() -> Call:
         kind = library("sklearn.cluster").KMeans
@@ -212,6 +238,6 @@ def raw_kmeans(x: npt.NDArray[np.float32], k: int, target: Target) -> list[Peer]
         return call
 
     return [
-        Peer("scikit-learn", sklearn, some.nbytes, target, f"20 iterations, {said}".rstrip(", ")),
-        Peer("faiss", faiss, some.nbytes, target, f"20 iterations, {said}".rstrip(", ")),
+        Peer("scikit-learn", sklearn, target=target, note="20 iterations"),
+        Peer("faiss", faiss, target=target, note="20 iterations"),
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shrinkpoint.codec.extras import install
 from shrinkpoint.kernels.errors import BadArgumentError
 
 _OURS, _BELOW, _PEER, _MARK = "#2a6f97", "#b5651d", "#b8bfc6", "#222222"
@@ -40,7 +41,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise BadArgumentError("--plot needs Matplotlib: pip install 'shrinkpoint[bench]'") from None
+        raise BadArgumentError(f"--plot needs Matplotlib: {install('report')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

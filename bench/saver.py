@@ -26,7 +26,7 @@ import shrinkpoint as sp
 
 from . import data
 from .data import Pair
-from .harness import CheckFailed, Options, Row, Target, at_least, at_most
+from .harness import CheckFailed, Options, Row, Target, at_least, at_most, lacking
 from .plot import Bars, draw
 
 TITLE = "what an asynchronous save costs a trainer, against memcpy, torch.save, DCP async_save and moonclip"
@@ -46,7 +46,7 @@ def run(options: Options) -> list[Row]:
         real = data.trained(quick=True) if options.state is None else data.read(options.state)
         # Larger than the cache also in the quick form: a copy that stays in it is another matter.
         for parameters in (5_000_000,) if options.quick else (5_000_000, 50_000_000):
-            rows += stalls(data.drawn_state(real, parameters), parameters, options)
+            rows += options.done(stalls(data.drawn_state(real, parameters), parameters, options))
     return rows + _overheads(options)
 
 
@@ -72,7 +72,7 @@ def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
         try:
             calls[MOONCLIP] = _moonclip(pair, root)
         except ImportError as error:
-            notes[MOONCLIP] = f"not measured: {error.name} is not installed"
+            notes[MOONCLIP] = f"not measured: {lacking(str(error.name))}"
         seconds: dict[str, list[float]] = {name: [] for name in ("", *calls)}
         processor: dict[str, list[float]] = {"": [], FLOOR: []}
         durable: list[float] = []

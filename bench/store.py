@@ -3,9 +3,10 @@
 Save and load: whole AdamW states through a file on this machine's disk, against torch.save, safetensors,
 torch.distributed.checkpoint and moonclip (torch.save without and with an fsync; ours and moonclip's always have one).
 Memory: the most that the process holds beyond what it held before. Stall, in the full form: the rows of `python -m
-bench saver`, with DCP's async_save in a thread and in a process. Restores: the last of a chain of 100 before and after
+bench saver`, with DCP's async_save in a thread and in a process (BitSnap's table 2 says 7 to 12 times as fast as
+torch.save of its own saves, on other machines and states). Restores: the last of a chain of 100 before and after
 compaction, in multiples of a base. Flips: one bit of what was stored is altered, 200 times, in the same places for all;
-counted is what loads without a word.
+counted is what loads without a word. Ours are in a base, a delta over it and a lossless base, with their manifests.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .harness import (
     Row,
     Target,
     at_most,
+    lacking,
     one_thread_clock,
     run_cases,
     wall_clock,
@@ -54,7 +56,7 @@ TITLE = (
     "save, load, memory, restore after compaction, flipped bits; against torch.save, safetensors, DCP, moonclip, npz"
 )
 FLOOR, TORCH, DURABLE = "memcpy", "torch.save", "torch.save + fsync"
-SAFETENSORS, DCP, NPZ, MOONCLIP = "safetensors", "DCP", "npz", "moonclip"
+SAFETENSORS, DCP, ZSTD, NPZ, MOONCLIP = "safetensors", "DCP", "DCP with zstd", "npz", "moonclip"
 FLIPS = 200
 CHAIN = 100
 RESTORE = at_most(3.0)
@@ -71,13 +73,13 @@ def run(options: Options) -> list[Row]:
         for parameters in sizes:
             pair = data.drawn_state(real, parameters)
             rows += _throughput(pair, parameters, Path(folder), options)
-            rows += _memory(pair, parameters, Path(folder), options)
+            rows += options.done(_memory(pair, parameters, Path(folder), options))
             if not options.quick and options.wanted("stall, memory, durable"):
-                rows += stalls(pair, parameters, options)
+                rows += options.done(stalls(pair, parameters, options))
         small = few_arrays(data.drawn_state(real, 400_000 if options.quick else 5_000_000), 4)
-        rows += _restores(small, Path(folder), options)
-        rows += _parts(small, Path(folder), options)
-        rows += _flips(small, Path(folder), options)
+        rows += options.done(_restores(small, Path(folder), options))
+        rows += options.done(_parts(small, Path(folder), options))
+        rows += options.done(_flips(small, Path(folder), options))
     return rows
 
 
@@ -162,11 +164,15 @@ def _torch_load(_: dict[str, Any], path: Path) -> Any:
     return torch.load(path.parent / f"{path.name}.pt", weights_only=True)
 
 
-def _dcp_save(arrays: dict[str, Any], path: Path) -> None:
+def _dcp_save(arrays: dict[str, Any], path: Path, *, zstd: bool = False) -> None:
     dcp = _dcp()
+    more: dict[str, Any] = {}
+    if zstd:
+        extension = importlib.import_module("torch.distributed.checkpoint._extension").ZStandard()
+        more["storage_writer"] = dcp.FileSystemWriter(path, _extensions=[extension])
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        dcp.save(arrays, checkpoint_id=path)
+        dcp.save(arrays, checkpoint_id=path, **more)
 
 
 def _dcp_load(arrays: dict[str, Any], path: Path) -> Any:
@@ -219,6 +225,7 @@ OTHERS = (
         lambda _, p: _safetensors().load_file(p.parent / f"{p.name}.safetensors"),
     ),
     Other(DCP, _dcp_save, _dcp_load),
+    Other(ZSTD, lambda a, p: _dcp_save(a, p, zstd=True), _dcp_load),
     Other(NPZ, _npz_save, _npz_load),
     Other(MOONCLIP, _moonclip_save, _moonclip_load),
 )
@@ -368,7 +375,7 @@ def _memory(pair: Pair, parameters: int, folder: Path, options: Options) -> list
             try:
                 peer = _median_peak(work._other(other, arrays, action == "load"), rounds)
             except ImportError as error:
-                said = f"not measured: {error.name} is not installed; {note}"
+                said = f"not measured: {lacking(str(error.name))}; {note}"
             shares = [None if n is None else n / raw for n in (ours, peer)]
             if ours is None:
                 said = f"not measured: no /proc/self/clear_refs; {note}"
@@ -505,11 +512,30 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
     options.say(name)
     arrays = tensors(pair.after)
     root = folder / "flips"
-    store = sp.Store(root / "ours")
-    store.save(0, pair.after)
+    lossy, exact = sp.Store(root / "ours" / "lossy"), sp.Store(root / "ours" / "exact", sp.presets.lossless())
+    lossy.save(0, pair.before)
+    if not lossy.save(1, pair.after).is_delta:
+        return [_row(name, FLIPS, None, "flips", "CHECK FAILED: no delta to flip bits of")]
+    exact.save(0, pair.after)
     files = [p for p in (root / "ours").rglob("*") if p.is_file() and p.parent.name in ("data", "steps")]
-    ours = _silent(files, lambda: sp.Store(store.url).load(0, count=False))
-    checked = f"of {FLIPS}, anywhere in what was stored, manifest included; the unaltered files load"
+    # As many flips in each: by their sizes the delta would get next to none.
+    where = {
+        "a base": ("lossy", "000000000000"),
+        "a delta": ("lossy", "000000000001"),
+        "a lossless base": ("exact", ""),
+    }
+    groups = [
+        [p for p in files if p.parents[1].name == store and p.name.startswith(step)] for store, step in where.values()
+    ]
+
+    def load() -> None:
+        for store in (lossy, exact):
+            for step in store.steps():
+                sp.Store(store.url).load(step, count=False)
+
+    ours = _silent(groups, load)
+    told = ", ".join(where)
+    checked = f"of {FLIPS}, anywhere in what was stored (ours: {told}, with manifests); the unaltered files load"
     rows = []
     for other in OTHERS:
         if other.name == DURABLE:
@@ -519,31 +545,33 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
         try:
             other.save(arrays, path)
             files = [p for p in path.parent.rglob("*") if p.is_file()]
-            silent = float(_silent(files, lambda other=other, path=path: other.load(arrays, path)))  # type: ignore[misc]
+            silent = float(_silent([files], lambda other=other, path=path: other.load(arrays, path)))  # type: ignore[misc]
             note = checked
         except ImportError as error:
-            silent, note = float("nan"), f"not measured: {error.name} is not installed"
+            silent, note = float("nan"), f"not measured: {lacking(str(error.name))}"
         value = None if np.isnan(silent) else silent
         rows.append(_row(name, FLIPS, float(ours), "flips", note, peer=other.name, peer_value=value, target=at_most(0)))
     return rows
 
 
-def _silent(files: list[Path], load: Callable[[], object], seed: int = 0) -> int:
-    """Loads that raise nothing, of `FLIPS` with one bit of these files flipped."""
+def _silent(groups: list[list[Path]], load: Callable[[], object], seed: int = 0) -> int:
+    """Loads that raise nothing, of `FLIPS` with one bit flipped in files of each group in turn."""
     load()
     rng = np.random.default_rng(seed)
-    sizes = np.array([p.stat().st_size for p in files])
     silent = 0
-    for position in rng.integers(0, 8 * int(sizes.sum()), FLIPS):
-        at, number = int(position) // 8, 0
+    for flip in range(FLIPS):
+        files = groups[flip % len(groups)]
+        sizes = [p.stat().st_size for p in files]
+        position = int(rng.integers(0, 8 * sum(sizes)))
+        at, number = position // 8, 0
         while at >= sizes[number]:
-            at -= int(sizes[number])
+            at -= sizes[number]
             number += 1
         with files[number].open("r+b") as f:
             f.seek(at)
             byte = f.read(1)[0]
             f.seek(at)
-            f.write(bytes([byte ^ (1 << int(position) % 8)]))
+            f.write(bytes([byte ^ (1 << position % 8)]))
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 load()

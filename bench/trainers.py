@@ -24,8 +24,8 @@ from .plot import Bars, draw
 TITLE = "checkpoints in trainers, against each framework's own"
 DEVICE = "cpu, training on 1 thread"
 QUICK = ("plain loop", "DCP")
-ROUNDS = 3
-"""Trainings of each kind; a stall is the median over all saves of all of them, 12 or more in the full form."""
+ROUNDS = 5
+"""Trainings of each kind; a stall is the median over all saves of all of them, 20 or more in the full form."""
 DIFFERENT = at_most(0)
 
 
@@ -40,7 +40,7 @@ def run(options: Options) -> list[Row]:
             continue
         options.say(name)
         try:
-            rows += _framework(name, options)
+            rows += options.done(_framework(name, options))
         except ImportError as error:
             rows.append(_row(name, 0, None, "ms", note=f"not measured: {error.name or error} is not installed"))
         except CheckFailed as error:
@@ -86,18 +86,27 @@ def _framework(name: str, options: Options) -> list[Row]:
         how: _median([s for one in found for s in one.stalls]) * 1e3 for how, found in taken.items() if how != "none"
     }
     seconds = {how: _median([one.seconds for one in found]) for how, found in taken.items()}
-    over = {how: 100 * (seconds[how] / seconds["none"] - 1) for how in ("own", "ours")}
+    over = {how: _overhead(taken[how], taken["none"]) for how in ("own", "ours")}
     saves = sum(len(one.stalls) for one in taken["ours"])
     said = f"{steps} steps of {seconds['none'] / steps * 1e3:.1f} ms, a save every {every}; {saves} saves"
     waited = [s for one in taken["ours"] for s in one.waited]
     stalled = f"{said}; of it {_median(waited) * 1e3:.1f} ms waiting for the save before" if waited else said
-    times = "one training each" if options.quick else f"medians of {ROUNDS} trainings"
+    times = "; ".join(f"{who}: {_spread(over[how])}" for how, who in (("ours", "ours"), ("own", about.peer)))
+    made = _made_of(taken["ours"], seconds["none"], _median(over["ours"]))
     changed = f"held-out loss {lossy:.5g} against {loss:.5g} uninterrupted; Config(); one seed"
     lines = [sum(1 for line in text.splitlines() if line.strip()) for text in (about.ours, about.own)]
-    exact = f"stopped after {half} of {steps} steps and resumed, every weight compared bit for bit"
+    exact = f"stopped after {half} of {steps} steps and resumed, every weight compared bit for bit; {about.drawn}"
     return [
         _row(f"{name}: stall of a save", size, stalls["ours"], "ms", about.peer, stalls["own"], note=stalled),
-        _row(f"{name}: overhead of the run", size, over["ours"], "%", about.peer, over["own"], note=f"{said}; {times}"),
+        _row(
+            f"{name}: overhead of the run",
+            size,
+            _told(over["ours"]),
+            "%",
+            about.peer,
+            _told(over["own"]),
+            note=f"{said}; {times}; {made}",
+        ),
         _row(
             f"{name}: bytes of a save",
             size,
@@ -118,6 +127,31 @@ def _framework(name: str, options: Options) -> list[Row]:
         ),
         _row(f"{name}: loss after a lossy resume", size, 100 * (lossy / loss - 1), "%", note=changed),
     ]
+
+
+def _overhead(found: list[Outcome], none: list[Outcome]) -> list[float]:
+    """Percent by which each training took longer than the one of its round without checkpoints."""
+    return [100 * (a.seconds / b.seconds - 1) for a, b in zip(found, none, strict=True)]
+
+
+def _told(over: list[float]) -> float | None:
+    """The median of the rounds; None where it cannot be told from nothing: some are above it, some below."""
+    return None if min(over) < 0 < max(over) else _median(over)
+
+
+def _spread(over: list[float]) -> str:
+    if len(over) == 1:
+        return "one training each"
+    text = f"median {_median(over):+.1f} % of {len(over)} rounds, {min(over):+.1f} to {max(over):+.1f} %"
+    return text if _told(over) is not None else f"{text}, not to be told from noise"
+
+
+def _made_of(found: list[Outcome], seconds: float, over: float) -> str:
+    """Where the time goes: in the calls, at the end, and in what a worker takes from the training beside it."""
+    calls = 100 * _median([sum(one.stalls) for one in found]) / seconds
+    closing = 100 * _median([one.closing for one in found]) / seconds
+    rest = over - calls - closing
+    return f"of ours {calls:.1f} % in the calls of save, {closing:.1f} % after the last step, {rest:+.1f} % beside them"
 
 
 def _different(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:

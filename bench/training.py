@@ -22,7 +22,18 @@ from shrinkpoint.search.cube import Cube
 
 from . import workloads
 from .devices import threads
-from .faults import InStore, Outcome, Peer, Reshuffled, Searching, System, Uncompressed, endure, uninterrupted
+from .faults import (
+    InStore,
+    Outcome,
+    Peer,
+    Reshuffled,
+    Searching,
+    System,
+    Uncompressed,
+    endure,
+    uninterrupted,
+    warm_up,
+)
 from .harness import Options, Row
 from .workloads import Workload
 
@@ -56,11 +67,9 @@ def _baseline(name: str) -> Make:
 BASELINES = ("QD-compressor", "naive 8-bit", "ExCP")
 SYSTEMS: dict[str, Make] = {
     "default": _config(sp.Config),
+    "rate 0.0005": _config(lambda: sp.Config(rate=0.0005)),
     "rate 0.002": _config(lambda: sp.Config(rate=0.002)),
-    "rate 0.004": _config(lambda: sp.Config(rate=0.004)),
-    "rate 0.01": _config(lambda: sp.Config(rate=0.01)),
-    "rate 0.002, one base": _config(lambda: sp.Config(rate=0.002, chain=ONE_BASE)),
-    "rate 0.004, one base": _config(lambda: sp.Config(rate=0.004, chain=ONE_BASE)),
+    "rate 0.0005, one base": _config(lambda: sp.Config(rate=0.0005, chain=ONE_BASE)),
     "inshrinkerator": _config(sp.presets.inshrinkerator, grads=True),
     "inshrinkerator, one base": _config(lambda: sp.presets.inshrinkerator(chain=ONE_BASE), grads=True),
     "lc_checkpoint": _config(sp.presets.lc_checkpoint),
@@ -74,14 +83,14 @@ SYSTEMS: dict[str, Make] = {
 """What is compared. "One base": no base after the first, as in the paper; otherwise every 20 checkpoints."""
 
 
-def _coarse(rate: float) -> Make:
-    return _config(lambda: sp.Config([("weight", sp.Quantize(bins=12))], rate=rate, chain=RARE))
+def _coarse(rate: float, bins: int) -> Make:
+    return _config(lambda: sp.Config([("weight", sp.Quantize(bins=bins))], rate=rate, chain=RARE))
 
 
 RARE_BASES: dict[str, Make] = {
-    "rate 0.004, bases every 100": _config(lambda: sp.Config(rate=0.004, chain=RARE)),
-    "rate 0.002, 12 bins, bases every 100": _coarse(0.002),
-    "rate 0.004, 12 bins, bases every 100": _coarse(0.004),
+    "rate 0.0005, bases every 100": _config(lambda: sp.Config(rate=0.0005, chain=RARE)),
+    "rate 0.0005, 16 bins, bases every 100": _coarse(0.0005, 16),
+    "rate 0.001, 12 bins, bases every 100": _coarse(0.001, 12),
 }
 """For chains of hundreds of checkpoints, of which bases take more than late deltas do: fewer bases, fewer bins."""
 
@@ -91,7 +100,7 @@ OWN_CUBE = Cube(
     prune=(0.0,),
     metric=("magnitude",),
     protect=(0.0005,),
-    rate=(0.0, 0.001, 0.002, 0.004, 0.01),
+    rate=(0.0, 0.0005, 0.001, 0.002, 0.004),
 )
 """What is searched for the default: its coder over bins and rates."""
 PAPER_CUBE = Cube(system="inshrinkerator")
@@ -134,11 +143,11 @@ class Study:
     steps: int | None = None
 
 
-_FEW = ("default", "rate 0.004", "inshrinkerator")
+_FEW = ("default", "rate 0.0005", "inshrinkerator")
 _SHORT = (
     "default",
-    "rate 0.004",
-    "rate 0.004, one base",
+    "rate 0.0005",
+    "rate 0.0005, one base",
     "inshrinkerator",
     "lc_checkpoint",
     "check_n_run",
@@ -146,7 +155,7 @@ _SHORT = (
     "ExCP",
     YARDSTICK,
 )
-_SHORTEST = ("default", "rate 0.004, one base", "inshrinkerator", "QD-compressor", YARDSTICK)
+_SHORTEST = ("default", "rate 0.0005", "inshrinkerator", "QD-compressor", YARDSTICK)
 STUDIES = {
     "MLP": Study(3, None, _FEW, thresholds=1, ablation=1),
     "embedding": Study(2, _SHORT),
@@ -154,25 +163,24 @@ STUDIES = {
     "ViT": Study(1, _SHORT),
     "GPT": Study(1, _SHORTEST, spacing=30, batches=1),
 }
+_COARSE = "rate 0.0005, 16 bins, bases every 100"
 _LONG_SYSTEMS = (
     "default",
-    "rate 0.004",
-    "rate 0.002, 12 bins, bases every 100",
-    "rate 0.004, 12 bins, bases every 100",
+    _COARSE,
+    "rate 0.001, 12 bins, bases every 100",
     "inshrinkerator, one base",
     "QD-compressor",
     YARDSTICK,
 )
-_LONG_SHORT = ("default", "rate 0.004", "rate 0.002, 12 bins, bases every 100", "QD-compressor", YARDSTICK)
-_LONG_SHORTEST = ("default", "rate 0.002, 12 bins, bases every 100", YARDSTICK)
+_LONG_SHORT = ("default", "rate 0.0005, bases every 100", _COARSE, "QD-compressor", YARDSTICK)
 LONG = {
     "MLP long": Study(1, _LONG_SHORT, steps=3600),
-    "MLP longer": Study(2, ("rate 0.004, bases every 100", YARDSTICK), batches=1, every=3, steps=10_800),
+    "MLP longer": Study(2, (_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
     "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
-    "GPT long": Study(1, _LONG_SHORTEST, batches=1, every=3, steps=1800),
+    "GPT long": Study(1, ("default", _COARSE, YARDSTICK), batches=1, every=3, steps=1800),
 }
 """Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days."""
-QUICK = Study(1, ("default", "rate 0.004", "inshrinkerator", "lossless", YARDSTICK), steps=120)
+QUICK = Study(1, ("default", "rate 0.0005", "inshrinkerator", "lossless", YARDSTICK), steps=120)
 FAILURES = (10, 5, 20)
 QUICK_FAILURES = 3
 
@@ -225,13 +233,14 @@ class Model:
     @property
     def size(self) -> int:
         """Parameters."""
-        return sum(p.numel() for p in self.workload.model().parameters())
+        return self.workload.parameters
 
     def outcomes(
         self, make: Make, seeds: Sequence[int], failures: int, spacing: int, batches: int, every: int = 1
     ) -> list[Outcome]:
-        """One outcome a seed; `spacing`, `batches` and `every` as `Study` has them."""
+        """One outcome a seed, after a warm-up; `spacing`, `batches` and `every` as `Study` has them."""
         found = []
+        warm_up(self.workload, min(seeds, default=0), make(spacing), spacing)
         for seed in seeds:
             if seed not in self.exact:
                 self.exact[seed] = uninterrupted(self.workload, seed)
@@ -252,7 +261,7 @@ class Model:
 
 def run(options: Options) -> list[Row]:
     """All rows; a few of one small model with `--quick`."""
-    from . import ablation, cost, transfer
+    from . import ablation, cost, large, transfer
 
     rows: list[Row] = []
     with threads(1):
@@ -264,9 +273,10 @@ def run(options: Options) -> list[Row]:
                 rows += _thresholds(model, study, options)
             if study.ablation and options.wanted(f"{name} ablation"):
                 rows += ablation.rows(model, study, options)
+        rows += targets(rows)
         rows += transfer.rows(options)
         rows += cost.rows(options)
-    return rows
+    return rows + large.rows(options)
 
 
 def _workload(name: str, study: Study) -> Workload:
@@ -285,8 +295,6 @@ def _failures(model: Model, study: Study, options: Options) -> list[Row]:
         for name, outcomes in found.items():
             rows += of_system(model, name, outcomes, failures, study)
         rows += [_missing(model, name, failures, why) for name, why in missing.items()]
-        if failures == FAILURES[0]:
-            rows += _targets(model, found)
     return rows
 
 
@@ -303,12 +311,14 @@ def _measure(
     model: Model, study: Study, systems: Mapping[str, Make], seeds: int, failures: int, options: Options
 ) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
     """Outcomes by system, and why some have none. What is exact needs one seed: the others would say the same."""
+    options.seeds.update(range(seeds))
     found, missing = {}, {}
     for name, make in systems.items():
         options.say(f"{model.workload.name}, {failures} failures, {name}")
         of = range(1 if name in EXACT else seeds)
         try:
             found[name] = model.outcomes(make, of, failures, study.spacing, study.batches, study.every)
+            options.done(of_system(model, name, found[name], failures, study))
         except ImportError as error:
             missing[name] = f"not measured: {error}"
     return found, missing
@@ -321,7 +331,7 @@ def _row_name(model: Model, name: str, failures: int, label: str) -> str:
 def _missing(model: Model, name: str, failures: int, why: str) -> Row:
     label, _, unit = COLUMNS[0]
     row = _row_name(model, name, failures, label)
-    return Row(row, DEVICE, model.size, None, unit, None, None, None, None, None, why)
+    return Row(row, model.workload.where, model.size, None, unit, None, None, None, None, None, why)
 
 
 def of_system(model: Model, name: str, outcomes: Sequence[Outcome], failures: int, study: Study) -> list[Row]:
@@ -340,7 +350,7 @@ def of_system(model: Model, name: str, outcomes: Sequence[Outcome], failures: in
         note = about if wrong else f"{over_seeds(values)}; {about}"
         value = None if wrong else statistics.fmean(values)
         row = _row_name(model, name, failures, label)
-        rows.append(Row(row, DEVICE, model.size, value, unit, None, None, None, None, None, note))
+        rows.append(Row(row, model.workload.where, model.size, value, unit, None, None, None, None, None, note))
     return rows
 
 
@@ -354,45 +364,114 @@ def is_searched(system: str) -> bool:
     return "searched for" in system
 
 
-def _mean(outcomes: Sequence[Outcome], what: str) -> float:
-    return statistics.fmean(getattr(o, what) for o in outcomes)
+TARGET = f", {FAILURES[0]} failures: "
+_AXES = (("weights", "weights, all checkpoints"), ("whole state", "whole state, all checkpoints"))
 
 
-def _targets(model: Model, found: Mapping[str, Sequence[Outcome]]) -> list[Row]:
-    """Ratio at the degradation allowed; and, where others were run, settings of ours that one beats on both axes."""
-    rows = []
-    name, size = model.workload.name, model.size
-    own = {s: o for s, o in found.items() if is_own(s)}
-    others = {s: o for s, o in found.items() if not is_own(s) and s not in (*EXACT, YARDSTICK)}
-    for label, what in (("weights", "weights"), ("whole state", "whole")):
-        within = [s for s, o in own.items() if _mean(o, "degradation") <= BOUND]
-        best = max(within, key=lambda s: _mean(own[s], what), default=None)
-        row = f"{name}, 10 failures: {label} at <= {BOUND:g} % degradation"
-        value = _mean(own[best], what) if best else None
-        note = "no setting degrades so little"
-        if best:
-            note = f"{best}: {over_seeds([o.degradation for o in own[best]])} %"
-        if YARDSTICK in found:
-            note += f"; other batches after each restore, exact states: {_degradations(found[YARDSTICK])}"
-        met = value is not None and value >= WANTED
-        rows.append(Row(row, DEVICE, size, value, "x", None, None, None, f">= {WANTED:g} x", met, note))
-        if not others:
+def targets(rows: Sequence[Any]) -> list[Row]:
+    """Ratio at the degradation allowed; and settings of ours that another system beats on both axes, by model.
+
+    Everything that was measured of a model with ten failures counts: failures, thresholds, and of the ablation our
+    settings as a whole and every variant of the published one. Means are compared, over whichever seeds there are.
+
+    Args:
+        rows: `Row`s, or what they are in a JSON document; of one run, or of all.
+    """
+    found = []
+    for name, systems in table(rows).items():
+        any_row = next(iter(next(iter(systems.values())).values()))
+        where, size = any_row["device"], any_row["size"]
+        every = standing(rows, name)
+        own = {s: c for s, c in systems.items() if is_own(s)}
+        for label, column in _AXES:
+            found += _at_the_bound((name, where, size), own, systems.get(YARDSTICK), (label, column))
+            others = [s for s in every if is_other(s) and _standing(every[s], column)]
+            if not others:
+                continue
+            beaten = beaten_on(every, column)
+            row = f"{name}{TARGET}settings beaten on both axes, {label}"
+            note = "; ".join(f"{s} by {', '.join(by)}" for s, by in beaten.items())
+            note = note or f"none by any of {', '.join(others)}"
+            count = float(len(beaten))
+            found.append(Row(row, where, size, count, "settings", None, None, None, "<= 0 settings", not beaten, note))
+    return found
+
+
+def is_target(row: Mapping[str, Any]) -> bool:
+    """Whether a row in a JSON document is one of `targets`."""
+    return TARGET in row["row"]
+
+
+def is_other(system: str) -> bool:
+    """Whether it is somebody else's lossy system."""
+    return not is_own(system) and not system.startswith("ablation, own") and system not in (*EXACT, YARDSTICK)
+
+
+def standing(rows: Sequence[Any], model: str) -> dict[str, dict[str, Any]]:
+    """System -> column's label -> row of everything that was killed ten times, the ablation's as "ablation, NAME"."""
+    return {**table(rows).get(model, {}), **_ablated(rows, model)}
+
+
+def beaten_on(systems: Mapping[str, Mapping[str, Any]], column: str) -> dict[str, list[str]]:
+    """Settings of ours -> the other systems with a larger ratio *and* less degradation, in means.
+
+    Args:
+        systems: as `standing` has them.
+        column: label of the ratio.
+    """
+    points = {s: point for s, columns in systems.items() if (point := _standing(columns, column))}
+    found = {}
+    for system, (ratio, loss) in points.items():
+        if is_other(system) or system in (*EXACT, YARDSTICK):
             continue
-        beaten = {
-            s: t
-            for s, o in own.items()
-            for t, p in others.items()
-            if _mean(p, what) > _mean(o, what) and _mean(p, "degradation") < _mean(o, "degradation")
-        }
-        row = f"{name}, 10 failures: settings beaten on both axes, {label}"
-        note = "; ".join(f"{s} by {t}" for s, t in beaten.items()) or f"none by any of {', '.join(others)}"
-        count = float(len(beaten))
-        rows.append(Row(row, DEVICE, size, count, "settings", None, None, None, "<= 0 settings", not beaten, note))
-    return rows
+        by = [s for s, (x, y) in points.items() if is_other(s) and x > ratio and y < loss]
+        if by:
+            found[system] = by
+    return found
 
 
-def _degradations(outcomes: Sequence[Outcome]) -> str:
-    return f"{over_seeds([o.degradation for o in outcomes])} %"
+def _standing(columns: Mapping[str, Any], column: str) -> tuple[float, float] | None:
+    """Ratio and degradation; None where either was not measured."""
+    ratio, loss = (columns.get(label, {}).get("value") for label in (column, COLUMNS[0][0]))
+    return None if ratio is None or loss is None else (ratio, loss)
+
+
+def _ablated(rows: Sequence[Any], model: str) -> dict[str, dict[str, Any]]:
+    """Of the ablation: ours with all parts, and every variant of the published system, as "ablation, NAME"."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        plain = row if isinstance(row, dict) else dataclasses.asdict(row)
+        where, _, label = plain["row"].partition(": ")
+        name, _, variant = where.partition(" ablation, ")
+        if name == model and (variant == "own, all parts" or variant.startswith("published, ")):
+            found.setdefault(f"ablation, {variant}", {})[label] = plain
+    return found
+
+
+def _at_the_bound(
+    model: tuple[str, str, int],
+    own: Mapping[str, Mapping[str, Any]],
+    yardstick: Mapping[str, Any] | None,
+    axis: tuple[str, str],
+) -> list[Row]:
+    """The largest ratio of ours among those that degrade little enough; `model` is its name, device and size."""
+    (name, where, size), (label, column) = model, axis
+    points = {s: point for s, columns in own.items() if (point := _standing(columns, column))}
+    if not points:
+        return []
+    best = max((s for s, (_, loss) in points.items() if loss <= BOUND), key=lambda s: points[s][0], default=None)
+    value = points[best][0] if best else None
+    note = f"{best}: {_degradation(own[best])}" if best else "no setting degrades so little"
+    if yardstick is not None and yardstick[COLUMNS[0][0]]["value"] is not None:
+        note += f"; other batches after each restore, exact states: {_degradation(yardstick)}"
+    met = value is not None and value >= WANTED
+    row = f"{name}{TARGET}{label} at <= {BOUND:g} % degradation"
+    return [Row(row, where, size, value, "x", None, None, None, f">= {WANTED:g} x", met, note)]
+
+
+def _degradation(columns: Mapping[str, Any]) -> str:
+    """Mean and range over the seeds, as the note of the row begins."""
+    return f"{columns[COLUMNS[0][0]]['note'].split(';')[0]} %"
 
 
 def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[str, Any]]]:
@@ -407,7 +486,7 @@ def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[s
         plain = row if isinstance(row, dict) else dataclasses.asdict(row)
         where, _, label = plain["row"].partition(": ")
         model, _, rest = where.partition(f", {failures} failures, ")
-        if rest:
+        if rest and label:
             found.setdefault(model, {}).setdefault(rest, {})[label] = plain
     return found
 

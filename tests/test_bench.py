@@ -53,7 +53,7 @@ def test_quick_rows_and_json_have_the_agreed_shape(tmp_path: Path) -> None:
     only = "joint_counts,rans_encode,500 tensors: assign"
     assert main(["kernels", "--quick", "--only", only, "--json", str(out), "--plot", str(picture)]) == 0
     found = json.loads(out.read_text())
-    assert list(found) == ["machine", "versions", "commit", "rows"]
+    assert list(found) == ["machine", "versions", "commit", "run", "rows"]
     assert found["machine"]["cores"] == os.cpu_count()
     assert found["versions"]["numpy"] == np.__version__
     assert all(list(row) == KEYS for row in found["rows"])
@@ -206,6 +206,28 @@ def test_help_and_both_commands() -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_word_that_no_row_has_is_an_error(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It says what the words can be, and writes no empty results."""
+    out = tmp_path / "rows.json"
+    assert main([name, "--quick", "--only", "nonsense", "--json", str(out)]) == 2
+    said = capsys.readouterr()
+    assert "no row for 'nonsense' with --quick" in said.err
+    names = [line.strip() for line in said.err.splitlines() if line.startswith("  ")]
+    assert names
+    assert "nonsense" not in " ".join(names)
+    assert not said.out
+    assert not out.exists()
+
+
+def test_words_of_which_one_is_strange(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The rows of the other words are measured all the same."""
+    out = tmp_path / "rows.json"
+    assert main(["systems", "--quick", "--only", "by changed values, nonsense", "--json", str(out)]) == 2
+    assert "no row for 'nonsense'" in capsys.readouterr().err
+    assert json.loads(out.read_text())["rows"]
+
+
 def pair() -> data.Pair:
     """A small training state and the next one."""
     w = data.weights(1 << 16)
@@ -243,6 +265,24 @@ def test_codec_rows(config: str) -> None:
     assert {row.peer for row in rows} == {"memcpy", "zstd -3", "torch.save"}
     assert all(row.value and row.peer_value and not is_red(row) for row in rows)
     assert sum(row.target is not None for row in rows) == (4 if config == "default" else 0)
+
+
+def test_exact_coding_is_timed_both_ways_in_both_formats() -> None:
+    rows = codec.run(Options(quick=True, only="float32 weights,bfloat16 weights"))
+    found = {row.row: row for row in rows}
+    assert list(found) == codec.exact_names()
+    assert len(found) == 8
+    for row in rows:
+        assert row.device == "cpu, 1 thread"
+        assert row.value is not None
+        assert not is_red(row)
+        assert "arrays exact" in row.note
+        assert row.target == (">= 400 MB/s" if row.peer == "memcpy" else None)
+    assert {row.peer for row in rows} == {"memcpy", "zstd -3", "torch.save"}
+    ratio = {name: float(row.note.partition("ratio ")[2].split(",")[0]) for name, row in found.items()}
+    for dtype in ("float32", "bfloat16"):
+        alone, step = (ratio[f"compress {kind}, lossless, {dtype} weights"] for kind in ("base", "delta"))
+        assert 1 < alone < step
 
 
 def test_a_codec_that_breaks_its_bound_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:

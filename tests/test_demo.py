@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import main
+from shrinkpoint.bench.machine import commit
 from shrinkpoint.demo.config import SIZES, DemoError, Job, checkpoint_steps, demo_config, preset_names
 from shrinkpoint.demo.corpus import Batches, Corpus
 from shrinkpoint.demo.folder import Folder
@@ -370,6 +371,9 @@ def test_history_and_summary() -> None:
     assert result["held_out"]["change_percent"] == pytest.approx(25.0)
     assert result["equal_until"] == 2
     assert result["one_restore_change_percent"] is None
+    assert result["commit"] == commit()
+    assert set(result["versions"]) == {"python", "shrinkpoint", "torch", "numpy", "numba"}
+    assert "out" not in result["config"]  # where it was written to is nobody's business
     assert len(tables(json.loads(json.dumps(result)))) == 2
 
 

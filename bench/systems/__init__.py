@@ -20,7 +20,7 @@ _Bar = tuple[str, float, float | None]
 
 def run(options: Options) -> list[Row]:
     """All rows of the experiments whose names `--only` asks for; small ones, and fewer, with `--quick`."""
-    return [row for one in EXPERIMENTS if options.wanted(one.name) for row in one.rows(options)]
+    return [row for one in EXPERIMENTS if options.wanted(one.name) for row in options.done(one.rows(options))]
 
 
 def plot(rows: list[Row], path: Path) -> None:

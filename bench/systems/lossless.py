@@ -23,6 +23,8 @@ from .table import DEVICE, Experiment, row
 
 Array = npt.NDArray[Any]
 Model = dict[str, torch.Tensor]
+Peer = Callable[[Model, Model | None], tuple[int, str]]
+"""Bytes of a model, over another or alone, and what was coded."""
 
 
 def _patterns(model: Model) -> Array:
@@ -32,13 +34,16 @@ def _patterns(model: Model) -> Array:
     return found
 
 
-def _differences(model: Model, before: Model | None) -> tuple[Array, Array]:
-    """What a coder of numbers gets and what a coder of bytes gets: patterns, or differences and exclusive ors."""
+ARITHMETIC, XOR = "arithmetic differences of ordered patterns", "exclusive or of patterns"
+
+
+def inputs(model: Model, before: Model | None) -> dict[str, Array]:
+    """What a coder of one array is given: patterns, or what changed since the parent in either way."""
     now = _patterns(model)
     if before is None:
-        return now, now
+        return {"patterns": now}
     old, dtype = _patterns(before), "float32" if now.itemsize == 4 else "bfloat16"
-    return difference(now, old, "arithmetic", dtype=dtype), now ^ old
+    return {ARITHMETIC: difference(now, old, "arithmetic", dtype=dtype), XOR: difference(now, old, "xor", dtype=dtype)}
 
 
 def _checked(data: bytes, again: bytes, name: str) -> None:
@@ -46,16 +51,15 @@ def _checked(data: bytes, again: bytes, name: str) -> None:
         raise CheckFailed(f"{name} does not give back what it was given")
 
 
-def _zstd(model: Model, before: Model | None) -> int:
+def _zstd(values: Array, single: bool) -> int:
     zstandard = library("zstandard")
-    data = _differences(model, before)[1].tobytes()
+    data = values.tobytes()
     packed = zstandard.ZstdCompressor(level=19).compress(data)
     _checked(data, zstandard.ZstdDecompressor().decompress(packed), "zstd")
     return len(packed)
 
 
-def _zipnn(model: Model, before: Model | None) -> int:
-    values = _differences(model, before)[1]
+def _zipnn(values: Array, single: bool) -> int:
     dtype = "float32" if values.itemsize == 4 else "bfloat16"
     codec = library("zipnn").ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
     packed = codec.compress(values.tobytes())
@@ -63,22 +67,37 @@ def _zipnn(model: Model, before: Model | None) -> int:
     return len(packed)
 
 
-def _pcodec(model: Model, before: Model | None) -> int:
+def _pcodec(values: Array, single: bool) -> int:
     standalone, config = library("pcodec.standalone"), library("pcodec").ChunkConfig()
-    values = _differences(model, before)[0]
-    if before is None and values.itemsize == 4:
+    if single and values.itemsize == 4:
         values = values.view(np.float32)
     packed = standalone.simple_compress(values, config)
     _checked(values.tobytes(), standalone.simple_decompress(packed).tobytes(), "pcodec")
     return len(packed)
 
 
-def _blosc2(model: Model, before: Model | None) -> int:
+def _blosc2(values: Array, single: bool) -> int:
     blosc2 = library("blosc2")
-    values = _differences(model, before)[1]
     packed = blosc2.compress2(values.tobytes(), typesize=values.itemsize, clevel=9, codec=blosc2.Codec.ZSTD, nthreads=1)
     _checked(values.tobytes(), blosc2.decompress2(packed), "blosc2")
     return len(packed)
+
+
+def _smaller(coder: Callable[[Array, bool], int]) -> Peer:
+    """A coder of one array on each of its inputs: the fewest bytes, and of which input they are."""
+
+    def size(model: Model, before: Model | None) -> tuple[int, str]:
+        sizes = {how: coder(values, before is None) for how, values in inputs(model, before).items()}
+        best = min(sizes, key=lambda how: sizes[how])
+        others = [f"{size:,} bytes by {how}" for how, size in sizes.items() if how != best]
+        return sizes[best], "; ".join([best, *others]) if others else ""
+
+    return size
+
+
+def _own(coder: Callable[[Model, Model | None], int], how: str) -> Peer:
+    """A coder with a difference of its own."""
+    return lambda model, before: (coder(model, before), how if before else "")
 
 
 def _size(folder: str) -> int:
@@ -111,18 +130,13 @@ def _lmzip(model: Model, before: Model | None) -> int:
         return Path(archive).stat().st_size - size
 
 
-PEERS: dict[str, Callable[[Model, Model | None], int]] = {
-    "zstd -19": _zstd,
-    "zipnn": _zipnn,
-    "pcodec": _pcodec,
-    "blosc2": _blosc2,
-    "moonclip": _moonclip,
-    "lmzip": _lmzip,
-}
-_NOTES = {
-    "pcodec": "arithmetic differences of ordered patterns",
-    "moonclip": "its own difference, files of whole pages",
-    "lmzip": "its own difference to what the archive holds",
+PEERS: dict[str, Peer] = {
+    "zstd -19": _smaller(_zstd),
+    "zipnn": _smaller(_zipnn),
+    "pcodec": _smaller(_pcodec),
+    "blosc2": _smaller(_blosc2),
+    "moonclip": _own(_moonclip, "its own difference, files of whole pages"),
+    "lmzip": _own(_lmzip, "its own difference to what the archive holds"),
 }
 
 
@@ -141,9 +155,10 @@ def compared(name: str, options: Options) -> list[Row]:
                 ratios: dict[str, float] = {}
                 for peer, size in PEERS.items():
                     note = f"weights of {found.where()}, {raw:,} bytes"
-                    note += f"; {_NOTES.get(peer, 'exclusive or of patterns')}" if before else ""
                     try:
-                        ratios[peer] = raw / size(model, before)
+                        stored, how = size(model, before)
+                        ratios[peer] = raw / stored
+                        note += f"; {how}" if how else ""
                     except ImportError as error:
                         note = f"not measured: {error.name or error} is not installed"
                     theirs = ratios.get(peer)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import typing
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from shrinkpoint.commands.files import write_file, write_folder
 from shrinkpoint.commands.foreign import load_state, save_state
 from shrinkpoint.commands.text import printable, size
 from shrinkpoint.demo.config import presets
+from shrinkpoint.store.files import StoreWarning
 from tests.codec.common import difference
 
 # Torch says so where DCP is used without processes.
@@ -337,7 +339,11 @@ def test_compress_along_a_store(tmp_path: Path) -> None:
     good("compress", files[4], tmp_path / "s", "--step", 5, "--against", 2)
     assert len(store.describe(5).chain) == 3
     bad(2, "has a step 3; say --force", "compress", files[1], tmp_path / "s", "--step", 3)
-    good("compress", files[1], tmp_path / "s", "--step", 3, "--force", "--base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", StoreWarning)  # said on stderr, as a user sees it
+        code, _, said = run("compress", files[1], tmp_path / "s", "--step", 3, "--force", "--base")
+    assert code == 0
+    assert "step 3 is saved below steps 4, 5" in said
     assert store.load(3)["step"] == 1
     assert store.verify() == {}
 

@@ -166,8 +166,15 @@ def load_plain(file: Any, where: str) -> Any:
         if error.filename is not None:
             raise
         raise CorruptDataError(f"{where}: cannot be read as a file of torch.save: {_first_line(error)}") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"{where}: {_first_line(error)}") from None
+    except (ShrinkpointError, MemoryError):
+        raise
+    except Exception as error:  # what is no such file makes torch and pickle fail in any way
+        said = _first_line(error)
+        if isinstance(error, EOFError):
+            said = "it ends too early"
+        elif isinstance(error, LookupError):  # of what the pickle machine looked up, which says nothing to anyone
+            said = f"it is neither its archive nor a pickle ({type(error).__name__}: {said})"
+        raise CorruptDataError(f"{where}: cannot be read as a file of torch.save: {said[:300]}") from None
 
 
 def _numpy_globals() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import typer
@@ -17,16 +18,26 @@ def compact(
     max_cost: Annotated[float, typer.Option(help="Of restoring any step, in multiples of a base, at least 1.")] = 2.5,
     as_json: AsJson = False,
 ) -> None:
-    """Shorten long chains, so that restoring is quick. Every step stays loadable meanwhile; `gc` frees what is left."""
+    """Shorten long chains, so that restoring is quick. Every step stays loadable meanwhile; `gc` frees what is left.
+
+    Ends with 1 if steps stay as they are because they are not intact.
+    """
+    from ..store.store import NotCompactedWarning
     from .sources import open_store
 
     opened = open_store(store)
-    with steps_done("compact", quiet=as_json) as progress:
+    with warnings.catch_warnings(record=True) as caught, steps_done("compact", quiet=as_json) as progress:
+        warnings.simplefilter("always")
         changed = opened.compact(max_cost, progress)
+    problems = [str(w.message) for w in caught if issubclass(w.category, NotCompactedWarning)]
     if as_json:
-        emit({"store": store, "changed": changed})
+        emit({"store": store, "changed": changed, "problems": problems})
     else:
         line(f"{len(changed)} steps are stored otherwise than before; `shrinkpoint gc` frees their former files")
+        for problem in problems:
+            line(f"NOT COMPACTED: {problem}")
+    if problems:
+        raise typer.Exit(1)
 
 
 def gc(
@@ -74,14 +85,22 @@ def gc(
 
 def drop(
     store: StoreUrl,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Which.")],
+    steps: Annotated[list[int] | None, typer.Argument(metavar="[STEP...]", help="Which.")] = None,
+    after: Annotated[str | None, typer.Option(metavar="STEP", help="All above this one (number or tag).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove steps, intact or not; others stored against them stay readable. `gc` frees the files."""
-    from .sources import open_store
+    from ..codec.errors import BadArgumentError
+    from .sources import open_store, parse_step
 
-    open_store(store).drop(*steps)
-    _told(as_json, f"removed {', '.join(map(str, steps))}", store=store, removed_steps=steps)
+    if bool(steps) == (after is not None):
+        raise BadArgumentError("say either which steps, or --after STEP")
+    opened = open_store(store)
+    if after is not None:
+        steps = opened.drop_after(parse_step(after))
+    else:
+        opened.drop(*(steps or []))
+    _told(as_json, f"removed {', '.join(map(str, steps or [])) or 'none'}", store=store, removed_steps=steps)
 
 
 def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:

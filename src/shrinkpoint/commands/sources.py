@@ -54,9 +54,9 @@ def parse_step(text: str) -> int | str:
 
 
 def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
-    """What `read` makes of the newest step it can read; those passed over are told on standard error."""
+    """What `read` makes of the newest step it can read, as `Store.load` counts; those skipped are told on stderr."""
     skipped = []
-    for step in reversed(store.steps()):
+    for step in store.candidates():
         try:
             return step, read(step)
         except (CorruptDataError, MissingParentError, NewerFormatError) as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
+from ..bench.machine import commit
 from .config import SIZES, threads
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, 
             "seed": config.seed,
             "preset": config.preset,
             "size": config.size,
-            "out": str(config.out),
         },
+        "commit": commit(),
         "machine": {
             "processor": platform.machine(),
             "system": platform.system(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..codec.extras import install
 from .config import SIZES, Job, threads
 from .folder import Folder
 from .kills import Killer
@@ -52,7 +53,7 @@ def run_demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     for table in tables(result):
         console.print(table)
     if "picture" not in result["files"]:
-        console.print("no picture: matplotlib is missing (pip install 'shrinkpoint[demo]')")
+        console.print(f"no picture: matplotlib is missing ({install('demo')})")
     for name, path in result["files"].items():
         console.print(f"{name}: {path}", soft_wrap=True, highlight=False)
     return result

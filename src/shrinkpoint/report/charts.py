@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..codec.errors import ShrinkpointError
+from ..codec.extras import install
 from .collect import HEADER, Run
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _svg(draw: Callable[[Any], None], name: str, height: float) -> str:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise ShrinkpointError("the report needs Matplotlib: pip install 'shrinkpoint[report]'") from None
+        raise ShrinkpointError(f"the report needs Matplotlib: {install('report')}") from None
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 

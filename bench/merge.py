@@ -1,0 +1,167 @@
+"""`python -m bench.merge RESULT`: systems of `bench ratio` that were measured again, put into a result of one model.
+
+    python -m bench.merge bench/results/ratio-gpt.json NEW.json ...             # rows and outcomes of other runs
+    python -m bench.merge bench/results/ratio-gpt.json --measure "rate 0.0005; weights, rate 0; peers"
+
+Rows of what was measured take the place of the old ones; rows that stay say at which commit they were measured, and
+rows of systems that `bench ratio` no longer has go. What compares systems (the targets, our weights beside the
+published ones') is made again from all of them. `--measure` takes names of `SYSTEMS`, "alone" and "peers".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint.codec.errors import BadArgumentError
+
+from . import ratio, workloads
+from .__main__ import result
+from .harness import Row
+from .outcomes import System, outcome_of, summary_rows, to_json
+
+Json = dict[str, Any]
+MARK = "; measured at "
+
+
+def key(row: str, model: str) -> str | None:
+    """What a row belongs to: a system, "alone", "against PEER"; None: it is made of others.
+
+    Example:
+        >>> key("MLP, rate 0.001, 12 bins: loss change later", "MLP"), key("MLP, alone, 8 bins: weights", "MLP")
+        ('rate 0.001, 12 bins', 'alone')
+        >>> key("MLP: weights alone, no parent, loss <= 1 %", "MLP"), key("MLP: whole state, loss <= 0.1 %", "MLP")
+        ('alone', None)
+    """
+    where, _, what = row.partition(": ")
+    if where == model:
+        return "alone" if what.startswith("weights alone") else None
+    if not where.startswith(f"{model}, "):
+        raise BadArgumentError(f"{row!r} is no row of {model}")
+    system = where.removeprefix(f"{model}, ")
+    return "alone" if system.startswith("alone, ") else system
+
+
+def model_of(document: Json) -> str:
+    """The one model that a result is about.
+
+    Raises:
+        BadArgumentError: it has rows of several, or none.
+    """
+    found = {row["row"].partition(": ")[0].partition(", ")[0] for row in document["rows"]}
+    if len(found) != 1 or not found <= workloads.WORKLOADS.keys():
+        raise BadArgumentError(f"a result of one model of {', '.join(workloads.WORKLOADS)} is needed, this has {found}")
+    return str(found.pop())
+
+
+def merged(old: Json, new: Sequence[Json]) -> Json:
+    """One result of an old one and of newer ones, each over those before it.
+
+    Args:
+        old, new: documents of one model, as `bench --json` writes them. Rows of systems that `bench ratio` has no more
+            are left out; outcomes too.
+
+    Raises:
+        BadArgumentError: they are of different models or sizes, or a row is of something unknown.
+    """
+    model = model_of(old)
+    rows: dict[str, list[Json]] = {}
+    outcomes: Json = {}
+    for document in (old, *new):
+        if model_of(document) != model:
+            raise BadArgumentError(f"a result of {model_of(document)} goes into none of {model}")
+        fresh: dict[str, list[Json]] = {}
+        for row in document["rows"]:
+            of = key(row["row"], model)
+            if of is not None:
+                fresh.setdefault(of, []).append(_marked(row, document["commit"]))
+        for of in fresh:
+            outcomes.pop(f"{model}, {of}", None)
+        rows |= fresh
+        outcomes |= {_full(name, model): found for name, found in document.get("outcomes", {}).items()}
+    kept = _order(rows)
+    found = [Row(**row) for of in kept for row in rows[of]]
+    sizes = {row.size for row in found}
+    if len(sizes) != 1:
+        raise BadArgumentError(f"results of one model of {model} have sizes {sizes}")
+    systems = {of: _system(rows[of], outcomes.get(f"{model}, {of}")) for of in kept if of in ratio.SYSTEMS}
+    found += summary_rows(model, sizes.pop(), systems)
+    newest = (old, *new)[-1]
+    return {
+        **{name: newest[name] for name in ("machine", "versions", "commit")},
+        "rows": [dataclasses.asdict(row) for row in found],
+        "outcomes": {f"{model}, {of}": outcomes[f"{model}, {of}"] for of in kept if f"{model}, {of}" in outcomes},
+    }
+
+
+def _full(name: str, model: str) -> str:
+    return name if name.startswith(f"{model}, ") else f"{model}, {name}"
+
+
+def _marked(row: Json, commit: str | None) -> Json:
+    """A row with the commit it was measured at, so that it can stand among others; None: outside a checkout."""
+    if MARK in row["note"]:
+        return row
+    at = "no commit" if commit is None else commit[:7] + ("+" if commit.endswith("+") else "")
+    return row | {"note": f"{row['note']}{MARK}{at}"}
+
+
+def _order(found: Collection[str]) -> list[str]:
+    """Systems as `SYSTEMS` has them, weights alone, other libraries; not what is no longer there."""
+    against = [of for of in found if of.startswith("against ")]
+    return [of for of in (*ratio.SYSTEMS, "alone", *against) if of in found]
+
+
+def _system(rows: Iterable[Json], outcomes: Sequence[Mapping[str, float | None]] | None) -> System:
+    if outcomes:
+        return System.of([outcome_of(one) for one in outcomes])
+    return System.of_rows({row["row"].partition(": ")[2]: Row(**row) for row in rows})
+
+
+def measure(model: str, what: Collection[str], say: Callable[[str], None]) -> Json:
+    """A document of some systems and parts of one model.
+
+    Raises:
+        BadArgumentError: one of them is unknown.
+    """
+    unknown = [one for one in what if one not in ratio.SYSTEMS and one not in ratio.PARTS]
+    if unknown:
+        raise BadArgumentError(f"{unknown} are unknown; there are {', '.join((*ratio.PARTS, *ratio.SYSTEMS))}")
+    systems, parts = ([one for one in names if one in what] for names in (ratio.SYSTEMS, ratio.PARTS))
+    found = ratio.measured(workloads.WORKLOADS[model](), systems, parts, say)
+    return result(found.rows) | {"outcomes": to_json(found.named(model))}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Merge, and write the result in its place."""
+    parser = argparse.ArgumentParser(
+        prog="bench.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("into", type=Path, metavar="RESULT", help="the JSON of one model, written again")
+    parser.add_argument("new", type=Path, nargs="*", metavar="NEW", help="of later runs, the newest last")
+    parser.add_argument("--measure", metavar="NAMES", help="systems and parts to measure now, between semicolons")
+    asked = parser.parse_args(arguments)
+    try:
+        old, *new = (json.loads(path.read_text(encoding="utf-8")) for path in (asked.into, *asked.new))
+        if asked.measure is not None:
+            names = [name.strip() for name in asked.measure.split(";") if name.strip()]
+            new.append(measure(model_of(old), names, lambda what: print(what, file=sys.stderr, flush=True)))
+        document = merged(old, new)
+    except (BadArgumentError, OSError) as error:
+        print(f"bench.merge: {error}", file=sys.stderr)
+        return 2
+    names = [path.name for path in (asked.into, *asked.new)]
+    words = [*names, *([] if asked.measure is None else ["--measure", asked.measure])]
+    document["run"] = {"command": shlex.join(["python", "-m", "bench.merge", *words])}
+    asked.into.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

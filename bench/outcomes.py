@@ -1,0 +1,369 @@
+"""What `bench ratio` found, and the rows that are made of it: ratios, losses, verdicts.
+
+All of it is arithmetic on numbers of trainings that are over, so that rows can be made again from a result's JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shrinkpoint.codec.errors import BadArgumentError
+
+from .harness import Row
+
+DEVICE = "cpu, 1 thread"
+FURTHER = 200
+"""Steps that a restored training goes on, at most."""
+PUBLISHED = ("inshrinkerator 16", "inshrinkerator 32")
+"""The preset's own bins, and twice as many."""
+PAIRS = ((0.5, 80.0, 300.0), (0.1, 30.0, 70.0))
+"""Loss change in percent after further steps; ratio of the chain and of late deltas wanted there."""
+EQUAL = "late weight deltas at no more loss than"
+WITHIN = "late weight deltas at a loss within a standard error of"
+RUINED = "ruined"
+"""What is written for a loss that is no number: the training that went on from there did not survive."""
+_UNPAIRED = "paired: not known"
+CASES = ("no parent", "10 steps apart")
+
+
+class Losses(Protocol):
+    """Changes of held-out loss at once and after further steps, percent; staleness, steps."""
+
+    @property
+    def at_once(self) -> float: ...
+    @property
+    def later(self) -> float: ...
+    @property
+    def staleness(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A system on one training: ratios, bits, loss changes in percent, staleness in steps."""
+
+    chain: float
+    late: float
+    base: float
+    weight_bits: float
+    at_once: float
+    later: float
+    staleness: float
+
+
+@dataclass(frozen=True)
+class Restored:
+    """One thing stored and restored: how many times smaller, loss changes in percent, staleness in steps."""
+
+    ratio: float
+    at_once: float
+    later: float
+    staleness: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints of a training: the second by itself, and as what changed since the first."""
+
+    single: Restored
+    delta: Restored
+
+
+@dataclass(frozen=True)
+class System:
+    """A system over the seeds.
+
+    Args:
+        mean: over the seeds.
+        outcomes: one a seed; empty where a result has only the rows made of them.
+        losses: at once and later, as the rows say them.
+    """
+
+    mean: Outcome
+    outcomes: tuple[Outcome, ...]
+    losses: tuple[str, str]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> System:
+        """From what each seed gave."""
+        mean = Outcome(*(statistics.fmean(getattr(o, f.name) for o in outcomes) for f in dataclasses.fields(Outcome)))
+        return cls(mean, tuple(outcomes), (spread(outcomes, "at_once"), spread(outcomes, "later")))
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, Row]) -> System:
+        """From the rows of a system by their labels, as `system_rows` names them.
+
+        Raises:
+            BadArgumentError: one is missing, or its note says something else.
+        """
+        some = next(iter(rows.values()))
+        said = re.match(r"loss at once (.+?) %, later (.+?) %, staleness (\S+)", some.note)
+        missing = [label for label, _, _ in TABLE if label not in rows]
+        if said is None or missing:
+            raise BadArgumentError(f"{some.row}: rows {missing} are missing, or its note has no losses: {some.note!r}")
+        values = {what: _number(rows[label].value) for label, what, _ in TABLE}
+        staleness = math.nan if said[3] == "not" else float(said[3])
+        return cls(Outcome(**values, staleness=staleness), (), (said[1], said[2]))
+
+    def __str__(self) -> str:
+        at_once, later = self.losses
+        return f"loss at once {at_once} %, later {later} %, {steps(self.mean.staleness)}"
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def to_json(found: Any) -> Any:
+    """Outcomes as JSON has them, None for what is no number."""
+    if isinstance(found, Mapping):
+        return {str(key): to_json(value) for key, value in found.items()}
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        return [to_json(one) for one in found]
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        return to_json(dataclasses.asdict(found))
+    return None if isinstance(found, float) and math.isnan(found) else found
+
+
+def outcome_of(found: Mapping[str, float | None]) -> Outcome:
+    """The reverse, of one outcome."""
+    return Outcome(**{key: _number(value) for key, value in found.items()})
+
+
+# ------------------------------------------------------------------------------------------------------------ words
+
+
+def percent(value: float) -> str:
+    """A change of loss, "ruined" for what is no number.
+
+    Example:
+        >>> percent(0.125), percent(float("nan"))
+        ('+0.12', 'ruined')
+    """
+    return RUINED if math.isnan(value) else f"{value:+.2f}"
+
+
+def spread(found: Sequence[Any], what: str) -> str:
+    """Mean and range over the seeds."""
+    values = [getattr(o, what) for o in found]
+    if any(math.isnan(v) for v in values):
+        return RUINED
+    between = f" ({percent(min(values))} ... {percent(max(values))})" if len(values) > 1 else ""
+    return f"{percent(statistics.fmean(values))}{between}"
+
+
+def steps(staleness: float) -> str:
+    """Staleness; it is no number where the exact training no longer gets better, or the restored one is ruined."""
+    return "staleness not defined" if math.isnan(staleness) else f"staleness {staleness:+.1f} steps"
+
+
+def lost(found: Sequence[Losses]) -> str:
+    """What a restore lost, over the seeds."""
+    staleness = statistics.fmean(o.staleness for o in found)
+    return f"{spread(found, 'at_once')} % at once, {spread(found, 'later')} % later, {steps(staleness)}"
+
+
+# ------------------------------------------------------------------------------------------------------------ pairs
+
+
+def differences(own: Sequence[Losses], other: Sequence[Losses]) -> list[float]:
+    """Ours above theirs, points of loss later, seed by seed."""
+    return [a.later - b.later for a, b in zip(own, other, strict=True)]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of a mean; 0 for a single value, of which nothing is known but itself."""
+    return float(statistics.stdev(values) / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def above(own: System, other: System) -> str:
+    """By how many points ours loses more, with the standard error of the seeds' differences where they are known."""
+    if not own.outcomes or len(own.outcomes) != len(other.outcomes):
+        return f"{own.mean.later - other.mean.later:+.2f} points ({_UNPAIRED})"
+    found = differences(own.outcomes, other.outcomes)
+    error = f" +- {standard_error(found):.2f}" if len(found) > 1 else ""
+    return f"{statistics.fmean(found):+.2f}{error} points"
+
+
+def no_more(own: Sequence[Losses], other: Sequence[Losses]) -> bool:
+    """Whether ours loses no more later: the mean of the seeds' differences is at most its standard error.
+
+    A training that is ruined has lost everything; where both are, nothing is proved and the answer is no.
+    """
+    if any(math.isnan(o.later) for o in own):
+        return False
+    if any(math.isnan(o.later) for o in other):
+        return True
+    found = differences(own, other)
+    return statistics.fmean(found) <= standard_error(found)
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+TABLE = (
+    ("whole state, chain with its bases", "chain", "x"),
+    ("whole state, late deltas", "late", "x"),
+    ("whole state, bases", "base", "x"),
+    ("weights, late deltas", "weight_bits", "bits"),
+    ("loss change at once", "at_once", "%"),
+    ("loss change later", "later", "%"),
+)
+
+
+def _row(row: str, size: int, value: float | None, unit: str, peer: str | None, other: float | None, note: str) -> Row:
+    ratio = other / value if value and other else None
+    value = None if value is not None and math.isnan(value) else value
+    return Row(row, DEVICE, size, value, unit, peer, other, ratio, None, None, note)
+
+
+def system_rows(name: str, system: str, size: int, found: Sequence[Outcome]) -> list[Row]:
+    """Everything about one system on one model."""
+    told = System.of(found)
+    note = f"{told}, {len(found)} seeds"
+    return [
+        _row(f"{name}, {system}: {label}", size, getattr(told.mean, what), unit, None, None, note)
+        for label, what, unit in TABLE
+    ]
+
+
+def alone_rows(name: str, size: int, found: Mapping[int, Sequence[Restored]]) -> list[Row]:
+    """Weights without a parent, at some numbers of bins, and the smallest that loses no more than a percent at once."""
+    rows = []
+    best: tuple[float, str] | None = None
+    for bins, outcomes in found.items():
+        ratio, loss = (statistics.fmean(getattr(o, what) for o in outcomes) for what in ("ratio", "at_once"))
+        note = f"loss {lost(outcomes)}, {len(outcomes)} seeds"
+        rows.append(_row(f"{name}, alone, {bins} bins: weights", size, ratio, "x", None, None, note))
+        if loss <= 1 and (best is None or ratio > best[0]):
+            best = ratio, f"{bins} bins, {note}"
+    value, note = (None, "no setting loses so little") if best is None else best
+    what = f"{name}: weights alone, no parent, loss <= 1 %"
+    return [*rows, Row(what, DEVICE, size, value, "x", None, None, None, ">= 10 x", bool(value and value >= 10), note)]
+
+
+def peer_rows(name: str, size: int, peer: str, own: Sequence[Pair], other: Sequence[Pair]) -> list[Row]:
+    """Ours beside another library's on the same two states: met where ours is as small at no more loss later."""
+    rows = []
+    for case, what in zip(CASES, ("single", "delta"), strict=True):
+        ours, theirs = ([getattr(pair, what) for pair in pairs] for pairs in (own, other))
+        value, peer_value = (statistics.fmean(o.ratio for o in found) for found in (ours, theirs))
+        met = value >= peer_value and no_more(ours, theirs)
+        seeds = f"{len(ours)} seeds" if len(ours) > 1 else "one seed"
+        note = f"ours loses {lost(ours)}; theirs {lost(theirs)}; {seeds}"
+        row = f"{name}, against {peer}: whole state, {case}"
+        rows.append(Row(row, DEVICE, size, value, "x", peer, peer_value, value / peer_value, ">= 1 x", met, note))
+    return rows
+
+
+def missing_row(name: str, size: int, peer: str, why: str) -> Row:
+    """The row of a library that is not there."""
+    row = f"{name}, against {peer}: whole state"
+    return Row(row, DEVICE, size, None, "x", peer, None, None, ">= 1 x", None, f"not measured: {why}")
+
+
+_SPREAD = r"(\S+)(?: \(\S+ \.\.\. \S+\))? %"
+_LOST = re.compile(
+    rf"ours loses {_SPREAD} at once, {_SPREAD} later[^;]*; theirs {_SPREAD}(?: at once)?, {_SPREAD}(;| later).*"
+)
+
+
+def lost_later(note: str) -> tuple[str, str]:
+    """Of a row of `peer_rows`: mean loss later, ours and theirs, as its note has them; whatever else it says after.
+
+    Raises:
+        BadArgumentError: the note does not say.
+    """
+    found = _LOST.fullmatch(f"{note};")
+    if found is None:
+        raise BadArgumentError(f"no losses of ours and theirs in {note!r}")
+    ours, theirs = (RUINED if found[i] == "+nan" else found[i] for i in (2, 4))
+    return ours, theirs
+
+
+def own(found: Mapping[str, System], loss: float) -> dict[str, System]:
+    """Our own settings for whole states that lose no more than `loss` percent later."""
+    return {s: o for s, o in found.items() if s.startswith(("default", "rate")) and o.mean.later <= loss}
+
+
+def nearest_to(found: Mapping[str, System], chain: float, late: float) -> str | None:
+    """The setting that comes nearest to two ratios that are wanted together: by the one it misses most."""
+    return max(found, key=lambda s: min(found[s].mean.chain / chain, found[s].mean.late / late), default=None)
+
+
+def summary_rows(name: str, size: int, found: Mapping[str, System]) -> list[Row]:
+    """What all systems of one model together say: our weights beside the published ones', and the targets."""
+    rows = []
+    for published in (p for p in PUBLISHED if p in found):
+        rows += weights_rows(name, size, found, published)
+    for loss, chain, late in PAIRS:
+        best = nearest_to(own(found, loss), chain, late)
+        for what, target in (("chain", chain), ("late", late)):
+            rows.append(_target_row(name, size, what, loss, target, best, found))
+    return rows
+
+
+def weights_rows(name: str, size: int, found: Mapping[str, System], published: str) -> list[Row]:
+    """Our smallest weights that lose no more than the published pipeline's, and how many times smaller they are.
+
+    First strictly, by the means; then with every setting whose difference, seed by seed, is within its standard error.
+    """
+    weights = {s: o for s, o in found.items() if s.startswith("weights")}
+    theirs = found[published]
+    strict = {s: o for s, o in weights.items() if o.mean.later <= theirs.mean.later}
+    paired = {
+        s: o
+        for s, o in weights.items()
+        if o.outcomes and len(o.outcomes) == len(theirs.outcomes) > 1 and no_more(o.outcomes, theirs.outcomes)
+    }
+    unknown = [s for s, o in weights.items() if not o.outcomes or len(o.outcomes) != len(theirs.outcomes)]
+    rows = []
+    for words, settings, left_out in ((EQUAL, strict, []), (WITHIN, paired, unknown)):
+        row, bits = f"{name}: {words} {published}", theirs.mean.weight_bits
+        known = f"; {_UNPAIRED} of {', '.join(left_out)}" if left_out else ""
+        best = min(settings, key=lambda s: settings[s].mean.weight_bits, default=None)
+        if best is None:
+            note = f"no setting loses as little as {theirs.losses[1]} %{known}"
+            rows.append(_row(row, size, None, "bits", published, bits, note))
+            continue
+        note = f"ours: {best}; loss later above the published one's by {above(found[best], theirs)}{known}"
+        rows.append(_row(row, size, found[best].mean.weight_bits, "bits", published, bits, note))
+    return rows
+
+
+def _target_row(
+    name: str, size: int, what: str, loss: float, target: float, best: str | None, found: Mapping[str, System]
+) -> Row:
+    row = f"{name}: whole state, {'chain with its bases' if what == 'chain' else 'late deltas'}, loss <= {loss:g} %"
+    value, note = (None, "no setting loses so little") if best is None else (getattr(found[best].mean, what), "")
+    if best is not None:
+        note = f"{best}; {found[best]}"
+    met = value is not None and value >= target
+    return Row(row, DEVICE, size, value, "x", None, None, None, f">= {target:g} x", met, note)
+
+
+def medians(rows: Iterable[Row]) -> list[Row]:
+    """How many times smaller our weights are than the published pipeline's at no more loss: medians over the models.
+
+    Args:
+        rows: of all models, from one run or several.
+    """
+    rows, found = list(rows), []
+    for published in PUBLISHED:
+        for words, target in ((EQUAL, 4.0), (WITHIN, None)):
+            name = f"{words} {published}"
+            of = [row for row in rows if row.row.endswith(f": {name}")]
+            shares = [row.ratio for row in of if row.ratio is not None or _UNPAIRED not in row.note]
+            if not shares:
+                continue
+            known = [share for share in shares if share is not None]
+            # Where ours loses more whatever its setting, it is not smaller at equal loss: such a chain counts as 0.
+            median = statistics.median(share or 0.0 for share in shares)
+            note = f"median over {len(shares)} chains, {len(known)} of them with a setting that loses no more"
+            aim, met = (f">= {target:g} x", median >= target) if target is not None else (None, None)
+            found.append(Row(name, DEVICE, 0, median, "x", published, 1.0, median, aim, met, note))
+    return found

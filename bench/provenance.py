@@ -1,0 +1,80 @@
+"""Where committed results come from: a line a file, made from what its JSON says of itself."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+UNKNOWN = "not recorded"
+SHOWN = ("python", "torch", "triton", "numpy", "numba")
+"""Packages whose versions are shown; all of them are in the JSON."""
+HEADER = ("", "commit: rows", "asked for", "machine", "versions")
+_AT = re.compile(r"; measured at ([0-9a-f]+\+?)$")
+
+
+def manifest_line(name: str, document: Mapping[str, Any]) -> list[str]:
+    """The cells of one file, under `HEADER`.
+
+    Args:
+        name: of the file.
+        document: its JSON: of a benchmark, of the demo, of the ahead-of-time test.
+    """
+    machine = document.get("machine")
+    versions = {"python": (machine or {}).get("python")} | document.get("versions", {})
+    about = ", ".join(f"{package} {versions[package]}" for package in SHOWN if versions.get(package))
+    return [f"`{name}`", _commits(document), _asked(document), _machine(machine), about or UNKNOWN]
+
+
+def commits(document: Mapping[str, Any]) -> Counter[str]:
+    """Commit, abbreviated, with "+" where there were uncommitted changes -> rows measured at it.
+
+    A row that an earlier run left says so at the end of its note; the others are the document's own.
+
+    Example:
+        >>> rows = [{"note": "a; measured at abc1234+"}, {"note": "b"}, {"note": "c"}]
+        >>> sorted(commits({"commit": "0123456789", "rows": rows}).items())
+        [('0123456', 2), ('abc1234+', 1)]
+    """
+    own = str(document.get("commit") or UNKNOWN)
+    if own != UNKNOWN:
+        own = own[:7] + ("+" if own.endswith("+") else "")
+    found: Counter[str] = Counter()
+    for row in document.get("rows", []):
+        earlier = _AT.search(str(row.get("note", "")))
+        found[earlier[1] if earlier else own] += 1
+    return found or Counter({own: 0})
+
+
+def _commits(document: Mapping[str, Any]) -> str:
+    cells = []
+    for commit, rows in commits(document).most_common():
+        shown = commit if commit == UNKNOWN else f"`{commit}`"
+        cells.append(f"{shown}: {rows}" if rows else shown)
+    stopped = f"; did not come to its end ({document['stopped']})" if "stopped" in document else ""
+    return ", ".join(cells) + stopped
+
+
+def _asked(document: Mapping[str, Any]) -> str:
+    """The command and the seeds; of the demo its configuration."""
+    run = document.get("run")
+    if isinstance(run, Mapping):
+        seeds = run.get("seeds")
+        return f"`{run['command']}`" + (f", seeds {', '.join(map(str, seeds))}" if seeds else "")
+    config = document.get("config")
+    if isinstance(config, Mapping):
+        return ", ".join(f"{key} {value}" for key, value in config.items())
+    return UNKNOWN
+
+
+def _machine(machine: Mapping[str, Any] | None) -> str:
+    """Processor, cores, GPU of a benchmark, and whether more ran than there are cores; of the demo what it has."""
+    if machine is None:
+        return UNKNOWN
+    if "cores" not in machine:
+        return ", ".join(f"{key} {value}" for key, value in machine.items())
+    cores, load = machine["cores"], (machine.get("load") or [0.0])[0]
+    busy = f"busy (load {load:.0f})" if load > cores else ""
+    parts = (machine.get("cpu"), f"{cores} cores", machine.get("gpu") or "no GPU", busy)
+    return ", ".join(str(part) for part in parts if part)

@@ -1,0 +1,282 @@
+"""Figures in the pages' own words are those of `bench/results`: each sentence is made from the JSON and looked for.
+
+Tables between markers are compared elsewhere (`bench.evidence --check`); this is for what is written by hand around
+them. Where a result changes, the assertion shows the sentence as it has to read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shrinkpoint.bench import training
+
+HOME = Path(__file__).parents[2]
+RESULTS = HOME / "bench" / "results"
+Columns = dict[str, dict[str, Any]]
+
+
+def document(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def rows(pattern: str) -> list[dict[str, Any]]:
+    return [row for path in sorted(RESULTS.glob(f"{pattern}.json")) for row in document(path.stem)["rows"]]
+
+
+TRAINED = training.table(rows("training*"))
+"""Model -> system -> column -> row, of trainings with ten failures."""
+END, WEIGHTS, WHOLE = "degradation at the end", "weights, all checkpoints", "whole state, all checkpoints"
+COARSE = "rate 0.0005, 16 bins, bases every 100"
+TWELVE = "rate 0.001, 12 bins, bases every 100"
+
+
+def of(model: str, system: str, column: str) -> float:
+    value = TRAINED[model][system][column]["value"]
+    assert isinstance(value, float), (model, system, column)
+    return value
+
+
+def seeds(model: str, system: str) -> tuple[float, float]:
+    """Least and greatest degradation over the seeds."""
+    return training.interval(TRAINED[model][system][END])
+
+
+def demo() -> Iterator[str]:
+    found = document("demo")
+    held_out, once = found["held_out"], [probe["change_percent"] for probe in found["one_restore"]]
+    yield (
+        f"Held-out loss at the end {held_out['run']:.4f} against {held_out['baseline']:.4f} without compression and "
+        f"kills ({held_out['change_percent']:+.2f} %)"
+    )
+    yield (
+        f"one restore late in the run changes it by {found['one_restore_change_percent']:+.2f} % "
+        f"({min(once):+.2f} ... {max(once):+.2f})"
+    )
+    yield f"the largest training behind a loss on this page has {found['parameters'] / 1e6:.1f} M parameters"
+
+
+def headline() -> Iterator[str]:
+    """From the default's least chain to the greatest of all settings, whole states, in tens."""
+    chains: dict[str, list[float]] = {}
+    for row in rows("ratio-*"):
+        where, _, what = row["row"].partition(": ")
+        system = where.partition(", ")[2]
+        if what == "whole state, chain with its bases" and system.startswith(("default", "rate ")) and row["value"]:
+            chains.setdefault(system, []).append(row["value"])
+    least, most = min(chains["default"]), max(x for values in chains.values() for x in values)
+    yield f"Training checkpoints {least // 10 * 10:.0f} to {most // 10 * 10:.0f} times smaller"
+
+
+def alternatives() -> Iterator[str]:
+    flips = [row for row in rows("store") if row["row"].startswith("flipped bits")]
+    of_all = flips[0]["size"]
+    counts = {row["peer"]: row["peer_value"] for row in flips}
+    for mode in ("default", "lossless"):
+        yield f"| **shrinkpoint**, {mode} |"
+    yield f"| yes | yes | {flips[0]['value']:.0f} of {of_all} | yes | yes, a process | through DCP |"
+    yield f"| yes | {flips[0]['value']:.0f} of {of_all} | yes | yes | through DCP |"
+    yield f"| torch.save | 1 x | nothing | no | no | {counts['torch.save']:.0f} of {of_all} |"
+    yield f"| safetensors | 1 x | nothing | no | no | {counts['safetensors']:.0f} of {of_all} |"
+    yield f"| its metadata come last | {counts['DCP']:.0f} of {of_all} |"
+    exact = {
+        row["row"].rpartition(", ")[2]: row["peer_value"]
+        for row in rows("systems")
+        if row["row"].startswith("lossless ratio: float32") and row["peer"] == "moonclip"
+    }
+    yield (
+        f"| moonclip | weights: {exact['single']:.2f} x | nothing, or a smaller dtype | yes; weights: "
+        f"{exact['10 steps apart']:.2f} x |"
+    )
+
+
+def killed() -> Iterator[str]:
+    missed = of("MLP longer", COARSE, END) - training.BOUND
+    assert missed > 0
+    yield f"on the MLP it is missed by {missed:.1f} points (mean of two seeds at 10,800 steps)"
+    apart = [abs(of(model, training.YARDSTICK, END)) for model in ("MLP", "CNN", "ViT")]
+    yield f"other batches alone end {min(apart):.0f} to {max(apart):.0f} % apart"
+
+
+def saves() -> Iterator[str]:
+    found = [row for row in rows("saver") if row["row"] == "time until durable"]
+    mega = {row["size"]: row["note"].split(", ")[1].split(" MB")[0] for row in rows("saver") if " MB; " in row["note"]}
+    small, large = found
+    yield (
+        f"({mega[small['size']]} MB are durable after {small['value']:.2f} s, {mega[large['size']]} MB after "
+        f"{large['value']:.1f} s)"
+    )
+
+
+def short() -> Iterator[str]:
+    """The short schedules of the evidence page."""
+    yield f"The default ends {of('CNN', 'default', END):+.2f} % at {of('CNN', 'default', WHOLE):.0f} times"
+    yield (
+        f"{of('CNN', 'rate 0.0005', END):+.1f} % at {of('CNN', 'rate 0.0005', WHOLE):.0f} times. Another order of the "
+        "data moves the end by ten times as much as the default, downwards"
+    )
+    assert 9 < -of("CNN", training.YARDSTICK, END) / of("CNN", "default", END) < 11
+    yield (
+        f"the default {of('ViT', 'default', END):+.1f} %, a rate of 0.0005 {of('ViT', 'rate 0.0005', END):+.1f} % "
+        f"({of('ViT', 'rate 0.0005, one base', END):+.1f} % with one base), the published pipeline "
+        f"{of('ViT', 'inshrinkerator', END):+.1f} %, another order of the data "
+        f"{of('ViT', training.YARDSTICK, END):+.1f} %"
+    )
+    yield (
+        f"the default {of('GPT', 'default', END):+.1f} %, a rate of 0.0005 {of('GPT', 'rate 0.0005', END):+.1f} % at "
+        f"{of('GPT', 'rate 0.0005', WHOLE):.0f} times, the published pipeline {of('GPT', 'inshrinkerator', END):+.1f} "
+        f"%, another order of the data {of('GPT', training.YARDSTICK, END):+.1f} %"
+    )
+    yield (
+        f"reaches 80 x on the whole state ({of('embedding', 'rate 0.0005, one base', WHOLE):.0f} x with one base for "
+        f"all); on the weights {of('embedding', 'rate 0.0005', WEIGHTS):.0f} and "
+        f"{of('embedding', 'rate 0.0005, one base', WEIGHTS):.0f} x"
+    )
+
+
+def others() -> Iterator[str]:
+    """What is said of other systems over all short schedules."""
+    name = "QD-compressor"
+    short = [model for model in training.STUDIES if name in TRAINED.get(model, {})]
+    weights, whole = ([of(model, name, what) for model in short] for what in (WEIGHTS, WHOLE))
+    assert all(abs(of(model, name, END)) <= training.BOUND for model in training.STUDIES)
+    yield (
+        f"at {min(weights):.0f} to {max(weights):.0f} times on the weights and {min(whole):.1f} to {max(whole):.1f} on "
+        f"the whole state; naive 8-bit, on the MLP alone, at {of('MLP', 'naive 8-bit', WEIGHTS):.0f} and "
+        f"{of('MLP', 'naive 8-bit', WHOLE):.1f}"
+    )
+    published = [of(model, "inshrinkerator", WHOLE) for model in training.STUDIES]
+    yield f"which is why its whole state shrinks by {max(published):.1f} times at most"
+
+
+def long() -> Iterator[str]:
+    """The long schedules of the evidence page."""
+    name = "embedding long"
+    yield (
+        f"{of(name, TWELVE, END):+.2f} % on the mean of two seeds ({seeds(name, TWELVE)[1]:+.2f} % the worse one) at "
+        f"{of(name, TWELVE, WEIGHTS):.0f} times on the weights and {of(name, TWELVE, WHOLE):.0f} on the whole state; "
+        f"with 16 bins at a rate of 0.0005 {of(name, COARSE, END):+.2f} % at {of(name, COARSE, WEIGHTS):.0f} and "
+        f"{of(name, COARSE, WHOLE):.0f} times"
+    )
+    yield f"Another order of the data costs {of(name, training.YARDSTICK, END):+.2f} %"
+    base = "inshrinkerator, one base"
+    yield (
+        f"The published pipeline loses as much at {of(name, base, WEIGHTS):.0f} times on the weights and "
+        f"{of(name, base, WHOLE):.1f} on the whole state"
+    )
+    assert of(name, base, END) >= of(name, TWELVE, END)
+    rare = "rate 0.0005, bases every 100"
+    once, often = of("MLP", "default", END), of("MLP long", "default", END)
+    yield (
+        f"the default goes from {once:+.1f} to {often:+.1f} %, as much as another order of the data; a rate of 0.0005 "
+        f"with a base in a hundred ends {of('MLP long', rare, END):+.1f} % at {of('MLP long', rare, WEIGHTS):.0f} and "
+        f"{of('MLP long', rare, WHOLE):.0f} times, with 16 bins {of('MLP long', COARSE, END):+.1f} % at "
+        f"{of('MLP long', COARSE, WEIGHTS):.0f} and {of('MLP long', COARSE, WHOLE):.0f}"
+    )
+    low, high = seeds("MLP longer", COARSE)
+    yield (
+        f"16 bins: {of('MLP longer', COARSE, END):+.2f} % at {of('MLP longer', COARSE, WEIGHTS):.0f} and "
+        f"{of('MLP longer', COARSE, WHOLE):.0f} times, the first seed {low:+.2f} %, within the aim, the second "
+        f"{high:+.2f} %"
+    )
+    low, high = seeds("MLP longer", training.YARDSTICK)
+    yield f"Another order of the data: {low:+.1f} and {high:+.1f} %"
+    yield (
+        f"The default ends {of('GPT long', 'default', END):+.1f} % at {of('GPT long', 'default', WEIGHTS):.0f} and "
+        f"{of('GPT long', 'default', WHOLE):.0f} times, 16 bins and a rate of 0.0005 "
+        f"{of('GPT long', COARSE, END):+.1f} % at {of('GPT long', COARSE, WEIGHTS):.0f} and "
+        f"{of('GPT long', COARSE, WHOLE):.0f}"
+    )
+
+
+def ablation() -> Iterator[str]:
+    found: dict[str, Columns] = {}
+    for row in rows("training-mlp-ablation"):
+        where, _, what = row["row"].partition(": ")
+        found.setdefault(where.removeprefix("MLP ablation, "), {})[what] = row
+    bits, end = (
+        {name: columns[what]["value"] for name, columns in found.items() if what in columns}
+        for what in ("late weight deltas", END)
+    )
+    whole = bits["own, all parts"]
+    saved = sorted(
+        100 * (1 - whole / bits[f"own, {part}"]) for part in ("no rate-distortion encoder", "codebook refit each time")
+    )
+    coder = 100 * (1 - whole / bits["own, published coder"])
+    yield (
+        f"The rate-distortion encoder and the kept codebook take {saved[0]:.0f} to {saved[1]:.0f} % off the late "
+        f"deltas each, the conditional coder {coder:.0f} %"
+    )
+    yield (
+        f"without it the training ends {end['own, no rate-distortion encoder']:+.2f} %, not "
+        f"{end['own, all parts']:+.2f} %"
+    )
+    left = [end[f"own, {part} exact"] / end["own, all parts"] for part in ("moments", "weights")]
+    if min(left) > 1 / 3:
+        yield "either alone being exact leaves more than a third of it"
+    else:
+        yield f"either alone being exact leaves {100 * min(left):.0f} to {100 * max(left):.0f} % of it"
+
+
+CLAIMS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
+    "README.md": (demo, headline, alternatives, killed, saves),
+    "docs/evidence.md": (short, others, long, ablation),
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "claim"), [pytest.param(p, c, id=f"{p}: {c.__name__}") for p, of_page in CLAIMS.items() for c in of_page]
+)
+def test_figures_in_words_are_those_of_the_results(page: str, claim: Callable[[], Iterator[str]]) -> None:
+    text = " ".join((HOME / page).read_text(encoding="utf-8").split())
+    lacking = [said for said in claim() if said not in text]
+    assert not lacking, "\n".join([f"{page} has to say:", *lacking])
+
+
+# ------------------------------------------------------------------------------------------------------------ scaling
+
+
+def llama() -> tuple[dict[int, list[int]], str]:
+    """The table of docs/scaling.md, ranks -> its cells, and the page; what is computed is in italics there."""
+    text = (HOME / "docs" / "scaling.md").read_text(encoding="utf-8")
+    lines = re.findall(
+        r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,*-]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE
+    )
+    cells = [[int(cell.strip("*").replace(",", "") or -1) if cell != "-" else -1 for cell in line] for line in lines]
+    return {line[0]: line[1:] for line in cells}, " ".join(text.split())
+
+
+def test_computed_figures_of_a_thousand_ranks() -> None:
+    table, text = llama()
+    assert list(table) == [1, 2, 4, 16, 64, 256, 1000]
+    torch = {ranks: cells[1] for ranks, cells in table.items()}
+    a_rank = (torch[64] - torch[16]) / 48
+    assert torch[1000] == round(torch[64] + 936 * a_rank, -6)
+    assert f"*{torch[1000]:,}*" in text
+    _, _, results, theirs, plan = table[1000]
+    assert (
+        f"receives {plan * 1000 / 1e9:.2f} GB of plans and {results * 1000 / 1e9:.2f} GB of results (torch's writer: "
+        f"{theirs * 1000 / 1e9:.2f} GB)"
+    ) in text
+    assert f"writes {table[1000][0] / 1e6:.1f} MB" in text
+
+
+def test_counted_figures_follow_the_formulas() -> None:
+    """(2 n + 40) E + 26 R L + (100 + 41 C) R here; 140 bytes a shard with torch: a weight and two moments, cut."""
+    table, text = llama()
+    entries, layouts, chain = 2892, 6, 20
+    assert f"E = {entries:,} entries, chains of C = {chain} containers" in text
+    predicted = 26 * layouts + 100 + 41 * chain
+    assert f"26 L + 100 + 41 C = {predicted:,} bytes (L = {layouts})" in text
+    for few, many in ((1, 16), (16, 64), (64, 256), (256, 1000)):
+        assert (table[many][0] - table[few][0]) / (many - few) == pytest.approx(predicted, rel=0.05)
+    assert (table[64][1] - table[16][1]) / 48 == pytest.approx(140 * 3 * 723, rel=0.05)
+    rows_of_a_rank = math.ceil(1024 / 1000)
+    assert f"still has {rows_of_a_rank * 8192:,} weights" in text

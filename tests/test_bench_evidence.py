@@ -1,0 +1,147 @@
+"""Pages and pictures made from results: where they come from, what stands beside what, pictures that are in step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shrinkpoint.bench import evidence, provenance, training
+
+HOME = Path(__file__).parents[1]
+
+
+def pinned(package: str) -> str:
+    text = (HOME / "constraints.txt").read_text(encoding="utf-8")
+    found = re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("name", sorted(evidence.pictures()))
+def test_pictures_are_those_of_the_results(name: str, tmp_path: Path) -> None:
+    """To the byte: with the pinned Matplotlib a picture of the same figures is the same file."""
+    pytest.importorskip("matplotlib")
+    here, wanted = (importlib.metadata.version("matplotlib"), pinned("matplotlib"))
+    if here != wanted:
+        pytest.skip(f"Matplotlib {here} draws other bytes than {wanted}, which the pictures are drawn with")
+    evidence.pictures()[name](tmp_path / name)
+    committed = evidence.PICTURES / name
+    assert committed.exists()
+    same = (tmp_path / name).read_bytes() == committed.read_bytes()
+    assert same, f"docs/pictures/{name} is not what bench/results has; run python -m bench.evidence"
+
+
+def test_every_picture_is_drawn_from_results_and_shown() -> None:
+    assert {path.name for path in evidence.PICTURES.iterdir()} == set(evidence.pictures())
+    pages = "".join(path.read_text(encoding="utf-8") for path in [HOME / "README.md", *(HOME / "docs").glob("*.md")])
+    assert all(f"pictures/{name})" in pages for name in evidence.pictures())
+
+
+# ------------------------------------------------------------------------------------------------------ where from
+
+
+def test_rows_of_several_commits_are_counted_by_commit() -> None:
+    document = {
+        "machine": {"cpu": "A", "cores": 2, "gpu": None, "python": "3.11.7"},
+        "versions": {"numpy": "2.0", "zipnn": "1"},
+        "commit": "0123456789abcdef+",
+        "run": {"command": "python -m bench store", "seeds": [0, 1], "only": None, "quick": False},
+        "rows": [{"note": "x; measured at abc1234"}, {"note": "y; measured at abc1234+"}, {"note": "z"}, {"note": "w"}],
+    }
+    assert provenance.manifest_line("a.json", document) == [
+        "`a.json`",
+        "`0123456+`: 2, `abc1234`: 1, `abc1234+`: 1",
+        "`python -m bench store`, seeds 0, 1",
+        "A, 2 cores, no GPU",
+        "python 3.11.7, numpy 2.0",
+    ]
+    line = provenance.manifest_line("a.json", {**document, "stopped": "interrupted", "run": None})
+    assert line[1].endswith("; did not come to its end (interrupted)")
+    assert line[2] == provenance.UNKNOWN
+
+
+def test_what_has_no_commit_says_so() -> None:
+    assert provenance.manifest_line("aot.json", {"versions": {"triton": "3"}, "rows": [{}, {}]}) == [
+        "`aot.json`",
+        "not recorded: 2",
+        "not recorded",
+        "not recorded",
+        "triton 3",
+    ]
+
+
+def test_every_result_is_in_the_manifest_with_all_its_rows() -> None:
+    text = evidence.manifest()
+    for name, document in evidence.documents("*.json").items():
+        assert f"| `{name}` |" in text
+        assert sum(provenance.commits(document).values()) == len(document.get("rows", []))
+    assert "`b146cc1+`: 48" in text
+
+
+def test_no_result_names_a_folder_of_the_machine_it_was_made_on() -> None:
+    for path in evidence.RESULTS.glob("*.json"):
+        found = re.findall(r'"(?:/(?:tmp|home|root|work|Users)/[^"]*)"', path.read_text(encoding="utf-8"))
+        assert not found, path.name
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def result(tmp_path: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    document = {"machine": {}, "versions": {}, "commit": "abc", "rows": rows}
+    (tmp_path / name).write_text(json.dumps(document), encoding="utf-8")
+
+
+def row(name: str, **more: Any) -> dict[str, Any]:
+    empty = dict.fromkeys(("peer", "peer_value", "ratio", "target", "met"))
+    return {"row": name, "device": "cpu", "size": 5_000_000, "value": 1.0, "unit": "MB/s", "note": "", **empty, **more}
+
+
+def test_ours_beside_every_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [
+        row("save", peer="torch.save", peer_value=874.0, value=210.0),
+        row("save", peer="moonclip", value=210.0),
+        row("memory", unit="x raw state", peer="torch.save", peer_value=1.0, value=1.292),
+        row("memory", unit="x raw state", peer="DCP", peer_value=1.16, value=1.292),
+        row("alone", peer="torch.save", peer_value=3.0),
+        row("stall", unit="ms", peer="memcpy", peer_value=3.0),
+    ]
+    result(tmp_path, "store.json", rows)
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    assert evidence.beside("store.json", ("MB/s", "x raw state")).splitlines() == [
+        "|  | parameters | shrinkpoint | torch.save | moonclip | DCP |",
+        "|---|---|---|---|---|---|",
+        "| save | 5 M | 210 MB/s | 874 | not measured |  |",
+        "| memory | 5 M | 1.29 x raw state | 1 |  | 1.16 |",
+    ]
+    assert evidence.beside("absent.json", ("ms",)) == "*not measured*"
+
+
+def test_a_target_that_the_figures_do_not_tell_is_open() -> None:
+    lines = evidence._aims([row("a", target="<= 1", met=None), row("b", target="<= 1", met=None, value=None)])
+    first, second = lines.splitlines()[2:]
+    assert first == "| a | 1 MB/s | <= 1 | cannot tell |  |"
+    assert second == "| b | not measured | <= 1 | not measured |  |"
+
+
+def test_the_page_names_what_is_beaten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def system(name: str, ratio: float, loss: float) -> list[dict[str, Any]]:
+        values = {"weights, all checkpoints": ratio, "degradation at the end": loss}
+        return [row(f"MLP, 10 failures, {name}: {what}", value=v, note=f"{v:+.2f}; x") for what, v in values.items()]
+
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    result(tmp_path, "training-a.json", system("default, searched for 0.1%", 3.0, 2.0))
+    assert evidence.beaten() == "None."
+    result(tmp_path, "training-b.json", system("QD-compressor", 15.0, -0.1) + system("ExCP", 2.0, -4.0))
+    assert evidence.beaten().splitlines()[2:] == [
+        "| MLP | weights | `Config()`, searched for 0.1%: 3 x, +2.00 % | QD-compressor: 15 x, -0.10 % |"
+    ]
+    assert "MLP, 10 failures: settings beaten on both axes, weights | 1 settings" in evidence.targets()
+    stale = training.targets(evidence._training())[1]
+    result(tmp_path, "training-c.json", [row(stale.row, value=0.0, target=stale.target, met=True, note="stale")])
+    assert "stale" not in evidence.targets()

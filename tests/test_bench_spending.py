@@ -1,0 +1,127 @@
+"""The picture of costs, and the words beside the tables that say what a figure is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shrinkpoint.bench import evidence, spending, training
+from shrinkpoint.bench.harness import Row
+
+
+def row(name: str, device: str, value: float | None, **more: Any) -> dict[str, Any]:
+    empty = {"peer": None, "peer_value": None, "ratio": None, "target": None, "met": None, "note": ""}
+    made = {"row": name, "device": device, "size": 100_000_000, "value": value, "unit": "MB/s", **empty, **more}
+    return dataclasses.asdict(Row(**made))
+
+
+ONE, TWO = "cpu, 1 thread", "cpu, 2 threads"
+SPEEDS = [
+    row("compress base, default, drawn", ONE, 500.0, peer="memcpy", peer_value=9000.0),
+    row("compress base, default, drawn", ONE, 500.0, peer="torch.save", peer_value=1200.0),
+    row("compress base, default, drawn", TWO, 800.0, peer="torch.save", peer_value=1300.0),
+    row("compress base, default, real", ONE, 1.0, peer="torch.save", peer_value=2.0),
+    row("compress base, lossless, drawn", ONE, 3.0, peer="torch.save", peer_value=4.0),
+    row("decompress base, default, drawn", ONE, None, peer="torch.save", peer_value=1300.0),
+]
+STALLS = [
+    row("stall of save", "cpu", 5.0, peer="memcpy", peer_value=4.0, note="3 arrays, 60 MB; quartiles"),
+    row("stall of save", "cpu", 5.0, peer="torch.save", peer_value=50.0, note="3 arrays, 60 MB; quartiles"),
+    row("stall of save", "cpu", 5.0, peer="moonclip", note="not measured: moonclip is not installed; 3 arrays, 60 MB"),
+    row("stall of save, processor time", "cpu", 6.0, peer="memcpy", peer_value=4.0, note="3 arrays, 60 MB"),
+]
+
+
+def test_speeds_are_those_of_the_large_state() -> None:
+    assert spending.speeds(SPEEDS) == {
+        "compress base": {"shrinkpoint, 1 thread": 500.0, "shrinkpoint, 2 threads": 800.0, "torch.save": 1200.0},
+        "decompress base": {"torch.save": 1300.0},
+    }
+    assert list(spending.speeds(SPEEDS)["compress base"]) == [
+        "shrinkpoint, 1 thread",
+        "shrinkpoint, 2 threads",
+        "torch.save",
+    ]
+
+
+def test_stalls_are_those_that_were_measured() -> None:
+    assert spending.stalls(STALLS) == {
+        "3 arrays, 60 MB": {"Saver.save": 5.0, "one copy of memory": 4.0, "torch.save": 50.0}
+    }
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    spending.picture(SPEEDS, STALLS, tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------------------------------------- beside the tables
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Writes a result that the evidence pages are made from."""
+
+    def write(name: str, rows: list[dict[str, Any]], commit: str = "abcdef0123+") -> None:
+        document = {"machine": {}, "versions": {}, "commit": commit, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(document), encoding="utf-8")
+
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    return write
+
+
+def test_speeds_have_their_copy_of_memory_and_their_commit(results: Any) -> None:
+    results("codec.json", SPEEDS[:3])
+    header, _, line = evidence.speed().splitlines()
+    assert header.startswith("| MB/s of raw state, 100 M parameters, commit `abcdef0+` | 1 thread |")
+    assert line == "| compress base | 500 | 800 | not measured | 1,200 | 9,000 |"
+
+
+def test_two_runs_of_one_state_are_told_apart(results: Any) -> None:
+    assert evidence.two_runs() == "*not measured*"
+    results("codec.json", SPEEDS[:3])
+    found = [row("cost, compress base, default", ONE, 400.0), row("cost, compress base, default", TWO, 400.0)]
+    results("training-cost.json", found, "1234567890")
+    text = evidence.two_runs()
+    assert "a run of commit `1234567`, the README's table of 100 M one of `abcdef0+`" in text
+    assert "by up to 2.0 times (compress base, 2 threads: 400 and 800 MB/s)" in text
+
+
+def killed(model: str, system: str, loss: float | None, size: int = 200_000) -> list[dict[str, Any]]:
+    label = training.COLUMNS[0][0]
+    found = [row(f"{model}, 10 failures, {system}: {label}", ONE, loss, size=size, unit="%", note="")]
+    found.append(row(f"{model}, 10 failures, {system}: weights, all checkpoints", ONE, 30.0, size=size, unit="x"))
+    return [*found, row(f"{model}, 10 failures, {system}: runtime overhead", ONE, 12.5, size=size, unit="%")]
+
+
+def test_a_model_that_the_ratio_bench_left_out_is_named(results: Any) -> None:
+    ten = [*killed("ViT", "default", 3.39), *killed("ViT", "rate 0.0005", 8.27), *killed("MLP", "default", 1.0)]
+    results("training-x.json", ten)
+    results("ratio-mlp.json", [row("MLP, default: loss change later", ONE, 0.1)])
+    text = evidence.ratio_lacks()
+    assert text.startswith(
+        "Not run here: the ViT (0.2 M). Killed ten times it ends +3.39 % with `Config()`, more than any"
+    )
+    assert "+8.27 % with `Config(rate=0.0005)`" in text
+    results("ratio-vit.json", [row("ViT, default: loss change later", ONE, 0.1)])
+    assert evidence.ratio_lacks() == "Every small model of these benches is in the table."
+
+
+def test_ours_stand_beside_what_was_published(results: Any) -> None:
+    ten = [
+        *killed("MLP", "default", 1.0),
+        *killed("MLP", "QD-compressor", 0.1),
+        *killed("MLP long", "rate 0.0005", 2.0),
+    ]
+    results("training-x.json", [*ten, *killed("MLP", "default, searched for 1.0%", None)])
+    lines = evidence.published().splitlines()
+    assert lines[2].startswith("| Inshrinkerator, ResNet-152 | +0.50 % | 39.09 x | 0.35 % |")
+    assert lines[2 + len(training.PUBLISHED) :] == [
+        "| MLP: `Config()` | +1.00 % | 30 x | 12.5 % |",
+        "| MLP: `Config()`, searched for 1.0% | not measured | 30 x | 12.5 % |",
+        "| MLP, 3,600 steps: `Config(rate=0.0005)` | +2.00 % | 30 x | 12.5 % |",
+    ]
