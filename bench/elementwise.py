@@ -95,6 +95,7 @@ def cases(device: Device, sample: Sample, n: int) -> list[Case]:
         at.case("joint_counts", joint),
         at.case("dequantize", dequantize),
         at.case("rate_distortion_levels", rate_distortion),
+        at.case("unsettled", unsettled_elements),
         at.case("split_by_level", split, at.target(0.45, 0.60), sort),
         at.case("merge_by_level", merge, at.target(0.45, 0.60), sort),
         at.case("delta", delta),
@@ -286,13 +287,17 @@ def dequantize(at: Place) -> Job:
     return at.job(lambda: values_of(on_device, codes), check, 5)
 
 
+def _prices(at: Place) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Of bits as most weights staying where they are makes them."""
+    bits = np.where(np.eye(LEVELS, dtype=bool), 0.2, 5.0).astype(np.float32)
+    return bits * np.float32(0.003 * float(at.sample.after(at.prefix).var()))
+
+
 def rate_distortion(at: Place) -> Job:
     from shrinkpoint.kernels.ratedistortion import rate_distortion_levels
 
     values, old, new = at.sample.after(at.n), at.sample.levels_before(at.n), at.sample.levels_after(at.n)
-    codebook = at.sample.codebook
-    bits = np.where(np.eye(LEVELS, dtype=bool), 0.2, 5.0).astype(np.float32)
-    prices = bits * np.float32(0.003 * float(values[: at.prefix].var()))
+    codebook, prices = at.sample.codebook, _prices(at)
     x, previous, levels = _on(at, values, old, new)
 
     def check() -> str:
@@ -302,6 +307,24 @@ def rate_distortion(at: Place) -> Job:
         return at.says
 
     return at.job(lambda: rate_distortion_levels(x, levels, previous, codebook, prices), check, 7)
+
+
+def unsettled_elements(at: Place) -> Job:
+    from shrinkpoint.kernels.ratedistortion import settled_bounds, unsettled
+
+    values, old, new = at.sample.after(at.n), at.sample.levels_before(at.n), at.sample.levels_after(at.n)
+    bounds = settled_bounds(at.sample.codebook, _prices(at))
+    x, previous, levels = _on(at, values, old, new)
+
+    def check() -> str:
+        p = at.prefix
+        expected = oracle("ratedistortion").unsettled(values[:p], new[:p], old[:p], bounds)
+        found = unsettled(x[:p], levels[:p], previous[:p], bounds)
+        for name, part in zip(("at", "x", "levels", "previous"), expected, strict=False):
+            same(name, getattr(found, name), part)
+        return f"{at.says}, {found.at.shape[0] / p:.1%} of them open"
+
+    return at.job(lambda: unsettled(x, levels, previous, bounds), check, 6)
 
 
 def split(at: Place) -> Job:

@@ -85,9 +85,10 @@ def _state(at: Place, size: int, *, refit: bool) -> Job:
     """Weights to levels, moments to log buckets, tensor by tensor; the bytes are the state's, 12 a parameter."""
     import torch
 
+    from shrinkpoint.codec.codebook import Problem, solve_together
     from shrinkpoint.kernels.assign import assign
-    from shrinkpoint.kernels.histogram import log_histogram
-    from shrinkpoint.kernels.kmeans import bucket_weights, weighted_kmeans_many
+    from shrinkpoint.kernels.histogram import log_histogram_many
+    from shrinkpoint.kernels.kmeans import bucket_weights
     from shrinkpoint.kernels.logbucket import bucket_index
 
     limits, codebook = at.sample.thresholds, at.sample.codebook
@@ -97,13 +98,12 @@ def _state(at: Place, size: int, *, refit: bool) -> Job:
     first, second = weights * 0.01, (weights * 0.01).square()
 
     def fitted() -> list[Any]:
-        problems = []
-        for tensor in weights:
-            histogram = log_histogram(tensor, BITS, signed=True)
-            centers = histogram.values()
-            prices = bucket_weights(histogram.counts[:-1], centers)
-            problems.append((torch.from_numpy(centers).cuda(), torch.from_numpy(prices).cuda()))
-        return [found.float() for found in weighted_kmeans_many(problems, codebook.size)]
+        found = []
+        for histogram in log_histogram_many(list(weights), BITS, signed=True):
+            used = np.flatnonzero(histogram.counts[:-1])
+            centers = histogram.values()[used]
+            found.append(Problem(centers, bucket_weights(histogram.counts[used], centers), codebook.size, "exact", 0))
+        return [torch.from_numpy(codes).to(seed) for codes in solve_together(found, seed)]
 
     def quantize(tensors: int = _STATE_TENSORS) -> Any:
         books = fitted() if refit else [codebook] * _STATE_TENSORS

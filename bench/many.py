@@ -1,8 +1,10 @@
-"""Models of many small tensors: what a call costs beside the work, against one tensor of the same total."""
+"""Models of many small tensors: what a tensor costs beside its elements, against one tensor of the same total."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from .elementwise import BITS, Place
 from .harness import Case, Job, Peer, same
@@ -11,9 +13,31 @@ TENSORS = 500
 SMALL = 10_000
 
 
+ONE = "one tensor"
+EACH = "a call each"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The same work in several ways.
+
+    Args:
+        many: on all tensors of the model.
+        one: on one tensor of all their elements.
+        check: raises CheckFailed where `many` computes something else than `one`.
+        calls: how `many` is called.
+        each: on each tensor in a call of its own, where `many` is one call.
+    """
+
+    many: Callable[[], object]
+    one: Callable[[], object]
+    check: Callable[[], str]
+    calls: str
+    each: Callable[[], object] | None = None
+
+
 def cases(at: Place) -> list[Case]:
     """Each row's peer is the same kernel on one tensor of all elements."""
-    peers = ("one tensor", at.device.floor)
     return [
         Case(
             f"{TENSORS} tensors: {name}",
@@ -22,10 +46,10 @@ def cases(at: Place) -> list[Case]:
             _make(at, make),
             at.device.name,
             None,
-            peers,
+            (ONE, *others, at.device.floor),
             at.device.missing,
         )
-        for name, make in (("log_histogram", histogram), ("assign", assign))
+        for name, make, others in (("log_histogram", histogram, (EACH,)), ("assign", assign, ()))
     ]
 
 
@@ -34,44 +58,45 @@ def total(at: Place) -> int:
     return min(TENSORS * SMALL, at.n) // TENSORS * TENSORS
 
 
-def _make(
-    at: Place, make: Callable[[Place], tuple[Callable[[], object], Callable[[], object], Callable[[], str]]]
-) -> Callable[[], Job]:
+def _make(at: Place, make: Callable[[Place], Ways]) -> Callable[[], Job]:
     def build() -> Job:
-        each, one, check = make(at)
+        ways = make(at)
         nbytes = 4 * total(at)
-        peer = Peer("one tensor", lambda: one, note="the same kernel, all elements in one call")
-        note = f"{TENSORS} calls of {total(at) // TENSORS:,} elements"
-        return Job(each, check, float(nbytes), [peer, at.device.copy(nbytes)], note)
+        peers = [Peer(ONE, lambda: ways.one, note="the same kernel, all elements in one tensor")]
+        if ways.each is not None:
+            each = ways.each
+            peers.append(Peer(EACH, lambda: each, note=f"{TENSORS} calls of one tensor"))
+        note = f"{ways.calls} of {total(at) // TENSORS:,} elements"
+        return Job(ways.many, ways.check, float(nbytes), [*peers, at.device.copy(nbytes)], note)
 
     return build
 
 
-def histogram(at: Place) -> tuple[Callable[[], object], Callable[[], object], Callable[[], str]]:
-    from shrinkpoint.kernels.histogram import log_histogram, merge
+def histogram(at: Place) -> Ways:
+    from shrinkpoint.kernels.histogram import log_histogram, log_histogram_many, merge
 
-    whole = at.device.array(at.sample.before(total(at)))
-    parts = [whole[i : i + total(at) // TENSORS] for i in range(0, total(at), total(at) // TENSORS)]
+    whole, parts = _tensors(at)
 
     def check() -> str:
-        merged = merge(*(log_histogram(part, BITS, signed=True) for part in parts))
+        merged = merge(*log_histogram_many(parts, BITS, signed=True))
         same("counts", merged, log_histogram(whole, BITS, signed=True))
         return "merged counts = counts of one tensor"
 
-    return (
-        lambda: [log_histogram(part, BITS, signed=True) for part in parts],
+    return Ways(
+        lambda: log_histogram_many(parts, BITS, signed=True),
         lambda: log_histogram(whole, BITS, signed=True),
         check,
+        f"one call with {TENSORS} tensors",
+        lambda: [log_histogram(part, BITS, signed=True) for part in parts],
     )
 
 
-def assign(at: Place) -> tuple[Callable[[], object], Callable[[], object], Callable[[], str]]:
+def assign(at: Place) -> Ways:
     from shrinkpoint.kernels.assign import assign as levels_of
 
     limits, codebook = at.sample.thresholds, at.sample.codebook
-    whole = at.device.array(at.sample.before(total(at)))
+    whole, parts = _tensors(at)
     step = total(at) // TENSORS
-    parts = [whole[i : i + step] for i in range(0, total(at), step)]
 
     def check() -> str:
         levels = levels_of(whole, limits, codebook)
@@ -79,8 +104,16 @@ def assign(at: Place) -> tuple[Callable[[], object], Callable[[], object], Calla
             same("levels", levels_of(part, limits, codebook), levels[number * step : (number + 1) * step])
         return "levels = levels of one tensor"
 
-    return (
+    return Ways(
         lambda: [levels_of(part, limits, codebook) for part in parts],
         lambda: levels_of(whole, limits, codebook),
         check,
+        f"{TENSORS} calls",
     )
+
+
+def _tensors(at: Place) -> tuple[Any, list[Any]]:
+    """All elements as one array, and as the arrays of the model."""
+    whole = at.device.array(at.sample.before(total(at)))
+    step = total(at) // TENSORS
+    return whole, [whole[i : i + step] for i in range(0, total(at), step)]

@@ -33,7 +33,15 @@ if TYPE_CHECKING:
     )
     from .floats import FORMATS, FloatFormat, bits_for
     from .grid import grid_symbols, grid_values
-    from .histogram import Histogram, kept_histogram, log_histogram, merge, quantile
+    from .histogram import (
+        Histogram,
+        kept_histogram,
+        kept_histogram_many,
+        log_histogram,
+        log_histogram_many,
+        merge,
+        quantile,
+    )
     from .huffman import (
         huffman_codes,
         huffman_decode,
@@ -57,7 +65,7 @@ if TYPE_CHECKING:
         unpack_frequencies,
     )
     from .rare import rare_decode, rare_encode
-    from .ratedistortion import rate_distortion_levels
+    from .ratedistortion import Unsettled, rate_distortion_levels, settled_bounds, unsettled
     from .residual import factor_sums, residual_factors, residual_symbols, residual_values
     from .rows import row_dequantize, row_kmeans, row_lookup, row_quantize
     from .runlength import rle_decode, rle_encode
@@ -73,7 +81,7 @@ _SUBJECTS = {
     "exponent": "Buckets Promotion exponent_buckets exponent_dequantize exponent_quantize merge_buckets promote",
     "floats": "FORMATS FloatFormat bits_for",
     "grid": "grid_symbols grid_values",
-    "histogram": "Histogram kept_histogram log_histogram merge quantile",
+    "histogram": "Histogram kept_histogram kept_histogram_many log_histogram log_histogram_many merge quantile",
     "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
     "kmeans": "bucket_weights prepare quantization_loss weighted_kmeans weighted_kmeans_many",
     "levels": "delta joint_counts merge_by_level split_by_level undelta",
@@ -83,7 +91,7 @@ _SUBJECTS = {
     "planes": "difference merge_planes split_planes undifference",
     "rans": "coding_cost pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "rare": "rare_decode rare_encode",
-    "ratedistortion": "rate_distortion_levels",
+    "ratedistortion": "Unsettled rate_distortion_levels settled_bounds unsettled",
     "residual": "factor_sums residual_factors residual_symbols residual_values",
     "rows": "row_dequantize row_kmeans row_lookup row_quantize",
     "runlength": "rle_decode rle_encode",
@@ -103,6 +111,7 @@ __all__ = [
     "Promotion",
     "ShrinkpointError",
     "Thresholds",
+    "Unsettled",
     "assign",
     "bits_for",
     "boundaries",
@@ -133,7 +142,9 @@ __all__ = [
     "join_octaves",
     "joint_counts",
     "kept_histogram",
+    "kept_histogram_many",
     "log_histogram",
+    "log_histogram_many",
     "magnitude_bits",
     "merge",
     "merge_buckets",
@@ -165,6 +176,7 @@ __all__ = [
     "row_lookup",
     "row_quantize",
     "scatter",
+    "settled_bounds",
     "split_by_level",
     "split_categories",
     "split_octaves",
@@ -175,6 +187,7 @@ __all__ = [
     "unpack_frequencies",
     "unpack_lengths",
     "unpack_mask",
+    "unsettled",
     "weighted_kmeans",
     "weighted_kmeans_many",
 ]

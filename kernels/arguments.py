@@ -111,6 +111,14 @@ def choice(name: str, value: Any, choices: Collection[str]) -> str:
     return value
 
 
+def sequence(name: str, items: Any) -> list[Any]:
+    """`items` as a list if they are a sequence, of whatever; raises BadArgumentError otherwise."""
+    try:
+        return list(items)
+    except (TypeError, RuntimeError, NotImplementedError):
+        raise BadArgumentError(f"{name} is {shown(items)}; a sequence is needed") from None
+
+
 def strings(name: str, values: Any) -> tuple[str, ...]:
     """`values` as a tuple if they are non-empty strings, any number of them; raises BadArgumentError otherwise."""
     if not isinstance(values, str):

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_table, flag, instance, integer, number
+from .arguments import check_arrays, check_table, flag, instance, integer, number, sequence
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
 from .planes import same_device
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .arrays import Array
     from .assign import Thresholds
 
@@ -146,10 +148,36 @@ def check_gradient(x: Array, gradient: Array) -> None:
     same_device("gradient", gradient, "x", x)
 
 
+def _check_values(x: Array, gradient: Array | None) -> None:
+    check_arrays(x=x)
+    format_named(dtype_name(x))
+    if gradient is not None:
+        check_gradient(x, gradient)
+
+
 def _check_thresholds(thresholds: Thresholds) -> None:
     from .assign import Thresholds
 
     instance("thresholds", thresholds, Thresholds)
+
+
+def _check_options(bits: int, signed: bool, *, with_gradient: bool) -> tuple[int, bool]:
+    bits, signed = integer("bits", bits, 0, MAX_BITS), flag("signed", signed)
+    if with_gradient and signed:
+        raise BadArgumentError("signed is True; with a gradient only magnitudes are counted")
+    return bits, signed
+
+
+def _check_many(xs: Sequence[Array], gradients: Sequence[Array | None] | None) -> tuple[list[Array], list[Any]]:
+    """Lists of arrays on one device, and of a gradient or None for each."""
+    arrays = sequence("xs", xs)
+    beside = [None] * len(arrays) if gradients is None else sequence("gradients", gradients)
+    if len(beside) != len(arrays):
+        raise BadArgumentError(f"{len(arrays)} arrays, but {len(beside)} gradients")
+    for x, gradient in zip(arrays, beside, strict=True):
+        _check_values(x, gradient)
+        same_device("the first array", arrays[0], "another", x)
+    return arrays, beside
 
 
 def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
@@ -180,14 +208,42 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
 
     Source: Inshrinkerator, section 4.3; |gradient * x| is its sensitivity (section 4.2).
     """
-    check_arrays(x=x)
-    format_named(dtype_name(x))
-    bits, signed = integer("bits", bits, 0, MAX_BITS), flag("signed", signed)
-    if gradient is not None:
-        if signed:
-            raise BadArgumentError("signed is True; with a gradient only magnitudes are counted")
-        check_gradient(x, gradient)
+    _check_values(x, gradient)
+    bits, signed = _check_options(bits, signed, with_gradient=gradient is not None)
     result: Histogram = back_end(x, "histogram").log_histogram(x, bits, signed=signed, gradient=gradient)
+    return result
+
+
+def log_histogram_many(
+    xs: Sequence[Array], bits: int, *, signed: bool = False, gradients: Sequence[Array | None] | None = None
+) -> list[Histogram]:
+    """`log_histogram` of many arrays in one call: on a GPU one launch for all of a dtype, on the CPU one after another.
+
+    Args:
+        xs: arrays on one device, each as x of `log_histogram`; dtypes and shapes may differ.
+        bits: as in `log_histogram`, capped for each array at its own mantissa.
+        signed: as in `log_histogram`, the same for all arrays.
+        gradients: for each array a gradient, or None to count the array itself; default None, no gradients.
+
+    Returns:
+        One histogram an array, the same as `log_histogram` gives.
+
+    Raises:
+        BadArgumentError: as `log_histogram`, `gradients` of another length than `xs`, or arrays on several devices.
+
+    Example:
+        >>> import numpy as np
+        >>> a, b = np.ones(3, dtype=np.float32), np.zeros(2, dtype=np.float16)
+        >>> [(h.format, h.total) for h in log_histogram_many([a, b], 6)]
+        [('float32', 3), ('float16', 2)]
+    """
+    arrays, beside = _check_many(xs, gradients)
+    bits, signed = _check_options(bits, signed, with_gradient=any(g is not None for g in beside))
+    if not arrays:
+        return []
+    result: list[Histogram] = back_end(arrays[0], "histogram").log_histogram_many(
+        arrays, bits, signed=signed, gradients=beside
+    )
     return result
 
 
@@ -215,13 +271,54 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
 
     Source: Inshrinkerator, section 4.3: the codebook is fitted on what is neither pruned nor protected.
     """
-    check_arrays(x=x)
-    format_named(dtype_name(x))
+    _check_values(x, gradient)
     bits = integer("bits", bits, 0, MAX_BITS)
     _check_thresholds(thresholds)
-    if gradient is not None:
-        check_gradient(x, gradient)
     result: Histogram = back_end(x, "histogram").kept_histogram(x, thresholds, bits, gradient=gradient)
+    return result
+
+
+def kept_histogram_many(
+    xs: Sequence[Array],
+    thresholds: Sequence[Thresholds],
+    bits: int,
+    *,
+    gradients: Sequence[Array | None] | None = None,
+) -> list[Histogram]:
+    """`kept_histogram` of many arrays in one call: on a GPU one launch for all of a dtype, on the CPU one by one.
+
+    Args:
+        xs: arrays on one device, each as x of `kept_histogram`; dtypes and shapes may differ.
+        thresholds: one an array.
+        bits: as in `kept_histogram`, capped for each array at its own mantissa.
+        gradients: a gradient (or None) an array; default None, no gradients.
+
+    Returns:
+        One histogram an array, the same as `kept_histogram` gives.
+
+    Raises:
+        BadArgumentError: as `kept_histogram`, lists of other lengths than `xs`, or arrays on several devices.
+
+    Example:
+        >>> import numpy as np
+        >>> from shrinkpoint.kernels.assign import Thresholds
+        >>> x = np.array([0.01, 0.5, -0.5, 9.0], dtype=np.float32)
+        >>> limits = [Thresholds(prune_magnitude=0.1), Thresholds(protect_magnitude=4.0, prune_magnitude=0.1)]
+        >>> [h.total for h in kept_histogram_many([x, x], limits, 6)]
+        [3, 2]
+    """
+    arrays, beside = _check_many(xs, gradients)
+    bits = integer("bits", bits, 0, MAX_BITS)
+    limits = sequence("thresholds", thresholds)
+    if len(limits) != len(arrays):
+        raise BadArgumentError(f"{len(arrays)} arrays, but {len(limits)} thresholds")
+    for one in limits:
+        _check_thresholds(one)
+    if not arrays:
+        return []
+    result: list[Histogram] = back_end(arrays[0], "histogram").kept_histogram_many(
+        arrays, limits, bits, gradients=beside
+    )
     return result
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, choice, integer, number, shown
+from .arguments import check_arrays, choice, integer, number, sequence, shown
 from .arrays import back_end, dtype_name, on_gpu, to_numpy
 from .errors import BadArgumentError
 from .planes import same_device
@@ -143,13 +143,6 @@ def _checked_k(k: int, initial: Array | None) -> int:
     return k
 
 
-def _listed(name: str, items: Any) -> list[Any]:
-    try:
-        return list(items)
-    except (TypeError, RuntimeError, NotImplementedError):
-        raise BadArgumentError(f"{name} is {shown(items)}; a sequence is needed") from None
-
-
 def _pair(problem: Any) -> tuple[Array, Array]:
     if not isinstance(problem, tuple | list) or len(problem) != 2:
         raise BadArgumentError(f"a problem is {shown(problem)}; a pair of centers and weights is needed")
@@ -232,9 +225,9 @@ def weighted_kmeans_many(
         >>> [c.tolist() for c in weighted_kmeans_many([(x, w), (x[1:], w[1:])], [2, 1])]
         [[0.5, 10.0], [5.5]]
     """
-    problems = [_pair(p) for p in _listed("problems", problems)]
-    ks = _listed("k", k) if hasattr(k, "__len__") else [k] * len(problems)
-    starts = [None] * len(problems) if initial is None else _listed("initial", initial)
+    problems = [_pair(p) for p in sequence("problems", problems)]
+    ks = sequence("k", k) if hasattr(k, "__len__") else [k] * len(problems)
+    starts = [None] * len(problems) if initial is None else sequence("initial", initial)
     if len(ks) != len(problems) or len(starts) != len(problems):
         raise BadArgumentError(f"{len(problems)} problems, but {len(ks)} values of k and {len(starts)} of initial")
     for centers, weights in problems:

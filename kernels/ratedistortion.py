@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, shown
+from .arguments import check_arrays, number, shown
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import format_named
@@ -15,13 +16,15 @@ from .planes import same_device
 if TYPE_CHECKING:
     from .arrays import Array
 
+Table = np.ndarray[Any, np.dtype[np.float32]]
+
 
 def rate_distortion_levels(
     x: Array,
     levels: Array,
     previous: Array,
     codebook: Array,
-    prices: np.ndarray[Any, np.dtype[np.float32]],
+    prices: Table,
     importance: Array | None = None,
 ) -> Array:
     """For each quantized element the cheapest of its nearest level, that level's neighbours, and its previous level.
@@ -57,6 +60,101 @@ def rate_distortion_levels(
 
     Source: entropy-constrained scalar quantization (Chou, Lookabaugh and Gray 1989), with the parent as context.
     """
+    _check_elements(x, levels, previous, importance)
+    _check_tables(codebook, prices)
+    return back_end(x, "ratedistortion").rate_distortion_levels(x, levels, previous, codebook, prices, importance)
+
+
+def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
+    """Between which values `rate_distortion_levels` surely gives the nearest level back, for each pair of levels.
+
+    Of element x with level n >= 2, previous level p and importance s it surely does where not
+
+        s * (x - b[0]) < b[1]   or   s * (b[2] - x) < b[3],   b = bounds[p, n]
+
+    in float32. A candidate m whose price is lower, by G = prices[p, n] - prices[p, m], wins from
+    `G / (2 s |c[m] - c[n]|)` before the middle of c[n] and c[m] on, any other behind the middle at the earliest. The
+    bounds are a little stricter, for the costs are rounded. Of several candidates on one side the strictest hold.
+
+    Args:
+        codebook: float32 [K], ascending.
+        prices: float32 [contexts, K + 2], finite, >= 0; see `rate_distortion_levels`.
+        slack: what every candidate's G may grow and the bounds still hold, in units of the prices, >= 0; default 0.
+
+    Returns:
+        float32 [contexts, K + 2, 4]; levels 0 and 1 are always settled.
+
+    Raises:
+        BadArgumentError: shapes or dtypes do not fit, codes do not ascend, or a price or `slack` is out of range.
+
+    Example:
+        >>> prices = np.zeros((4, 4), np.float32)
+        >>> prices[2, 3] = 0.5
+        >>> bounds = settled_bounds(np.array([0, 1], np.float32), prices)
+        >>> bounds[2, 3].round(3).tolist()  # 0 is cheaper than 1 by 0.5: it wins up to 0.5 + 0.25 / s
+        [0.5, 0.25, 5.0, 0.0]
+        >>> bounds[3, 3].round(3).tolist()
+        [0.5, 0.0, inf, 0.0]
+
+    Source: own work; parabolas of one curvature cross once.
+    """
+    _check_tables(codebook, prices)
+    if not np.isfinite(codebook).all() or (codebook[1:] < codebook[:-1]).any() or (prices < 0).any():
+        raise BadArgumentError("codebook must be finite and ascending, and no price below 0")
+    slack = number("slack", slack, 0, float(np.finfo(np.float32).max))
+    bounds: Table = back_end(prices, "ratedistortion").settled_bounds(codebook, prices, slack)
+    return bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """Elements that may get another level than their nearest, in order.
+
+    Args:
+        at: int64, their places.
+        x: float32, their values.
+        levels: uint8, their nearest levels.
+        previous: uint8, their levels in the parent.
+        importance: float32; None: 1 for all.
+    """
+
+    at: Array
+    x: Array
+    levels: Array
+    previous: Array
+    importance: Array | None
+
+
+def unsettled(x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None) -> Unsettled:
+    """The elements to which `rate_distortion_levels` may give another level than the nearest.
+
+    Args:
+        x, levels, previous, importance: as of `rate_distortion_levels`.
+        bounds: float32 [contexts, K + 2, 4] on the host: of `settled_bounds`.
+
+    Returns:
+        The elements not within the bounds (`settled_bounds`), in the library and on the device of x.
+
+    Raises:
+        BadArgumentError: shapes or dtypes do not fit, or a level is beyond the bounds.
+
+    Example:
+        >>> prices = np.zeros((4, 4), np.float32)
+        >>> prices[2, 3] = 0.5
+        >>> bounds = settled_bounds(np.array([0, 1], np.float32), prices)
+        >>> x = np.array([0.6, 0.9, 0.6], np.float32)
+        >>> unsettled(x, np.full(3, 3, np.uint8), np.array([2, 2, 3], np.uint8), bounds).at.tolist()
+        [0]
+
+    Source: own work.
+    """
+    _check_elements(x, levels, previous, importance)
+    if not isinstance(bounds, np.ndarray) or bounds.dtype != np.float32 or bounds.ndim != 3 or bounds.shape[2] != 4:
+        raise BadArgumentError(f"bounds is {shown(bounds)}; float32 NumPy [contexts, K + 2, 4] is needed")
+    return Unsettled(*back_end(x, "ratedistortion").unsettled(x, levels, previous, bounds, importance))
+
+
+def _check_elements(x: Array, levels: Array, previous: Array, importance: Array | None) -> None:
     check_arrays(x=x, levels=levels, previous=previous)
     format_named(dtype_name(x))
     for name, array in (("levels", levels), ("previous", previous)):
@@ -72,6 +170,9 @@ def rate_distortion_levels(
                 f"importance is {dtype_name(importance)} {tuple(importance.shape)}; float32 {tuple(x.shape)} is needed"
             )
         same_device("x", x, "importance", importance)
+
+
+def _check_tables(codebook: Table, prices: Table) -> None:
     for name, table in (("codebook", codebook), ("prices", prices)):
         if not isinstance(table, np.ndarray) or table.dtype != np.float32:
             raise BadArgumentError(f"{name} is {shown(table)}; a float32 NumPy array is needed")
@@ -79,4 +180,3 @@ def rate_distortion_levels(
         raise BadArgumentError(
             f"codebook has shape {codebook.shape}, prices {prices.shape}; [K] and finite [contexts, K + 2] are needed"
         )
-    return back_end(x, "ratedistortion").rate_distortion_levels(x, levels, previous, codebook, prices, importance)

@@ -18,6 +18,7 @@ from ..floats import FloatFormat, format_named
 from ..histogram import product_format
 from .histogram import keep_range, product_blocks
 from .jit import njit
+from .prefetch import AHEAD, prefetch
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -47,6 +48,8 @@ def _look_up_32(u: Any, table: Any, out: Any) -> None:
     whole = u.size // 128 * 128
     for begin in range(0, whole, 128):
         v, levels = u[begin : begin + 128], out[begin : begin + 128]
+        for i in range(0, 128, 16):
+            prefetch(v, i + AHEAD // 4)
         for i in range(128):
             entries[i] = table[v[i] >> np.uint32(16)]
         for i in range(128):

@@ -18,9 +18,10 @@ from ..assign import magnitude_bits
 from ..floats import FloatFormat, format_named
 from ..histogram import Histogram, product_format, target
 from .jit import njit, njit_inline
+from .prefetch import AHEAD, prefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ..arrays import Array
     from ..assign import Thresholds
@@ -69,15 +70,19 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: An
     low, width = limits[0], limits[1] - limits[0]
     kind, sign = u.dtype.type, magnitude + lane1
     step = max(1 << 16, 64 << bits)
+    ahead = AHEAD // u.itemsize
     tiny_before = np.int64(-1)
     for begin in range(0, u.size, step):
         v = u[begin : begin + step]  # indices from 0 on: known not to be negative, so never wrapped around
-        whole = v.size // 4 * 4
-        for i in range(0, whole, 4):
-            raw[(np.uint64(v[i]) >> shift) << two] += one
-            raw[((np.uint64(v[i + 1]) >> shift) << two) + lane1] += one
-            raw[((np.uint64(v[i + 2]) >> shift) << two) + lane2] += one
-            raw[((np.uint64(v[i + 3]) >> shift) << two) + lane3] += one
+        whole = v.size // 16 * 16
+        for at in range(0, whole, 16):
+            prefetch(v, at + ahead)
+            prefetch(v, at + ahead + 8)  # where 16 elements are two lines
+            for i in range(at, at + 16, 4):
+                raw[(np.uint64(v[i]) >> shift) << two] += one
+                raw[((np.uint64(v[i + 1]) >> shift) << two) + lane1] += one
+                raw[((np.uint64(v[i + 2]) >> shift) << two) + lane2] += one
+                raw[((np.uint64(v[i + 3]) >> shift) << two) + lane3] += one
         for i in range(whole, v.size):
             raw[(np.uint64(v[i]) >> shift) << two] += one
 
@@ -94,18 +99,20 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: An
         if tiny == tiny_before:
             continue
         tiny_before = tiny
-        found = np.int64(0)
-        for i in range(v.size):
-            found += ((np.uint64(v[i]) & magnitude) - lane1) < fraction
-        if found == 0:
-            continue
-        rare[0, -1] += found
-        for i in range(v.size):
-            m = np.uint64(v[i]) & magnitude
-            if m - lane1 < fraction and m - low < width:
-                p = _highest(m)
-                sub = ((m << np.uint64(mantissa - p)) & fraction) >> shift
-                rare[np.uint64(v[i]) >> np.uint64(mantissa + exponent), np.uint64(p << bits) + sub] += 1
+        for at in range(0, v.size, 64):
+            part = v[at : at + 64]
+            found = np.int64(0)
+            for i in range(part.size):
+                found += ((np.uint64(part[i]) & magnitude) - lane1) < fraction
+            if found == 0:
+                continue
+            rare[0, -1] += found
+            for i in range(part.size):
+                m = np.uint64(part[i]) & magnitude
+                if m - lane1 < fraction and m - low < width:
+                    p = _highest(m)
+                    sub = ((m << np.uint64(mantissa - p)) & fraction) >> shift
+                    rare[np.uint64(part[i]) >> np.uint64(mantissa + exponent), np.uint64(p << bits) + sub] += 1
 
 
 @njit
@@ -256,6 +263,13 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
     return counter.histogram()
 
 
+def log_histogram_many(
+    xs: Sequence[Array], bits: int, *, signed: bool = False, gradients: Sequence[Array | None]
+) -> list[Histogram]:
+    """See `shrinkpoint.kernels.histogram.log_histogram_many`."""
+    return [log_histogram(x, bits, signed=signed, gradient=g) for x, g in zip(xs, gradients, strict=True)]
+
+
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.kept_histogram`."""
     fmt, bits = target(x, None, bits)
@@ -275,6 +289,14 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
     histogram = counter.histogram()
     histogram.counts[-1] = 0
     return histogram
+
+
+def kept_histogram_many(
+    xs: Sequence[Array], thresholds: Sequence[Thresholds], bits: int, *, gradients: Sequence[Array | None]
+) -> list[Histogram]:
+    """See `shrinkpoint.kernels.histogram.kept_histogram_many`."""
+    each = zip(xs, thresholds, gradients, strict=True)
+    return [kept_histogram(x, limits, bits, gradient=g) for x, limits, g in each]
 
 
 def keep_range(fmt: FloatFormat, prune: float, protect: float) -> tuple[Any, Any, Any]:

@@ -1,4 +1,8 @@
-"""Rate-distortion-optimised levels on the CPU: one pass, four candidates, no branch on the data."""
+"""Rate-distortion-optimised levels on the CPU: one pass, four candidates, no branch on the data.
+
+Of what is not settled, only what the least importance leaves open is looked at with its own: one range of values for
+each pair of levels says so, without arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,20 @@ import numpy as np
 
 from ..arrays import dtype_name, like, to_numpy
 from ..errors import BadArgumentError
-from .jit import njit
+from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..arrays import Array
+    from ..ratedistortion import Table
 
 _STEP = 1 << 20
+_FEW = 1 << 16
+"""Elements at a time whose places are kept: they stay in the cache."""
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_INFINITY = np.float32(np.inf)
+_ROUNDING, _TINY, _LEAST, _FAR = 2.0**-20, 2.0**-147, 2.0**-120, 2.0**122
 
 
 @njit
@@ -47,24 +59,152 @@ def _choose(x: Any, levels: Any, previous: Any, codebook: Any, prices: Any, impo
     return True
 
 
-def rate_distortion_levels(
-    x: Array,
-    levels: Array,
-    previous: Array,
-    codebook: Array,
-    prices: np.ndarray[Any, np.dtype[np.float32]],
-    importance: Array | None = None,
-) -> Array:
-    """See `kernels.ratedistortion`."""
+@njit_inline
+def _next(x: Any) -> Any:
+    """A float32 above x (float64), no more than two steps; infinities stay."""
+    return np.nextafter(np.float32(x), _INFINITY) if x > -np.inf else -_INFINITY
+
+
+@njit
+def _bounds(codebook: Any, prices: Any, slack: float, bounds: Any) -> None:
+    """See `settled_bounds`; codes and prices in float64."""
+    top = codebook.size + 1
+    for p in range(prices.shape[0]):
+        for n in range(top + 1):
+            low, high, low_worth, high_worth = -np.inf, np.inf, 0.0, 0.0
+            gap = codebook[n - 2] - codebook[n - 3] if n > 2 else 0.0
+            gap = max(gap, codebook[n - 1] - codebook[n - 2]) if 2 <= n < top else gap
+            reach = 4.0 * gap
+            for m in (n - 1, n + 1, min(p, top)):
+                if n < 2 or m < 2 or m > top or m == n:
+                    continue
+                own, other = codebook[n - 2], codebook[m - 2]
+                far, middle = abs(other - own), 0.5 * (own + other)
+                gain = (prices[p, n] - prices[p, m]) + slack
+                away, worth = 0.0, _LEAST
+                if gain > 0.0:
+                    square = reach * reach + (reach + far) * (reach + far)
+                    away, worth = np.inf, np.inf
+                    if far > 0.0:
+                        away = (square * _ROUNDING + _TINY) / (2.0 * far)
+                        worth = (gain + (prices[p, n] + prices[p, m]) * _ROUNDING + _TINY) / (2.0 * far)
+                        worth = max(worth * (1.0 + _ROUNDING), _LEAST)
+                    if not (square < _FAR and away < _FAR and worth < _FAR):
+                        away, worth = np.inf, np.inf
+                    low, high = max(low, own - reach), min(high, own + reach)
+                if m < n:
+                    low, low_worth = max(low, middle + away), max(low_worth, worth)
+                else:
+                    high, high_worth = min(high, middle - away), max(high_worth, worth)
+            # Infinities times an importance of 0 would be NaN, and settled.
+            bounds[p, n, 0], bounds[p, n, 1] = min(_next(low), _LARGEST), _next(low_worth)
+            bounds[p, n, 2], bounds[p, n, 3] = max(-_next(-high), -_LARGEST), _next(high_worth)
+
+
+@njit
+def _ranges(bounds: Any, least: float, low: Any, high: Any) -> None:
+    """Between which values an element is settled whatever its importance, if that is `least` or more."""
+    for p in range(bounds.shape[0]):
+        for n in range(bounds.shape[1]):
+            b = bounds[p, n]
+            below = np.float64(b[1]) / least * (1.0 + _ROUNDING) if least > 0.0 else np.inf
+            above = np.float64(b[3]) / least * (1.0 + _ROUNDING) if least > 0.0 else np.inf
+            low[p, n] = _next(np.float64(b[0]) + below) if b[0] > -np.inf else -np.inf
+            high[p, n] = -_next(above - np.float64(b[2])) if b[2] < np.inf else np.inf
+
+
+@njit
+def _beyond(x: Any, levels: Any, previous: Any, low: Any, high: Any, found: Any) -> Any:
+    """Number of elements not in `low[p, n] ... high[p, n]`, whose places go to `found`; -1 if a level has no such."""
+    width, one = np.uint64(low.shape[1]), np.uint64(1)
+    contexts = np.uint64(low.shape[0])
+    lows, highs = low.reshape(-1), high.reshape(-1)
+    count = np.uint64(0)
+    for i in range(x.size):
+        n, p = np.uint64(levels[i]), np.uint64(previous[i])
+        if p >= contexts or n >= width:
+            return np.int64(-1)
+        pair = p * width + n
+        v = x[i]
+        found[count] = np.uint32(i)
+        count += one - np.uint64((v >= lows[pair]) & (v <= highs[pair]))
+    return np.int64(count)
+
+
+@njit
+def _open(
+    x: Any, levels: Any, previous: Any, importance: Any, bounds: Any, width: Any, found: Any, out: Any, marks: Any
+) -> Any:
+    """Of the places in `found` those which are not settled go to its front; their number.
+
+    Value and importance of each go to `out`, level and previous level to `marks`.
+    """
+    count, one, two, four = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(4)
+    values, weights, own, before = out[0], out[1], marks[0], marks[1]
+    weighted = importance.size > 0
+    s = np.float32(1.0)
+    for i in range(found.size):
+        at = np.uint64(found[i])
+        v, n, p = x[at], levels[at], previous[at]
+        b = (np.uint64(p) * width + np.uint64(n)) * four
+        if weighted:
+            s = importance[at]
+        found[count] = np.uint32(at)
+        values[count], weights[count], own[count], before[count] = v, s, n, p
+        passed = (s * (v - bounds[b]) < bounds[b + one]) | (s * (bounds[b + two] - v) < bounds[b + two + one])
+        count += np.uint64(passed)
+    return np.int64(count)
+
+
+def _parts(
+    x: Array, levels: Array, previous: Array, importance: Array | None, step: int
+) -> Iterator[tuple[int, Table, Any, Any, Table]]:
+    """Start, float32 values, levels, previous levels and importances (none without) of some elements at a time."""
     own, before = to_numpy(levels), to_numpy(previous)
-    out = np.empty(own.size, np.uint8)
     weights = np.empty(0, np.float32) if importance is None else to_numpy(importance)
-    for start in range(0, own.size, _STEP):
-        part = slice(start, start + _STEP)
+    for start in range(0, own.size, step):
+        part = slice(start, start + step)
         values = to_numpy(x[part])
         if dtype_name(x) == "bfloat16":
             values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        values = values.astype(np.float32, copy=False)
-        if not _choose(values, own[part], before[part], codebook, prices, weights[part], out[part]):
+        yield start, values.astype(np.float32, copy=False), own[part], before[part], weights[part]
+
+
+def rate_distortion_levels(
+    x: Array, levels: Array, previous: Array, codebook: Table, prices: Table, importance: Array | None = None
+) -> Array:
+    """See `kernels.ratedistortion`."""
+    out = np.empty(levels.shape[0], np.uint8)
+    for start, values, own, before, weights in _parts(x, levels, previous, importance, _STEP):
+        if not _choose(values, own, before, codebook, prices, weights, out[start : start + _STEP]):
             raise BadArgumentError("a level is beyond the codebook, or a previous level beyond the prices")
     return like(out, x)
+
+
+def settled_bounds(codebook: Table, prices: Table, slack: float) -> Table:
+    """See `kernels.ratedistortion`."""
+    bounds = np.empty((*prices.shape, 4), np.float32)
+    _bounds(codebook.astype(np.float64), prices.astype(np.float64), slack, bounds)
+    return bounds
+
+
+def unsettled(
+    x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None
+) -> tuple[Array, Array, Array, Array, Array | None]:
+    """See `kernels.ratedistortion`."""
+    weighted = importance is not None and importance.shape[0] > 0
+    low, high = np.empty(bounds.shape[:2], np.float32), np.empty(bounds.shape[:2], np.float32)
+    _ranges(bounds, float(to_numpy(importance).min()) if weighted else 1.0, low, high)
+    flat, width = np.ascontiguousarray(bounds).reshape(-1), np.uint64(bounds.shape[1])
+    places, out, marks = np.empty(_FEW + 1, np.uint32), np.empty((2, _FEW), np.float32), np.empty((2, _FEW), np.uint8)
+    found = [(np.empty(0, np.int64), out[:, :0], marks[:, :0])]
+    for start, values, own, before, weights in _parts(x, levels, previous, importance, _FEW):
+        count = _beyond(values, own, before, low, high, places)
+        if count < 0:
+            raise BadArgumentError("a level or a previous level is beyond the bounds")
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN is settled; not compiled, it would warn
+            count = _open(values, own, before, weights, flat, width, places[:count], out, marks)
+        found.append((start + places[:count].astype(np.int64), out[:, :count].copy(), marks[:, :count].copy()))
+    at, wide, narrow = (np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True))
+    made = [like(np.ascontiguousarray(part), x) for part in (at, wide[0], narrow[0], narrow[1], wide[1])]
+    return made[0], made[1], made[2], made[3], None if importance is None else made[4]

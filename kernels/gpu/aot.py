@@ -128,21 +128,23 @@ def builds() -> Iterator[Build]:
 
 def _histogram() -> Iterator[Build]:
     kernel, launch = histogram.count_kernel, histogram.COUNT
-    numbers = "i64 i32 i32 i32 i64 i64 i64 i64 *i32"
-    for x, (width, mantissa) in FLOATS.items():
-        for signed in (False, True):
-            constants = {"WIDTH": width, "M": mantissa, "SIGNED": signed, "PRODUCT": False, "DOUBLE": False, "KEPT": 0}
-            yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
-        constants = {"WIDTH": width, "M": mantissa, "SIGNED": True, "PRODUCT": False, "DOUBLE": False, "KEPT": 1}
-        yield Build(kernel, f"*{x} *{x} {numbers}", launch, constants)
+    others = "*i64 i32 i32 i32 i32 *i32"
+    for x in FLOATS:
+        for signed, kept in ((False, 0), (True, 0), (True, 1)):
+            constants = {**_counted(x), "SIGNED": signed, "PRODUCT": False, "DOUBLE": False, "KEPT": kept}
+            yield Build(kernel, f"*{x} *{x} {others}", launch, constants)
     for x, gradient in (*zip(FLOATS, FLOATS, strict=True), *MIXED):
-        width, mantissa = FLOATS[x]
         double = "fp64" in (x, gradient)
-        constants = {"WIDTH": 64 if double else 32, "M": 52 if double else 23, "SIGNED": False}
-        constants |= {"PRODUCT": True, "DOUBLE": double, "KEPT": 0}
-        yield Build(kernel, f"*{x} *{gradient} {numbers}", launch, constants)
-        constants = {"WIDTH": width, "M": mantissa, "SIGNED": True, "PRODUCT": False, "DOUBLE": double, "KEPT": 2}
-        yield Build(kernel, f"*{x} *{gradient} {numbers}", launch, constants)
+        constants = {**_counted("fp64" if double else "fp32"), "SIGNED": False, "PRODUCT": True}
+        yield Build(kernel, f"*{x} *{gradient} {others}", launch, {**constants, "DOUBLE": double, "KEPT": 0})
+        constants = {**_counted(x), "SIGNED": True, "PRODUCT": False}
+        yield Build(kernel, f"*{x} *{gradient} {others}", launch, {**constants, "DOUBLE": double, "KEPT": 2})
+
+
+def _counted(name: str) -> dict[str, int]:
+    """Constants of a histogram of this format."""
+    width, mantissa = FLOATS[name]
+    return {"FIELDS": histogram.FIELDS, "WIDTH": width, "M": mantissa}
 
 
 def _assign() -> Iterator[Build]:
@@ -284,9 +286,11 @@ def _optimizer() -> Iterator[Build]:
         types = "*u8 *fp32 *fp32 *fp32 i64 i64 i64 *fp32"
         yield Build(residual.values_kernel, types, residual.VALUES, {"WIDE": wide})
     for x in FLOATS:
-        types = f"*{x} *u8 *u8 *fp32 *fp32 *fp32 i64 i32 i32 *u8 *i32"
         for weighted in (False, True):
+            types = f"*{x} *u8 *u8 *fp32 *fp32 *fp32 i64 i32 i32 *u8 *i32"
             yield Build(ratedistortion.choose_kernel, types, ratedistortion.CHOOSE, {"WEIGHTED": weighted})
+            types = f"*{x} *u8 *u8 *fp32 *fp32 i64 i32 i32 *u8 *i32"
+            yield Build(ratedistortion.unsettled_kernel, types, ratedistortion.SETTLE, {"WEIGHTED": weighted})
         yield Build(distortion.distortion_kernel, f"*{x} *{x} i64 *fp64", distortion.SUMS)
 
 

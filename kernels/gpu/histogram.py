@@ -1,9 +1,14 @@
-"""Log-bucket histograms on the GPU: integer atomics into several histograms, added up in 64 bits at the end."""
+"""Log-bucket histograms on the GPU: those of many tensors in one launch, by integer atomics.
+
+A large tensor is counted in several copies of its histogram, added up at the end; totals are 64-bit.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,36 +21,48 @@ from .bits import bucket_of, magnitude_bits, pattern_of, product_magnitude, spec
 from .launch import Launch, on, tensor
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterator, Sequence
 
     from ..arrays import Array
     from ..assign import Thresholds
-    from ..floats import FloatFormat
 
 COUNT = Launch(block=2048, warps=4, registers=168)
 COPIES = 16
-"""Histograms that programs take turns in: fewer of them wait for each other's update of a popular bucket."""
+"""Histograms of a tensor that programs take turns in: fewer wait for each other's update of a popular bucket."""
 COPIED_COUNTERS = 1 << 20
-"""Most counters in all copies together (4 MiB, which stay in the second-level cache)."""
+"""Most counters in all copies of one histogram together (4 MiB, which stay in the second-level cache)."""
+COUNTERS = 1 << 24
+"""Most counters in one launch, of however many tensors (64 MiB)."""
 SLICE = 1 << 30
-"""Elements per launch: no 32-bit counter can overflow."""
+"""Most elements of a tensor that one histogram counts: no 32-bit counter can overflow."""
+FIELDS = 8
+"""Columns of the table that tells a program its tensor; see `_table`."""
 
 
-# Element-wise loads keep one element a lane in the order that the atomics want; with 16-byte loads the compiler would
-# move every address through shared memory.
-@triton.jit(do_not_specialize_on_alignment=["x_ptr", "gradient_ptr"])
+@triton.jit
+def tensor_of(program, table_ptr, tensors, FIELDS: tl.constexpr):
+    """Row of the tensor a program works on: the last whose first program, in column 0, is not after it."""
+    low = 0
+    high = tensors - 1
+    while low < high:
+        middle = (low + high + 1) >> 1
+        starts = tl.load(table_ptr + middle * FIELDS) <= program
+        low = tl.where(starts, middle, low)
+        high = tl.where(starts, high, middle - 1)
+    return low
+
+
+@triton.jit
 def count_kernel(
     x_ptr,
     gradient_ptr,
-    n: tl.int64,
+    table_ptr,
+    tensors: tl.int32,
     size: tl.int32,
     copies: tl.int32,
     bits: tl.int32,
-    protect: tl.int64,
-    prune: tl.int64,
-    protect_sensitivity: tl.int64,
-    prune_sensitivity: tl.int64,
     counts_ptr,
+    FIELDS: tl.constexpr,
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     SIGNED: tl.constexpr,
@@ -54,10 +71,24 @@ def count_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the log buckets of x, of |gradient * x| (PRODUCT), or of the x that keep a level (KEPT) to one copy."""
+    """Add the log buckets of x, of |gradient * x| (PRODUCT), or of the x that keep a level (KEPT) to one copy.
+
+    The tensors lie anywhere in memory, each so many elements from `x` and `gradient` as its row of the table says.
+    They are loaded element by element, which keeps one a lane in the order that the atomics want; with 16-byte loads
+    the compiler would move every address through shared memory.
+    """
     program = tl.program_id(0)
-    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    number = tensor_of(program, table_ptr, tensors, FIELDS)
+    field_ptr = table_ptr + number * FIELDS
+    block = program - tl.load(field_ptr)
+    x_ptr += tl.load(field_ptr + 2)
+    gradient_ptr += tl.load(field_ptr + 3)
+    protect = tl.load(field_ptr + 4)
+    prune = tl.load(field_ptr + 5)
+    protect_sensitivity = tl.load(field_ptr + 6)
+    prune_sensitivity = tl.load(field_ptr + 7)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < tl.load(field_ptr + 1)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     pattern = pattern_of(x)
     if PRODUCT:
@@ -79,71 +110,153 @@ def count_kernel(
         half = (size - 2) // 2
         zero = half
         index = tl.where(index > half, size - 1, tl.where(pattern < 0, half - index, half + index))
-    copy_ptr = counts_ptr + (program % copies).to(tl.int64) * size
+    copy_ptr = counts_ptr + (number.to(tl.int64) * copies + block % copies) * size
     tl.atomic_add(copy_ptr + index, 1, mask=inside & (magnitude != 0), sem="relaxed")
     # Zeros are often most of a tensor and would all wait for the same counter: one update for all of them.
     zeros = tl.sum((inside & (magnitude == 0)).to(tl.int32), axis=0)
     tl.atomic_add(copy_ptr + zero, zeros, mask=zeros > 0, sem="relaxed")
 
 
+def log_histogram_many(
+    xs: Sequence[Array], bits: int, *, signed: bool = False, gradients: Sequence[Array | None]
+) -> list[Histogram]:
+    """See `shrinkpoint.kernels.histogram.log_histogram_many`."""
+    return _count(xs, gradients, None, bits, signed=signed)
+
+
+def kept_histogram_many(
+    xs: Sequence[Array], thresholds: Sequence[Thresholds], bits: int, *, gradients: Sequence[Array | None]
+) -> list[Histogram]:
+    """See `shrinkpoint.kernels.histogram.kept_histogram_many`."""
+    return _count(xs, gradients, thresholds, bits, signed=True)
+
+
 def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.log_histogram`."""
-    fmt, bits = target(x, gradient, bits)
-    counts = _count(x, gradient, fmt, bits, signed=signed, product=gradient is not None)
-    return Histogram(counts, bits, fmt.name, signed)
+    return log_histogram_many([x], bits, signed=signed, gradients=[gradient])[0]
 
 
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.kept_histogram`."""
-    fmt, bits = target(x, None, bits)
-    return Histogram(_count(x, gradient, fmt, bits, signed=True, thresholds=thresholds), bits, fmt.name, signed=True)
+    return kept_histogram_many([x], [thresholds], bits, gradients=[gradient])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """At least one and at most SLICE elements of tensor `number`, and the patterns its thresholds have."""
+
+    number: int
+    x: torch.Tensor
+    gradient: torch.Tensor
+    limits: tuple[int, int, int, int]
 
 
 def _count(
-    x: Array,
-    gradient: Array | None,
-    fmt: FloatFormat,
+    xs: Sequence[Array],
+    gradients: Sequence[Array | None],
+    thresholds: Sequence[Thresholds] | None,
     bits: int,
     *,
     signed: bool,
-    product: bool = False,
-    thresholds: Thresholds | None = None,
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+) -> list[Histogram]:
+    """Histograms of x, of |gradient * x| where there is a gradient, or of the kept x where there are thresholds."""
+    groups: dict[tuple[str, str | None], list[int]] = {}
+    for number, (x, gradient) in enumerate(zip(xs, gradients, strict=True)):
+        groups.setdefault((dtype_name(x), None if gradient is None else dtype_name(gradient)), []).append(number)
+    found: dict[int, Histogram] = {}
+    for group in groups.values():
+        x, gradient = xs[group[0]], gradients[group[0]]
+        fmt, own_bits = target(x, gradient if thresholds is None else None, bits)
+        constants = {
+            "WIDTH": fmt.width,
+            "M": fmt.mantissa,
+            "SIGNED": signed,
+            "PRODUCT": gradient is not None and thresholds is None,
+            "DOUBLE": gradient is not None and product_format(x, gradient) == "float64",
+            "KEPT": 0 if thresholds is None else 1 if gradient is None else 2,
+        }
+        size = (2 if signed else 1) * fmt.buckets(own_bits) + 2
+        totals = {number: np.zeros(size, dtype=np.int64) for number in group}
+        parts = [p for number in group for p in _parts(number, xs, gradients, thresholds)]
+        for copies, some in _launches(parts, size):
+            for part, counts in zip(some, _launch(some, size, copies, own_bits, constants), strict=True):
+                totals[part.number] += counts
+        found |= {number: Histogram(total, own_bits, fmt.name, signed) for number, total in totals.items()}
+    return [found[number] for number in range(len(xs))]
+
+
+def _parts(
+    number: int, xs: Sequence[Array], gradients: Sequence[Array | None], thresholds: Sequence[Thresholds] | None
+) -> list[_Part]:
+    x, gradient = xs[number], gradients[number]
     t = tensor(x).reshape(-1)
     g = t if gradient is None else tensor(gradient).reshape(-1)
-    size = (2 if signed else 1) * fmt.buckets(bits) + 2
-    limits = (0, 0, 0, 0) if thresholds is None else threshold_patterns(x, thresholds, gradient)
-    kept = 0 if thresholds is None else 1 if gradient is None else 2
-    totals = torch.zeros(size, dtype=torch.int64, device=t.device)
-    for start in range(0, t.numel(), SLICE):
-        part, g_part = t[start : start + SLICE], g[start : start + SLICE]
-        programs = COUNT.programs(part.numel())
-        copies = max(1, min(COPIES, programs, COPIED_COUNTERS // size))
-        counts = torch.zeros((copies, size), dtype=torch.int32, device=t.device)
-        with on(t):
-            count_kernel[(programs,)](
-                # inputs
-                part,
-                g_part,
-                part.numel(),
-                size,
-                copies,
-                bits,
-                *limits,
-                # outputs
-                counts,
-                # constants
-                WIDTH=fmt.width,
-                M=fmt.mantissa,
-                SIGNED=signed,
-                PRODUCT=product,
-                DOUBLE=gradient is not None and product_format(x, gradient) == "float64",
-                KEPT=kept,
-                **COUNT.constants(part.numel()),
-            )
-        totals += counts.sum(0)
-    result: np.ndarray[Any, np.dtype[np.int64]] = totals.cpu().numpy()
+    limits = (0, 0, 0, 0) if thresholds is None else threshold_patterns(x, thresholds[number], gradient)
+    return [
+        _Part(number, t[start : start + SLICE], g[start : start + SLICE], limits)
+        for start in range(0, t.numel(), SLICE)
+    ]
+
+
+def _launches(parts: Sequence[_Part], size: int) -> Iterator[tuple[int, Sequence[_Part]]]:
+    """Copies of each histogram, and the parts that are counted in one launch.
+
+    One copy where there are fewer elements than counters in more of them: they would take longer to clear and add up.
+    """
+    most = max(1, min(COPIES, COPIED_COUNTERS // size))
+    small = [p for p in parts if p.x.numel() < most * size]
+    large = [p for p in parts if p.x.numel() >= most * size]
+    for copies, some in ((1, small), (most, large)):
+        step = max(1, COUNTERS // (copies * size))
+        for start in range(0, len(some), step):
+            yield copies, some[start : start + step]
+
+
+def _launch(
+    parts: Sequence[_Part], size: int, copies: int, bits: int, constants: dict[str, Any]
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Counters of each part, on the host: int32 holds a slice's."""
+    first = parts[0]
+    longest = max(p.x.numel() for p in parts)
+    table, programs = _table(parts, longest)
+    counts = torch.zeros((len(parts), copies, size), dtype=torch.int32, device=first.x.device)
+    with on(first.x):
+        count_kernel[(programs,)](
+            # inputs
+            first.x,
+            first.gradient,
+            torch.from_numpy(table).to(first.x.device),
+            len(parts),
+            size,
+            copies,
+            bits,
+            # outputs
+            counts,
+            # constants
+            FIELDS=FIELDS,
+            **constants,
+            **COUNT.constants(longest),
+        )
+    summed = counts[:, 0] if copies == 1 else counts.sum(1, dtype=torch.int32)
+    result: np.ndarray[Any, np.dtype[np.int32]] = summed.cpu().numpy()
     return result
+
+
+def _table(parts: Sequence[_Part], longest: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
+    """A row a part, and the number of programs of all.
+
+    A row is: first program, elements, how many elements x and gradient lie from those of the first part, thresholds.
+    """
+    table = np.zeros((len(parts), FIELDS), dtype=np.int64)
+    programs = 0
+    for row, part in zip(table, parts, strict=True):
+        places = (
+            (mine.data_ptr() - origin.data_ptr()) // mine.element_size()
+            for mine, origin in ((part.x, parts[0].x), (part.gradient, parts[0].gradient))
+        )
+        row[:] = programs, part.x.numel(), *places, *part.limits
+        programs += -(-part.x.numel() // COUNT.size(longest))
+    return table, programs
 
 
 def threshold_patterns(x: Array, thresholds: Thresholds, gradient: Array | None) -> tuple[int, int, int, int]:

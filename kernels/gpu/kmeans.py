@@ -18,16 +18,19 @@ from ..kmeans import prepare
 from .launch import Launch, like, on, tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ..arrays import Array
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
+Table = np.ndarray[Any, np.dtype[np.int64]]
 
 EXACT = Launch(block=2048, warps=8, interpreted=1 << 14)
 """`block` is the number of candidates a program weighs at once."""
 LLOYD = Launch(block=256, warps=8)
 """`block` is the number of codes whose means a program takes side by side, in both kernels."""
+CUTS = 1 << 26
+"""Most cuts that the problems of one launch keep, of however many entries (256 MiB)."""
 FIELDS = 9
 """Columns of the table that tells a program its problem; see `_Problem`."""
 
@@ -484,15 +487,29 @@ def weighted_kmeans(
     )[0]
 
 
-def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-    """The table of problems of (m, k, exponent), and how much scratch and how many cuts they need."""
+def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[Table, int]:
+    """The table of problems of (m, k, exponent), and how much scratch they need; cuts have no place in it yet."""
     table = np.zeros((len(sizes), FIELDS), dtype=np.int64)
-    codes_at = x_at = prefix_at = cuts_at = 0
+    codes_at = x_at = prefix_at = 0
     for row, (m, k, exponent) in zip(table, sizes, strict=True):
-        row[:] = m, k, exponent, codes_at, x_at, prefix_at, 2 * (prefix_at + codes_at), cuts_at, m.bit_length()
+        row[:] = m, k, exponent, codes_at, x_at, prefix_at, 2 * (prefix_at + codes_at), 0, m.bit_length()
         codes_at, x_at, prefix_at = codes_at + k, x_at + m, prefix_at + m + 1
-        cuts_at += (k + 1) * (m + 1) if k < m else 0
-    return table, 2 * (prefix_at + codes_at), cuts_at
+    return table, 2 * (prefix_at + codes_at)
+
+
+def _launches(table: Table, numbers: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The problems of one launch, and the cuts each keeps; that is all of them, unless they keep too many."""
+    some: list[int] = []
+    cuts: list[int] = []
+    for number in numbers:
+        own = int((table[number, 0] + 1) * (table[number, 1] + 1))
+        if some and sum(cuts) + own > CUTS:
+            yield some, cuts
+            some, cuts = [], []
+        some.append(number)
+        cuts.append(own)
+    if some:
+        yield some, cuts
 
 
 def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[torch.Tensor] | None:
@@ -506,7 +523,7 @@ def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[to
     counted = torch.nn.functional.pad(used.cumsum(0), (1, 0))[ends].tolist()
     sizes = [b - a for a, b in zip([0, *counted[:-1]], counted, strict=True)]
     raw_x, raw_w = torch.cat(centers)[used], w_all[used]
-    table, scratch, cuts = _table([(m, min(m, one), 0) for m, one in zip(sizes, k, strict=True)])
+    table, scratch = _table([(m, min(m, one), 0) for m, one in zip(sizes, k, strict=True)])
     rows = torch.from_numpy(table).to(w_all.device)
     x, w = torch.empty_like(raw_x), torch.empty_like(raw_w)
     weight, moment = raw_x.new_empty(raw_x.numel() + len(problems)), raw_x.new_empty(raw_x.numel() + len(problems))
@@ -532,8 +549,7 @@ def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[to
         return None
     codes = raw_x.new_empty(sum(int(row[1]) for row in table))
     mine = [number for number, row in enumerate(table) if row[1] < row[0]]
-    if mine:
-        _launch_exact(x, w, weight, moment, rows[mine], scratch, cuts, codes, max(sizes))
+    _launch_exact(x, w, weight, moment, table, rows, mine, scratch, codes)
     split = list(codes.split([int(row[1]) for row in table]))
     for number, row in enumerate(table):
         if row[1] == row[0]:  # a code for every center
@@ -546,35 +562,39 @@ def _launch_exact(
     w: torch.Tensor,
     weight: torch.Tensor,
     moment: torch.Tensor,
+    table: Table,
     rows: torch.Tensor,
+    numbers: Sequence[int],
     scratch: int,
-    cuts: int,
     codes: torch.Tensor,
-    longest: int,
 ) -> None:
-    with on(x):
-        exact_kernel[(rows.shape[0],)](
-            # inputs
-            x,
-            w,
-            weight,
-            moment,
-            rows,
-            # scratch
-            x.new_empty(scratch),
-            torch.empty(cuts, dtype=torch.int32, device=x.device),
-            # outputs
-            codes,
-            # constants
-            FIELDS=FIELDS,
-            CODES=LLOYD.block,
-            **EXACT.constants(32 * longest),
-        )
+    """Solve the problems of these numbers; `rows` is the table as the device has it."""
+    for some, cuts in _launches(table, numbers):
+        mine = rows[some]
+        mine[:, 7] = torch.tensor(np.cumsum([0, *cuts[:-1]]), device=x.device)
+        with on(x):
+            exact_kernel[(len(some),)](
+                # inputs
+                x,
+                w,
+                weight,
+                moment,
+                mine,
+                # scratch
+                x.new_empty(scratch),
+                torch.empty(sum(cuts), dtype=torch.int32, device=x.device),
+                # outputs
+                codes,
+                # constants
+                FIELDS=FIELDS,
+                CODES=LLOYD.block,
+                **EXACT.constants(32 * int(table[some, 0].max())),
+            )
 
 
 def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> list[torch.Tensor]:
     """The codebooks of problems prepared on the host: one launch for the exact ones, one for those that iterate."""
-    table, scratch, cuts = _table([(p.x.size, p.codes.size, p.exponent) for p in problems])
+    table, scratch = _table([(p.x.size, p.codes.size, p.exponent) for p in problems])
     columns = [
         np.concatenate([p.x for p in problems]),
         np.concatenate([p.w for p in problems]),
@@ -583,12 +603,11 @@ def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> l
         np.concatenate([p.codes for p in problems]),
     ]
     x, w, weight, moment, codes = (torch.from_numpy(c).to(device) for c in columns)
-    exact, iterated = (
-        torch.from_numpy(table[[p.solver == solver for p in problems]]).to(device) for solver in ("exact", "lloyd")
-    )
-    if exact.shape[0]:
-        _launch_exact(x, w, weight, moment, exact, scratch, cuts, codes, max(p.x.size for p in problems))
-    if iterated.shape[0]:
+    exact, lloyd = ([i for i, p in enumerate(problems) if p.solver == solver] for solver in ("exact", "lloyd"))
+    rows = torch.from_numpy(table).to(device)
+    _launch_exact(x, w, weight, moment, table, rows, exact, scratch, codes)
+    if lloyd:
+        iterated = rows[lloyd]
         with on(x):
             lloyd_kernel[(iterated.shape[0],)](
                 # inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ from .launch import Launch, like, on, tensor
 
 if TYPE_CHECKING:
     from ..arrays import Array
+    from ..ratedistortion import Table
 
 CHOOSE = Launch(block=1024, warps=4, registers=128)
+SETTLE = Launch(block=1024, warps=4)
 
 
 @triton.jit
@@ -77,8 +79,8 @@ def rate_distortion_levels(
     x: Array,
     levels: Array,
     previous: Array,
-    codebook: Array,
-    prices: np.ndarray[Any, np.dtype[np.float32]],
+    codebook: Table,
+    prices: Table,
     importance: Array | None = None,
 ) -> Array:
     """See `shrinkpoint.kernels.ratedistortion.rate_distortion_levels`."""
@@ -109,3 +111,74 @@ def rate_distortion_levels(
     if outside.item():
         raise BadArgumentError("a level is beyond the codebook, or a previous level beyond the prices")
     return like(out, x)
+
+
+@triton.jit
+def unsettled_kernel(
+    x_ptr,
+    levels_ptr,
+    previous_ptr,
+    bounds_ptr,
+    importance_ptr,
+    n: tl.int64,
+    width: tl.int32,
+    contexts: tl.int32,
+    open_ptr,
+    outside_ptr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """1 where an element is not within its pair's bounds, else 0."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+    level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    before = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    known = (level < width) & (before < contexts)
+    usable = inside & known
+    pair = 4 * (before * width + level)
+    below = value - tl.load(bounds_ptr + pair, mask=usable, other=0.0)
+    above = tl.load(bounds_ptr + (pair + 2), mask=usable, other=0.0) - value
+    if WEIGHTED:
+        weight = tl.load(importance_ptr + offsets, mask=inside, other=0.0)
+        below = weight * below
+        above = weight * above
+    passed = below < tl.load(bounds_ptr + (pair + 1), mask=usable, other=0.0)
+    passed |= above < tl.load(bounds_ptr + (pair + 3), mask=usable, other=0.0)
+    tl.store(open_ptr + offsets, passed.to(tl.uint8), mask=inside)
+    outside = tl.max((inside & ~known).to(tl.int32), axis=0)
+    tl.store(outside_ptr, 1, mask=outside > 0)  # every program writes the same value
+
+
+def unsettled(
+    x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None
+) -> tuple[Array, Array, Array, Array, Array | None]:
+    """See `shrinkpoint.kernels.ratedistortion.unsettled`."""
+    t, own, before = tensor(x), tensor(levels), tensor(previous)
+    weights = None if importance is None else tensor(importance)
+    unsure = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
+    outside = torch.zeros(1, dtype=torch.int32, device=t.device)
+    if t.numel():
+        with on(t):
+            unsettled_kernel[SETTLE.grid(t.numel())](
+                # inputs
+                t,
+                own,
+                before,
+                torch.from_numpy(np.ascontiguousarray(bounds)).to(t.device),
+                torch.empty(0, device=t.device) if weights is None else weights,
+                t.numel(),
+                bounds.shape[1],
+                bounds.shape[0],
+                # outputs
+                unsure,
+                outside,
+                # constants
+                WEIGHTED=weights is not None,
+                **SETTLE.constants(t.numel()),
+            )
+    if outside.item():
+        raise BadArgumentError("a level or a previous level is beyond the bounds")
+    at = torch.nonzero(unsure).reshape(-1)
+    taken = [like(part, x) for part in (at, t[at].float(), own[at], before[at])]
+    return taken[0], taken[1], taken[2], taken[3], None if weights is None else like(weights[at], x)

@@ -14,6 +14,8 @@ from .assign import kept, product
 from .logbucket import bucket_index
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..assign import Thresholds
 
 
@@ -25,6 +27,13 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
     return histogram if signed else histogram.magnitude()
 
 
+def log_histogram_many(
+    xs: Sequence[Array], bits: int, *, signed: bool = False, gradients: Sequence[Array | None]
+) -> list[Histogram]:
+    """See `shrinkpoint.kernels.histogram.log_histogram_many`."""
+    return [log_histogram(x, bits, signed=signed, gradient=g) for x, g in zip(xs, gradients, strict=True)]
+
+
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.kept_histogram`."""
     xp = array_namespace(x)
@@ -32,6 +41,14 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
     histogram = _count(xp.where(kept(x, thresholds, gradient), x, xp.asarray(xp.nan, dtype=x.dtype)), fmt.name, bits)
     histogram.counts[-1] = 0
     return histogram
+
+
+def kept_histogram_many(
+    xs: Sequence[Array], thresholds: Sequence[Thresholds], bits: int, *, gradients: Sequence[Array | None]
+) -> list[Histogram]:
+    """See `shrinkpoint.kernels.histogram.kept_histogram_many`."""
+    each = zip(xs, thresholds, gradients, strict=True)
+    return [kept_histogram(x, limits, bits, gradient=g) for x, limits, g in each]
 
 
 def _count(values: Array, name: str, bits: int) -> Histogram:

@@ -23,6 +23,7 @@ X = RNG.normal(size=N).astype(np.float32)
 SQUARE = X * X
 LEVELS = RNG.integers(0, 6, N).astype(np.uint8)
 CODES = np.sort(RNG.normal(size=4)).astype(np.float32)
+PRICES = np.ones((6, 6), np.float32)
 CENTERS, WEIGHTS = np.sort(RNG.normal(size=N)), np.abs(RNG.normal(size=N))
 THRESHOLDS = k.Thresholds(protect_magnitude=3.0, prune_magnitude=0.01)
 COUNTS = np.array([5, 3, 1, 1, 7, 2], np.int64)
@@ -75,6 +76,9 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.log_histogram, {"x": X, "bits": 4, "signed": True}),
     (k.log_histogram, {"x": X, "bits": 4, "gradient": X}),
     (k.kept_histogram, {"x": X, "thresholds": THRESHOLDS, "bits": 4, "gradient": X}),
+    (k.log_histogram_many, {"xs": [X, SQUARE], "bits": 4, "signed": True}),
+    (k.log_histogram_many, {"xs": [X, SQUARE], "bits": 4, "gradients": [X, X]}),
+    (k.kept_histogram_many, {"xs": [X, X], "thresholds": 2 * [THRESHOLDS], "bits": 4, "gradients": [X, SQUARE]}),
     (k.quantile, {"histogram": HISTOGRAM, "q": 0.5}),
     (k.huffman_lengths, {"counts": COUNTS, "limit": 15}),
     (k.huffman_codes, {"lengths": LENGTHS}),
@@ -131,7 +135,18 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             "levels": LEVELS,
             "previous": LEVELS,
             "codebook": CODES,
-            "prices": np.ones((6, 6), np.float32),
+            "prices": PRICES,
+            "importance": SQUARE,
+        },
+    ),
+    (k.settled_bounds, {"codebook": CODES, "prices": PRICES, "slack": 0.5}),
+    (
+        k.unsettled,
+        {
+            "x": X,
+            "levels": LEVELS,
+            "previous": LEVELS,
+            "bounds": k.settled_bounds(CODES, PRICES),
             "importance": SQUARE,
         },
     ),
@@ -178,6 +193,8 @@ def wrong(name: str, value: Any) -> list[Any]:
     """What an argument of that name and kind must refuse."""
     if name == "problems":
         return [None, 3, [CENTERS], [(CENTERS, [1.0])], [(CENTERS,)]]
+    if isinstance(value, list):
+        return [None, 3, X, [3, 4], [value[0], "x"], *([] if name == "xs" else [value[:1]])]
     if isinstance(value, np.ndarray):
         # Bytes are data, None is no gradient; the rest is no array.
         return NO_ARRAYS if name in ("data", "extra") else [*NO_ARRAYS, b"xyz"]

@@ -257,6 +257,8 @@ def _call_everything(rng: np.random.Generator) -> None:
             back_end("ratedistortion").rate_distortion_levels(
                 x, fine, fine, codebook.astype(np.float32), prices, importance
             )
+            bounds = np.zeros((5, 5, 4), np.float32)
+            back_end("ratedistortion").unsettled(x, fine, fine, bounds, importance)
     back_end("cluster").cluster_quantize(wide.repeat(2), 4)
     flags = back_end("mask").unpack_mask(mask, 600)
     back_end("mask").pack_mask(flags)

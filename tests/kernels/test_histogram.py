@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -15,7 +16,15 @@ from shrinkpoint.kernels.assign import Thresholds
 from shrinkpoint.kernels.cpu import histogram as compiled
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.floats import FORMATS
-from shrinkpoint.kernels.histogram import Histogram, kept_histogram, log_histogram, merge, quantile
+from shrinkpoint.kernels.histogram import (
+    Histogram,
+    kept_histogram,
+    kept_histogram_many,
+    log_histogram,
+    log_histogram_many,
+    merge,
+    quantile,
+)
 from shrinkpoint.kernels.reference import histogram as oracle
 
 from .conftest import BackEnd
@@ -127,6 +136,82 @@ def test_strided_and_shaped(back_end: BackEnd, fresh: np.random.Generator) -> No
     same(module.log_histogram(a.T, 6), oracle.log_histogram(x, 6))
     same(module.log_histogram(a[::2, 1:30:3], 6), oracle.log_histogram(x[::2, 1:30:3].copy(), 6))
     same(module.log_histogram(a[3, 4], 6), oracle.log_histogram(x[3:4, 4], 6))
+
+
+def tensors(rng: np.random.Generator, back_end: BackEnd) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """Dtypes and values of a model: every dtype that the library has, sizes 0, 1 and around a block, none sorted."""
+    dtypes = {"numpy": ["float16", "float32", "float64"], "strict": ["float32", "float64"]}.get(
+        back_end.library, DTYPES
+    )
+    sizes = back_end.sizes([0, 1, 255, 256, 257, 1024, 1025, 4097], "histogram.COUNT")
+    return [(dtypes[i % len(dtypes)], sample(rng, dtypes[i % len(dtypes)], n)) for i, n in enumerate((*sizes, 0, 300))]
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_many_equal_one_by_one(back_end: BackEnd, fresh: np.random.Generator, signed: bool) -> None:
+    model = tensors(fresh, back_end)
+    many = back_end.module("histogram").log_histogram_many(
+        [back_end.array(x, dtype) for dtype, x in model], 6, signed=signed, gradients=[None] * len(model)
+    )
+    assert len(many) == len(model)
+    for h, (dtype, x) in zip(many, model, strict=True):
+        same(h, oracle.log_histogram(native(x, dtype), 6, signed=signed))
+
+
+def test_many_with_gradients_equal_one_by_one(back_end: BackEnd, fresh: np.random.Generator) -> None:
+    """Of another dtype than the weights, of none for every third; thresholds that differ from tensor to tensor."""
+    model = tensors(fresh, back_end)
+    other = {dtype: name for (dtype, _), (name, _) in itertools.pairwise(model)}
+    pairs = [(d, x, None if i % 3 == 2 else sample(fresh, other[d], x.size)) for i, (d, x) in enumerate(model)]
+    limits = [THRESHOLDS[i % len(THRESHOLDS)] for i in range(len(pairs))]
+    xs = [back_end.array(x, dtype) for dtype, x, _ in pairs]
+    gradients = [None if g is None else back_end.array(g, other[dtype]) for dtype, _, g in pairs]
+    with np.errstate(all="ignore"):
+        products = back_end.module("histogram").log_histogram_many(xs, 7, gradients=gradients)
+        kept = back_end.module("histogram").kept_histogram_many(xs, limits, 7, gradients=gradients)
+        for product, left, limit, (dtype, x, g) in zip(products, kept, limits, pairs, strict=True):
+            t = torch.from_numpy(x).to(getattr(torch, dtype))
+            gradient = None if g is None else torch.from_numpy(g).to(getattr(torch, other[dtype]))
+            same(product, oracle.log_histogram(t, 7, gradient=gradient))
+            same(left, oracle.kept_histogram(t, limit, 7, gradient=gradient))
+
+
+@pytest.mark.parametrize("limit", ["SLICE", "COPIES", "COPIED_COUNTERS", "COUNTERS"])
+def test_launches_on_a_gpu(limit: str, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
+    """One for all tensors of a dtype; parts of a tensor, copies of a histogram, and several launches change nothing."""
+    gpu = pytest.importorskip("shrinkpoint.kernels.gpu.histogram")
+    launches: list[tuple[int, int]] = []
+    launch = gpu._launch
+
+    def counted(parts: Any, size: int, copies: int, *rest: Any) -> Any:
+        launches.append((len(parts), copies))
+        return launch(parts, size, copies, *rest)
+
+    monkeypatch.setattr(gpu, "_launch", counted)
+    back_end = BackEnd("gpu", "torch")
+    model = [sample(fresh, "float32", n) for n in (3, 5000, 0, 2501, 700)]
+    expected = [oracle.log_histogram(x, 0) for x in model]
+    size = expected[0].counts.size
+
+    def count() -> list[tuple[int, int]]:
+        launches.clear()
+        found = gpu.log_histogram_many([back_end.array(x) for x in model], 0, gradients=[None] * len(model))
+        for h, other in zip(found, expected, strict=True):
+            same(h, other)
+        return list(launches)
+
+    assert count() == [(3, 1), (1, gpu.COPIES)]
+    few = {"SLICE": 999, "COPIES": 3, "COPIED_COUNTERS": 2 * size, "COUNTERS": 2 * size}
+    monkeypatch.setattr(gpu, limit, few[limit])
+    assert (
+        count()
+        == {
+            "SLICE": [(11, 1)],
+            "COPIES": [(2, 1), (2, 3)],
+            "COPIED_COUNTERS": [(1, 1), (3, 2)],
+            "COUNTERS": [(2, 1), (1, 1), (1, gpu.COPIES)],
+        }[limit]
+    )
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -263,7 +348,13 @@ def test_bad_arguments() -> None:
         ("prune_magnitude", lambda: Thresholds(prune_magnitude=-1.0)),
         ("protect_sensitivity", lambda: Thresholds(protect_sensitivity=math.nan)),
         ("not an array", lambda: log_histogram([1.0], 4)),
+        ("xs is", lambda: log_histogram_many(3, 4)),  # type: ignore[arg-type]
+        ("2 arrays, but 1 gradients", lambda: log_histogram_many([x, x], 4, gradients=[x])),
+        ("signed", lambda: log_histogram_many([x, x], 4, signed=True, gradients=[None, x])),
+        ("gradient", lambda: log_histogram_many([x, x], 4, gradients=[None, x[:3]])),
+        ("1 arrays, but 2 thresholds", lambda: kept_histogram_many([x], [Thresholds()] * 2, 4)),
     ]
     for message, call in cases:
         with pytest.raises(BadArgumentError, match=message):
             call()
+    assert log_histogram_many([], 4) == kept_histogram_many([], [], 4) == []

@@ -129,6 +129,38 @@ def test_many_equals_one_by_one(back_end: BackEnd, fresh: np.random.Generator, m
         np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_problems_that_keep_too_many_cuts_take_several_launches(
+    starts: bool, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator
+) -> None:
+    """On a GPU: of the problems in between one has as many codes as centers, and with `starts` one is only iterated."""
+    gpu = pytest.importorskip("shrinkpoint.kernels.gpu.kmeans")
+    problems = [(np.sort(fresh.standard_normal(m)), 0.1 + fresh.random(m)) for m in (64, 40, 3, 90, 51)]
+    ks = [8, 5, 3, 6, 4]
+    initial = [None, np.array([-1.0, 1.0]) if starts else None, None, None, None]
+    plan, launches = gpu._launches, []
+
+    def seen(table: Any, numbers: Any) -> Any:
+        for some, cuts in plan(table, numbers):
+            launches.append(len(some))
+            yield some, cuts
+
+    monkeypatch.setattr(gpu, "_launches", seen)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pairs = [(torch.from_numpy(x).to(device), torch.from_numpy(w).to(device)) for x, w in problems]
+    begin = [None if s is None else torch.from_numpy(s).to(device) for s in initial]
+    for most, expected in ((1 << 20, [3 if starts else 4]), (65 * 9 + 91 * 7, [2, 1] if starts else [2, 2])):
+        monkeypatch.setattr(gpu, "CUTS", most)
+        launches.clear()
+        for codes, (x, w), k, start in zip(
+            gpu.weighted_kmeans_many(pairs, ks, initial=begin), problems, ks, initial, strict=True
+        ):
+            np.testing.assert_array_equal(
+                codes.cpu().numpy(), oracle.weighted_kmeans(x, w, k, initial=start), strict=True
+            )
+        assert launches == expected
+
+
 @given(
     st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 4)), min_size=1, max_size=9),
     st.integers(1, 5),

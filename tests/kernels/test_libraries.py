@@ -31,14 +31,18 @@ ON_THE_HOST = {
     "residual_values": {"rows", "columns", "table"},
     "residual_factors": {"distances", "counts"},
     "rate_distortion_levels": {"codebook", "prices"},
+    "settled_bounds": {"codebook", "prices"},
+    "unsettled": {"bounds"},
     "Promotion": {"codebook", "table"},
 }
 """Arguments that are wanted as NumPy."""
 HOST_RESULTS = {"boundaries", "factor_sums", "log_histogram", "kept_histogram", "exponent_buckets", "bucket_weights"}
-HOST_RESULTS |= {"split_octaves"}
+HOST_RESULTS |= {"split_octaves", "log_histogram_many", "kept_histogram_many"}
 HOST_AFTER_THE_FIRST = {"grid_symbols", "residual_symbols"}
 """Functions whose results, or all but the first, are NumPy whatever is given."""
 GPU_SUBJECTS = {p.stem for p in (Path(k.__file__).parent / "gpu").glob("*.py")} & set(k._MODULE_OF.values())
+LISTS = {"problems", "xs", "gradients"}
+"""Arguments that are lists of arrays, or of tuples of them."""
 OWN_ORDER = {"factor_sums", "distortion"}
 """Sums that each back end may add up in its own order."""
 
@@ -54,7 +58,7 @@ def arrays_among(function: Callable[..., Any], arguments: dict[str, Any]) -> dic
     return {
         name: value
         for name, value in arguments.items()
-        if name not in wanted and (isinstance(value, np.ndarray) or name == "problems")
+        if name not in wanted and (isinstance(value, np.ndarray) or name in LISTS)
     }
 
 
@@ -78,7 +82,9 @@ def leaves(result: Any) -> Iterator[Any]:
 
 def converted(value: Any, change: Callable[[Any], Any]) -> Any:
     """An argument with every array in it changed."""
-    return [tuple(map(change, pair)) for pair in value] if isinstance(value, list) else change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(converted(part, change) for part in value)
+    return change(value)
 
 
 def check(
@@ -214,6 +220,8 @@ class Elsewhere:
         lambda x, y: k.difference(x(X), y(X)),
         lambda x, y: k.log_histogram(x(X), 6, gradient=y(X)),
         lambda x, y: k.kept_histogram(x(X), THRESHOLDS, 6, gradient=y(X)),
+        lambda x, y: k.log_histogram_many([x(X), y(X)], 6),
+        lambda x, y: k.kept_histogram_many([x(X)], [THRESHOLDS], 6, gradients=[y(X)]),
         lambda x, y: k.assign(x(X), THRESHOLDS, CODES, gradient=y(X)),
         lambda x, y: k.dequantize(x(LEVELS), y(CODES)),
         lambda x, y: k.delta(x(LEVELS), y(LEVELS), 6),
@@ -224,6 +232,7 @@ class Elsewhere:
         lambda x, y: k.grid_symbols(x(X), y(X), 0.5),
         lambda x, y: k.residual_symbols(x(X), np.ones(1, "f4"), np.ones(X.size, "f4"), 0, 2, y(LEVELS)),
         lambda x, y: k.rate_distortion_levels(x(X), y(LEVELS), y(LEVELS), CODES, np.ones((6, 6), "f4")),
+        lambda x, y: k.unsettled(x(X), y(LEVELS), y(LEVELS), np.ones((6, 6, 4), "f4")),
     ],
 )
 def test_two_gpus_are_two_devices(call: Callable[..., Any]) -> None:
