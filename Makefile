@@ -46,18 +46,18 @@ test: $(VENV)/.test
 FRAMEWORKS := .frameworks-venv
 FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Of the last two only what the adapters touch is used; what they ask for beside it is large, or for GPUs.
+# Of the last four only what the tests touch is used; what they ask for beside it is large, or for GPUs.
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
 	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,keras,jax,orbax]' optax tyro pytest hypothesis
-	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan
+	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan bitsandbytes torchao
 	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
 		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py keras.py hub.py examples.py orbax.py jax.py megatron.py) \
-		tests/trainers/test_dcp.py::test_torchtitan_itself \
+		tests/trainers/test_dcp.py::test_torchtitan_itself tests/codec/test_lowbit.py \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)
 
 lint: $(VENV)/.test

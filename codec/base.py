@@ -7,6 +7,7 @@ little metadata and its pieces, enough to decode without ever seeing the configu
 from __future__ import annotations
 
 import dataclasses
+import decimal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -129,3 +130,15 @@ def check_range(
     if not isinstance(value, (int, float)):
         raise BadArgumentError(f"{name} is {arguments.shown(value)}; an int or float is needed")
     arguments.number(name, value, low, high, open_low=open_low, open_high=open_high)
+
+
+def rounded_error(error: float, *, up: bool) -> float:
+    """An error to three digits, as summaries state it: never below the one met. An error target rounded down is kept by
+    what is stated, too.
+
+    Example:
+        >>> rounded_error(0.051234, up=True), rounded_error(0.051234, up=False)
+        (0.0513, 0.0512)
+    """
+    rounding = decimal.ROUND_CEILING if up else decimal.ROUND_FLOOR
+    return float(decimal.Context(prec=3, rounding=rounding).create_decimal_from_float(min(error, 1e300)))

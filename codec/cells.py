@@ -34,7 +34,13 @@ def middle(cells: Cells) -> float:
 
 
 def fit_closely(
-    leaf: Leaf, thresholds: Thresholds, cells: Cells, how: Fit, parent: Floats | None, looked: int = 0
+    leaf: Leaf,
+    thresholds: Thresholds,
+    cells: Cells,
+    how: Fit,
+    parent: Floats | None,
+    looked: int = 0,
+    codes: Floats | None = None,
 ) -> tuple[Floats, str, Cells, int]:
     """`fit`, to as fine a sketch as it takes: the codebook, the reason, the sketch, and how many times it was refined.
 
@@ -47,8 +53,9 @@ def fit_closely(
         how: as for `fit`.
         parent: as for `fit`.
         looked: how many times `cells` were refined already.
+        codes: as for `fit`, of these cells.
     """
-    codebook, reason = fit(cells, how, parent)
+    codebook, reason = fit(cells, how, parent, codes)
     while how.solver != "kmeans++" and too_coarse(cells, codebook):
         closer = finer(leaf, thresholds, cells, looked)
         if closer is None:

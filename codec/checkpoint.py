@@ -151,7 +151,8 @@ def _sibling_fits(number: Any, stream: Any, rows: list[Any]) -> bool:
         return number is None
     if type(number) is not int or not 0 <= number < len(rows) or not isinstance(rows[number], dict):
         return False
-    return rows[number].get("f") not in SIBLING_STREAMS
+    other = rows[number].get("f")
+    return isinstance(other, str) and other not in SIBLING_STREAMS
 
 
 class Checkpoint:

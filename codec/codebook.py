@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.histogram import Histogram
-from ..kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans
+from ..kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans, weighted_kmeans_many
 from .leaves import Array, NpArray
 
 MOST = 254
@@ -152,7 +153,70 @@ def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floa
     return values, counts
 
 
-def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The weighted k-means that `fit` rests on.
+
+    Args:
+        centers: float64 [m], ascending.
+        weights: float64 [m], >= 0, not all 0.
+        bins: most entries.
+        method: "exact" or "kmeans++".
+        seed: of kmeans++.
+        start: float64, ascending: where Lloyd's iteration starts; None: none is wanted.
+    """
+
+    centers: Floats
+    weights: Floats
+    bins: int
+    method: str
+    seed: int
+    start: Floats | None = None
+
+    def solve(self) -> Floats:
+        """The entries, ascending, on the host."""
+        codes: Floats = weighted_kmeans(
+            self.centers, self.weights, self.bins, method=self.method, initial=self.start, seed=self.seed
+        )
+        return codes
+
+
+def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
+    """What `solve` gives for each exact problem without a start, by one launch on the GPU that a torch tensor is on."""
+    import torch
+
+    sizes = [p.centers.size for p in problems]
+    centers, weights = (
+        torch.split(torch.from_numpy(np.concatenate(columns)).to(place.device), sizes)
+        for columns in ([p.centers for p in problems], [p.weights for p in problems])
+    )
+    codes = weighted_kmeans_many(list(zip(centers, weights, strict=True)), [p.bins for p in problems])
+    return np.split(torch.cat(codes).cpu().numpy(), np.cumsum([c.shape[0] for c in codes])[:-1])
+
+
+def problem_of(cells: Cells, how: Fit, parent: Floats | None) -> Problem | None:
+    """What `fit` of the same arguments has to have solved; None where nothing is counted."""
+    weights = bucket_weights(cells.counts, cells.values, how.sigma)
+    return _problem(cells, weights, how, parent) if weights.any() else None
+
+
+def _problem(cells: Cells, weights: Floats, how: Fit, parent: Floats | None) -> Problem:
+    if _is_warm(how, parent) and parent is not None:
+        return Problem(cells.local, weights, how.bins, how.solver, how.seed, cells.placed(parent))
+    if how.solver != "uniform":
+        return Problem(cells.local, weights, how.bins, how.solver, how.seed)
+    if how.bins >= cells.local.size:
+        return Problem(cells.local, weights, how.bins, "exact", how.seed)
+    # Boundaries of the best codebook need not be found to a bucket: its error is flat there.
+    scaled = cells.local * unit(float(np.abs(cells.values).max()))
+    return Problem(*_coarser(scaled, weights, cells.bits, how.bins), how.bins, "exact", how.seed)
+
+
+def _is_warm(how: Fit, parent: Floats | None) -> bool:
+    return how.policy == "warm" and parent is not None and parent.size == how.bins
+
+
+def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
     """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
 
         step = sqrt(12 D),  D = mean squared error of the exact codebook of `bins` entries
@@ -165,34 +229,46 @@ def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
         cells: the elements.
         weights: of the cells, float64 [n].
         bins: entries of the codebook whose error is aimed at.
+        exact: that codebook, the solution of `problem_of`.
 
     Source: Gish and Pierce 1968 (asymptotically efficient quantizing).
     """
     values, local = cells.values, cells.local
     if bins >= values.size:
-        return cells.restored(weighted_kmeans(local, weights, bins))
+        return cells.restored(exact)
     scale = unit(float(np.abs(values).max()))
-    scaled = local * scale
-    # Boundaries of the best codebook need not be found to a bucket: its error is flat there.
-    exact: Floats = weighted_kmeans(*_coarser(scaled, weights, cells.bits, bins), bins)
-    loss = quantization_loss(scaled, weights, exact) + cells.within(weights, scale)
+    loss = quantization_loss(local * scale, weights, exact) + cells.within(weights, scale)
     low, high = float(values[0]), float(values[-1])
     step = max(math.sqrt(12 * loss / float(weights.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
-    mantissa, exponent = math.frexp(step)
-    step = math.ldexp(math.ceil(mantissa * 256), exponent - 8)
+    step = to_8_bits(step, up=True)
     if not 0 < step < math.inf:
         return cells.restored(exact / scale)
-    first, last = math.floor(low / step + 0.5), math.ceil(high / step - 0.5)
-    return np.arange(first, last + 1, dtype=np.float64) * step
+    return multiples(low, high, step)
 
 
-def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None) -> tuple[Floats, str]:
+def to_8_bits(step: float, *, up: bool = False) -> float:
+    """A step rounded to 8 bits of mantissa, to the nearest or up: its multiples are exact. Infinite if too large."""
+    mantissa, exponent = math.frexp(step)
+    try:
+        return math.ldexp(math.ceil(mantissa * 256) if up else round(mantissa * 256), exponent - 8)
+    except OverflowError:
+        return math.inf
+
+
+def multiples(low: float, high: float, step: float) -> Floats:
+    """The multiples of a step that are nearest to values from `low` to `high`; at least one."""
+    first = math.floor(low / step + 0.5)
+    return np.arange(first, max(first, math.ceil(high / step - 0.5)) + 1, dtype=np.float64) * step
+
+
+def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Floats | None = None) -> tuple[Floats, str]:
     """A codebook for the elements counted in a signed histogram.
 
     Args:
         sketch: of the elements to quantize.
         how: bins, weights, solver, policy.
         parent: the parent's codebook of the same array, ascending, or None.
+        codes: the solution of `problem_of` these three, where it is known already.
 
     Returns:
         Ascending float64 codebook of at most `how.bins` entries (fewer when there are fewer distinct buckets), and the
@@ -202,15 +278,12 @@ def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None) -> tuple[Flo
     weights = bucket_weights(cells.counts, cells.values, how.sigma)
     if not weights.any():
         return np.empty(0), "empty"
-    usable = parent is not None and parent.size > 0
-    if usable and how.policy == "warm" and parent is not None and parent.size == how.bins:
-        start = cells.placed(parent)
-        return cells.restored(weighted_kmeans(cells.local, weights, how.bins, initial=start)), "warm"
-    if how.solver == "uniform":
-        best = uniform(cells, weights, how.bins)
-    else:
-        best = cells.restored(weighted_kmeans(cells.local, weights, how.bins, method=how.solver, seed=how.seed))
-    if not usable or parent is None:
+    if codes is None:
+        codes = _problem(cells, weights, how, parent).solve()
+    if _is_warm(how, parent):
+        return cells.restored(codes), "warm"
+    best = uniform(cells, weights, how.bins, codes) if how.solver == "uniform" else cells.restored(codes)
+    if parent is None or parent.size == 0:
         return best, "new"
     if how.policy != "frozen":
         return best, "refit"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import decimal
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from ..kernels.floats import FORMATS
 from . import container, tree
-from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored
+from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored, rounded_error
 from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
@@ -181,11 +180,6 @@ def _decoded(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
     return memory.values(leaf.spec)
 
 
-def _rounded_up(error: float) -> float:
-    """Three digits, never below the error met."""
-    return float(decimal.Context(prec=3, rounding=decimal.ROUND_CEILING).create_decimal_from_float(min(error, 1e300)))
-
-
 def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
     """A leaf's header record; what has its default value is left out."""
     record: dict[str, Any] = {
@@ -200,7 +194,7 @@ def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
         record["m"] = stored.meta
     if stored.measure != "exact":
         record["q"] = stored.measure
-        record["e"] = _rounded_up(stored.error)
+        record["e"] = rounded_error(stored.error, up=True)
     if stored.note:
         record["n"] = stored.note
     if has_parent and stored.stream in DELTA_STREAMS:

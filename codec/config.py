@@ -110,12 +110,14 @@ class Config:
             treated as by `Config()`: large float weights are quantized, optimizer moments kept to a relative error,
             everything else exact. Integer, bool, tiny, norm and bias weights are exact whatever the rules say, and so
             are a second moment and an average whose square is subtracted from it (centered RMSprop).
-        max_rel_error: relative L2 error no array may exceed, in (0, 1); picks the number of codebook bins per array,
-            and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules say.
+        max_rel_error: relative L2 error no array may exceed, in (0, 1); picks step, protected share and lambda of each
+            array, and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules
+            say.
         rate: lambda of the rate-distortion encoder, in units of the weights' variance per bit, >= 0; 0 means every
-            weight gets its nearest level. Where the state holds second moments v, errors and variance are weighted by
-            sqrt(v) and one slope holds for all arrays; where it holds none and there are gradients, by their magnitude.
-            The grid of first moments follows (`FirstMoment.step`).
+            weight gets its nearest level or, under an error target, the lambda that this leaves room for. Where the
+            state holds second moments v, errors and variance are weighted by sqrt(v) and one slope holds for all
+            arrays; where it holds none and there are gradients, by their magnitude. The grid of first moments follows
+            (`FirstMoment.step`).
         chain: when `Store` takes a base.
 
     Example:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
+from ..kernels.arrays import is_torch, on_gpu
 from .base import CHUNK, Codec, Leaf, Memory, Stored
 from .codebook import scaled_distortion, unit
 from .errors import CorruptDataError
@@ -37,18 +37,19 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
         for i, leaf in enumerate(leaves)
         if leaf.spec.nbytes >= _LEAST and leaf.kind.role in ("weight", "state") and _castable(leaf.spec)
     ]
+    firsts = dict(zip(able, _firsts([leaves[i] for i in able]), strict=True))
     found: dict[int, int] = {}
     # By their first elements in every dtype they may be cast to: equal ones are looked at in full.
     originals: dict[tuple[Any, ...], list[int]] = {}
     # The widest first, then in the order of the state.
     for i in sorted(able, key=lambda i: (-leaves[i].spec.itemsize, i)):
-        for j in originals.get(_glance(leaves[i], leaves[i].spec.dtype), []):
+        for j in originals.get(_glance(leaves[i], firsts[i], leaves[i].spec.dtype), []):
             if (codecs[i] == codecs[j] or isinstance(codecs[j], Exact)) and _is_cast(leaves[i], leaves[j]):
                 found[i] = j
                 break
         else:
             for dtype in _casts(leaves[i].spec):
-                originals.setdefault(_glance(leaves[i], dtype), []).append(i)
+                originals.setdefault(_glance(leaves[i], firsts[i], dtype), []).append(i)
     return found
 
 
@@ -58,11 +59,28 @@ def _casts(spec: LeafSpec) -> tuple[str, ...]:
     return casts if spec.library == "torch" else tuple(dtype for dtype in casts if dtype != "bfloat16")
 
 
-def _glance(leaf: Leaf, dtype: str) -> tuple[Any, ...]:
+def _firsts(leaves: Sequence[Leaf]) -> list[Array]:
+    """The first elements of each array, on the host; from a GPU in one copy for all of a dtype."""
+    found = [leaf.flat[:_GLANCE] for leaf in leaves]
+    groups: dict[tuple[Any, Any], list[int]] = {}
+    for i, first in enumerate(found):
+        if on_gpu(first):
+            groups.setdefault((first.device, first.dtype), []).append(i)
+    for group in groups.values():
+        import torch
+
+        parts = [found[i] for i in group]
+        together = torch.split(torch.cat(parts).cpu(), [p.numel() for p in parts])
+        for i, part in zip(group, together, strict=True):
+            found[i] = part
+    return found
+
+
+def _glance(leaf: Leaf, first: Array, dtype: str) -> tuple[Any, ...]:
     """What a copy in `dtype` and this array have in common, if it is one: library, device, shape, first elements."""
     spec = LeafSpec(leaf.spec.library, dtype, leaf.spec.shape)
     device = str(leaf.flat.device) if is_torch(leaf.flat) else ""
-    return (spec, device, as_bytes(cast(leaf.flat[:_GLANCE], spec)).tobytes())
+    return (spec, device, as_bytes(cast(first, spec)).tobytes())
 
 
 def _castable(spec: LeafSpec) -> bool:
@@ -73,9 +91,18 @@ def _castable(spec: LeafSpec) -> bool:
 def _is_cast(copy: Leaf, original: Leaf) -> bool:
     for at in range(0, copy.spec.size, CHUNK):
         part = slice(at, at + CHUNK)
-        if not np.array_equal(as_bytes(copy.flat[part]), as_bytes(cast(original.flat[part], copy.spec))):
+        if not _same_bits(copy.flat[part], cast(original.flat[part], copy.spec)):
             return False
     return True
+
+
+def _same_bits(x: Array, y: Array) -> bool:
+    if on_gpu(x):
+        import torch
+
+        width = getattr(torch, f"int{8 * x.element_size()}")
+        return torch.equal(x.view(width), y.view(width))
+    return np.array_equal(as_bytes(x), as_bytes(y))
 
 
 def cast(flat: Array, spec: LeafSpec) -> Array:

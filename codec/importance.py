@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
+from ..kernels.arrays import is_torch, on_gpu, to_numpy
 from ..kernels.histogram import log_histogram
 from .base import Array, Leaf
 from .kinds import moment_place
-from .leaves import NpArray
 
 FLOOR = 0.05
 """Least importance, in means of its array: no weight may wander, however small its gradients were."""
 _SKETCH = 2
+_BLOCK = 1 << 14
+"""Elements at a time whose float64 values stay in the cache."""
 
 
 def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
@@ -108,12 +109,20 @@ def weights_of(square: Array, mean: float, scale: float) -> Array:
         scale: factor.
     """
     low, high = FLOOR * mean * scale, 1e6 * mean * scale
-    if is_torch(square):
+    if on_gpu(square):
         import torch
 
         roots = torch.sqrt(square.double()) * scale
         return torch.nan_to_num(roots, nan=low).clamp(low, high).float()
-    with np.errstate(invalid="ignore", over="ignore"):
-        roots = np.sqrt(square.astype(np.float64)) * scale
-    bounded: NpArray = np.clip(np.nan_to_num(roots, nan=low), low, high).astype(np.float32)
-    return bounded
+    out = np.empty(square.shape[0], np.float32)
+    for start in range(0, out.size, _BLOCK):
+        part = square[start : start + _BLOCK]
+        wide = to_numpy(part.double()) if is_torch(part) else part.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            roots = np.sqrt(wide) * scale
+        out[start : start + _BLOCK] = np.minimum(np.fmax(roots, low), high)  # of NaN and a number fmax is the number
+    if is_torch(square):
+        import torch
+
+        return torch.from_numpy(out)
+    return out

@@ -243,6 +243,24 @@ def on_host(x: Array) -> NpArray:
     return host
 
 
+def blocks(size: int, wanted: int, length: int = 1024) -> Any:
+    """Places of about `wanted` elements out of `size`, in blocks at even distances (int64, ascending); a slice where
+    that is all of them."""
+    if wanted >= size:
+        return slice(None)
+    starts = np.linspace(0, size - length, -(-wanted // length)).astype(np.int64)
+    return np.unique((starts[:, None] + np.arange(length)).reshape(-1))
+
+
+def taken(flat: Array, at: Any) -> Array:
+    """The elements at some places (int64, or a slice), on the host, in the library of the array."""
+    if not is_torch(flat):
+        return np.ascontiguousarray(flat[at])
+    if isinstance(at, slice):
+        return flat.cpu()
+    return flat[_torch().from_numpy(at).to(flat.device)].cpu()
+
+
 def largest(flat: Array) -> float:
     """The largest magnitude; 0 of an empty array, NaN where one is in it."""
     return max(float(flat.max()), -float(flat.min())) if flat.shape[0] else 0.0

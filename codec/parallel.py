@@ -93,6 +93,13 @@ def stoppable(stop: Callable[[], bool], *, alone: bool = False) -> Iterator[None
         _stop.reset(asks)
 
 
+def give_way() -> None:
+    """Raise Stopped where `stoppable` asks for it: for work that is not in pieces of `map_chunks`."""
+    stop = _stop.get()
+    if stop is not None and stop():
+        raise Stopped
+
+
 def _executor(n: int) -> ThreadPoolExecutor:
     """The shared pool; made anew after a fork or a change of the bound."""
     global _pool

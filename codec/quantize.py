@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,10 +20,11 @@ from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.assign import Thresholds, assign, dequantize
 from ..kernels.distortion import Distortion
 from ..kernels.floats import FORMATS, bits_for
-from ..kernels.histogram import Histogram, kept_histogram, log_histogram
+from ..kernels.histogram import Histogram, kept_histogram_many, log_histogram_many
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
 from . import bfloat16, entropy
-from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .base import CHUNK, Leaf, Memory, Stored, check_range, rounded_error
+from .batches import map_batches
 from .cells import fit_closely
 from .codebook import (
     MOST,
@@ -32,8 +33,11 @@ from .codebook import (
     fit,
     largest_of,
     predicted_error,
+    problem_of,
     scaled_distortion,
+    solve_together,
     spacing,
+    to_8_bits,
     unit,
     variance,
 )
@@ -41,11 +45,12 @@ from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
 from .importance import mean_root, weights_of
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .leaves import Array, LeafSpec, NpArray, as_bytes, blocks, check_memory, from_bytes, on_host, taken
 from .multiples import store_multiples
 from .parallel import map_chunks
-from .partition import Sketch, kept, protection, pruning, share_at_or_above
-from .ratedistortion import cheapest_levels
+from .partition import Sketch, kept, protection, pruning, share_at_or_above, upper_threshold
+from .ratedistortion import cheapest_levels, dearest_price
+from .targets import SHARE, SHARES, Choice, Density, expected, smallest
 
 _EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
@@ -56,6 +61,16 @@ _STEP = 8
 """A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
 _FEW = 32
 """Fewer protected elements than these may come and go by chance."""
+_SLACK = 0.5
+"""Bits an element that a parent's thresholds and codebook may take beyond what is needed for an error target."""
+_HELD = 0.98
+"""Share of an error target up to which nearest levels of a parent's codebook are good enough."""
+_AIMS = (1.0, 0.8, 0.5)
+"""Shares of the error that is aimed at, tried in turn where what was measured is beyond the target."""
+_LITTLE = 0.02
+"""Share of the squared error allowed below which there is nothing to spend."""
+_SAMPLE, _CAREFUL, _TRIES = 1 << 15, 0.97, 3
+"""Elements on which a price is found; the share of what is to spare they may take where they are not all; tries."""
 _LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
 
 
@@ -107,7 +122,8 @@ def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:
 
 def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
     """A codebook rounded to the array's dtype, entries that became equal merged; float64."""
-    wide = _widened(codebook_array(codebook, spec))
+    with np.errstate(over="ignore"):
+        wide = _widened(codebook_array(codebook, spec))
     return np.unique(wide[np.isfinite(wide)] + 0.0)
 
 
@@ -128,11 +144,21 @@ class Trade:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `prepare` decided for one array."""
+    """What `prepare` decided for one array.
+
+    Args:
+        sketch: of the whole array.
+        thresholds: of what is pruned and what is protected.
+        trade: what the rate-distortion encoder weighs.
+        cells: the elements that are neither pruned nor protected.
+        codes: the solution that the codebook rests on, where it was found together with others'; None: not yet.
+    """
 
     sketch: Sketch
     thresholds: Thresholds
     trade: Trade
+    cells: Cells
+    codes: NpArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +181,9 @@ class Quantize:
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
         coder: "smallest" (default) or "published" (run lengths and Huffman per group).
         seed: of kmeans++.
-        max_error: relative L2 error an array may have, in (0, 1); picks its bins. None: `Config.max_rel_error`.
+        max_error: relative L2 error an array may have, in (0, 1). With "uniform" it picks step, protected share and,
+            where `rate` is 0, lambda for each array, in place of `bins` and `protect`; with other solvers the bins
+            alone. None: `Config.max_rel_error`.
         rate: lambda of the rate-distortion encoder, see `Config`, >= 0. None: `Config.rate`.
         residual: what becomes of a float32 or float64 array whose target 254 bins miss. False (default): it is stored
             exactly. True: it gets a second, residual level of codebook as fine as the target needs (`multiples`).
@@ -222,7 +250,7 @@ class Quantize:
         """Sketch every array, then take thresholds over all of them."""
         if not leaves:
             return []
-        sketches = map_chunks(self.sketch, leaves)
+        sketches = self.sketch(leaves)
         protect = self.protection_limits(sketches, parents)
         by_layer = {}
         if self.prune:
@@ -232,7 +260,68 @@ class Quantize:
         trades = [Trade(0.0)] * len(leaves)
         if self.rate:
             trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
-        return [Plan(*decided) for decided in zip(sketches, thresholds, trades, strict=True)]
+        return self.plans(leaves, parents, sketches, thresholds, trades)
+
+    def plans(
+        self,
+        leaves: Sequence[Leaf],
+        parents: Sequence[Memory | None],
+        sketches: Sequence[Sketch],
+        thresholds: Sequence[Thresholds],
+        trades: Sequence[Trade],
+    ) -> list[Plan]:
+        """One plan an array; codebooks of arrays on a GPU are solved together, there."""
+        cells = self._cells(leaves, sketches, thresholds)
+        codes = self._codes(leaves, parents, cells)
+        return [Plan(*decided) for decided in zip(sketches, thresholds, trades, cells, codes, strict=True)]
+
+    def _cells(self, leaves: Sequence[Leaf], sketches: Sequence[Sketch], limits: Sequence[Thresholds]) -> list[Cells]:
+        """The elements of each array that are neither pruned nor protected."""
+
+        def some(numbers: list[int]) -> list[Cells]:
+            known = [i for i in numbers if leaves[i].gradient is not None]
+            counted = kept_histogram_many(
+                [leaves[i].flat for i in known],
+                [limits[i] for i in known],
+                self._sketch_bits(),
+                gradients=[leaves[i].gradient for i in known],
+            )
+            of = dict(zip(known, counted, strict=True))
+            return [Cells.of(of[i] if i in of else kept(sketches[i].signed, limits[i])) for i in numbers]
+
+        return map_batches(some, leaves)
+
+    def _codes(
+        self, leaves: Sequence[Leaf], parents: Sequence[Memory | None], cells: Sequence[Cells]
+    ) -> list[NpArray | None]:
+        """Solutions of the exact problems of arrays on a GPU; None for others, which are solved where they are used.
+
+        Those of an error target are, too: what is solved next depends on the error before.
+        """
+
+        def some(numbers: list[int]) -> list[NpArray | None]:
+            place = leaves[numbers[0]].flat
+            problems = {}
+            if self.max_error is None and on_gpu(place):
+                for i in numbers:
+                    before = _before(leaves[i], parents[i])
+                    problem = problem_of(cells[i], self._fit(self._bins(leaves[i])), _codebook(before))
+                    if problem is not None and problem.method == "exact" and problem.start is None:
+                        problems[i] = problem
+            found = dict(zip(problems, solve_together(list(problems.values()), place), strict=True)) if problems else {}
+            return [found.get(i) for i in numbers]
+
+        return map_batches(some, leaves)
+
+    def _bins(self, leaf: Leaf) -> int:
+        return self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
+
+    def _fit(self, bins: int) -> Fit:
+        return Fit(bins, self.sigma, self.solver, self.policy, self.trigger, self.seed)
+
+    def _sketch_bits(self) -> int:
+        """Of sketches in float64; those of narrower formats are capped at their mantissas."""
+        return bits_for(self.alpha, FORMATS["float64"])
 
     def trades(self, leaves: Sequence[Leaf], histograms: Sequence[Histogram]) -> list[Trade]:
         """One slope for all arrays whose importance is known, in their mean weighted variance; else one for each."""
@@ -258,21 +347,29 @@ class Quantize:
                 if leaf.gradient is None and leaf.kind.layer != "embedding":
                     raise BadArgumentError(f"{leaf.path}: pruning by sensitivity needs its gradient in grads=")
 
-    def sketch(self, leaf: Leaf) -> Sketch:
-        """Histograms of an array's values and, where there is a gradient, of its sensitivity."""
-        bits = bits_for(self.alpha, FORMATS[leaf.spec.dtype])
-        signed = log_histogram(leaf.flat, bits, signed=True)
-        if leaf.gradient is None:
-            return Sketch(leaf.kind.layer, signed, None)
-        wide = FORMATS["float64" if leaf.spec.dtype == "float64" else "float32"]
-        return Sketch(
-            leaf.kind.layer, signed, log_histogram(leaf.flat, bits_for(self.alpha, wide), gradient=leaf.gradient)
-        )
+    def sketch(self, leaves: Sequence[Leaf]) -> list[Sketch]:
+        """Histograms of the values of each array and, where there is a gradient, of its sensitivity."""
+
+        def some(numbers: list[int]) -> list[Sketch]:
+            bits, known = self._sketch_bits(), [i for i in numbers if leaves[i].gradient is not None]
+            signed = log_histogram_many([leaves[i].flat for i in numbers], bits, signed=True)
+            sensitivity = log_histogram_many(
+                [leaves[i].flat for i in known], bits, gradients=[leaves[i].gradient for i in known]
+            )
+            of = dict(zip(known, sensitivity, strict=True))
+            return [Sketch(leaves[i].kind.layer, h, of.get(i)) for i, h in zip(numbers, signed, strict=True)]
+
+        return map_batches(some, leaves)
 
     def protection_limits(self, sketches: Sequence[Sketch], parents: Sequence[Memory | None]) -> tuple[float, float]:
-        """Protection thresholds; the parent's stay while they protect about what was asked (moving costs bits)."""
+        """Protection thresholds; the parent's stay while they protect about what was asked (moving costs bits).
+
+        Under an error target each array has its own magnitude, and what is protected for its sensitivity stays.
+        """
         if not self.protect:
             return (np.inf, np.inf)
+        if self._chooses:
+            return (np.inf, protection(sketches, self.protect)[1])
         before = [p.thresholds for p in parents if isinstance(p, LevelsMemory)]
         if self.policy == "frozen" and before and not any(s.sensitivity for s in sketches):
             old = before[0].protect_magnitude
@@ -306,31 +403,12 @@ class Quantize:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: Plan) -> Stored:
         """Encode one array; `error` is the relative L2 error met."""
-        before = parent if isinstance(parent, LevelsMemory) and parent.levels.size == leaf.spec.size else None
-        histogram = kept(plan.sketch.signed, plan.thresholds)
-        if leaf.gradient is not None:
-            histogram = kept_histogram(leaf.flat, plan.thresholds, histogram.bits, gradient=leaf.gradient)
+        before = _before(leaf, parent)
         scale = unit(largest_of(plan.sketch.signed))
-        bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
-        few = few_values(leaf, histogram, bins) if self.coder == "smallest" else None
-        target = np.inf if self.max_error is None else self.max_error
-        old = before.codebook if before is not None else None
-        cells, looked = Cells.of(histogram), 0
-        for count in (bins,) if self.max_error is None else _LADDER:
-            how = Fit(count, self.sigma, self.solver, self.policy, self.trigger, self.seed)
-            if few is None:
-                codebook, reason, cells, looked = fit_closely(leaf, plan.thresholds, cells, how, old, looked)
-            else:
-                codebook, reason = fit(cells, how, old)
-                if not np.isin(few, codebook).all():
-                    codebook, reason = few, "of all its values"
-            if target < np.inf and predicted_error(cells, codebook) > 1.1 * target:
-                continue
-            if reason == "frozen" and (grown := self._outgrown(plan, before, leaf.spec)):
-                codebook, reason = fit(cells, how, None)[0], grown
-            if reason != "frozen":
-                codebook = _held(codebook, cells, how, leaf.spec)
-            memory, met = _quantize(leaf, plan, codebook, before, scale)
+        target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
+        for limits, codebook, reason, may_err in self._attempts(leaf, plan, before):
+            note, goal = f"codebook {reason}{self._moved(limits, before)}", min(may_err, target)
+            memory, met = _quantize(leaf, limits, plan.trade, codebook, before, scale)
             if target == np.inf or met.relative_l2 <= target:
                 break
         else:
@@ -338,11 +416,13 @@ class Quantize:
             twice = store_multiples(leaf, parent, target) if self.residual else None
             if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
                 return twice
-            return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {target:g}")
+            return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}")
+        if self._chooses and not plan.trade.price:
+            memory, met, rate = _spent(leaf, memory, met, before, goal, scale)
+            note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
         pieces = [_references(memory, leaf.spec, before), *_level_chunks(memory, before, self.coder)]
         if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
-        limits = plan.thresholds
         meta = {
             "t": [
                 _finite(limits.protect_magnitude),
@@ -351,11 +431,116 @@ class Quantize:
                 float(limits.prune_sensitivity),
             ]
         }
-        note = f"codebook {reason}{self._moved(limits, before)}"
         return Stored("levels", meta, pieces, memory, met.relative_l2, "relative L2", note)
 
+    @property
+    def _chooses(self) -> bool:
+        """Whether the error target chooses step and protection, not the bins alone."""
+        return self.max_error is not None and self.solver == "uniform"
 
-def _held(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
+    def _attempts(
+        self, leaf: Leaf, plan: Plan, before: LevelsMemory | None
+    ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
+        """Thresholds and codebooks to try in turn, until one keeps to the error target; the reason with each, and the
+        error that levels may come to."""
+        few = few_values(leaf, plan.cells, self._bins(leaf)) if self.coder == "smallest" else None
+        if self._chooses:
+            yield from self._choices(leaf, plan, before, few)
+            return
+        cells, looked, old = plan.cells, 0, _codebook(before)
+        for count in (self._bins(leaf),) if self.max_error is None else _LADDER:
+            how = self._fit(count)
+            if few is None:
+                codebook, reason, cells, looked = fit_closely(
+                    leaf, plan.thresholds, cells, how, old, looked, plan.codes
+                )
+            else:
+                codebook, reason = fit(cells, how, old, plan.codes)
+                if not np.isin(few, codebook).all():
+                    codebook, reason = few, "of all its values"
+            if self.max_error is not None and predicted_error(cells, codebook) > 1.1 * self.max_error:
+                continue
+            if reason == "frozen" and (grown := self._outgrown(plan, before, leaf.spec)):
+                codebook, reason = fit(cells, how, None)[0], grown
+            if reason != "frozen":
+                codebook = held_codebook(codebook, cells, how, leaf.spec)
+            yield plan.thresholds, codebook, reason, np.inf
+
+    def _choices(
+        self, leaf: Leaf, plan: Plan, before: LevelsMemory | None, few: NpArray | None
+    ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
+        """What keeps to the error target in the fewest bits, by the sketch; then what is finer and finer."""
+        limits, target = plan.thresholds, self.max_error or 0.0
+        if not plan.cells.counts.size:
+            yield limits, np.empty(0), "empty", target
+            return
+        two = Fit(2, 1.0, "exact", "refit", 1.0, 0)
+        coarsest, _, cells, looked = fit_closely(leaf, limits, plan.cells, two, None)
+        density = Density.of(cells)
+        exactly = leaf.spec.dtype == "bfloat16"
+        # An array is never flattened altogether, however little it matters beside its mean: two entries are the least.
+        goal = min(target, expected(density, np.inf, coarsest, exactly).error)
+        magnitudes = plan.sketch.signed.magnitude()
+        thresholds = list(dict.fromkeys(upper_threshold(magnitudes, share * magnitudes.total) for share in SHARES))
+
+        def at(choice: Choice) -> Thresholds:
+            return dataclasses.replace(limits, protect_magnitude=choice.threshold)
+
+        fresh = smallest(density, thresholds, SHARE * goal, exactly)
+        reason = "new" if before is None else "refit"
+        if few is not None:
+            own = expected(density, np.inf, few, exactly)
+            if fresh is None or own.bits <= fresh.bits + _SLACK:
+                yield limits, few, "of all its values", goal
+        if before is not None and before.codebook.size and self.policy == "frozen":
+            own = expected(density, before.thresholds.protect_magnitude, before.codebook, exactly)
+            if own.error > _HELD * goal:
+                reason = f"refit: {own.error / target:.3g} of the error target"
+            elif fresh is not None and own.bits > fresh.bits + _SLACK:
+                reason = f"refit: {own.bits - fresh.bits:.2g} bits more than need be"
+            else:
+                yield at(own), own.codebook, "frozen", goal
+        for aim in _AIMS:
+            choice = fresh if aim == 1.0 else smallest(density, thresholds, SHARE * aim * goal, exactly)
+            if choice is not None:
+                yield at(choice), rounded_codebook(choice.codebook, leaf.spec), reason, goal
+        how = Fit(MAX_BINS, 1.0, self.solver, "refit", 1.0, 0)
+        codebook, _, cells, _ = fit_closely(leaf, limits, cells, how, None, looked)
+        yield limits, held_codebook(codebook, cells, how, leaf.spec), reason, goal
+
+
+def _spent(
+    leaf: Leaf, memory: LevelsMemory, met: Distortion, before: LevelsMemory | None, target: float, scale: float
+) -> tuple[LevelsMemory, Distortion, float]:
+    """Levels that are kept back as far as the error target allows, their distortion, and the price of a bit in units of
+    the mean square.
+
+    The price is found on a sample of nearest levels; what it does to the whole array is measured.
+    """
+    codebook, n = memory.codebook, leaf.spec.size
+    mean, allowed = met.squared_norm / max(1, n), target**2 * met.squared_norm
+    spare = allowed - met.squared_error
+    # The kernel works in float32.
+    if codebook.size < 2 or spare <= _LITTLE * allowed or scale != 1.0 or not 1e-30 < target**2 * mean < 1e30:
+        return memory, met, 0.0
+    at = blocks(n, _SAMPLE)
+    count = n if isinstance(at, slice) else at.size
+    room = spare * (count / n) * (1.0 if count == n else _CAREFUL)
+    parent = None if before is None else np.ascontiguousarray(before.levels[at])
+    parent_size = 1 if before is None else before.size
+    levels = np.ascontiguousarray(memory.levels[at])
+    price = dearest_price(taken(leaf.flat, at), levels, parent, parent_size, codebook, target**2 * mean, room)
+    for _ in range(_TRIES):
+        if not price:
+            break
+        held, error = _quantize(leaf, memory.thresholds, Trade(price), codebook, before, scale)
+        if error.relative_l2 <= target:
+            return held, error, price / mean
+        price /= 2
+    return memory, met, 0.0
+
+
+def held_codebook(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
     """The codebook as the array's dtype holds it; the best one where a uniform one has suffered from that by too much.
 
     Equidistant entries hardly further apart than the values of a 16-bit array fall now on one, now between two.
@@ -367,12 +552,21 @@ def _held(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
     return best if cells.loss(held) > how.trigger * cells.loss(best) else held
 
 
+def _before(leaf: Leaf, parent: Memory | None) -> LevelsMemory | None:
+    """The parent where levels can be a delta against it."""
+    return parent if isinstance(parent, LevelsMemory) and parent.levels.size == leaf.spec.size else None
+
+
+def _codebook(before: LevelsMemory | None) -> NpArray | None:
+    return None if before is None else before.codebook
+
+
 def _finite(threshold: float) -> float | None:
     return None if np.isinf(threshold) else threshold
 
 
 def _quantize(
-    leaf: Leaf, plan: Plan, codebook: NpArray, before: LevelsMemory | None, scale: float
+    leaf: Leaf, limits: Thresholds, trade: Trade, codebook: NpArray, before: LevelsMemory | None, scale: float
 ) -> tuple[LevelsMemory, Distortion]:
     """Levels of all elements, the values of the protected ones as they will be restored, and the distortion."""
     levels = np.empty(leaf.spec.size, np.uint8)
@@ -381,14 +575,14 @@ def _quantize(
     def one(start: int) -> tuple[NpArray, Distortion]:
         x = leaf.flat[start : start + CHUNK]
         gradient = None if leaf.gradient is None else leaf.gradient[start : start + CHUNK]
-        own = assign(x, plan.thresholds, codebook, gradient=gradient)
-        if plan.trade.price and codebook.size:
+        own = assign(x, limits, codebook, gradient=gradient)
+        if trade.price and codebook.size:
             parent = None if before is None else before.levels[start : start + CHUNK]
             matters = None
-            if plan.trade.mean and leaf.importance is not None:
-                matters = weights_of(leaf.importance[start : start + CHUNK], plan.trade.mean, plan.trade.scale)
+            if trade.mean and leaf.importance is not None:
+                matters = weights_of(leaf.importance[start : start + CHUNK], trade.mean, trade.scale)
             parent_size = 1 if before is None else before.size
-            own = cheapest_levels(x, own, parent, parent_size, codebook, plan.trade.price, matters)
+            own = cheapest_levels(x, own, parent, parent_size, codebook, trade.price, matters)
         held = bfloat16.held(_where_protected(x, own), leaf.spec)
         values = native.to(x.device) if is_torch(x) else native
         protected = from_bytes(held, leaf.spec)
@@ -399,12 +593,12 @@ def _quantize(
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([h for h, _ in parts]) if parts else np.empty(0, np.uint8)
     met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
-    return LevelsMemory(levels, codebook, protected, plan.thresholds), met
+    return LevelsMemory(levels, codebook, protected, limits), met
 
 
-def few_values(leaf: Leaf, histogram: Histogram, most: int) -> NpArray | None:
+def few_values(leaf: Leaf, cells: Cells, most: int) -> NpArray | None:
     """All finite values, ascending, where they are at most `most`: each has an entry then, and none is lost."""
-    if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
+    if not 0 < cells.counts.size <= most:
         return None
     values = np.empty(0)
     for start in range(0, leaf.spec.size, CHUNK):
@@ -477,8 +671,8 @@ def _references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | Non
 
 
 def _write_codebook(out: Writer, codebook: NpArray, spec: LeafSpec) -> None:
-    if codebook.size > 1:
-        step = spacing(codebook)
+    # Rounding the entries to 16 bits moves their mean distance a little off the step, which has 8 bits.
+    for step in (spacing(codebook), to_8_bits(spacing(codebook))) if codebook.size > 1 else ():
         first = round(float(codebook[0]) / step) if 0 < step < np.inf else _FARTHEST
         if abs(first) < _FARTHEST and np.array_equal(_multiples(first, codebook.size, step, spec), codebook):
             out.byte(_MULTIPLES)

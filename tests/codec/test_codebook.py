@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.codebook import MOST, Fit, fit, spacing
+from shrinkpoint.codec.codebook import MOST, Fit, fit, spacing, to_8_bits
 from shrinkpoint.kernels.histogram import log_histogram
 
 from .common import through_bytes
@@ -99,3 +99,16 @@ def test_few_values_are_no_more_than_what_was_asked_for_embeddings() -> None:
     assert np.unique(sp.decompress(ckpt)["w"]).size > 1
     assert ckpt.summary()[0].error > 0
     assert sp.compress({"w": x}, cfg=cfg, kinds={"w": "linear"}).summary()[0].error == 0
+
+
+@pytest.mark.parametrize(("step", "up", "expected"), [(1.0, False, 1.0), (1.001, False, 1.0), (1.001, True, 1.0078125)])
+def test_a_step_of_8_bits(step: float, up: bool, expected: float) -> None:
+    assert to_8_bits(step, up=up) == expected
+
+
+@pytest.mark.parametrize("step", [np.inf, float(np.finfo(np.float64).max)])
+def test_a_step_that_is_no_number_stays_infinite(step: float) -> None:
+    assert to_8_bits(step, up=True) == np.inf
+    ends = np.finfo(np.float64).max * np.array([-1.0, 1.0] * 600)
+    restored = sp.decompress(sp.compress({"w": ends}, cfg=sp.Config([("w", sp.Quantize(bins=2, solver="exact"))])))
+    np.testing.assert_array_equal(restored["w"], ends)

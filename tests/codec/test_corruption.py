@@ -272,6 +272,17 @@ DTYPES = [
     *("float 32", "nn", "_inductor", "Tensor", "load", "__doc__", "p", "=", "<", "datetime64", ">i8", "longdouble"),
 ]
 
+
+def _sibling(fields: dict[str, Any]) -> bytes:
+    """A first moment that is coded beside its second one, whose record has other fields."""
+    y = np.random.default_rng(0).standard_normal((30, 50)).astype("f4")
+    header, chunks = take_apart(sp.compress({"o": {"0": {"exp_avg": y, "exp_avg_sq": y**2}}}).to_bytes())
+    number = next(row["v"] for row in header["arrays"] if "v" in row)
+    # It comes after the one that names it, which is looked at first.
+    header["arrays"][number] |= fields
+    return put_together(header, chunks)
+
+
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "no header": lambda: _raw_header(""),
     "no JSON": lambda: _raw_header("{"),
@@ -313,6 +324,8 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "arrays numbers": lambda: _with(arrays=[3]),
     "stream unknown": lambda: _with({"f": "nosuch"}),
     "stream a list": lambda: _with({"f": ["bytes"]}),
+    "stream of a sibling a list": lambda: _sibling({"f": ["rank-one"]}),
+    "stream of a sibling an object": lambda: _sibling({"f": {}}),
     "stream null": lambda: _with({"f": None}),
     "library unknown": lambda: _with({"l": "os"}),
     "library a list": lambda: _with({"l": ["torch"]}),

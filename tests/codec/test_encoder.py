@@ -15,6 +15,7 @@ from shrinkpoint.codec.ratedistortion import cheapest_levels
 from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
 from shrinkpoint.kernels.levels import joint_counts
+from shrinkpoint.kernels.ratedistortion import rate_distortion_levels, unsettled
 
 
 def drawn(*shape: int, seed: int = 0) -> Any:
@@ -134,6 +135,55 @@ def test_more_rounds_of_the_encoder_cost_less(monkeypatch: pytest.MonkeyPatch) -
     one = cheapest_levels(moved, nearest, before, codebook.size + 2, codebook, price)
     costs = [_cost(moved, codebook, before, levels, price) for levels in (nearest, one, several)]
     assert costs[2] < 0.99 * costs[1] < costs[0]
+
+
+def _every_element(x: Any, nearest: Any, before: Any, codebook: Any, price: float, importance: Any, size: int) -> Any:
+    """What `cheapest_levels` promises, without any short cut."""
+    levels = nearest
+    for _ in range(3):
+        counts = joint_counts(before, levels, size, codebook.size + 2) + 0.5
+        prices = (price * np.log2(counts.sum(axis=1, keepdims=True) / counts)).astype(np.float32)
+        levels = rate_distortion_levels(x, nearest, before, codebook.astype(np.float32), prices, importance)
+    return levels
+
+
+@pytest.mark.parametrize(
+    ("bins", "step", "rate", "parent", "weighted", "looks"),
+    [
+        (24, 0.02, 0.0005, True, False, "few all"),
+        (12, 0.3, 0.03, False, True, "few all"),
+        (24, 0.02, 0.01, True, True, "few all few all"),
+        (200, 0.02, 0.001, False, False, "few all few all few"),
+        (200, 0.02, 0.001, False, True, "few"),
+        (200, 0.02, 0.001, True, False, ""),
+    ],
+)
+def test_settled_elements_need_no_look(
+    bins: int, step: float, rate: float, parent: bool, weighted: bool, looks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds over the elements found open, found anew in a later round, or not worth finding: the same levels."""
+    x, codebook = drawn(90_000), np.linspace(-3.2, 3.2, bins)
+    before = assign(x, Thresholds(prune_magnitude=0.01), codebook)
+    x += np.float32(step) * drawn(x.size, seed=1)
+    nearest = assign(x, Thresholds(protect_magnitude=2.8, prune_magnitude=0.01), codebook)
+    importance = None
+    if weighted:
+        importance = np.clip(np.random.default_rng(7).lognormal(0, 1, x.size), 0.05, 50).astype(np.float32)
+    calls: list[str] = []
+
+    def counted(part: Any, *others: Any) -> Any:
+        calls.append("all" if part.shape[0] == x.size else "few")
+        return unsettled(part, *others)
+
+    monkeypatch.setattr(ratedistortion, "unsettled", counted)
+    size = codebook.size + 2 if parent else 1
+    inside = before if parent else np.zeros_like(before)
+    expected = _every_element(x, nearest, inside, codebook, rate, importance, max(size, 2))
+    for wrap in (lambda a: a, lambda a: None if a is None else torch.from_numpy(a)):
+        calls.clear()
+        given = wrap(x), wrap(nearest), before if parent else None, size, codebook, rate, wrap(importance)
+        np.testing.assert_array_equal(np.asarray(cheapest_levels(*given)), expected)
+        assert " ".join(calls) == looks
 
 
 def test_one_slope_holds_for_all_arrays() -> None:

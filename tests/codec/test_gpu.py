@@ -6,9 +6,10 @@ over the device is taken here too.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec import clusters, leaves, optimizer, quantize
+from shrinkpoint.codec.codebook import Problem
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.kernels.arrays import is_torch
 
@@ -77,6 +79,10 @@ CONFIGS = {
     "default": sp.Config(),
     "rate": sp.Config(rate=0.004),
     "target": sp.Config(max_rel_error=0.02),
+    "few bins": sp.Config([("weight", sp.Quantize(bins=3))]),
+    "exact": sp.Config([("weight", sp.Quantize(bins=3, solver="exact", protect=0.01))]),
+    "refit": sp.Config([("weight", sp.Quantize(policy="refit", sigma=0.2))]),
+    "warm": sp.Config([("weight", sp.Quantize(solver="exact", policy="warm"))]),
     "residual": sp.Config([("weight", sp.Quantize(residual=True))], max_rel_error=1e-3),
     "inshrinkerator": sp.presets.inshrinkerator(prune=0.1),
     "lc": sp.presets.lc_checkpoint(3),
@@ -90,17 +96,38 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_same_bytes_as_on_the_cpu(name: str, request: pytest.FixtureRequest) -> None:
-    cfg, prev = CONFIGS[name], None
+def gradients(t: int) -> dict[str, Any]:
+    """Of all weights but one, which are of several types, those of half precision in float32."""
+    g = torch.Generator().manual_seed(50 + t)
+    model = training(t)["model"]
+    return {k: torch.randn(x.shape, generator=g) for k, x in model.items() if k != "ternary.weight"}
+
+
+SOLVED_THERE = ("few bins", "exact")
+"""Configurations whose codebooks Triton's interpreter solves; it takes seconds for one of more bins."""
+
+
+def one_by_one(problems: Sequence[Problem], place: torch.Tensor) -> list[Any]:
+    """In place of `solve_together`, with which it agrees to the bit (`tests/kernels/test_kmeans.py`)."""
+    return [problem.solve() for problem in problems]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "default, gradients", "exact, gradients", "inshrinkerator, gradients"])
+def test_the_same_bytes_as_on_the_cpu(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, prev = CONFIGS[name.partition(",")[0]], None
+    grads = [gradients(t) if "gradients" in name else None for t in range(2)]
     expected = []
     for t in range(2):
-        prev = sp.compress(training(t), prev, cfg)
+        prev = sp.compress(training(t), prev, cfg, grads=grads[t])
         expected.append(prev)
     device = request.getfixturevalue("device")
+    if not HERE and not name.startswith(SOLVED_THERE):
+        monkeypatch.setattr(quantize, "solve_together", one_by_one)
     prev = None
     for t, other in enumerate(expected):
-        prev = sp.compress(to(training(t), device), prev, cfg)
+        prev = sp.compress(to(training(t), device), prev, cfg, grads=to(grads[t], device))
         (header, body), (other_header, other_body) = (take_apart(c.to_bytes()) for c in (prev, other))
         for record, other_record in zip(header["arrays"], other_header["arrays"], strict=True):
             # The order of an error's sum is the device's own.
@@ -108,6 +135,33 @@ def test_the_same_bytes_as_on_the_cpu(name: str, request: pytest.FixtureRequest)
         del header["parent"], other_header["parent"]
         assert header == other_header
         assert body == other_body
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_sketches_and_codebooks_of_a_model_take_one_launch_each(
+    device: str, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    """However many tensors it has; with gradients there are three sketches: values, sensitivities, what is kept."""
+    seen: dict[str, int] = {}
+
+    def count(subject: str, name: str) -> None:
+        module = importlib.import_module(f"shrinkpoint.kernels.gpu.{subject}")
+        real = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            seen[name] = seen.get(name, 0) + 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count("histogram", "_launch")
+    count("kmeans", "weighted_kmeans_many")
+    cfg = sp.Config([("weight", sp.Quantize(bins=2))])
+    for tensors in (1, 5):
+        model = {f"{i}.weight": torch.randn(64 + i, 64).to(device) for i in range(tensors)}
+        seen.clear()
+        sp.compress(model, cfg=cfg, grads=model if given else None)
+        assert seen == {"_launch": 3 if given else 1, "weighted_kmeans_many": 1}
 
 
 def test_moments_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +200,21 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(torch.Tensor, "cpu", seen)
     return found
+
+
+def test_copies_are_compared_on_the_device(device: str, crossed: list[tuple[str, int]]) -> None:
+    """What crosses of masters and their halves are their first elements, all of a dtype at once, and levels."""
+    masters = {f"{i}.weight": torch.randn(70, 80, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+    state = {"model": {k: x.bfloat16() for k, x in masters.items()}, "master": masters}
+    expected = sp.compress(state, cfg=sp.presets.lossless())
+    state["model"]["2.weight"][-1, -1] = 7.0
+    crossed.clear()
+    found = sp.compress(to(state, device), cfg=sp.presets.lossless())
+    codecs = {row.path: row.codec for row in found.summary()}
+    assert {row.path for row in expected.summary() if row.codec == "copy"} == {f"model/{i}.weight" for i in range(3)}
+    assert [codecs[f"model/{i}.weight"] == "copy" for i in range(3)] == [True, True, False]
+    assert sorted(x for x in crossed if x[1] == 3 * 64) == [("torch.bfloat16", 3 * 64), ("torch.float32", 3 * 64)]
+    assert [x for x in crossed if x[0] == "torch.bfloat16" and x[1] > 3 * 64] == [("torch.bfloat16", 5600)]
 
 
 @pytest.mark.parametrize("alpha", [0.25, 2.0**-12])

@@ -75,6 +75,21 @@ def test_importance_is_the_root_within_bounds(library: str) -> None:
     assert mean_root(np.zeros(5, np.float32)) == 0
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("n", [0, 1, (1 << 14) - 1, (1 << 14) + 1, 40_000])
+def test_importance_is_the_same_in_every_block_and_library(dtype: str, n: int) -> None:
+    v = torch.from_numpy(np.random.default_rng(n).lognormal(-5, 3, n)).to(getattr(torch, dtype))
+    with np.errstate(over="ignore"):
+        expected = np.clip(np.sqrt(v.double().numpy()) * 0.3, 0.05 * 0.02 * 0.3, 1e6 * 0.02 * 0.3).astype(np.float32)
+    given = v.clone()
+    found = [weights_of(v, 0.02, 0.3)]
+    if dtype != "bfloat16":
+        found.append(weights_of(v.numpy(), 0.02, 0.3))
+    for got in found:
+        np.testing.assert_array_equal(np.asarray(got), expected, strict=True)
+    assert torch.equal(v, given)
+
+
 def state(seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     w = rng.standard_normal((200, 200)).astype("f4")

@@ -1,0 +1,30 @@
+"""Arrays of one GPU are looked at together: one launch and one wait for its result, not one for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ..kernels.arrays import device_of, on_gpu
+from .base import Leaf
+from .parallel import map_chunks
+
+B = TypeVar("B")
+
+
+def batches(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Numbers of the arrays that one call is for: all of a GPU, and each on the host by itself, for some thread."""
+    groups: dict[tuple[int, int] | int, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault(device_of(leaf.flat) if on_gpu(leaf.flat) else i, []).append(i)
+    return list(groups.values())
+
+
+def map_batches(work: Callable[[list[int]], Sequence[B]], leaves: Sequence[Leaf]) -> list[B]:
+    """What `work` gives for each array, in order; it is called with the numbers of a batch, on any thread."""
+    groups = batches(leaves)
+    done = map_chunks(work, groups)
+    found = {
+        i: result for group, results in zip(groups, done, strict=True) for i, result in zip(group, results, strict=True)
+    }
+    return [found[i] for i in range(len(leaves))]

@@ -1,0 +1,176 @@
+"""An error target met in the fewest bits: what to protect, how far apart entries may be, what a bit may cost.
+
+Sizes and errors of a choice are predicted from the sketch, its elements spread evenly over their buckets: how many fall
+on each level, and how far from it. What then becomes of the target is measured.
+
+    protected  the largest elements, from each of a few shares on: they are dear, and let the step be wider
+    step       the widest with a predicted error of `SHARE` of the target
+    rate       the largest with which the encoder, told the exact error, stays within the target
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .codebook import MOST, Cells, Floats, multiples, to_8_bits
+
+SHARE = 0.9
+"""Share of the target that nearest levels take when a codebook is fitted; the encoder has the rest."""
+SHARES = (0.0, 2.0**-12, 2.0**-9, 2.0**-7, 2.0**-5, 2.0**-3)
+_PROTECTED_BITS = 11.0
+"""Of a protected value beside its level: bfloat16, its two bytes coded each by itself."""
+_ROUNDS = 8
+_CLOSE = 0.98
+"""Share of the error aimed at from which a step is wide enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Density:
+    """The elements of a sketch, spread evenly over their buckets.
+
+    Args:
+        low: float64 [n], ascending: lower edges of the buckets, times `scale`.
+        high: float64 [n], upper edges, times `scale`.
+        counts: float64 [n], elements in each.
+        scale: a power of two that brings the largest near 1, so that cubes stay in range.
+    """
+
+    low: Floats
+    high: Floats
+    counts: Floats
+    scale: float
+
+    @staticmethod
+    def of(cells: Cells) -> Density:
+        """Of a sketch of at least one element."""
+        values = cells.values
+        scale = math.ldexp(1.0, max(-1000, min(1000, -math.frexp(float(np.abs(values).max()))[1])))
+        local = cells.local * scale
+        _, exponent = np.frexp(local)
+        half = np.where((local == 0) | cells.sharp, 0.0, np.ldexp(0.5, exponent - 1 - cells.bits))
+        middle = local + cells.offset * scale
+        return Density(middle - half, middle + half, cells.counts.astype(np.float64), scale)
+
+    def below(self, threshold: float) -> tuple[Density, Density]:
+        """Those of a smaller magnitude than a bucket's edge, and the others."""
+        small = np.abs(self.low + self.high) < 2 * threshold * self.scale
+        parts = (Density(self.low[k], self.high[k], self.counts[k], self.scale) for k in (small, ~small))
+        return next(parts), next(parts)
+
+    @property
+    def squares(self) -> float:
+        """Sum of the squares of the elements, times the square of `scale`."""
+        low, high = self.low, self.high
+        return float((self.counts * (low * low + low * high + high * high)).sum()) / 3
+
+    def coded(self, codebook: Floats) -> tuple[float, Floats]:
+        """The sum of squared distances from the nearest entries, times the square of `scale`; elements by entry."""
+        codes = codebook * self.scale
+        cuts = 0.5 * codes[1:] + 0.5 * codes[:-1]
+        # Integral of the squared distance up to x: of the cells below, and x's own part.
+        cells = ((cuts - codes[:-1]) ** 3 - (cuts - codes[1:]) ** 3) / 3
+        below = np.concatenate([np.zeros(1), np.cumsum(cells)])
+
+        def integral(x: Floats) -> Floats:
+            entry = cuts.searchsorted(x)
+            return below[entry] + (x - codes[entry]) ** 3 / 3
+
+        width = self.high - self.low
+        points = codes[cuts.searchsorted(self.low)]
+        wide = width > 0
+        mean = np.where(
+            wide, (integral(self.high) - integral(self.low)) / np.where(wide, width, 1.0), (self.low - points) ** 2
+        )
+        edges = np.stack([self.low, self.high], axis=1).reshape(-1)
+        passed = np.repeat(np.cumsum(self.counts), 2)
+        passed[::2] -= self.counts
+        at = np.interp(cuts, edges, passed)
+        return float((self.counts * mean).sum()), np.diff(at, prepend=0.0, append=float(self.counts.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to code an array, and what is expected of it.
+
+    Args:
+        threshold: magnitude from which elements are protected.
+        codebook: float64, ascending.
+        error: relative L2 error of the nearest levels.
+        bits: an element, all in one context.
+    """
+
+    threshold: float
+    codebook: Floats
+    error: float
+    bits: float
+
+
+def expected(density: Density, threshold: float, codebook: Floats, exactly: bool) -> Choice:
+    """What nearest levels of a codebook will take, and err.
+
+    Args:
+        density: of all elements that are not pruned.
+        threshold: magnitude from which they are protected, the edge of a bucket.
+        codebook: of the others; not empty unless there are none.
+        exactly: whether bfloat16 holds the protected ones.
+    """
+    kept, protected = density.below(threshold)
+    loss, by_entry = kept.coded(codebook) if kept.counts.size else (0.0, np.empty(0))
+    number = float(protected.counts.sum())
+    if not exactly:
+        loss += _rounding(protected)
+    levels = np.append(by_entry, number)
+    levels = levels[levels > 0]
+    total = float(density.counts.sum())
+    bits = float((levels * np.log2(total / levels)).sum()) + _PROTECTED_BITS * number
+    squares = density.squares
+    return Choice(threshold, codebook, math.sqrt(max(loss, 0.0) / squares) if squares else 0.0, bits / total)
+
+
+def _rounding(protected: Density) -> float:
+    """Sum of squared errors of elements rounded to bfloat16."""
+    _, exponent = np.frexp(0.5 * (protected.low + protected.high))
+    return float((protected.counts * np.ldexp(1.0, 2 * (exponent - 8))).sum()) / 12
+
+
+def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Choice | None:
+    """The multiples of the widest step with a predicted error of at most `aim`; None where 254 are too few.
+
+    Args:
+        density: of all elements that are not pruned.
+        threshold: magnitude from which they are protected.
+        aim: relative L2 error.
+        exactly: whether bfloat16 holds the protected ones.
+    """
+    kept, protected = density.below(threshold)
+    if not kept.counts.size:
+        return None
+    squares = aim * aim * density.squares - (0.0 if exactly else _rounding(protected))
+    low, high = float(kept.low[0]) / density.scale, float(kept.high[-1]) / density.scale
+    least = (high / 2 - low / 2) / (MOST - 2) * 2
+    if squares <= 0:
+        return None
+    step, found = math.sqrt(12 * squares / float(kept.counts.sum())) / density.scale, None
+    for _ in range(_ROUNDS):
+        step = to_8_bits(max(step, least), up=True)
+        if not 0 < step < math.inf:
+            break
+        choice = expected(density, threshold, multiples(low, high, step), exactly)
+        share = choice.error / aim
+        if share <= 1 and (found is None or choice.bits < found.bits):
+            found = choice
+        if _CLOSE <= share <= 1:
+            break
+        # Rounding up does not bring back what was too wide.
+        step *= min(1 / share, 1.5) if 0 < share <= 1 else 1.5 if share == 0 else max(0.992 / share, 0.7)
+    return found
+
+
+def smallest(density: Density, thresholds: Iterable[float], aim: float, exactly: bool) -> Choice | None:
+    """The smallest of the choices that `widest` has for each threshold; the first of equals. None: there is none."""
+    choices = (widest(density, threshold, aim, exactly) for threshold in thresholds)
+    return min((c for c in choices if c is not None), key=lambda c: c.bits, default=None)

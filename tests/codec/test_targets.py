@@ -1,0 +1,291 @@
+"""Error targets: step, protection and rate of each array follow from its sketch, and the error met is never beyond."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.codec import quantize
+from shrinkpoint.codec.codebook import Cells
+from shrinkpoint.codec.quantize import LevelsMemory
+from shrinkpoint.codec.targets import Density, smallest, widest
+from shrinkpoint.kernels.assign import Thresholds, assign
+from shrinkpoint.kernels.histogram import log_histogram
+
+from .common import bits, difference, small_chunks, through_bytes
+
+SPREADS = ("normal", "uniform", "heavy", "outliers", "narrow", "sparse", "steps", "decades", "constant", "odd")
+SHAPES = ((1024,), (40, 50), (8, 8, 5, 5), (1, 3000))
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def drawn(rng: np.random.Generator, spread: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Values as adverse as they are named."""
+    x = rng.standard_normal(shape)
+    if spread == "uniform":
+        return rng.uniform(-1, 1, shape)
+    if spread == "heavy":
+        return x / (np.abs(rng.standard_normal(shape)) + 1e-3)
+    if spread == "outliers":
+        return np.where(rng.random(shape) < 0.002, 1e3 * x, x)
+    if spread == "narrow":
+        return 1 + 1e-3 * x
+    if spread == "sparse":
+        return np.where(rng.random(shape) < 0.98, 0.0, x)
+    if spread == "steps":
+        return np.round(4 * x) / 4 + 1e-6 * rng.standard_normal(shape)
+    if spread == "decades":
+        return np.exp(3 * x)
+    if spread == "constant":
+        return np.full(shape, float(x.reshape(-1)[0]))
+    if spread == "odd":
+        x.reshape(-1)[:6] = [math.nan, math.inf, -math.inf, 0.0, -0.0, 50.0]
+    return x
+
+
+def as_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def relative(x: Any, y: Any) -> float:
+    """Relative L2 error over the finite values of x."""
+    a, b = (np.asarray(v, np.float64).reshape(-1) for v in (x, y))
+    finite = np.isfinite(a)
+    norm = float(np.linalg.norm(a[finite]))
+    return float(np.linalg.norm(b[finite] - a[finite])) / norm if norm else float((b[finite] != 0).any())
+
+
+def row(ckpt: sp.Checkpoint) -> Any:
+    return ckpt.summary()[0]
+
+
+def rate(ckpt: sp.Checkpoint) -> float:
+    found = re.search(r"rate ([\d.e+-]+)$", row(ckpt).note)
+    assert found
+    return float(found[1])
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(SPREADS),
+    st.sampled_from(SHAPES),
+    st.sampled_from(DTYPES),
+    st.floats(1e-4, 0.9),
+    st.sampled_from(["frozen", "refit"]),
+    st.booleans(),
+)
+def test_no_array_is_beyond_its_target(
+    seed: int, spread: str, shape: tuple[int, ...], dtype: str, target: float, policy: str, residual: bool
+) -> None:
+    """What the summary states included; what is not finite comes back as it was."""
+    rng = np.random.default_rng(seed)
+    x = drawn(rng, spread, shape) * 10.0 ** rng.integers(-3, 3)
+    cfg = sp.Config([("*", sp.Quantize(policy=policy, residual=residual))], max_rel_error=target)
+    prev = None
+    for _ in range(3):
+        w = as_dtype(x, dtype)
+        prev = sp.compress({"w": w}, prev, cfg, kinds={"w": "linear"})
+        y = sp.decompress(prev)["w"]
+        assert relative(w, y) <= row(prev).error * (1 + 1e-9) <= target * (1 + 1e-9)
+        assert bits(y[~np.isfinite(w)]) == bits(w[~np.isfinite(w)])
+        x = x * rng.choice([1.0, 0.99, 1.3]) + 1e-3 * rng.standard_normal(shape)
+
+
+@settings(max_examples=8)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["normal", "heavy", "narrow", "decades"]),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.floats(0.01, 0.4),
+    st.sampled_from([0.0, 1e-3, 0.05]),
+)
+def test_every_delta_of_a_chain_keeps_to_it(seed: int, spread: str, dtype: str, target: float, drift: float) -> None:
+    """Weights that always move the same way, however slowly, and some that jump."""
+    rng = np.random.default_rng(seed)
+    x = drawn(rng, spread, (50, 60))
+    way = drift * np.abs(x).mean() * rng.standard_normal(x.shape)
+    prev = read = None
+    for _ in range(21):
+        w = as_dtype(x, dtype)
+        prev = sp.compress({"w": w}, prev, sp.Config(max_rel_error=target), kinds={"w": "linear"})
+        read = sp.Checkpoint.from_bytes(prev.to_bytes(), prev=read)
+        y = sp.decompress(read)["w"]
+        assert relative(w, y) <= row(prev).error <= target
+        assert difference({"w": y}, sp.decompress(prev)) == ""
+        x = x + way + drift * np.abs(x) * rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.02)
+
+
+@pytest.mark.parametrize("spread", ["normal", "uniform", "heavy", "outliers", "decades"])
+def test_what_the_sketch_foretells_is_what_nearest_levels_take_and_err(spread: str) -> None:
+    x = drawn(np.random.default_rng(3), spread, (60_000,)).astype("f4")
+    density = Density.of(Cells.of(log_histogram(x, 6, signed=True)))
+    for aim in (0.06, 0.02, 0.007):
+        for threshold in (math.inf, float(2.0 ** np.floor(np.log2(np.quantile(np.abs(x), 0.99))))):
+            found = widest(density, threshold, aim, exactly=False)
+            if found is None:
+                continue
+            levels = assign(x, Thresholds(threshold), found.codebook)
+            protected = levels == 1
+            held = (x[protected].view(np.uint32) + 0x8000 & 0xFFFF0000).astype(np.uint32).view(np.float32)
+            y = np.concatenate([np.zeros(2), found.codebook])[levels]
+            y[protected] = held
+            assert relative(x, y) == pytest.approx(found.error, rel=0.03)
+            assert found.error <= aim
+            assert found.error > 0.9 * aim or found.codebook.size < 16
+            p = np.bincount(levels) / x.size
+            entropy = float(-(p[p > 0] * np.log2(p[p > 0])).sum())
+            assert found.bits == pytest.approx(entropy + 11 * protected.mean(), abs=0.02)
+
+
+def test_the_step_is_the_widest_and_the_protected_share_the_cheapest() -> None:
+    rng = np.random.default_rng(0)
+    calm, wild = (drawn(rng, s, (200, 200)).astype("f4") for s in ("normal", "outliers"))
+    ckpt = sp.compress({"calm": calm, "wild": wild}, cfg=sp.Config(max_rel_error=0.02))
+    memories = [ckpt.memory_of(r) for r in ckpt.records]
+    shares = []
+    for memory in memories:
+        assert isinstance(memory, LevelsMemory)
+        shares.append(float((memory.levels == 1).mean()))
+    assert shares[0] == 0.0
+    assert 0.0002 < shares[1] < 0.01
+    # Found by trying all: no other of the shares takes fewer bits.
+    density = Density.of(Cells.of(log_histogram(wild, 6, signed=True)))
+    magnitudes = [math.inf, *(float(2.0**k) for k in range(3, 10))]
+    by_hand = [widest(density, threshold, 0.018, exactly=False) for threshold in magnitudes]
+    best = smallest(density, magnitudes, 0.018, exactly=False)
+    assert best is not None
+    assert best.bits == min(c.bits for c in by_hand if c is not None)
+    assert by_hand[0] is None or by_hand[0].bits > best.bits
+    assert best.threshold < math.inf
+
+
+def test_the_rate_is_chosen_by_array_and_takes_what_is_left_of_the_target() -> None:
+    rng = np.random.default_rng(0)
+    x = drawn(rng, "normal", (200, 200)).astype("f4")
+    notes, prev = [], None
+    for t in range(6):
+        prev = sp.compress({"w": x + np.float32(0.01 * t)}, prev, sp.Config(max_rel_error=0.1))
+        notes.append(rate(prev))
+        assert 0.097 < row(prev).error <= 0.1
+    assert len(set(notes)) > 2
+    assert min(notes) > 0
+
+
+def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against nearest levels of the same codebook; and where the sample promises too much, the target is kept still."""
+    rng = np.random.default_rng(1)
+    x = drawn(rng, "normal", (300, 200)).astype("f4")
+    y = x + np.float32(0.02) * rng.standard_normal(x.shape).astype("f4")
+    cfg = sp.Config(max_rel_error=0.1)
+
+    def chain() -> sp.Checkpoint:
+        return sp.compress({"w": y}, sp.compress({"w": x}, cfg=cfg), cfg)
+
+    spent = chain()
+    given_price = quantize.dearest_price
+    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 0.0)
+    nearest = chain()
+    assert spent.nbytes < 0.8 * nearest.nbytes
+    assert row(nearest).error < 0.095
+    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 4 * given_price(*a))
+    assert row(chain()).error <= 0.1
+    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 1e6 * given_price(*a))
+    alone = sp.compress({"w": x}, cfg=cfg)
+    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 0.0)
+    assert alone.to_bytes() == sp.compress({"w": x}, cfg=cfg).to_bytes()
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([s for s in SPREADS if s != "odd"]),
+    st.sampled_from(["float16", "bfloat16", "float32"]),
+    st.floats(0.003, 0.5),
+)
+def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: str, target: float) -> None:
+    """Against the fewest of a ladder that keep to the target; a tenth of the error is left to the deltas: 0.15 bits."""
+    x = as_dtype(drawn(np.random.default_rng(seed), spread, (64, 80)), dtype)
+    chosen = row(sp.compress({"w": x}, cfg=sp.Config(max_rel_error=target), kinds={"w": "linear"})).stored_bytes
+    for bins in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254):
+        plain = row(sp.compress({"w": x}, cfg=sp.Config([("*", sp.Quantize(bins=bins))]), kinds={"w": "linear"}))
+        if plain.error <= target:
+            break
+    else:
+        return
+    tables = 64 + 2 * 254
+    assert chosen <= plain.stored_bytes + x.size * -math.log2(quantize.SHARE) / 8 + tables
+
+
+def test_a_parents_choice_is_kept_while_it_does_and_the_note_says_why_not() -> None:
+    rng = np.random.default_rng(2)
+    x, cfg = drawn(rng, "normal", (200, 200)).astype("f4"), sp.Config(max_rel_error=0.05)
+    base = sp.compress({"w": x}, cfg=cfg)
+    assert row(base).note.startswith("codebook new; 0 protected, rate ")
+    assert row(sp.compress({"w": x * np.float32(1.01)}, base, cfg)).note.startswith("codebook frozen; ")
+    coarse = row(sp.compress({"w": x * np.float32(0.8)}, base, cfg)).note
+    assert re.match(r"codebook refit: 1\.\d+ of the error target; ", coarse)
+    fine = row(sp.compress({"w": x}, sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.02)), cfg)).note
+    assert re.match(r"codebook refit: 1\.\d+ bits more than need be; ", fine)
+
+
+def test_a_rate_that_is_asked_for_is_the_rate() -> None:
+    x = drawn(np.random.default_rng(4), "normal", (200, 200)).astype("f4")
+    asked = sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.05, rate=1e-5))
+    assert "rate" not in row(asked).note
+    assert row(asked).error < 0.047
+
+
+def test_narrow_weights_are_not_flattened() -> None:
+    """An error of 0.1 % of the norm would allow it; two entries are the least there is."""
+    x = drawn(np.random.default_rng(5), "narrow", (100, 100)).astype("f4")
+    y = sp.decompress(sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.05)))["w"]
+    assert float(((y - x) ** 2).mean()) < 0.5 * float(x.astype("f8").var())
+
+
+def test_gradients_still_protect_what_they_make_matter() -> None:
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((100, 100)).astype("f4")
+    g = np.where(rng.random(x.shape) < 0.0002, 1e6, 1e-6 * rng.standard_normal(x.shape)).astype("f4")
+    ckpt = sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.05), grads={"w": g})
+    memory = ckpt.memory_of(ckpt.records[0])
+    assert isinstance(memory, LevelsMemory)
+    large = (abs(x * g) > 1).reshape(-1)
+    assert large.any()
+    assert (memory.levels[large] == 1).all()
+    assert row(ckpt).error <= 0.05
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_chunks_and_libraries_do_not_matter(library: str) -> None:
+    """A price is found on a sample where an array is large; the same bytes from torch and NumPy."""
+    x = drawn(np.random.default_rng(7), "normal", (300, 300)).astype("f4")
+    state = {"w": torch.from_numpy(x) if library == "torch" else x}
+    cfg = sp.Config(max_rel_error=0.07)
+    with small_chunks(10_000):
+        ckpt = sp.compress(state, cfg=cfg)
+        assert row(ckpt).error <= 0.07
+        assert relative(x, through_bytes(ckpt)["w"]) <= 0.07
+    whole = sp.compress(state, cfg=cfg)
+    assert 0.065 < row(whole).error <= 0.07
+    assert whole.pieces_of(whole.records[0]) == sp.compress({"w": x}, cfg=cfg).pieces_of(whole.records[0])
+
+
+def test_published_solvers_choose_among_bins_alone() -> None:
+    x = drawn(np.random.default_rng(8), "normal", (100, 100)).astype("f4")
+    preset = sp.presets.inshrinkerator(16)
+    rules = [dataclasses.replace(r, codec=dataclasses.replace(r.codec, max_error=0.05)) for r in preset.rules[:1]]
+    found = row(sp.compress({"w": x}, cfg=sp.Config(rules)))
+    assert found.error <= 0.05
+    assert found.note == "codebook new"
