@@ -19,10 +19,10 @@ from ..codec import bfloat16, entropy
 from ..codec.base import Leaf, Memory
 from ..codec.cells import fit_closely
 from ..codec.codebook import Cells, Fit, fit, largest_of, spacing, too_coarse, variance
-from ..codec.leaves import LeafSpec, NpArray, as_bytes
+from ..codec.leaves import LeafSpec, NpArray, as_bytes, taken
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
-from ..codec.quantize import MAX_BINS, LevelsMemory, Quantize, few_values, rounded_codebook
+from ..codec.quantize import MAX_BINS, LevelsMemory, Quantize, few_values, held_codebook
 from ..codec.ratedistortion import cheapest_levels
 from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign
@@ -31,7 +31,7 @@ from ..kernels.huffman import huffman_lengths
 from ..kernels.levels import joint_counts
 from ..kernels.planes import difference, split_planes
 from .cube import Point
-from .sample import Sample, energy, representatives, sample, taken
+from .sample import Sample, energy, representatives, sample
 
 _COARSE = 4
 """Sub-bucket bits of the histograms that codebooks are fitted to, where the parent's cannot be kept."""
@@ -82,7 +82,7 @@ class Estimator:
             p if isinstance(p, LevelsMemory) and p.levels.size == leaf.spec.size else None
             for leaf, p in zip(leaves, parents, strict=True)
         ]
-        self._sketches: list[Sketch] = map_chunks(codec.sketch, self._leaves)
+        self._sketches: list[Sketch] = codec.sketch(self._leaves)
         self._chosen = representatives(self._leaves)
         total = sum(self._leaves[i].spec.size for i, _ in self._chosen)
         self._samples = {i: sample(self._leaves[i], self._parents[i], total) for i, _ in self._chosen}
@@ -159,7 +159,7 @@ class Estimator:
         if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
             return None
         if i not in self._few:
-            self._few[i] = few_values(self._leaves[i], histogram, MAX_BINS)
+            self._few[i] = few_values(self._leaves[i], Cells.of(histogram), MAX_BINS)
         few = self._few[i]
         return few if few is not None and few.size <= most else None
 
@@ -258,12 +258,13 @@ def _codebook(
     if parent is not None and histogram is coarse and (reason == "frozen" or _alike(codebook, parent)):
         histogram = fine
         codebook, reason = fit(histogram, how, parent)
+    cells = Cells.of(fine)
     if few is not None:
         if not np.isin(few, codebook).all():
             return few, histogram
-    elif how.solver != "kmeans++" and too_coarse(Cells.of(fine), codebook):
-        codebook, reason, *_ = fit_closely(leaf, limit, Cells.of(fine), how, parent)
-    return codebook if reason == "frozen" else rounded_codebook(codebook, leaf.spec), histogram
+    elif how.solver != "kmeans++" and too_coarse(cells, codebook):
+        codebook, reason, cells, _ = fit_closely(leaf, limit, cells, how, parent)
+    return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec), histogram
 
 
 def _alike(a: NpArray, b: NpArray) -> bool:

@@ -77,7 +77,8 @@ class SearchResult:
         point: where in the cube that is; None where no point of it was chosen (`met` says why).
         trials: every call of `evaluate`, in order.
         met: whether the configuration keeps the threshold; False: nothing in the cube does, `config` is lossless.
-        method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), or "nothing to choose".
+        method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), "nothing to choose", or "budget spent"
+            (restores have taken what `threshold` allowed: lossless).
         fell_back: whether a neighbourhood search came first and found nothing.
         nbytes: stored bytes with `config`, as tried; 0 where nothing was tried.
         baseline: quality of the state itself; None without `evaluate`.
@@ -93,6 +94,9 @@ class SearchResult:
         patience: how many searches more pass before the other pruning metric is tried again.
         probed_in_vain: whether `evaluate` had no number for any state compressed beyond use, so that the direction is
             not looked for again; default False.
+        restores: how often the run went on from a checkpoint of this search or one before it, as `restored` counts;
+            default 0.
+        spent: degradation that those restores took together; default 0.
         seconds: the search as a whole; not compared.
         share: `seconds` as a share of training time since the last search; None where that is not known, as after a
             restart; not compared.
@@ -119,6 +123,8 @@ class SearchResult:
     rounds: int
     patience: int
     probed_in_vain: bool = False
+    restores: int = 0
+    spent: float = 0.0
     seconds: float = field(default=0.0, compare=False)
     share: float | None = field(default=None, compare=False)
     finished: float = field(default=0.0, compare=False)
@@ -138,6 +144,25 @@ class SearchResult:
     def within_spread(self) -> bool:
         """Whether the choice's degradation is no larger than what `evaluate` gives for the same state twice."""
         return self.degradation is not None and abs(self.degradation) <= self.spread
+
+    def restored(self) -> SearchResult:
+        """This result once the run went on from the checkpoint that was compressed with its `config`.
+
+        What that took is spent: `degradation`, if it is a loss; nothing, if `config` is lossless; `threshold`, where
+        nothing was evaluated. The next search with `expected_restores` and this as `last` allows no more than is left.
+
+        Example:
+            >>> import numpy as np
+            >>> import shrinkpoint as sp
+            >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+            >>> found = sp.search({"w": w}, lambda s: 1.0 + float(((s["w"] - w) ** 2).mean()), 0.02)
+            >>> again = found.restored()
+            >>> again.restores, again.spent == found.degradation
+            (1, True)
+        """
+        took = self.threshold if self.degradation is None else max(0.0, self.degradation)
+        took *= self.met
+        return dataclasses.replace(self, restores=self.restores + 1, spent=self.spent + took)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal result."""

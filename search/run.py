@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ BETTER = 0.9
 """The pruning metric is switched where the other's degradation is at most so many times as large."""
 PATIENCE = 4
 """Searches in which the other metric is not tried again once it was found no better."""
+_NOTHING = 1e-3
+"""Share of the threshold that is too little to search for."""
 LIKELY = 0.5
 """One after another, neighbours are only tried that pass with at least this probability; beside each other all are that
 are not hopeless."""
@@ -65,6 +68,7 @@ def search(
     group: Any = None,
     cube: Cube | None = None,
     direction: str | None = None,
+    baseline: float | None = None,
     expected_restores: float | None = None,
     steps: int = 2,
     relax: bool = False,
@@ -97,9 +101,13 @@ def search(
         cube: what to choose from; default `last`'s, else `Cube()`.
         direction: "lower" or "higher" is better; None: as `last` has it, else inferred from a state that is compressed
             beyond use, which takes one call (two, where the first is NaN).
-        expected_restores: how often a run is expected to resume, >= 0: the threshold is divided by it (at least by
-            1), so that the losses of so many restores together stay within `threshold`. Each search does that anew:
-            what restores have taken so far is not carried over. None: each may take all of it.
+        baseline: what `evaluate` says of `state` itself, where that is known, as by the training's own evaluation on
+            the same data: one call less. The first search evaluates it once all the same, and refuses a number that is
+            not comparable. Default None: it is evaluated.
+        expected_restores: how often a run is expected to resume, >= 0: so many restores together are to lose no more
+            than `threshold`. What those so far took (`last`, see `SearchResult.restored`) is taken off, and the rest
+            is shared by those to come: all of it by the last one expected, half of it by each beyond. None: each may
+            take all of `threshold`.
         steps: reach of the neighbourhood search, 0 or more; default 2.
         relax: let the neighbourhood search be more aggressive than `last`; default False.
         budget: most calls of `evaluate` one after another, baseline included, 3 or more; default 12.
@@ -130,9 +138,13 @@ def search(
     begin = time.perf_counter()
     team = Team(group)
     try:
-        asked = _Asked(threshold, last, cube, direction, expected_restores, steps, relax, budget, resume, progress)
+        asked = _Asked(
+            threshold, last, cube, direction, baseline, expected_restores, steps, relax, budget, resume, progress
+        )
         given, watched, fingerprint = _opened(team, asked, state, evaluate, prev, grads, kinds)
         cube, allowed = asked.where, asked.allowed
+        if last is not None and asked.is_spent:
+            return _finished(_spent(last, allowed, cube), last, begin)
         if evaluate is None or watched is None:
             if not given.is_sharded:
                 Subject.made(given, next(iter(cube)))
@@ -142,7 +154,7 @@ def search(
             return _finished(_nothing(allowed, cube, subject), last, begin)
         with Report(progress, budget, silent=team.rank != 0) as report:
             trials = Trials(given, subject, watched, fingerprint, evaluate, allowed, team, report, resume, cube)
-            found = _agreed(team, _search(trials, cube, last, direction, steps, budget, relax=relax))
+            found = _agreed(team, _search(trials, asked))
             report.say(f"search: {found}", warn=not found.met)
         return _finished(found, last, begin)
     except BaseException as error:
@@ -158,6 +170,7 @@ class _Asked:
     last: SearchResult | None
     cube: Cube | None
     direction: str | None
+    baseline: float | None
     expected_restores: float | None
     steps: int
     relax: bool
@@ -172,15 +185,26 @@ class _Asked:
 
     @property
     def allowed(self) -> float:
-        """Degradation that passes."""
-        return self.threshold / max(1.0, self.expected_restores or 1.0)
+        """Degradation that passes: of the whole threshold, or of what restores have left of it, a share."""
+        if self.expected_restores is None:
+            return self.threshold
+        done, spent = (0, 0.0) if self.last is None else (self.last.restores, self.last.spent)
+        ahead = self.expected_restores - done
+        # However many there are beyond what was expected, halves of what is left never sum to more.
+        share = 2.0 if done and ahead <= 0 else max(1.0, ahead)
+        return max(0.0, self.threshold - spent) / share
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether restores have left less than `evaluate` can tell from nothing."""
+        if self.last is None or self.expected_restores is None or not self.last.spent:
+            return False
+        return self.allowed <= max(self.last.spread, _NOTHING * self.threshold)
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each that decides what is tried."""
-        plain = {
-            name: repr(getattr(self, name)) for name in ("direction", "expected_restores", "steps", "relax", "budget")
-        }
-        return plain | {
+        names = ("direction", "baseline", "expected_restores", "steps", "relax", "budget")
+        return {name: repr(getattr(self, name)) for name in names} | {
             "threshold": repr(float(self.threshold)),
             "cube": _hashed(json.dumps(self.where.to_json())),
             "last": "" if self.last is None else _hashed(essence(self.last)),
@@ -248,22 +272,14 @@ def _agreed(team: Team, found: SearchResult) -> SearchResult:
     return SearchResult.from_json(results[0][1])
 
 
-def _search(
-    trials: Trials,
-    cube: Cube,
-    last: SearchResult | None,
-    direction: str | None,
-    steps: int,
-    budget: int,
-    *,
-    relax: bool,
-) -> SearchResult:
+def _search(trials: Trials, asked: _Asked) -> SearchResult:
     """Baseline, neighbourhood where there is a last choice, and the whole cube where that finds nothing."""
-    trials.baseline(last, direction)
-    space = _Space(cube, trials, budget)
+    last = asked.last
+    trials.baseline(last, asked.direction, asked.baseline)
+    space = _Space(asked.where, trials, asked.budget)
     choice, fell_back = None, False
     if last is not None and last.point is not None and space.has(last.point):
-        choice = _near(space, last, steps, relax=relax)
+        choice = _near(space, last, asked.steps, relax=asked.relax)
         fell_back = choice.trial is None
         if fell_back:
             # Neighbours are milder than what passed before. Whoever tries all others until one passes finds what passes
@@ -284,6 +300,10 @@ def _check(asked: _Asked, evaluate: Any) -> None:
         raise BadArgumentError(f"cube must be a Cube, not {type(cube).__qualname__}")
     if direction is not None and direction not in DIRECTIONS:
         raise BadArgumentError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}, or None")
+    if asked.baseline is not None:
+        check_range("baseline", asked.baseline, -math.inf, math.inf, open_low=True, open_high=True)
+        if asked.baseline == 0:
+            raise BadArgumentError("baseline is 0; a relative degradation of 0 has no meaning")
     if asked.expected_restores is not None:
         check_range("expected_restores", asked.expected_restores, 0, 1e9)
     for name, value, least in (("steps", asked.steps, 0), ("budget", asked.budget, 3)):
@@ -325,6 +345,11 @@ class _Space:
     def floor(self) -> float:
         """The smallest degradation that `evaluate` can tell from none."""
         return max(self.trials.scale.spread, 0.01 * self.trials.allowed)
+
+    @property
+    def likely(self) -> float:
+        """The least probability to pass with which a neighbour of the last choice is tried."""
+        return LIKELY if self.trials.at_once == 1 else HOPELESS
 
     def has(self, point: Point) -> bool:
         """Whether the neighbourhood of a point can be searched."""
@@ -415,11 +440,13 @@ def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Cho
 
 
 def _twin(space: _Space, origin: Point, last: SearchResult) -> Point | None:
-    """The same point under the other metric, unless it was found no better a short while ago."""
+    """The same point under the other metric, unless that was no better a short while ago, or is expected to fail."""
     others = [m for m in space.cube.metric if m != origin.metric]
     if not origin.prune or not others or last.patience > 0:
         return None
-    return dataclasses.replace(origin, metric=others[0])
+    trials, twin = space.trials, dataclasses.replace(origin, metric=others[0])
+    odds = chances(trials.candidates([twin]), trials.known(last.trials), trials.allowed, space.floor)
+    return twin if odds[0] >= space.likely else None
 
 
 def _queue(space: _Space, points: Sequence[Point], stale: Sequence[Trial]) -> tuple[list[Point], dict[str, int]]:
@@ -430,9 +457,7 @@ def _queue(space: _Space, points: Sequence[Point], stale: Sequence[Trial]) -> tu
     known = trials.known(stale)
     state = open_points(kept, known, trials.allowed, 0.0, space.floor)
     odds = chances(kept, known, trials.allowed, space.floor)
-    least = LIKELY if trials.at_once == 1 else HOPELESS
-    least = min(least, max((float(p) for p, out in zip(odds, state.ruled_out, strict=True) if not out), default=0.0))
-    worth = [(p >= least and p > HOPELESS, bool(out)) for p, out in zip(odds, state.ruled_out, strict=True)]
+    worth = [(p >= space.likely, bool(out)) for p, out in zip(odds, state.ruled_out, strict=True)]
     discarded = {
         "no smaller and no milder than another": len(candidates) - len(kept),
         "more aggressive than one that failed": sum(out for _, out in worth),
@@ -587,10 +612,22 @@ def _nothing(allowed: float, cube: Cube, subject: Subject) -> SearchResult:
     return _untried(subject.rest, allowed, cube, "nothing to choose", note)
 
 
+def _spent(last: SearchResult, allowed: float, cube: Cube) -> SearchResult:
+    note = f"{last.restores} restores have taken {last.spent:.3%}: what is left of it is too little to search for"
+    return dataclasses.replace(
+        last, config=presets.lossless(), point=None, trials=(), met=False, method="budget spent", fell_back=False,
+        nbytes=0, degradation=None, threshold=allowed, cube=cube, discarded={}, notes=(note,), rounds=0,
+    )  # fmt: skip
+
+
 def _finished(found: SearchResult, last: SearchResult | None, begin: float) -> SearchResult:
-    """The result with its cost: how long it took, and that as a share of the time since the last search ended."""
+    """The result with its cost: how long it took, and that as a share of the time since the last search ended; and with
+    what restores have taken so far."""
     seconds, now = time.perf_counter() - begin, time.time()
     here = last is not None and last.process == _PROCESS
     training = now - seconds - last.finished if last is not None and here else 0.0
     share = seconds / training if training > 0 else None
-    return dataclasses.replace(found, seconds=seconds, finished=now, share=share, process=_PROCESS)
+    done, spent = (0, 0.0) if last is None else (last.restores, last.spent)
+    return dataclasses.replace(
+        found, restores=done, spent=spent, seconds=seconds, finished=now, share=share, process=_PROCESS
+    )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..codec import bfloat16
 from ..codec.base import Array, Leaf
 from ..codec.codebook import unit
-from ..codec.leaves import NpArray, as_bytes
+from ..codec.leaves import NpArray, as_bytes, blocks, taken
 from ..codec.quantize import LevelsMemory
-from ..kernels.arrays import is_torch
 
 BLOCK = 1024
 SAMPLE = 1 << 19
@@ -49,12 +47,8 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
     """The sample of an array that is one of several with `total` elements together."""
     n = leaf.spec.size
     wanted = max(LEAST, SAMPLE * n // max(1, total))
-    at: Any = slice(None)
-    count = n
-    if wanted < n:
-        starts = np.linspace(0, n - BLOCK, -(-wanted // BLOCK)).astype(np.int64)
-        at = np.unique((starts[:, None] + np.arange(BLOCK)).reshape(-1))
-        count = at.size
+    at = blocks(n, wanted, BLOCK)
+    count = n if isinstance(at, slice) else at.size
     x = taken(leaf.flat, at)
     wide = bfloat16.wide(as_bytes(x), leaf.spec)
     finite = np.isfinite(wide)
@@ -69,17 +63,6 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
         None if before is None else np.ascontiguousarray(before.levels[at]),
         n / count if count else 1.0,
     )
-
-
-def taken(flat: Array, at: Any) -> Array:
-    """The elements at some places (int64, or a slice), on the host, in the library of the array."""
-    if not is_torch(flat):
-        return np.ascontiguousarray(flat[at])
-    if isinstance(at, slice):
-        return flat.cpu()
-    import torch
-
-    return flat[torch.from_numpy(at).to(flat.device)].cpu()
 
 
 def energy(x: NpArray) -> float:

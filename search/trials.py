@@ -71,6 +71,7 @@ class Trials:
         self.scale = Scale(1.0, 0.0, None)
         self._known_spread = 0.0
         self._direction: str | None = None
+        self._given_baseline: float | None = None
         self._is_given = self._was_in_vain = False
         self.notes: list[str] = []
 
@@ -84,20 +85,24 @@ class Trials:
         """Trials of points that may be chosen."""
         return [t for t in self.found if t.passed and t.point is not None and not self._is_apart(t.point)]
 
-    def baseline(self, last: SearchResult | None, direction: str | None) -> None:
+    def baseline(self, last: SearchResult | None, direction: str | None, given: float | None) -> None:
         """Evaluate the state itself; more than once where its spread is not known yet.
 
         Args:
             last: whose spread and direction hold until something speaks against them.
             direction: as the caller gives it; None: not.
+            given: what the caller says of the state itself, which saves a call; None: nothing.
         """
+        self._given_baseline = given
         self._direction, self._is_given = direction, direction is not None
         before = None if last is None else last.baseline
         if last is not None and before is not None:
             self._known_spread, self._was_in_vain = last.spread, last.probed_in_vain
             if direction is None:
                 self._direction, self._is_given = last.direction, last.direction_given
-        self._evaluate_itself(_REPEATS if before is None and self.at_once == 1 else 1)
+        calls = _REPEATS if before is None and self.at_once == 1 else 1
+        # Processes that evaluate it beside each other compare their own numbers with what was given.
+        self._evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
         now = self.scale.baseline
         if self._is_given or before is None or _apart(before, now) <= _FAR:
             return
@@ -130,6 +135,8 @@ class Trials:
             for trial in found:
                 self._add(trial, replayed=replayed)
         values = [math.nan if t.quality is None else t.quality for t in self.found if t.point is None]
+        if self._given_baseline is not None:
+            values.insert(0, self._given_baseline)
         self.scale = scale(values, self._known_spread, self.scale.direction, self.allowed)
         self.judge()
 

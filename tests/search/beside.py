@@ -18,7 +18,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.slots: list[str] = [""] * size
-        self.barrier = threading.Barrier(size, timeout=120)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.exchanges = 0
 
     def exchange(self, rank: int, text: str) -> list[str]:

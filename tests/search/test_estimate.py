@@ -56,6 +56,21 @@ def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> 
     assert max(ratios) / min(ratios) < 1.15
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("mean", "deviation"), [(1.0, 0.02), (-3.0, 0.3)])
+def test_narrow_arrays_of_sixteen_bits(dtype: torch.dtype, mean: float, deviation: float) -> None:
+    """Values so far apart that equidistant entries fall now on one and now between two: other codebooks are taken."""
+    generator = torch.Generator().manual_seed(0)
+    x = (mean + deviation * torch.randn(256, 256, generator=generator)).to(dtype)
+    points = [Point(b, p, "magnitude", 0.0005, 0.0, 32) for b in (4, 8, 16, 32) for p in (0.0, 0.2)]
+    subject = Subject.of({"w": x}, points[0], None, None, None)
+    for point, found in zip(points, estimator(subject)(points), strict=True):
+        ckpt = sp.compress({"w": x}, cfg=point.config())
+        met = relative_error(x.double(), sp.decompress(ckpt)["w"].double())
+        assert found.error == pytest.approx(met, rel=0.03)
+        assert found.nbytes + subject.rest_nbytes == pytest.approx(ckpt.nbytes, rel=0.025)
+
+
 def test_patterns_say_how_alike_errors_are() -> None:
     chain = perceptron()
     points = [Point(p.bins, p.prune, p.metric, p.protect, 0.0, 32) for p in SOME]

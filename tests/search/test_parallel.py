@@ -29,7 +29,7 @@ def run(size: int, folder: Path) -> list[dict[str, Any]]:
         for rank in range(size)
     ]  # fmt: skip
     try:
-        said = [p.communicate(timeout=150)[0].decode() for p in processes]
+        said = [p.communicate(timeout=900)[0].decode() for p in processes]
     finally:
         for p in processes:
             p.kill()

@@ -332,6 +332,27 @@ def test_the_other_metric_is_switched_to_only_on_a_stated_improvement(
     assert following.evaluations == 2
 
 
+def test_the_other_metric_is_not_tried_where_it_is_expected_to_fail() -> None:
+    state = random_state()
+    grads = {k: torch.randn(x.shape, generator=torch.Generator().manual_seed(5)) for k, x in state.items()}
+    origin = Point(32, 0.2, "magnitude", 0.0005, 0.0, 32)
+    values = iter([1.0, 1.001])
+    found = sp.search(state, lambda restored: next(values), 0.002, last=searched(state, origin), grads=grads)
+    assert [t.point for t in found.trials] == [None, origin]
+    assert found.met
+    # It is tried as soon as it may pass.
+    assert found.patience == 0
+
+
+def test_neighbours_that_are_expected_to_fail_are_left_to_the_whole_cube() -> None:
+    state = random_state()
+    last = searched(state, Point(8, 0.2, "magnitude", 0.0005, 0.0, 32))
+    found = sp.search(state, Loss(state), 0.005, last=last)
+    assert [t.point for t in found.trials][:3] == [None, last.point, None]
+    assert (found.method, found.fell_back, found.met) == ("exhaustive", True, True)
+    assert found.evaluations <= 5
+
+
 def test_without_gradients_nothing_is_pruned_by_sensitivity_and_that_is_said() -> None:
     state = random_state()
     found = sp.search(state, Loss(state), 0.05)
@@ -492,7 +513,7 @@ def test_the_cost_is_reported_as_a_share_of_training_time() -> None:
     state = random_state()
     first = sp.search(state, Loss(state), 0.02, cube=SMALL)
     assert first.share is None
-    training = 100.0
+    training = 1e6  # so that the seconds which a busy machine adds do not count
     later = sp.search(state, Loss(state), 0.02, last=dataclasses.replace(first, finished=first.finished - training))
     assert later.share == pytest.approx(later.seconds / training, rel=0.1)
     assert "of training time" in str(later)

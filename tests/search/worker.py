@@ -50,7 +50,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     sp.set_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=600)
     )
     group = dist.group.WORLD
     exact = state()
