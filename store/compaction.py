@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError
 from ..codec.leaves import as_bytes
+from ..codec.parallel import give_way
 from ..codec.restate import restate
 from ..codec.streams import DELTA_STREAMS
 from .catalog import Catalog, Entry
@@ -134,6 +135,7 @@ class Compaction:
                 if self._progress is not None:
                     self._progress(entry.manifest.step, self._done, self._total)
             self._lease.renew()
+            give_way()
             below.update((child, live) for child in found.node.children.values())
 
     def _base_for(self, root: Node) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import ShrinkpointError
+from ..codec.parallel import give_way
 from . import branches, labels, restores
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry
@@ -16,6 +17,8 @@ from .lock import Lease
 from .manifest import Manifest, is_data, manifest_name
 from .retention import Retention
 
+_AT_ONCE = 64
+"""Files that are removed before the lock is renewed, and before whoever has more urgent work may take over."""
 _FOLDERS = (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER, branches.FOLDER)
 
 
@@ -62,10 +65,13 @@ def collect(
     garbage.append(branches.garbage(records, {s: e.manifest.identity for s, e in entries.items()}))
     if not dry_run:
         lease.renew()
+        give_way()
         catalog.drop(doomed)
-        for names in filter(None, garbage):
-            lease.renew()
-            files.remove(names)
+        for names in garbage:
+            for start in range(0, len(names), _AT_ONCE):
+                lease.renew()
+                give_way()
+                files.remove(names[start : start + _AT_ONCE])
     return [*manifests, *(name for names in garbage for name in names)]
 
 
@@ -82,11 +88,12 @@ def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> s
     """The steps to keep. One that is damaged must not take the place of one that is not."""
     intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
     damaged: set[int] = set()
+    known: dict[str, bool] = {}
     while True:
         keep = retention.kept(intact) if intact else set()
         if len(keep) == len(intact):
             break
-        bad = {step for step in keep if not _is_intact(files, entries[step].manifest)}
+        bad = {step for step in keep if not _is_intact(files, entries[step].manifest, known)}
         if not bad:
             break
         damaged |= bad
@@ -94,17 +101,24 @@ def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> s
     return keep | damaged
 
 
-def _is_intact(files: Files, manifest: Manifest) -> bool:
-    """Whether a step's files are all there, as they were written."""
+def _is_intact(files: Files, manifest: Manifest, known: dict[str, bool]) -> bool:
+    """Whether a step's files are all there, as they were written; those of a chain are read once, see `known`."""
+    for name in manifest.chain:
+        if name not in known:
+            give_way()
+            known[name] = _is_whole(files, name)
+        if not known[name]:
+            return False
+    return True
+
+
+def _is_whole(files: Files, name: str) -> bool:
     try:
-        for name in manifest.chain:
-            found = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
-            if not name.endswith(f"-{found.id[:16]}.spt"):
-                return False
+        found = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
+        return name.endswith(f"-{found.id[:16]}.spt")
     except (FileNotFoundError, ShrinkpointError):
         return False
     except OSError as e:
         if isinstance(e, (PermissionError, ConnectionError, TimeoutError)):
             raise
         return False
-    return True

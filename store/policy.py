@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..codec.checkpoint import Checkpoint
@@ -71,6 +72,26 @@ def is_pointless(delta: Size, base: Size) -> bool:
     Source: BitSnap, section 3.3.
     """
     return delta.stored >= _LEAST and delta.stored * base.raw >= _WORTH * base.stored * delta.raw
+
+
+def smaller(
+    policy: ChainPolicy, delta: Checkpoint, base: Size, whole: Callable[[], Checkpoint]
+) -> tuple[Checkpoint, Size | None]:
+    """A delta, or a base in its place where the policy asks for it and the delta would spare next to nothing.
+
+    Args:
+        policy: what was asked for.
+        delta: what was made.
+        base: what a base takes, as far as that is known.
+        whole: makes the base; called where there is doubt.
+
+    Returns:
+        The one that is to be saved, and what a base of the state takes; None where none was made.
+    """
+    if not policy.only_smaller or not is_pointless(Size.of(delta), base):
+        return delta, None
+    made = whole()
+    return made if is_pointless(payload(delta), payload(made)) else delta, Size.of(made)
 
 
 def payload(ckpt: Checkpoint) -> Size:

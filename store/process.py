@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from ..codec.errors import ShrinkpointError
 from .channel import close_all, high, receive, send
 from .snapshot import Arena, Snapshot, anonymous
 from .store import Head, Store
+from .upkeep import Keeper, Upkeep
 from .worker import Warned, described, open_store, perform, store_options
 
 _PATIENCE = 10.0
@@ -60,8 +62,15 @@ class Place(Protocol):
         """
         ...
 
+    def tend(self) -> list[Warned]:
+        """Do what is due between saves, until the next one is handed over or `cancel` is called; raises what it raised.
+
+        Called by who calls `run`.
+        """
+        ...
+
     def cancel(self) -> None:
-        """Ask the save in progress to stop; called from another thread."""
+        """Ask the save in progress to stop, or what is done between two; called from another thread."""
         ...
 
     def close(self) -> None:
@@ -74,21 +83,29 @@ class ThreadPlace:
 
     on_device = True
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, upkeep: Upkeep) -> None:
         # A store of its own: the caller's goes on from what the caller does with it.
         self._store = open_store(store_options(store))
-        self._stop = False
+        self._keeper = Keeper(self._store, upkeep)
+        self._stop = self._handed = False
         self.arena = Arena()
 
     def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
         """See Place."""
+        self._handed = True
         self._stop = False
 
     def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """See Place."""
+        self._handed = False
         if origin is not None and origin.head is not None and self._store.head is None:
             self._store.go_on(origin.head)
         return described(perform(self._store, step, snapshot, self.arena, lambda: self._stop, alone=True)), []
+
+    def tend(self) -> list[Warned]:
+        """See Place."""
+        self._keeper.tend(lambda: self._stop or self._handed, alone=True)
+        return []
 
     def cancel(self) -> None:
         """See Place."""
@@ -106,6 +123,7 @@ class ProcessPlace:
         store: what it saves to.
         nice: its niceness beside this process's.
         threads: how many it works with.
+        upkeep: what it does between saves.
 
     Raises:
         OSError: it cannot be started.
@@ -113,12 +131,13 @@ class ProcessPlace:
 
     on_device = False
 
-    def __init__(self, store: Store, *, nice: int, threads: int) -> None:
+    def __init__(self, store: Store, *, nice: int, threads: int, upkeep: Upkeep) -> None:
         self.arena = Arena()
         self._words = anonymous("shrinkpoint-job")
         self._given: tuple[int, ...] = ()
         self._number = 0
-        self._handed = False
+        self._begun = self._handed = False
+        self._telling = threading.Lock()
         with tempfile.TemporaryFile() as log:
             self._log = high(os.dup(log.fileno()))
         ours, theirs = (socket.socket(fileno=high(s.detach())) for s in socket.socketpair())
@@ -129,7 +148,8 @@ class ProcessPlace:
             modules = ["torch"] if "torch" in sys.modules else []
             # A worker that died at once shows when it is first waited for.
             with contextlib.suppress(BrokenPipeError, ConnectionError):
-                send(ours, {"store": store_options(store), "nice": nice, "modules": modules})
+                first = {"store": store_options(store), "nice": nice, "modules": modules, "upkeep": upkeep.to_json()}
+                send(ours, first)
         except BaseException:
             ours.close()
             close_all((self._log, self._words))
@@ -161,9 +181,12 @@ class ProcessPlace:
             at += os.pwrite(self._words, text[at:], at)
         job = {"do": "save", "number": self._number, "size": self.arena.size, "words": len(text)}
         shared = (self.arena.fd, self._words)
-        send(self._sock, job, () if self._given == shared else shared)
-        self._given = shared
-        self._handed = True
+        with self._telling:
+            # From here on it may be on its way, whatever interrupts this: answers come in the order of what was said.
+            self._begun = True
+            send(self._sock, job, () if self._given == shared else shared)
+            self._given = shared
+            self._handed = True
 
     def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """See Place.
@@ -179,12 +202,25 @@ class ProcessPlace:
         except (EOFError, ConnectionError, BrokenPipeError):
             raise ChildProcessError(self.epitaph()) from None
         finally:
-            self._handed = False
+            self._begun = self._handed = False
         self._number += 1
-        warned = [(str(c), str(m)) for c, m in answer.pop("warnings", [])]
-        if "error" in answer:
-            raise _rebuilt(answer, step)
-        return answer, warned
+        return answer, _warnings(answer, f"saving step {step}")
+
+    def tend(self) -> list[Warned]:
+        """See Place.
+
+        Raises:
+            ChildProcessError: the worker is no more.
+        """
+        try:
+            with self._telling:
+                if self._begun:
+                    return []
+                send(self._sock, {"do": "tend"})
+            answer, _ = receive(self._sock)
+        except (EOFError, ConnectionError, BrokenPipeError):
+            raise ChildProcessError(self.epitaph()) from None
+        return _warnings(answer, "between two saves")
 
     def epitaph(self) -> str:
         """How the worker ended, in words."""
@@ -247,7 +283,15 @@ def _start(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _rebuilt(answer: dict[str, Any], step: int) -> BaseException:
+def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:
+    """What the worker was warned of; raises its error, if there was one."""
+    warned = [(str(c), str(m)) for c, m in answer.pop("warnings", [])]
+    if "error" in answer:
+        raise _rebuilt(answer, when)
+    return warned
+
+
+def _rebuilt(answer: dict[str, Any], when: str) -> BaseException:
     """The worker's error, of the same type where that is one of the library's own or a plain one of Python's."""
     kind, message = answer["error"], answer["message"]
     known = getattr(errors, kind, None) if kind in errors.__all__ else None
@@ -261,5 +305,5 @@ def _rebuilt(answer: dict[str, Any], step: int) -> BaseException:
         made = MemoryError(message)
     else:
         made = ShrinkpointError(f"the saver's worker failed: {answer['qualname']}: {message}")
-    made.add_note(f"In the saver's worker, saving step {step}:\n{answer['trace']}")
+    made.add_note(f"In the saver's worker, {when}:\n{answer['trace']}")
     return made

@@ -12,12 +12,14 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from ..codec.base import check_range
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.kinds import check_kinds
@@ -26,8 +28,10 @@ from .failing import fail_at_exit
 from .files import is_of_this_process
 from .manifest import check_step
 from .process import Origin, Place, ProcessPlace, ThreadPlace
+from .retention import Retention
 from .snapshot import Snapshot, plan, take
 from .store import Store
+from .upkeep import Upkeep
 from .worker import kinds_tree
 
 ON_BUSY = ("wait", "skip", "cancel")
@@ -89,14 +93,16 @@ class _Job:
 class _Runner:
     """The thread that hands jobs to a place and fulfils their futures. It knows nothing of its Saver."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, upkeep: bool) -> None:
         self.place = place
-        self.error: BaseException | None = None
+        self.errors: deque[BaseException] = deque()
+        self.tending: Future[None] | None = None
         self.last: SaveResult | None = None
         self.saved: SaveResult | None = None
         self.future: Future[SaveResult] | None = None
         self.warned: list[str] = []
         self.pid = os.getpid()
+        self._upkeep = upkeep
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shrinkpoint-saver", daemon=True)
         self._thread.start()
@@ -122,7 +128,7 @@ class _Runner:
             try:
                 answer, warned = self.place.run(job.step, job.snapshot, job.origin)
             except BaseException as e:
-                self.error = e
+                self.errors.append(e)
                 job.future.set_exception(e)
                 continue
             answer["seconds"] = time.perf_counter() - begin
@@ -130,7 +136,22 @@ class _Runner:
             if self.last.status == "saved":
                 self.saved = self.last
             self.warned += [f"step {job.step}: {category}: {message}" for category, message in warned]
+            done: Future[None] = Future()
+            if tend := self._upkeep and self.last.status == "saved":
+                self.tending = done
             job.future.set_result(self.last)
+            if tend:
+                self._tend(job.step)
+                done.set_result(None)
+
+    def _tend(self, step: int) -> None:
+        """What is due after a save, unless there is another one to do."""
+        if not self._jobs.empty():
+            return
+        try:
+            self.warned += [f"after step {step}: {c}: {m}" for c, m in self.place.tend()]
+        except BaseException as e:
+            self.errors.append(e)
 
     def wait(self, timeout: float | None = None) -> None:
         """Until nothing is in flight; errors are left for `take_error`."""
@@ -141,8 +162,7 @@ class _Runner:
         """The error that nobody was told of yet; warnings are passed on here."""
         while self.warned:
             warnings.warn(self.warned.pop(0), SaverWarning, stacklevel=stacklevel)
-        error, self.error = self.error, None
-        return error
+        return self.errors.popleft() if self.errors else None
 
     @property
     def is_here(self) -> bool:
@@ -154,6 +174,7 @@ class _Runner:
         if os.getpid() != self.pid:
             return
         self.wait()
+        self.place.cancel()  # what is done between saves
         self._jobs.put(None)
         self._thread.join()
         self.place.close()
@@ -199,6 +220,11 @@ class Saver:
             this process's memory (`memory://`) and on Windows.
         nice: how much the worker stands back for other processes, 0 to 19; default 10.
         threads: how many the worker computes with, default 1.
+        compact: shorten chains between saves: once restoring a step takes so many times the bytes of a base, those of
+            over 2.5 are compacted, see `Store.compact`, and what was in their place is removed; in [1, 1e6]. None
+            (default): never.
+        keep: remove all other steps between saves, see `Store.gc`; None (default): keep all. Not with adapters whose
+            own files point to steps (Lightning, Transformers, Accelerate, Orbax): they remove what they replace.
 
     Raises:
         BadArgumentError: an argument out of range.
@@ -217,7 +243,15 @@ class Saver:
     """
 
     def __init__(
-        self, store: Store, *, on_busy: str = "wait", mode: str | None = None, nice: int = 10, threads: int = 1
+        self,
+        store: Store,
+        *,
+        on_busy: str = "wait",
+        mode: str | None = None,
+        nice: int = 10,
+        threads: int = 1,
+        compact: float | None = None,
+        keep: Retention | None = None,
     ) -> None:
         if not isinstance(store, Store):
             raise BadArgumentError(f"store must be a Store, not {type(store).__qualname__}")
@@ -229,6 +263,10 @@ class Saver:
             raise BadArgumentError(f"nice is {nice!r}; it must be an integer in [0, 19]")
         if type(threads) is not int or threads < 1:
             raise BadArgumentError(f"threads is {threads!r}; it must be an integer of at least 1")
+        if compact is not None:
+            check_range("compact", compact, 1, 1e6)
+        if keep is not None and not isinstance(keep, Retention):
+            raise BadArgumentError(f"keep is {keep!r:.80}; it must be a Retention, or None")
         in_memory = is_of_this_process(store.url)
         if mode == "process" and (in_memory or os.name != "posix"):
             why = f"{store.url} lives in this process's memory" if in_memory else f"there is none on {os.name}"
@@ -236,10 +274,11 @@ class Saver:
         self.store = store
         self.on_busy = on_busy
         self.mode = mode or ("thread" if in_memory or os.name != "posix" else "process")
+        self._upkeep = upkeep = Upkeep(compact, keep)
         self._place: Callable[[], Place] = (
-            (lambda: ThreadPlace(store))
+            (lambda: ThreadPlace(store, upkeep))
             if self.mode == "thread"
-            else (lambda: ProcessPlace(store, nice=nice, threads=threads))
+            else (lambda: ProcessPlace(store, nice=nice, threads=threads, upkeep=upkeep))
         )
         self._lock = threading.RLock()
         self._closed = False
@@ -254,7 +293,7 @@ class Saver:
         return f"<Saver to {self.store.url}, {self.mode}, {doing}>"
 
     def _start(self) -> _Runner:
-        runner = _Runner(self._place())
+        runner = _Runner(self._place(), bool(self._upkeep))
         self._runner = runner
         self._finalizer = weakref.finalize(self, _at_exit, runner)
         return runner

@@ -28,9 +28,10 @@ from .garbage import collect
 from .inmemory import NearFiles, still_held
 from .lock import open_lock
 from .manifest import Manifest, check_step, data_name
-from .policy import Size, is_pointless, payload, wants_base
+from .policy import Size, smaller, wants_base
 from .retention import Retention
 from .transfer import copy_step
+from .upkeep import TARGET
 
 Progress = Callable[[int, int, int], None]
 """Called with (step, done, total) after each step."""
@@ -313,11 +314,15 @@ class Store:
                 ckpt = compress(state, parent, cfg, grads=grads, kinds=kinds)
                 if head is None:
                     self._whole = Size.of(ckpt)
-                elif self.cfg.chain.only_smaller and is_pointless(Size.of(ckpt), self._whole or head.base_size):
-                    whole = compress(state, None, cfg, grads=grads, kinds=kinds)
-                    self._whole = Size.of(whole)
-                    if is_pointless(payload(ckpt), payload(whole)):
-                        head, ckpt = None, whole
+                else:
+                    ckpt, whole = smaller(
+                        self.cfg.chain,
+                        ckpt,
+                        self._whole or head.base_size,
+                        lambda: compress(state, None, cfg, grads=grads, kinds=kinds),
+                    )
+                    self._whole = whole or self._whole
+                    head = head if ckpt.is_delta else None
                 manifest = _manifest(step, ckpt, head, metric)
                 file = f"{DATA}/{manifest.file}"
                 self._files.write(file, ckpt.to_bytes())
@@ -566,7 +571,7 @@ class Store:
 
     # ----------------------------------------------------------------------------------------------- housekeeping
 
-    def compact(self, max_cost: float = 2.5, progress: Progress | None = None) -> list[int]:
+    def compact(self, max_cost: float = TARGET, progress: Progress | None = None) -> list[int]:
         """Shorten long chains: afterwards restoring a step decodes at most `max_cost` times the bytes of a base.
 
         Every step stays loadable at every instant and keeps its bits; deltas saved later decode as before. It may run

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .channel import close_all, receive, send
 from .snapshot import Arena, Snapshot, rebuild
+from .upkeep import Keeper, Upkeep
 
 if TYPE_CHECKING:
     from .store import Saved, Store
@@ -136,6 +137,11 @@ class _Parent:
             if os.getppid() != self._pid:
                 return None
 
+    def is_calling(self) -> bool:
+        """Whether there is a next word already, or will be no more."""
+        watched: list[Any] = [self._sock] if self._pidfd is None else [self._sock, self._pidfd]
+        return bool(select.select(watched, [], [], 0)[0]) or os.getppid() != self._pid
+
     def tell(self, answer: dict[str, Any]) -> None:
         """Answer, if it is there to hear it."""
         with contextlib.suppress(BrokenPipeError, ConnectionError):
@@ -172,9 +178,11 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(options["nice"])
     store: Store | None = None
+    keeper: Keeper | None = None
     broken: dict[str, Any] | None = None
     try:
         store = open_store(options["store"])
+        keeper = Keeper(store, Upkeep.from_json(options["upkeep"]))
         _warm(options["modules"])
     except Exception as e:
         broken = _failure(e)
@@ -183,6 +191,9 @@ def main() -> None:
         job, descriptors = message
         if job["do"] == "end":
             return
+        if job["do"] == "tend":
+            parent.tell(_tend(keeper, arena, parent))
+            continue
         if job["number"] == last:  # said twice, because nobody knew whether it had come
             close_all(descriptors)
             continue
@@ -200,13 +211,27 @@ def main() -> None:
 
 
 def _save(store: Store, job: dict[str, Any], arena: Arena) -> dict[str, Any]:
+    def save() -> dict[str, Any]:
+        snapshot = Snapshot.from_json(job["snapshot"])
+        if job["origin"] is not None and store.head is None:
+            _follow(store, *job["origin"])
+        return described(perform(store, job["step"], snapshot, arena, lambda: arena.stop, alone=False))
+
+    return _noting(save)
+
+
+def _tend(keeper: Keeper | None, arena: Arena, parent: _Parent) -> dict[str, Any]:
+    if keeper is None:
+        return {}
+    return _noting(lambda: keeper.tend(lambda: arena.stop or parent.is_calling(), alone=False))
+
+
+def _noting(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """What came of some work, its error and its warnings, as plain values."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            snapshot = Snapshot.from_json(job["snapshot"])
-            if job["origin"] is not None and store.head is None:
-                _follow(store, *job["origin"])
-            answer = described(perform(store, job["step"], snapshot, arena, lambda: arena.stop, alone=False))
+            answer = work() or {}
         except BaseException as e:
             answer = _failure(e)
     return {**answer, "warnings": [(w.category.__name__, str(w.message)) for w in caught]}

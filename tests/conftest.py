@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +17,9 @@ settings.register_profile(
     "default", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("default")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws from the global generators does not depend on the tests before it."""
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002

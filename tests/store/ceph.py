@@ -73,6 +73,19 @@ def _free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def running(root: Path) -> Iterator[Server]:
     """Start all of it, and end it by its own process ids."""
+    with contextlib.ExitStack() as stack:
+        for attempt in range(3):
+            try:
+                server = stack.enter_context(_running(root / str(attempt)))
+                break
+            except AssertionError:  # another process has taken one of the ports meanwhile
+                if attempt == 2:
+                    raise
+        yield server
+
+
+@contextlib.contextmanager
+def _running(root: Path) -> Iterator[Server]:
     v2, v1, http = _free_ports(3)
     fsid, osd = str(uuid.uuid4()), str(uuid.uuid4())
     config = root / "ceph.conf"

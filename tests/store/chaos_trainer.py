@@ -27,7 +27,7 @@ def agreed(store: sp.Store, ranks: int) -> int:
     if ranks > 1:
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     try:
         return newest_common_step(store, drop=True)
     finally:

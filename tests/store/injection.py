@@ -40,6 +40,8 @@ CALLS = (
     *("rename", "renameat", "renameat2", "link", "linkat", "unlink", "unlinkat", "mkdir", "mkdirat"),
 )
 """Everything that writes, syncs, renames, removes or makes a name."""
+PATIENCE = 300.0
+"""Seconds for what takes one or two where nothing else runs: a worker stands back for all others."""
 ERRORS = {
     "ENOSPC": {"write", "link", "linkat", "rename", "renameat", "mkdir"},
     "EIO": {"write", "fsync", "rename", "renameat", "link", "linkat", "unlink", "unlinkat"},
@@ -101,10 +103,36 @@ def _worker(root: Path) -> tuple[int, Callable[[], None]]:
     store.load(count=False)
     saver = sp.Saver(store)
     for step in (7, 8):
-        saver.save(step, state(step)).result(60)
+        saver.save(step, state(step)).result(PATIENCE)
     assert saver.pid is not None
     # If it is killed that is a ChildProcessError, which is an OSError.
-    return saver.pid, lambda: saver.save(9, state(9)).result(60) and None
+    return saver.pid, lambda: saver.save(9, state(9)).result(PATIENCE) and None
+
+
+def _upkeep(root: Path) -> tuple[int, Callable[[], None]]:
+    """A save after which the chain is longer than asked for: it is compacted, and what was in its place removed."""
+    store = sp.Store(root, lossless())
+    store.load(count=False)
+    saver = sp.Saver(store, compact=8.5, keep=Retention(last=4))
+    runner = saver._runner
+    assert runner is not None
+    for step in store.steps():
+        store.pin(step)
+    for step in (7, 8):
+        saver.save(step, state(step)).result(PATIENCE)
+        assert runner.tending is not None
+        runner.tending.result(PATIENCE)
+
+    def work() -> None:
+        for step in (0, 3):
+            store.unpin(step)
+        saver.save(9, state(9)).result(PATIENCE)
+        assert runner.tending is not None
+        runner.tending.result(PATIENCE)
+        saver.wait()
+
+    assert saver.pid is not None
+    return saver.pid, work
 
 
 def _labels(root: Path) -> None:
@@ -126,6 +154,7 @@ SCENARIOS = {
     "save against the base": Scenario(_based, _save_delta, adds=(7,)),
     "save a step again": Scenario(_chain, _save_again, replaced={3: 33}),
     "save by a worker": Scenario(_chain, beside=_worker, saved=(7, 8), adds=(9,)),
+    "upkeep by a worker": Scenario(_chain, beside=_upkeep, saved=(7, 8), adds=(9,), drops=(0, 3)),
     "compact": Scenario(_chain, lambda root: sp.Store(root).compact(2.0) and None),
     "compact to bases": Scenario(_based, lambda root: sp.Store(root).compact(1.0) and None),
     "gc": Scenario(_compacted, lambda root: sp.Store(root).gc(Retention(last=2)) and None, drops=(0, 1, 2, 3)),
@@ -189,7 +218,7 @@ def run_traced(root: Path, scenario: Scenario, log: Path, inject: str | None) ->
     os.write(go, b"x")
     os.close(go)
     _, status = os.waitpid(child, 0)
-    tracer.wait(30)
+    tracer.wait(PATIENCE)
     tracer.stderr.close()
     text = log.read_text(errors="replace")
     counts = collections.Counter(m.group(1) for m in map(_MADE.match, text.splitlines()) if m)
@@ -263,6 +292,7 @@ def warm_up(root: Path) -> None:
         store = sp.Store(root, lossless())
         store.load(count=False)
         fill(store, 7)
+        store.compact(2.5)
         store.compact(2.0)
         store.compact(1.0)
         store.gc(Retention())

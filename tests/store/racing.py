@@ -28,7 +28,7 @@ class Meeting:
     def __init__(self, folder: Path, who: int) -> None:
         self.folder, self.who = folder, who
 
-    def at(self, point: str, patience: float = 60.0) -> None:
+    def at(self, point: str, patience: float = 300.0) -> None:
         """Go on once both are here."""
         (self.folder / f"{point}-{self.who}").touch()
         end = time.monotonic() + patience
@@ -77,7 +77,7 @@ def race(url: str, folder: Path, turns: int = 6) -> None:
         subprocess.Popen([*command, str(who), str(turns)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         for who in (0, 1)
     ]
-    told = [process.communicate(timeout=200)[0] for process in running]
+    told = [process.communicate(timeout=600)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert sum(map(int, told)) == turns, f"{told}: of two that put one name one must lose"
     store = sp.Store(url)

@@ -3,8 +3,9 @@
     python -m tests.store.random_kills FOLDER TRIALS [SEED]
 
 A process without threads forks the writers, so a trial costs milliseconds; a writer tells by a pipe what it has done.
-How many kills land in a write depends on how long the disk takes beside the processor, so where none of TRIALS has,
-more follow, `PATIENCE` times as many at most.
+How many kills land in a write depends on how long the disk takes beside the processor, and how far the writers get on
+what else the machine does: where none of TRIALS has torn a write, or the writers got no farther than `FAR` steps, more
+follow, `PATIENCE` times as many at most.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.store.common import leftovers, lossless
 
 POLICIES = ((3, "previous"), (5, "base"), (20, "previous"), (None, "previous"))
 KEPT = Retention(last=8, every=50)
-PATIENCE = 20
+PATIENCE, FAR = 20, 3
 
 
 def state(step: int) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def main() -> None:
     warnings.simplefilter("error")
     newest, tried, torn, garbage, loaded = 0, 0, 0, 0, 0
     for trial in range(PATIENCE * trials):
-        if trial >= trials and torn:
+        if trial >= trials and torn and newest > FAR:
             break
         before, litter = store.steps(), set(leftovers(root))
         out, into = os.pipe()

@@ -30,7 +30,7 @@ def judged(work: Path, modes: str, points: int, ranks: int, steps: int = 3) -> t
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=500,
+        timeout=1800,
         env={**os.environ, "SHRINKPOINT_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

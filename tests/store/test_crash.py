@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_module(name: str, *args: str, timeout: float = 500) -> dict[str, Any]:
+def run_module(name: str, *args: str, timeout: float = 1800) -> dict[str, Any]:
     """A module of the tests in a process of its own; what it prints is JSON."""
     env = {**os.environ, "SHRINKPOINT_THREADS": "1"}
     done = subprocess.run(
@@ -41,15 +41,15 @@ def why_no_strace() -> str | None:
         return "strace is not installed (Debian: apt-get install strace)"
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        tried = subprocess.run(
-            ["timeout", "-s", "INT", "0.5", "strace", "-p", str(child.pid), "-o", os.devnull],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["timeout", "60", "strace", "-p", str(child.pid), "-o", os.devnull]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+            assert tracer.stderr is not None
+            said = tracer.stderr.readline()  # once it is attached, or may not be; it ends with the child
+            child.communicate(b"\n")
     finally:
-        child.communicate(b"\n")
-    return None if "attached" in tried.stderr else f"strace may not attach here: {tried.stderr[-200:]}"
+        child.kill()
+        child.wait()
+    return None if "attached" in said else f"strace may not attach here: {said[-200:]}"
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,7 @@ PLANS = {
         *((name, "KILL", 1.0) for name in ("first save", "save a delta", "save a step again", "gc", "gc of a chain")),
         *((name, "KILL", 0.3) for name in ("save against the base", "compact", "compact to bases", "labels")),
         ("save by a worker", "KILL", 0.5),
+        ("upkeep by a worker", "KILL", 0.2),
     ],
     "disk full or broken": [
         *((name, mode, 1.0) for name in ("save a base",) for mode in ("ENOSPC", "EIO")),
@@ -90,6 +91,7 @@ PLANS = {
         ),
         ("gc", "EIO", 0.5),
         *(("save by a worker", mode, 0.25) for mode in ("ENOSPC", "EIO")),
+        ("upkeep by a worker", "EIO", 0.1),
     ],
 }
 

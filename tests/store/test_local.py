@@ -208,7 +208,7 @@ def test_a_store_that_may_only_be_read(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=200,
+        timeout=600,
         env={**os.environ, "SHRINKPOINT_THREADS": "1"},
     )
     assert done.stdout.strip() == "fine", done.stderr

@@ -33,11 +33,14 @@ class Flaky:
     Args:
         plan: one letter a request: "." goes well, "b" fails before, "a" after; then all go well.
         error: what is raised.
+
+    A put of data is answered once `held` is set.
     """
 
     def __init__(self, plan: str = "", error: Callable[[], Exception] = Weather) -> None:
         self.inner, self.plan, self.error = MemoryFileSystem(), list(plan), error
         self.delay = 0.0
+        self.held: threading.Event | None = None
         self.made: list[str] = []
         self.put: list[str] = []
 
@@ -55,6 +58,8 @@ class Flaky:
             result = found(*args, **kwargs)
             if name == "pipe_file":
                 self.put.append(args[0])
+                if self.held is not None and "/data/" in args[0]:
+                    self.held.wait()
             if fate == "a":
                 raise self.error()
             return result
@@ -107,16 +112,20 @@ def test_slow_storage() -> None:
     url = f"memory://{uuid.uuid4()}"
     fill(sp.Store(url, lossless()), 0, 1)
     store, fs, waits = flaky_store(url, "")
-    fs.delay = 0.02
+    fs.delay, fs.held = 0.02, threading.Event()
     saving = threading.Thread(target=fill, args=(store, 2))
     saving.start()
-    while not any("/data/" in path for path in fs.put):
-        time.sleep(0.001)
-    other = sp.Store(url)
-    with pytest.raises(TimeoutError, match="in use"):
-        other.gc(Retention(), timeout=0.02)
-    assert other.gc(Retention(last=2), timeout=60.0)
-    saving.join()
+    try:
+        while not any("/data/" in path for path in fs.put):
+            time.sleep(0.001)
+        other = sp.Store(url)
+        with pytest.raises(TimeoutError, match="in use"):
+            other.gc(Retention(), timeout=0.02)
+        threading.Timer(0.1, fs.held.set).start()
+        assert other.gc(Retention(last=2), timeout=60.0)
+    finally:
+        fs.held.set()
+        saving.join()
     assert other.steps() == [1, 2]
     assert other.verify() == {}
     assert same(other.load(), 2)

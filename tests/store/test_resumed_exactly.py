@@ -19,7 +19,7 @@ KILLED, AFTER = 117, 100
 def run(*arguments: object) -> tuple[int, list[list[str]]]:
     """How the trainer ended, and its lines."""
     command = [sys.executable, str(TRAINER), *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900, check=False)
     return done.returncode, [line.split() for line in done.stdout.splitlines()]
 
 

@@ -448,7 +448,7 @@ print("fine")
 def test_a_full_disk(root: Path) -> None:
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     script = _FULL_DISK.format(root=here)
-    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "fine"
 
