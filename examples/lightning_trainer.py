@@ -10,10 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
+
+from shrinkpoint.codec.extras import install
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+except ImportError:
+    sys.exit(f"this example needs Lightning: {install('lightning')}")
 
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
 

@@ -10,9 +10,16 @@ import sys
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import shrinkpoint as sp
+from shrinkpoint.codec.extras import install
+
+try:
+    import accelerate  # noqa: F401 - Trainer asks for it later on
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+except ImportError:
+    sys.exit(f"this example needs Transformers: {install('transformers')}")
+
 from shrinkpoint.trainers.transformers import CompressedCheckpoints, newest_complete
 
 

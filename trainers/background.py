@@ -11,6 +11,8 @@ from typing import Any
 
 import fsspec
 
+from ..codec.checkpoint import Checkpoint
+from ..codec.config import Config
 from ..codec.errors import ShrinkpointError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
@@ -49,7 +51,32 @@ class Background:
         self._after: list[Callable[[], object]] = []
         self._busy = False
 
-    def save(self, path: PathLike, state: Any, *, grads: Any = None, kinds: Mapping[str, Any] | None = None) -> None:
+    def parent(self) -> Checkpoint | None:
+        """What the next save will be a delta against, as `Store.parent`, once nothing is in flight.
+
+        None too where that was removed since: only the worker still has it.
+
+        Raises:
+            Exception: what the save in flight raised.
+        """
+        self.wait()
+        done = self._saver.last
+        if done is None:
+            return self.store.parent
+        if done.step not in self.store.steps():
+            return None
+        self.store.follow(done.step)
+        return self.store.parent
+
+    def save(
+        self,
+        path: PathLike,
+        state: Any,
+        *,
+        grads: Any = None,
+        kinds: Mapping[str, Any] | None = None,
+        cfg: Config | None = None,
+    ) -> None:
         """Copy a state and see to its being saved as the store's next step, and to a file that points there.
 
         Raises:
@@ -60,7 +87,7 @@ class Background:
         fs, name = fsspec.core.url_to_fs(os.fspath(path))
         fs.makedirs(os.path.dirname(name), exist_ok=True)
         known, beside = kinds_within(state, kinds), grads_within(state, grads)
-        future: Any = self._saver.save(next_step(self.store), state, grads=beside, kinds=known)
+        future: Any = self._saver.save(next_step(self.store), state, grads=beside, kinds=known, cfg=cfg)
         self._done, self._busy = Future(), True
         in_flight[key_of(name)] = self._done
         future.add_done_callback(lambda saved: self._finish(saved, path, before))

@@ -65,7 +65,24 @@ def nested(tree: Any) -> dict[str, Any]:
     return found
 
 
-def fitted(plain: Any, like: Any, *, what: str = "like") -> Any:
+def names(tree: Any, *, what: str = "the tree") -> list[str]:
+    """The names of a pytree's leaves, as paths of the nested dicts that `nested` makes of it.
+
+    Args:
+        tree: a pytree of anything.
+        what: how messages call it.
+
+    Raises:
+        BadArgumentError: two leaves have one name.
+
+    Example:
+        >>> names({"opt": (3, {"w": 0.5})})
+        ['opt/0', 'opt/1/w']
+    """
+    return ["/".join(name) for name in _flat(tree, what)]
+
+
+def fitted(plain: Any, like: Any, *, what: str = "like", partial: bool = False) -> Any:
     """A plain tree in the containers of another, which has the same names and shapes; the inverse of `nested`.
 
     Args:
@@ -73,6 +90,7 @@ def fitted(plain: Any, like: Any, *, what: str = "like") -> Any:
         like: a pytree of arrays, `jax.ShapeDtypeStruct` and scalars: what comes back has its containers, dtypes and
             shardings; without a sharding, on the default device. NumPy arrays come back where it has NumPy arrays.
         what: how messages call it.
+        partial: pass over what is in `plain` alone; default False.
 
     Raises:
         BadArgumentError: names, shapes or kinds of numbers differ; the message lists them.
@@ -85,7 +103,7 @@ def fitted(plain: Any, like: Any, *, what: str = "like") -> Any:
     """
     saved, wanted = _flat(plain, "the checkpoint"), _flat(like, what)
     lines = [f"{'/'.join(name)}: not in the checkpoint" for name in wanted if name not in saved]
-    lines += [f"{'/'.join(name)}: not in {what}" for name in saved if name not in wanted]
+    lines += [f"{'/'.join(name)}: not in {what}" for name in saved if name not in wanted and not partial]
     for name in wanted.keys() & saved.keys():
         problem = _problem(saved[name], wanted[name], what)
         lines += [f"{'/'.join(name)}: {problem}"] if problem else []
@@ -131,6 +149,7 @@ def _whole(leaf: Any) -> Any:
 
 def _problem(saved: Any, wanted: Any, what: str) -> str:
     """Why a leaf cannot stand for another, or ""."""
+    is_key = _is_key(wanted)
     saved, wanted = (_data(leaf) if _is_key(leaf) else leaf for leaf in (saved, wanted))
     before, now = np.shape(saved), tuple(getattr(wanted, "shape", ()))
     if before != now:
@@ -143,6 +162,8 @@ def _problem(saved: Any, wanted: Any, what: str) -> str:
         return f"{type(saved).__qualname__} in the checkpoint, {wanted.dtype} in {what}"
     # A dtype is asked for by its name: NumPy knows bfloat16 and its like only through JAX.
     held = saved.dtype if isinstance(saved, (jax.Array, jax.ShapeDtypeStruct)) else np.asarray(saved).dtype
+    if is_key:
+        return "" if held == wanted.dtype else f"{held} in the checkpoint, a key of {wanted.dtype} in {what}"
     return "" if _rank(held) <= _rank(wanted.dtype) else f"{held} in the checkpoint, {wanted.dtype} in {what}"
 
 
@@ -169,4 +190,4 @@ def _placed(saved: Any, wanted: Any) -> Any:
     return jax.make_array_from_callback(host.shape, wanted.sharding, lambda index: host[index])
 
 
-__all__ = ["fitted", "nested"]
+__all__ = ["fitted", "names", "nested"]

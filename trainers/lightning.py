@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,10 +26,11 @@ from ..codec.extras import install
 from ..codec.kinds import kinds
 from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
+from ..search.result import SearchResult
 from ..store.store import Store
 from .background import Background
 from .loop import RanksChangedWarning
-from .pointers import PathLike, drop, load_at, read_pointer, save_at, store_of
+from .pointers import PathLike, drop, grads_within, kinds_within, load_at, read_pointer, save_at, store_of
 from .sensitivity import SensitivityTracker
 from .spread import rank, world
 from .state import capture_rng, plain, restore_rng
@@ -89,6 +93,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         self._savers: dict[str, Background] = {}
         self.kinds: dict[str, Any] | None = None
         self.grads: Any = None
+        self.choose: Callable[..., Config] | None = None
         self._stores: dict[str, Store] = {}
 
     def _store(self, path: PathLike) -> Store:
@@ -107,13 +112,18 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
             fs.pipe_file(name, compress(plain(checkpoint), cfg=lossless()).to_bytes())
             return
         grads = None if self.grads is None else {"state_dict": self.grads}
-        store = self._store(path)
-        if not self.background:
-            save_at(path, store, plain(checkpoint), grads=grads, kinds=self.kinds)
-            return
-        if store.url not in self._savers:
+        store, state = self._store(path), plain(checkpoint)
+        if self.background and store.url not in self._savers:
             self._savers[store.url] = Background(store)
-        self._savers[store.url].save(path, plain(checkpoint), grads=grads, kinds=self.kinds)
+        saver = self._savers.get(store.url)
+        cfg = None
+        if self.choose is not None:
+            prev = store.parent if saver is None else saver.parent()
+            cfg = self.choose(state, prev=prev, grads=grads_within(state, grads), kinds=kinds_within(state, self.kinds))
+        if saver is None:
+            save_at(path, store, state, grads=grads, kinds=self.kinds, cfg=cfg)
+        else:
+            saver.save(path, state, grads=grads, kinds=self.kinds, cfg=cfg)
 
     def teardown(self) -> None:
         """Called by Lightning when it is done; what is in flight is durable afterwards."""
@@ -161,18 +171,27 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         rng: save and restore the generators of torch, Python and NumPy; default True.
         sensitivity: average gradients, for codecs that ask for `grads`, before every so many optimizer steps: those at
             which checkpoints are saved. None (default): none.
+        search: chooses how each checkpoint is compressed, called with its state and `prev`, `last`, `grads` and `kinds`
+            as `sp.search` has them: `functools.partial(sp.search, evaluate=..., threshold=0.01)`. `evaluate` gets the
+            whole checkpoint as it would be restored, weights under "state_dict". The result goes into the checkpoint; a
+            run that resumes searches on from it, and the restore counts (`SearchResult.restored`). Under several
+            processes the first one searches, by itself. None (default): all are compressed as `CompressedIO` says.
 
     Example:
         >>> CompressedCheckpoints().rng
         True
 
-    Source: Inshrinkerator, section 4.1 (sensitivity).
+    Source: Inshrinkerator, sections 4.1 (sensitivity) and 5 (search).
     """
 
-    def __init__(self, *, rng: bool = True, sensitivity: int | None = None) -> None:
+    def __init__(
+        self, *, rng: bool = True, sensitivity: int | None = None, search: Callable[..., SearchResult] | None = None
+    ) -> None:
         super().__init__()
         self.rng = rng
         self.sensitivity = sensitivity
+        self.search = search
+        self.found: SearchResult | None = None
         self._tracker: SensitivityTracker | None = None
         self._restored: Any = None
         self._failed = False
@@ -190,6 +209,9 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         io_plugin = self._io(trainer)
         if io_plugin is not None:
             io_plugin.kinds = dict(kinds(pl_module))
+            io_plugin.choose = None if self.search is None else functools.partial(self._choose, self.search)
+        elif self.search is not None:
+            raise BadArgumentError("search: what it finds is for CompressedIO, which is not among the plugins")
         if self.sensitivity is not None:
             self._tracker = SensitivityTracker(pl_module, self.sensitivity, done=trainer.global_step)
         if self._restored is not None:
@@ -215,6 +237,14 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             # A state of Lightning's has the names of `torch.compile`d layers as they are.
             named = {n: grads.get(bare_name(pl_module, n)) for n, _ in pl_module.named_parameters()}
             io_plugin.grads = {n: g for n, g in named.items() if g is not None} or None
+
+    def _choose(self, search: Callable[..., SearchResult], state: dict[str, Any], **given: Any) -> Config:
+        """Called by the plugin, before it saves a state: what to compress it with; the result goes into the state."""
+        self.found = search(state, last=self.found, **given)
+        own = state.get("callbacks", {}).get(self.state_key)  # not there where only weights are saved
+        if own is not None:
+            own["search"] = json.dumps(self.found.to_json())
+        return self.found.config
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning."""
@@ -248,6 +278,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called by Lightning, on all processes."""
+        if self.search is not None and "search" in state_dict:
+            self.found = SearchResult.from_json(json.loads(state_dict["search"])).restored()
         found = state_dict.get("rng") if self.rng else None
         if found is None:
             return

@@ -7,6 +7,8 @@ against the tree before it: Orbax's type handlers see one array at a time.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 
-from ..codec.errors import ShrinkpointError
+from ..codec import tree
+from ..codec.errors import MissingParentError, ShrinkpointError
 from ..codec.extras import install
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
-from .jax import fitted, nested
+from .jax import fitted, names, nested
 from .pointers import drop, load_at, next_step, read_pointer, store_of, write_pointer
 
 if TYPE_CHECKING:
@@ -119,12 +122,41 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         store = None if pointer is None else store_of(path, pointer)
         # By our own store where it is that, for the next save to be a delta over what is loaded.
         store = self.store if store is not None and store.url == self.store.url else store
-        state = load_at(path, store=store, first=jax.process_index() == 0)
-        item = None if args is None else args.item
+        item, part = (None, False) if args is None else (args.item, args.partial_restore)
         try:
-            return state if item is None else fitted(state, item, what="item")
+            if item is None and part:
+                raise BadArgumentError("partial_restore: item must say which part")
+            paths = [glob.escape(name) for name in names(item, what="item")] if part else None
+            state = load_at(path, paths, store=store, first=jax.process_index() == 0)
+            return state if item is None else fitted(state, item, what="item", partial=part)
         except BadArgumentError as e:
             raise BadArgumentError(f"{path}: {e}") from None
+
+    def metadata(self, directory: Any) -> Any:
+        """Called by Orbax for `item_metadata`: nested dicts of `jax.ShapeDtypeStruct` and plain scalars.
+
+        That is an item to restore to. No array is read for it.
+
+        Raises:
+            BadArgumentError: not a checkpoint of this handler.
+            MissingParentError, CorruptDataError: see `Store.describe`.
+        """
+        path = str(directory / POINTER)
+        pointer = read_pointer(path)
+        if pointer is None:
+            raise BadArgumentError(f"{path}: not a checkpoint of shrinkpoint")
+        store = store_of(path, pointer)
+        manifest = store.describe(pointer.step) if pointer.step in store.steps() else None
+        if manifest is None or manifest.identity != pointer.identity:
+            raise MissingParentError(f"{path}: step {pointer.step} of {store.url} is not there, or is another one")
+        ckpt = store.header(manifest)
+        struct: Any = jax.ShapeDtypeStruct
+        specs = [record.spec for record in ckpt.records]
+        return tree.unflatten(
+            ckpt.header["tree"],
+            lambda number, _: struct(specs[number].shape, jax.numpy.dtype(specs[number].dtype)),
+            rebuild=True,
+        )
 
     def close(self) -> None:
         """Called by Orbax when the manager is closed."""
@@ -136,10 +168,17 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         if not self.store.steps():
             return
         fs, home = fsspec.core.url_to_fs(self._home)
-        found = [p for p in fs.find(home, maxdepth=3) if p.endswith(f"/{POINTER}")]
-        pointers = [read_pointer(fs.unstrip_protocol(path)) for path in found]
-        mine = os.path.basename(self.store.url)
-        kept = {p.step for p in pointers if p is not None and os.path.basename(p.store) == mine}
+        fs.invalidate_cache()
+        mine, kept = os.path.basename(self.store.url), set()
+        # A step's folder, or that of an item in it. What is in the store itself, or deeper, is not listed.
+        for step in fs.ls(home, detail=False):
+            if os.path.basename(step) == mine or not fs.isdir(step):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # Orbax removes folders meanwhile
+                for place in (step, *fs.ls(step, detail=False)):
+                    pointer = read_pointer(fs.unstrip_protocol(f"{place}/{POINTER}"))
+                    if pointer is not None and os.path.basename(pointer.store) == mine:
+                        kept.add(pointer.step)
         drop(self.store, set(self.store.steps()) - kept)
 
 
@@ -169,9 +208,12 @@ class CompressedRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         item: a pytree of the structure that was saved, of `jax.ShapeDtypeStruct` (or arrays) and scalars: what comes
             back has its containers, dtypes and shardings; without a sharding, on the default device. NumPy arrays come
             back where it has NumPy arrays. None (default): nested dicts by name, as they were saved.
+        partial_restore: read no more than what is in `item`, which may then be a part of what was saved; such a restore
+            is not counted. Default False.
     """
 
     item: Any = None
+    partial_restore: bool = False
 
 
 @dataclass(frozen=True, slots=True)

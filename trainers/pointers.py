@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -82,11 +82,18 @@ def read_pointer(path: PathLike) -> Pointer | None:
 
 
 def save_at(
-    path: PathLike, store: Store, state: Any, *, grads: Any = None, kinds: Mapping[str, Any] | None = None
+    path: PathLike,
+    store: Store,
+    state: Any,
+    *,
+    grads: Any = None,
+    kinds: Mapping[str, Any] | None = None,
+    cfg: Config | None = None,
 ) -> Pointer:
     """Save a state as the store's next step, then let a file point to it; what it pointed to before is dropped."""
     before = read_pointer(path)
-    saved = store.save(next_step(store), state, grads=grads_within(state, grads), kinds=kinds_within(state, kinds))
+    known, beside = kinds_within(state, kinds), grads_within(state, grads)
+    saved = store.save(next_step(store), state, grads=beside, kinds=known, cfg=cfg)
     pointer = write_pointer(path, store, saved.step, saved.checkpoint.identity)
     drop_replaced(path, store, before)
     return pointer
@@ -144,7 +151,13 @@ def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Sto
     return Store(os.path.normpath(os.path.join(folder or ".", pointer.store)), cfg)
 
 
-def load_at(path: PathLike, paths: str | None = None, *, store: Store | None = None, first: bool | None = None) -> Any:
+def load_at(
+    path: PathLike,
+    paths: str | Sequence[str] | None = None,
+    *,
+    store: Store | None = None,
+    first: bool | None = None,
+) -> Any:
     """The state that a file points to.
 
     Args:

@@ -37,7 +37,7 @@ from shrinkpoint.trainers.loop import RanksChangedWarning
 
 LAST, FATAL = 6, 3
 """Steps of the whole training, a save each; the save in which a rank is killed."""
-LIMIT = 60.0
+LIMIT = 600.0
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

@@ -53,6 +53,7 @@ def fit(
     plugin: Any = None,
     checkpoint: Any = None,
     sensitivity: int | None = None,
+    search: Any = None,
     top: int = 2,
     ddp: bool = False,
     width: int = 64,
@@ -78,7 +79,7 @@ def fit(
         plugins=[plugin or CompressedIO(cfg or sp.presets.lossless())],
         callbacks=[
             checkpoint or ModelCheckpoint(folder, save_top_k=top, monitor="epoch", mode="max"),
-            CompressedCheckpoints(sensitivity=sensitivity),
+            CompressedCheckpoints(sensitivity=sensitivity, search=search),
         ],
     )
     trainer.fit(model, data, ckpt_path=resume)

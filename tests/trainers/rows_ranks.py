@@ -107,7 +107,7 @@ class Wrapped(nn.Module):
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=600)
     )
     for sparse in (False, True):
         for how in ("optimizer", "not given", "by hand"):

@@ -43,7 +43,7 @@ def train(
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=SIZE, timeout=timedelta(seconds=600)
     )
     out: dict[str, Any] = {}
     inner = model()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is not install
 from shrinkpoint.trainers.accelerate import compress_states  # noqa: E402
 
 from .accelerate_run import main  # noqa: E402
+from .killing import run_and_kill  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("accelerate_run.py")
@@ -35,15 +33,8 @@ def by_step(folder: Path) -> dict[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
 def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
-    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "5000", *how]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    limit = time.monotonic() + 120
-    while not (tmp_path / "killed" / "losses.txt").exists() or len(by_step(tmp_path / "killed")) < 11:
-        assert process.poll() is None
-        assert time.monotonic() < limit
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    killed = tmp_path / "killed"
+    run_and_kill(RUN, killed, 5000, *how, once=lambda: (killed / "losses.txt").exists() and len(by_step(killed)) >= 11)
     # A folder whose save was cut off: Accelerate itself refuses to write into it.
     for folder in (tmp_path / "killed" / "checkpoints").iterdir():
         if not (folder / "random_states_0.pkl").exists() or not (folder / "shrinkpoint.json").exists():

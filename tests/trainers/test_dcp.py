@@ -48,6 +48,7 @@ from shrinkpoint.trainers.dcp import (
     Writer,
 )
 from shrinkpoint.trainers.dcp import reader as reader_module
+from shrinkpoint.trainers.dcp import writer as writer_module
 from shrinkpoint.trainers.dcp.metadata import Index, Layout, RankFile, Shard, build, parse
 from shrinkpoint.trainers.dcp.places import place
 
@@ -126,7 +127,7 @@ def ranks(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=2700
     )
     assert done.returncode == 0, done.stderr[-3000:]
     runs = [json.loads(line) for line in done.stdout.splitlines()]
@@ -298,7 +299,7 @@ def test_a_rank_lost_within_a_collective_is_noticed(ranks: Any, scenario: str, c
     folder, runs = ranks
     assert runs[scenario]["codes"] == [0, code], "\n".join(runs[scenario]["logs"])
     assert said.lower() in runs[scenario]["logs"][0].lower()
-    assert int(runs[scenario]["logs"][0].split("noticed after ")[1].split()[0]) < 40
+    assert int(runs[scenario]["logs"][0].split("noticed after ")[1].split()[0]) < dcp_worker.LIMIT / 2
     # The checkpoint before it is whole.
     assert everything(Reader(folder / scenario))["s"].shape == (128, 64)
 
@@ -443,6 +444,27 @@ def test_saving_to_one_place_again_and_again(tmp_path: Path) -> None:
         lengths.append(chain(tmp_path))
     assert lengths == [3, 3, 1, 2, 2]
     assert torch.equal(load({"w": torch.zeros(64, 64)}, tmp_path)["w"], w + 4)
+
+
+@pytest.mark.parametrize("against", ["previous", "base"])
+def test_a_delta_that_spares_nothing_is_a_base_instead(tmp_path: Path, against: Any, monkeypatch: Any) -> None:
+    """After a jump of the weights; the deltas after it are small again. Only in doubt is a state compressed twice."""
+    made: list[sp.Checkpoint] = []
+    monkeypatch.setattr(writer_module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    w = torch.randn(200, 200)
+    writer, redrawn, lengths = Writer(cfg=sp.Config(EXACT.rules, chain=sp.ChainPolicy(None, against))), {2, 3}, []
+    for step in range(6):
+        w = torch.randn(200, 200) if step in redrawn else w.clone()
+        w[step] += 0.1
+        save({"w": w, "step": step}, tmp_path / str(step), writer)
+        lengths.append(chain(tmp_path / str(step)))
+        assert torch.equal(load({"w": torch.zeros(200, 200)}, tmp_path / str(step))["w"], w)
+    assert lengths == ([1, 2, 1, 1, 2, 3] if against == "previous" else [1, 2, 1, 1, 2, 2])
+    assert len(made) == 6 + len(redrawn)
+    large = Writer(cfg=sp.Config(EXACT.rules, chain=sp.ChainPolicy(None, against, only_smaller=False)))
+    for step in range(2):
+        save({"w": torch.randn(200, 200)}, tmp_path / f"large-{step}", large)
+    assert chain(tmp_path / "large-1") == 2
 
 
 def test_a_run_that_starts_anew_goes_on_with_deltas(tmp_path: Path) -> None:
@@ -677,7 +699,7 @@ def test_moments_that_belong_together_are_decoded_together(tmp_path: Path, monke
 def test_memory_of_a_load_is_bounded_beside_what_it_fills(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(dcp_worker.__file__).with_name("dcp_memory.py")), str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     # Measured: 1.5 batches. A batch as large as the state would be more than half of the state.
@@ -973,8 +995,10 @@ def test_a_save_that_begins_within_another_is_refused(tmp_path: Path, kind: Asyn
 
     try:
         begin("first", -1.0).result()
-        futures = [begin(f"step-{i}", float(i), 3_000_000) for i in range(3)]
-        refused = 0
+        futures, refused = list[Any](), 0
+        # Three at once overlap, unless the machine lets this process wait between them for as long as a save takes.
+        while len(futures) < 60 and not any(f.exception() for f in futures):
+            futures += [begin(f"step-{i}", float(i), 3_000_000) for i in range(len(futures), len(futures) + 3)]
         for i, future in enumerate(futures):
             error = future.exception()
             refused += error is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +77,22 @@ def test_without_what_it_needs_an_example_says_how_it_is_called(name: str) -> No
     assert re.fullmatch(rf"usage: .*{name}\.py .*\n", done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "said"),
+    [
+        ("lightning_trainer", "lightning", "needs Lightning: pip install 'lightning>=2.4'"),
+        ("transformers_trainer", "transformers", "needs Transformers: pip install 'transformers>=4.50'"),
+        ("transformers_trainer", "accelerate", "needs Transformers: pip install 'transformers>=4.50'"),
+    ],
+)
+def test_without_its_framework_an_example_says_how_to_get_it(name: str, package: str, said: str) -> None:
+    code = "import runpy, sys; sys.modules[sys.argv[1]] = None; runpy.run_path(sys.argv[2], run_name='__main__')"
+    command = [sys.executable, "-c", code, package, str(HOME / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"this example {re.escape(said)}.*\n", done.stderr)
+
+
 def test_own_codec() -> None:
     module = example("own_codec")
     try:
@@ -111,7 +126,7 @@ def test_own_kernel() -> None:
     """In a process of its own: Triton interprets only what was imported under its variable."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(HOME / "own_kernel.py")], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(HOME / "own_kernel.py")], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"agree to the bit: reference, cpu.*, interpreter", done.stdout)
@@ -127,15 +142,17 @@ import os, sys, warnings
 sys.path.insert(0, {str(HOME)!r})
 warnings.simplefilter("ignore")
 import fsdp2, torch
+import torch.distributed as dist
 torch.set_num_threads(1)
-ports = sys.argv[1:]
-for steps, port in zip((40, 60), ports):
+for steps in (40, 60):
+    # Where the ranks meet, at a port that nobody else can take meanwhile: as torchrun does it.
+    meet = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pids = []
     for rank in (0, 1):
         pids.append(os.fork())
         if not pids[-1]:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-            os.environ["MASTER_PORT"] = port
+            os.environ.update(MASTER_PORT=str(meet.port), TORCHELASTIC_USE_AGENT_STORE="True")
             fsdp2.main({str(tmp_path / "run")!r}, steps)
             sys.stdout.flush()
             os._exit(0)
@@ -144,17 +161,11 @@ for steps, port in zip((40, 60), ports):
     # A save that was interrupted: data, and no metadata.
     os.makedirs({str(tmp_path / "run" / "step-000041" / "data")!r}, exist_ok=True)
 """
-    command = [sys.executable, "-c", code, str(free_port()), str(free_port())]
+    command = [sys.executable, "-c", code]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resumed at step 0" in done.stdout
     assert "resumed at step 40" in done.stdout
     newest = tmp_path / "run" / "step-000060"
     assert [len(file.chain) for file in Reader(newest).read_metadata().storage_data.files] == [3, 3]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

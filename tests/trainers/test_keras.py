@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ pytest.importorskip("keras", reason="keras is not installed; `make frameworks` h
 from shrinkpoint.trainers.keras import CompressedBackup
 
 from .keras_run import build, main
+from .killing import run_and_kill
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("keras_run.py")
@@ -36,14 +33,8 @@ def by_epoch(folder: Path) -> dict[int, str]:
 
 @pytest.mark.slow
 def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, str(RUN), str(tmp_path / "killed"), "5000"], start_new_session=True)
-    limit = time.monotonic() + 120
-    while not (tmp_path / "killed" / "losses.txt").exists() or len(by_epoch(tmp_path / "killed")) < 4:
-        assert process.poll() is None
-        assert time.monotonic() < limit
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    killed = tmp_path / "killed"
+    run_and_kill(RUN, killed, 5000, once=lambda: (killed / "losses.txt").exists() and len(by_epoch(killed)) >= 4)
     epochs = len(by_epoch(tmp_path / "killed")) + 4
     main(tmp_path / "killed", epochs)
     main(tmp_path / "whole", epochs)

@@ -25,7 +25,7 @@ def runs(tmp_path_factory: Any) -> Runs:
     command = [sys.executable, str(Path(__file__).with_name("killed_ranks.py")), str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2700)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return folder, {line["name"]: line for line in lines}

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +20,16 @@ pytest.importorskip("lightning", reason="lightning is not installed; `make frame
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
+from shrinkpoint.search import Cube
 from shrinkpoint.trainers import lightning as adapter
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
 from shrinkpoint.trainers.loop import RanksChangedWarning
 
+from .killing import run_and_kill
 from .lightning_run import Model, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,16 +50,10 @@ def by_step(folder: Path) -> dict[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
 def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
-    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "500", *how]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    limit = time.monotonic() + 120
-    kept = 1 if how else 2
-    while len(list((tmp_path / "killed").glob("*.ckpt"))) < kept or len(finals(tmp_path / "killed")) < 14:
-        assert process.poll() is None
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    killed, kept = tmp_path / "killed", 1 if how else 2
+    run_and_kill(
+        RUN, killed, 5000, *how, once=lambda: len(list(killed.glob("*.ckpt"))) >= kept and len(finals(killed)) >= 14
+    )
     epochs = len(by_step(tmp_path / "killed")) // 4 + 2
     newest = max((tmp_path / "killed").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
     fit(tmp_path / "killed", epochs, newest)
@@ -149,7 +144,7 @@ def test_a_process_that_ends_without_teardown_finishes_the_save(tmp_path: Path) 
         "plugin = CompressedIO(background=True); "
         "plugin.save_checkpoint({'state_dict': {'a': torch.arange(99.0)}}, sys.argv[1])"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.ckpt")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.ckpt")], check=True, timeout=600)
     assert CompressedIO().load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["a"].tolist() == list(range(99))
 
 
@@ -222,6 +217,63 @@ def test_layer_types_and_gradients_are_handed_over(tmp_path: Path) -> None:
     assert kinds["first.weight"].layer == "linear"
 
 
+class Searching:
+    """Searches under a threshold, and keeps what it was given and what it found."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+        self.found: list[sp.SearchResult] = []
+        self.data = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
+
+    def evaluate(self, state: dict[str, Any]) -> float:
+        probe = Model(256, 0.01)
+        probe.load_state_dict(state["state_dict"])
+        with torch.no_grad():
+            return float((probe.last(torch.tanh(probe.first(self.data))) - self.data.flip(1)).square().mean())
+
+    def __call__(self, state: dict[str, Any], **given: Any) -> sp.SearchResult:
+        cube = Cube(bins=(4, 8, 16, 32), prune=(0.0, 0.2), protect=(0.0005,))
+        self.given.append(given)
+        self.found.append(sp.search(state, self.evaluate, 0.05, cube=cube, progress=False, **given))
+        return self.found[-1]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(tmp_path: Path, background: bool) -> None:
+    searching, folder = Searching(), tmp_path / "run"
+    every = ModelCheckpoint(folder, save_top_k=-1, monitor="epoch", mode="max")
+    how: dict[str, Any] = {"search": searching, "sensitivity": 4, "width": 256}
+    fit(folder, 3, plugin=CompressedIO(background=background), checkpoint=every, **how)
+    fit(tmp_path / "plain", 3, width=256)
+    # Whatever is tried meanwhile, the run is the same.
+    assert finals(folder) == finals(tmp_path / "plain")
+    store, found = sp.Store(folder / "shrinkpoint"), searching.found
+    assert len(found) == len(store.steps()) == 3
+    assert [g["last"] for g in searching.given] == [None, *found[:-1]]
+    parents = [None if g["prev"] is None else g["prev"].id for g in searching.given]
+    assert parents == [None, *(store.read(step).id for step in store.steps()[:-1])]
+    assert all(len(g["grads"]) == 4 and g["kinds"]["first.weight"].layer == "linear" for g in searching.given)
+    for step, one in zip(store.steps(), found, strict=True):
+        state = store.load(step, count=False)
+        assert one.met
+        assert one.baseline is not None
+        assert searching.evaluate(state) / one.baseline - 1 == pytest.approx(one.degradation, abs=1e-6)
+        assert sp.SearchResult.from_json(json.loads(state["callbacks"]["CompressedCheckpoints"]["search"])) == one
+    # A run that resumes goes on from the search of the checkpoint that it resumed, and counts the restore.
+    newest = max(folder.glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
+    again = Searching()
+    fit(folder, 4, newest, plugin=CompressedIO(background=background), checkpoint=every, **(how | {"search": again}))
+    assert len(again.found) == 1
+    assert again.given[0]["last"] == found[-1].restored()
+    assert again.given[0]["prev"].id == store.read(store.steps()[2]).id
+    assert again.found[0].restores == 1
+
+
+def test_a_search_needs_the_plugin(tmp_path: Path) -> None:
+    with pytest.raises(sp.BadArgumentError, match="CompressedIO, which is not among the plugins"):
+        fit(tmp_path / "run", 1, plugin=TorchCheckpointIO(), search=Searching())
+
+
 def test_gradients_are_those_of_the_batch_and_counted_as_lightning_counts(tmp_path: Path, monkeypatch: Any) -> None:
     """Lightning makes them in a closure within the optimizer's step."""
     used: list[dict[str, torch.Tensor]] = []
@@ -262,7 +314,7 @@ def test_each_process_goes_on_with_its_own_random_numbers(tmp_path: Path) -> Non
     def run(folder: str, epochs: int, *more: Any) -> None:
         command = [sys.executable, str(RUN), str(tmp_path / folder), str(epochs), "ddp", *map(str, more)]
         environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
 
     run("whole", 4)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from shrinkpoint.trainers.parts import StateMismatchWarning
 
 from ..codec.common import difference
 from . import rows_run
+from .killing import run_and_kill
 from .loop_run import main
 
 # Torch says so of its own optimizers' sparse tensors.
@@ -32,30 +30,10 @@ TRACKED = Path(rows_run.__file__)
 MULTI = Path(__file__).with_name("loop_ranks.py")
 
 
-def run_and_kill(folder: Path, losses: Path, at: int, workers: int | None) -> None:
-    """Start a run in a process of its own and kill it with SIGKILL once it has done so many steps.
-
-    `workers` of its loader; None: the run with a tracker, which has none.
-    """
-    run = [str(TRACKED)] if workers is None else [str(RUN)]
-    command = [
-        sys.executable,
-        *run,
-        str(folder),
-        str(losses),
-        "1000",
-        *([] if workers is None else ["3", str(workers)]),
-    ]
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        limit = time.monotonic() + 120
-        while not losses.exists() or len(losses.read_text().splitlines()) < at:
-            assert process.poll() is None
-            assert time.monotonic() < limit
-            time.sleep(0.005)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def kill_at(at: int, script: Path, folder: Path, losses: Path, *more: int) -> None:
+    """Kill a run that would go on for long once it has done so many steps."""
+    once = lambda: losses.exists() and len(losses.read_text().splitlines()) >= at  # noqa: E731
+    run_and_kill(script, folder, losses, 100_000, *more, once=once)
 
 
 def by_step(losses: Path) -> list[str]:
@@ -70,7 +48,7 @@ def by_step(losses: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     workers = 2
-    run_and_kill(tmp_path / "killed", tmp_path / "killed.txt", 17, workers)
+    kill_at(17, RUN, tmp_path / "killed", tmp_path / "killed.txt", 3, workers)
     done = len(by_step(tmp_path / "killed.txt"))
     steps = done + 15
     assert len(sp.Store(tmp_path / "killed").steps()) >= 3
@@ -91,7 +69,7 @@ def notes(store: sp.Store, step: int) -> list[str]:
 def test_a_killed_run_with_a_tracker_resumed_loses_no_row(tmp_path: Path) -> None:
     """Deltas hold the rows that moved and no mark is missing, before the kill, over the resume, and after it."""
     folder, log = tmp_path / "run", tmp_path / "log.txt"
-    run_and_kill(folder, log, 20, None)
+    kill_at(20, TRACKED, folder, log)
     done = max(sp.Store(folder).steps())
     rows_run.main(str(folder), str(log), done + 12)
     store = sp.Store(folder)
@@ -654,7 +632,7 @@ def test_two_processes(tmp_path: Path) -> None:
     """Trained by two over gloo (DDP and FSDP2), resumed by two bit for bit, and by one."""
     command = [sys.executable, str(MULTI), str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
-    assert [rank.wait(240) for rank in ranks] == [0, 0]
+    assert [rank.wait(900) for rank in ranks] == [0, 0]
     # However many processes load, that is one restore of the run.
     assert [sp.Store(tmp_path / name).restores() for name in ("ddp", "fsdp2", "pointed")] == [1, 1, 1]
     for kind in ("ddp", "fsdp2"):
@@ -672,7 +650,7 @@ def test_two_processes(tmp_path: Path) -> None:
 def test_a_process_that_is_lost_while_the_state_comes_together(tmp_path: Path, how: str, said: str) -> None:
     command = [sys.executable, str(MULTI), str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank), how], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
-    text = ranks[0].communicate(timeout=120)[0]
+    text = ranks[0].communicate(timeout=900)[0]
     ranks[1].kill()
     ranks[1].communicate()
     assert ranks[0].returncode == 3

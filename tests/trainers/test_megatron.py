@@ -23,7 +23,7 @@ def said(tmp_path_factory: Any) -> list[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     return done.stdout.splitlines()

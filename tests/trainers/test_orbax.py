@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,16 @@ ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not in
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from shrinkpoint.store.local import LocalFiles  # noqa: E402
 from shrinkpoint.trainers import orbax as adapter  # noqa: E402
 from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave  # noqa: E402
 from tests.pages import run_page  # noqa: E402
 
+from .killing import run_and_kill  # noqa: E402
 from .orbax_run import abstract, build, main, opened, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,18 +67,14 @@ def bytes_in(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["store", "process"])
 def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, str(RUN), str(tmp_path / "killed"), "50000", how], start_new_session=True
-    )
-    limit = time.monotonic() + 120
-    home, lines = tmp_path / "killed" / "run", tmp_path / "killed" / "losses.txt"
-    # As soon as a save is on its way, once there are some.
-    while not lines.exists() or len(by_step(tmp_path / "killed")) < 14 or not list(home.glob("*orbax-checkpoint-tmp*")):
-        assert process.poll() is None
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    killed, home = tmp_path / "killed", tmp_path / "killed" / "run"
+
+    def saving() -> bool:
+        """As soon as a save is on its way, once there are some."""
+        begun = (killed / "losses.txt").exists() and len(by_step(killed)) >= 14
+        return begun and bool(list(home.glob("*orbax-checkpoint-tmp*")))
+
+    run_and_kill(RUN, killed, 50_000, how, once=saving, every=0.001)
     steps = len(by_step(tmp_path / "killed")) + 7
     main(tmp_path / "killed", steps, how)
     main(tmp_path / "whole", steps)
@@ -285,6 +283,95 @@ def test_floats_do_not_become_integers(tmp_path: Path) -> None:
         assert found["n"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_a_part_alone_and_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {**build(), "key": jax.random.key(3), "odd [name]*": jnp.arange(4.0), "half": jnp.ones(3, jnp.bfloat16)}
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        for step in (1, 2):
+            manager.save(step, args=CompressedSave({**state, "done": step}))
+        manager.wait_until_finished()
+        found = manager.item_metadata(2)
+        assert found["params"]["first"]["kernel"] == jax.ShapeDtypeStruct((16, 64), jnp.float32)
+        assert found["half"] == jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+        assert (found["opt"]["1"]["count"].dtype, found["done"]) == (jnp.int32, 2)
+        whole = manager.restore(2, args=CompressedRestore(found))
+        assert np.array_equal(whole["params"]["first"]["kernel"], state["params"]["first"]["kernel"])
+        store = sp.Store(tmp_path / "shrinkpoint")
+        restores = store.restores()
+
+        with monkeypatch.context() as patch:
+            whole_of = LocalFiles.read
+            forbidden = lambda self, name: whole_of(self, name) if "data/" not in name else pytest.fail(name)  # noqa: E731
+            patch.setattr(LocalFiles, "read", forbidden)
+            assert manager.item_metadata(1)["done"] == 1
+
+        item = {"params": {"last": abstract(state["params"]["last"])}, "key": state["key"], "odd [name]*": jnp.zeros(4)}
+        part = manager.restore(2, args=CompressedRestore(item, partial_restore=True))
+        assert jax.tree.structure(part) == jax.tree.structure(item)
+        assert same(part["params"]["last"], state["params"]["last"])
+        assert np.array_equal(part["odd [name]*"], np.arange(4))
+        assert np.array_equal(jax.random.key_data(part["key"]), jax.random.key_data(state["key"]))
+        assert store.restores() == restores, "a part is no restore of the run"
+        for bad, why in (
+            ({"params": {"last": {"weight": jnp.zeros(3)}}}, "params/last/weight"),
+            (
+                {"params": {"last": {"bias": jnp.zeros(3)}}},
+                r"params/last/bias: shape \(16,\) in the checkpoint, \(3,\)",
+            ),
+            (None, "item must say which part"),
+        ):
+            with pytest.raises(sp.BadArgumentError, match=why):
+                manager.restore(2, args=CompressedRestore(bad, partial_restore=True))
+        with pytest.raises(sp.BadArgumentError, match="half: not in item"):
+            manager.restore(2, args=CompressedRestore(item))
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "why"),
+    [
+        (np.zeros(2, np.uint8), jax.random.key(0), "uint8 in the checkpoint, a key of uint32 in item"),
+        (np.zeros(2, bool), jax.random.key(0), "bool in the checkpoint, a key of uint32 in item"),
+        (np.zeros(2, np.float32), jax.random.key(0), "float32 in the checkpoint, a key of uint32 in item"),
+        (np.zeros((3, 2), np.uint32), jax.random.key(0), r"shape \(3, 2\) in the checkpoint, \(2,\) in item"),
+        ("text", jax.random.key(0), r"shape \(\) in the checkpoint, \(2,\) in item"),
+        (jax.random.key(0), jnp.zeros(2, bool), "uint32 in the checkpoint, bool in item"),
+        (jax.random.key(0), jax.random.key(0, impl="rbg"), r"shape \(2,\) in the checkpoint, \(4,\) in item"),
+        (jax.random.key(0), 7, r"shape \(2,\) in the checkpoint, \(\) in item"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused_too(tmp_path: Path, saved: Any, wanted: Any, why: str) -> None:
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        manager.save(1, args=CompressedSave({"w": jnp.ones(3), "key": saved}))
+        manager.wait_until_finished()
+        with pytest.raises(sp.BadArgumentError, match=f"key: {why}"):
+            manager.restore(1, args=CompressedRestore({"w": jnp.ones(3), "key": wanted}))
+
+
+def test_keys_come_back_in_any_target(tmp_path: Path) -> None:
+    keys = jax.random.split(jax.random.key(3), 4)
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        manager.save(1, args=CompressedSave({"keys": keys}))
+        manager.wait_until_finished()
+        for wanted in (keys, jax.ShapeDtypeStruct(keys.shape, keys.dtype)):
+            found = manager.restore(1, args=CompressedRestore({"keys": wanted}))["keys"]
+            assert found.dtype == keys.dtype
+            assert np.array_equal(jax.random.key_data(found), jax.random.key_data(keys))
+
+
+def test_a_save_lists_no_file_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    real = LocalFileSystem.ls
+    monkeypatch.setattr(
+        LocalFileSystem, "ls", lambda self, path, *a, **k: listed.append(path) or real(self, path, *a, **k)
+    )
+    with opened(tmp_path, cfg=sp.presets.lossless(), max_to_keep=2) as manager:
+        for step in range(5):
+            manager.save(step, args=CompressedSave({"w": jnp.arange(3)}))
+        manager.wait_until_finished()
+    assert len(sp.Store(tmp_path / "shrinkpoint").steps()) == 2
+    assert listed
+    assert not [path for path in listed if "shrinkpoint" in path.removeprefix(str(tmp_path))]
+
+
 def test_missing_and_damaged_steps(tmp_path: Path) -> None:
     state = build()
     with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
@@ -369,11 +456,13 @@ def test_a_store_shared_by_two_items_is_an_error(tmp_path: Path, shared: str) ->
 
 @pytest.mark.slow
 def test_arrays_that_are_spread_over_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, str(RUN.with_name("orbax_ranks.py")), str(port), str(tmp_path)]
-    running = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    assert [process.communicate(timeout=120)[0].splitlines()[-1] for process in running] == ["as it was"] * 2
+    with socket.socket() as taken:
+        # Held, so that nobody else is given it; whom JAX listens by shares it.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("localhost", 0))
+        port = taken.getsockname()[1]
+        command = [sys.executable, str(RUN.with_name("orbax_ranks.py")), str(port), str(tmp_path)]
+        running = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+        assert [process.communicate(timeout=900)[0].splitlines()[-1] for process in running] == ["as it was"] * 2
     assert [process.returncode for process in running] == [0, 0]
     assert len(sp.Store(tmp_path / "shrinkpoint").steps()) == 2

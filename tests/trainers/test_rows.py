@@ -538,7 +538,7 @@ def test_two_processes_each_of_which_sees_its_own_look_ups(tmp_path: Path) -> No
         subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=home, stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)
     ]
-    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    said = [rank.communicate(timeout=900)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
 
 

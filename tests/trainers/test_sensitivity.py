@@ -636,7 +636,7 @@ def test_replicas_and_shards_average_the_gradients_of_the_whole_batch(tmp_path: 
         for rank in range(worker.SIZE)
     ]  # fmt: skip
     try:
-        said = [p.communicate(timeout=300)[0].decode() for p in processes]
+        said = [p.communicate(timeout=900)[0].decode() for p in processes]
     finally:
         for p in processes:
             p.kill()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from shrinkpoint.trainers.transformers import (
     newest_complete,
 )
 
+from .killing import run_and_kill
 from .transformers_run import BackgroundTrainer, SmallTrainer, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,15 +50,8 @@ def names(folder: Path) -> set[str]:
 @pytest.mark.parametrize("how", [[], ["background"]])
 def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
     # So many steps that the run cannot end before it is killed; the learning rate depends on the number.
-    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "5000", *how]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    limit = time.monotonic() + 120
-    while not (tmp_path / "killed" / "losses.txt").exists() or len(by_step(tmp_path / "killed")) < 13:
-        assert process.poll() is None
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    killed = tmp_path / "killed"
+    run_and_kill(RUN, killed, 5000, *how, once=lambda: (killed / "losses.txt").exists() and len(by_step(killed)) >= 13)
     steps = len(by_step(tmp_path / "killed")) + 6
 
     for folder, resume in (("killed", True), ("whole", None)):

@@ -23,7 +23,6 @@ from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
 from ...codec.leaves import is_array
 from ...codec.matching import matched, tie, with_targets
-from ...codec.parallel import map_chunks
 from ...codec.partition import Sketch, kept, pruning
 from ...codec.quantize import LevelsMemory, Plan, Quantize
 from ...codec.tree import flatten
@@ -110,7 +109,7 @@ class WholeState(Quantize):
         pruned = self.decided.prune
         thresholds = [Thresholds(*self.decided.protect, *pruned.get(s.layer, (0.0, 0.0))) for s in sketches]
         trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
-        return [Plan(*made) for made in zip(sketches, thresholds, trades, strict=True)]
+        return self.plans(leaves, parents, sketches, thresholds, trades)
 
 
 class Weights:
@@ -139,7 +138,7 @@ class Weights:
         for codec, group in groups.items():
             if codec.prune:
                 codec.check_gradients(group)
-            found = map_chunks(codec.sketch, group)
+            found = codec.sketch(group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
             self.summaries[codec] = Summary(_counts(found), _before(group, parent))
 

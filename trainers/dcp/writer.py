@@ -27,7 +27,7 @@ from ...codec.kinds import check_kinds
 from ...store.chain import carried_by
 from ...store.files import TEMPORARY, Files
 from ...store.manifest import Manifest
-from ...store.policy import wants_base
+from ...store.policy import Size, smaller, wants_base
 from .chain import carry, open_folder, read_index, resolve
 from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
 from .places import VALUES, Place, check_named, insert, kinds_of, numbered, place
@@ -48,6 +48,7 @@ class _Parent:
         folder: of which checkpoint.
         shards: sizes of its shards by name and offsets.
         last: what this rank saved last: the parent itself, or a delta over it.
+        whole: what a base of its last state took; None where none was made since the chain's own.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +56,12 @@ class _Parent:
     folder: str
     shards: Mapping[tuple[str, Offsets], Offsets]
     last: RankFile
+    whole: Size | None = None
+
+    @property
+    def base_size(self) -> Size:
+        """What a base takes, about."""
+        return self.whole or Size(self.file.chain[-1][1], self.checkpoint.raw_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +241,13 @@ class Writer(StorageWriter):
             cfg = weights.under(agree(weights.summaries, self.process_group))
         results = []
         if state:
-            ckpt = compress(state, parent, cfg, kinds=kinds)
+            ckpt, whole = compress(state, parent, cfg, kinds=kinds), None
+            if head is not None:
+                ckpt, whole = smaller(cfg.chain, ckpt, head.base_size, lambda: compress(state, None, cfg, kinds=kinds))
+                head = head if ckpt.is_delta else None
             written = _describe(self._rank, ckpt, head)
             files.write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
-            self._advance(files, ckpt, written, shards, head)
+            self._advance(ckpt, written, shards, head, whole)
             names = tuple(i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
             record = dataclasses.replace(written, shards=tuple(shards), values=names)
             results = [WriteResult(MetadataIndex(written.chain[0][0]), written.nbytes, record)]
@@ -361,18 +371,19 @@ class Writer(StorageWriter):
 
     def _advance(
         self,
-        files: Files,
         ckpt: Checkpoint,
         written: RankFile,
         shards: Mapping[tuple[str, Offsets], Offsets],
         head: _Parent | None,
+        whole: Size | None,
     ) -> None:
         """Let the next delta be against what was just written, or against its base."""
         folder = str(self.path)
+        whole = whole or (None if head is None else head.whole)
         if head is not None and self.cfg.chain.against == "base":
-            new = dataclasses.replace(head, folder=folder, last=written)
+            new = dataclasses.replace(head, folder=folder, last=written, whole=whole)
         else:
-            new = _Parent(ckpt, written, folder, dict(shards), written)
+            new = _Parent(ckpt, written, folder, dict(shards), written, whole)
         if not self._travelled:
             self._head = new
             return
