@@ -26,10 +26,11 @@ from .harness import Row
 from .lossypeers import LOSSY
 from .outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent
 from .provenance import HEADER, manifest_line
+from .systems import short
 
 HOME = Path(__file__).resolve().parent.parent
 RESULTS = HOME / "bench" / "results"
-PAGES = ("README.md", "docs/evidence.md", "docs/saver.md", "docs/trainers.md", "docs/scaling.md")
+PAGES = ("README.md", "docs/evidence.md", "docs/saver.md", "docs/trainers.md", "docs/scaling.md", "docs/security.md")
 PICTURES = HOME / "docs" / "pictures"
 NONE = "not measured"
 _RESUMES = ("resume, lossless", "loss after a lossy resume")
@@ -556,6 +557,22 @@ def flips() -> str:
     return markdown(["", *columns], [[f"of {size} flipped bits, loaded silently", *cells]])
 
 
+def fuzzed() -> str:
+    """How long each fuzzer went on, what it read and reached, and what it found."""
+    lines = [
+        [
+            row["fuzzer"],
+            f"{number(row['seconds'] / 60, 2)} min",
+            number(row["inputs"]),
+            f"{row['branches at first']:,} to {row['branches reached']:,}",
+            f"{row['seeds']} to {row['inputs worth keeping']:,}",
+            str(len(row["found"])),
+        ]
+        for row in rows_of("fuzz.json")
+    ]
+    return markdown(["", "time", "inputs read", "branches reached", "inputs kept", "found"], lines)
+
+
 def frameworks() -> str:
     """Each framework: a save by ours / by its own, and what a resume gives."""
     cells: dict[str, dict[str, Json]] = {}
@@ -670,6 +687,11 @@ def published() -> str:
             change = NONE if loss is None or loss["value"] is None else f"{loss['value']:+.2f} %"
             lines.append([f"{title}: {_system(system)}", change, _value(weights, " x"), _value(over, " %")])
     return markdown(["", "degradation", "weights", "overhead"], lines)
+
+
+def papers() -> str:
+    """The figures that the published systems' papers rest on, ours beside them."""
+    return markdown(["", "published", "measured here"], short.table(rows_of("systems*.json"), number))
 
 
 def costs() -> str:
@@ -825,6 +847,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "targets": targets,
     "beaten": beaten,
     "published": published,
+    "papers": papers,
     "counts": counts,
     "thresholds": thresholds,
     "costs": costs,
@@ -835,6 +858,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stages": stages,
     "manifest": manifest,
     "flips": flips,
+    "fuzzed": fuzzed,
     "kernel sizes": kernel_sizes,
     "store peers": lambda: beside("store.json", ("MB/s", "x raw state")),
     "stall peers": lambda: beside("saver.json", ("ms",)),

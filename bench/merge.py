@@ -1,11 +1,14 @@
-"""`python -m bench.merge RESULT`: systems of `bench ratio` that were measured again, put into a result of one model.
+"""`python -m bench.merge RESULT`: what was measured again, put into a result in the place of what it replaces.
 
     python -m bench.merge bench/results/ratio-gpt.json NEW.json ...             # rows and outcomes of other runs
     python -m bench.merge bench/results/ratio-gpt.json --measure "rate 0.0005; weights, rate 0; peers"
+    python -m bench.merge bench/results/systems.json NEW.json ...               # whole experiments of `bench systems`
 
-Rows of what was measured take the place of the old ones; rows that stay say at which commit they were measured, and
-rows of systems that `bench ratio` no longer has go. What compares systems (the targets, our weights beside the
-published ones') is made again from all of them. `--measure` takes names of `SYSTEMS`, "alone" and "peers".
+In a result of `bench ratio`, of one model, rows of a system that was measured take the place of the old ones; all rows
+say at which commit they were measured, and rows of systems that `bench ratio` no longer has go. What compares systems
+(the targets, our weights beside the published ones') is made again from all of them. `--measure` takes names of
+`SYSTEMS`, "alone" and "peers". In any other result an experiment, what stands before the colon of a row, is replaced as
+a whole, and its rows say at which commit.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from . import ratio, workloads
 from .__main__ import result
 from .harness import Row
 from .outcomes import System, outcome_of, summary_rows, to_json
+from .provenance import MARK, ON
 
 Json = dict[str, Any]
-MARK = "; measured at "
 
 
 def key(row: str, model: str) -> str | None:
@@ -100,6 +103,44 @@ def merged(old: Json, new: Sequence[Json]) -> Json:
     }
 
 
+def replaced(old: Json, new: Sequence[Json]) -> Json:
+    """A result in which experiments of newer ones take the place of its own, or follow them.
+
+    Machine, versions and commit stay the old one's, which most rows are of; new rows name their own commit, and their
+    processor where it is another.
+
+    Args:
+        old, new: documents as `bench --json` writes them.
+
+    Raises:
+        BadArgumentError: a newer one is of other versions, which the result could not say.
+    """
+    rows = _experiments(old["rows"])
+    for document in new:
+        # What is not installed everywhere has no part in the rows that are there.
+        both = (old["versions"].keys() & document["versions"].keys()) - {"shrinkpoint"}
+        different = sorted(name for name in both if old["versions"][name] != document["versions"][name])
+        if different:
+            raise BadArgumentError(f"a result of other versions ({', '.join(different)}) does not go into this one")
+        cpu = document["machine"].get("cpu")
+        where = "" if cpu == old["machine"].get("cpu") else f"{ON}{cpu}"
+        marked = [_marked(row, document["commit"]) for row in document["rows"]]
+        rows |= _experiments([row | {"note": f"{row['note']}{where}"} for row in marked])
+    return {**old, "rows": [row for found in rows.values() for row in found]}
+
+
+def _experiments(rows: Iterable[Json]) -> dict[str, list[Json]]:
+    found: dict[str, list[Json]] = {}
+    for row in rows:
+        found.setdefault(row["row"].partition(": ")[0], []).append(row)
+    return found
+
+
+def _of_one_model(document: Json) -> bool:
+    """Whether it is a result of `bench ratio`."""
+    return {row["row"].partition(": ")[0].partition(", ")[0] for row in document["rows"]} <= workloads.WORKLOADS.keys()
+
+
 def _full(name: str, model: str) -> str:
     return name if name.startswith(f"{model}, ") else f"{model}, {name}"
 
@@ -152,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.measure is not None:
             names = [name.strip() for name in asked.measure.split(";") if name.strip()]
             new.append(measure(model_of(old), names, lambda what: print(what, file=sys.stderr, flush=True)))
-        document = merged(old, new)
+        document = merged(old, new) if _of_one_model(old) else replaced(old, new)
     except (BadArgumentError, OSError) as error:
         print(f"bench.merge: {error}", file=sys.stderr)
         return 2

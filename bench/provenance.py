@@ -11,7 +11,9 @@ UNKNOWN = "not recorded"
 SHOWN = ("python", "torch", "triton", "numpy", "numba")
 """Packages whose versions are shown; all of them are in the JSON."""
 HEADER = ("", "commit: rows", "asked for", "machine", "versions")
-_AT = re.compile(r"; measured at ([0-9a-f]+\+?)$")
+MARK, ON = "; measured at ", " on "
+"""How the note of a row ends that was measured at another commit than its document's, and on another processor."""
+_AT = re.compile(rf"{MARK}([0-9a-f]+\+?)(?:{ON}(.+))?$")
 
 
 def manifest_line(name: str, document: Mapping[str, Any]) -> list[str]:
@@ -24,7 +26,13 @@ def manifest_line(name: str, document: Mapping[str, Any]) -> list[str]:
     machine = document.get("machine")
     versions = {"python": (machine or {}).get("python")} | document.get("versions", {})
     about = ", ".join(f"{package} {versions[package]}" for package in SHOWN if versions.get(package))
-    return [f"`{name}`", _commits(document), _asked(document), _machine(machine), about or UNKNOWN]
+    return [
+        f"`{name}`",
+        _commits(document),
+        _asked(document),
+        _machine(machine) + elsewhere(document),
+        about or UNKNOWN,
+    ]
 
 
 def commits(document: Mapping[str, Any]) -> Counter[str]:
@@ -45,6 +53,18 @@ def commits(document: Mapping[str, Any]) -> Counter[str]:
         earlier = _AT.search(str(row.get("note", "")))
         found[earlier[1] if earlier else own] += 1
     return found or Counter({own: 0})
+
+
+def elsewhere(document: Mapping[str, Any]) -> str:
+    """On which other processors some of its rows were measured, after a semicolon each; "" if on none.
+
+    Example:
+        >>> elsewhere({"rows": [{"note": "a; measured at abc1234 on a Xeon"}, {"note": "b; measured at abc1234"}]})
+        '; 1 row on a Xeon'
+    """
+    notes = (_AT.search(str(row.get("note", ""))) for row in document.get("rows", []))
+    found = Counter(match[2] for match in notes if match and match[2])
+    return "".join(f"; {rows} row{'s' if rows > 1 else ''}{ON}{cpu}" for cpu, rows in found.most_common())
 
 
 def _commits(document: Mapping[str, Any]) -> str:

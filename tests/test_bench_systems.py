@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import importlib.util
 import json
@@ -17,13 +18,25 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import systems
+from shrinkpoint.bench import merge, provenance, systems
 from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.baselines.partial import Scar
+from shrinkpoint.bench.baselines.qd import QDCompressor
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.harness import Options, Row
 from shrinkpoint.bench.search import Checkpoint, Training
-from shrinkpoint.bench.systems import bitsnap, inshrinkerator, lc, lossless, page, rows, table
+from shrinkpoint.bench.systems import (
+    bitsnap,
+    inshrinkerator,
+    lc,
+    lossless,
+    page,
+    quantizers,
+    rows,
+    short,
+    spaces,
+    table,
+)
 from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.kernels.planes import undifference
 
@@ -56,7 +69,7 @@ def test_every_published_table_has_an_experiment() -> None:
     # `--only` cuts at commas.
     assert not [name for name in names if "," in name]
     wanted = {
-        *(f"Inshrinkerator bins on {model}" for model in ("MLP", "CNN", "GPT", "embedding", "ViT")),
+        *(f"Inshrinkerator {what} on {m}" for what in ("bins", "spaces") for m in inshrinkerator.workloads.WORKLOADS),
         *(f"LC-Checkpoint rework on {task}" for task in ("logistic regression", "LeNet", "matrix factorization")),
         "Inshrinkerator delta coder",
         "LC-Checkpoint sizes of its steps",
@@ -67,6 +80,8 @@ def test_every_published_table_has_an_experiment() -> None:
         "Check-N-Run row tracker",
         *(f"BitSnap ratio by {what}" for what in ("changed values", "iterations")),
         *(f"BitSnap {what}" for what in ("error of the moments", "loss after a restore", "quality score")),
+        "BitSnap error by model size",
+        "BitSnap loss of sparsified states",
         "lossless ratio",
     }
     assert wanted == set(names)
@@ -256,6 +271,27 @@ def test_rows_that_no_batch_looked_up_stay() -> None:
     assert values[0] == pytest.approx(26, abs=3)
 
 
+def test_what_a_restore_costs_is_said_of_the_loss_and_of_accuracy() -> None:
+    run = rows.AdagradRun(0, 20)
+    run.train(20)
+    with torch.no_grad():
+        hits = [((run.model(ids) > 0).float() == clicked).float().sum() for ids, clicked in run.workload.held_out()]
+    count = sum(len(clicked) for _, clicked in run.workload.held_out())
+    assert run.accuracy() == pytest.approx(float(sum(hits)) / count)
+    assert 0.5 < run.accuracy() < 1
+    found = named(rows.restores("x", QUICK))
+    assert set(found) == {f"{bits} bits, 1 restores{what}" for bits in (2, 8) for what in ("", ", accuracy lost")}
+    assert abs(found["8 bits, 1 restores, accuracy lost"].value or 0) < 0.5
+
+
+def test_the_consecutive_policy_writes_less() -> None:
+    sizes = {"consecutive": (100, 20, 20), "intermittent": (100, 20, 40), "one_shot": (100, 20, 80)}
+    chains = {policy: [(i > 0, n, 400) for i, n in enumerate(found)] for policy, found in sizes.items()}
+    row = rows._less_written("x", chains)
+    assert row.value == pytest.approx(100 * (1 - 140 / 160))
+    assert row.note.endswith("than by one-shot 30 %")
+
+
 def test_capacity_by_policy() -> None:
     sizes = [(False, 100, 400), (True, 20, 400), (True, 30, 400), (False, 110, 400), (True, 20, 400)]
     assert rows._capacity(sizes, "intermittent") == [1.0, 1.2, 1.3, 1.1, 1.3]
@@ -287,6 +323,39 @@ def test_the_mask_is_as_small_as_published() -> None:
     assert bitsnap.coo_bytes(500, 1000) == 2000
 
 
+def test_smaller_steps_change_fewer_values() -> None:
+    found = named(bitsnap.iterations("x", QUICK))
+    ratios = {what: row.value or 0 for what, row in found.items()}
+    for stage in ("", ", learning rate / 10", ", learning rate / 100"):
+        along = [ratios[f"{apart} iterations from the base{stage}"] for apart in (1, 2, 5, 10)]
+        assert along == sorted(along, reverse=True)
+        assert 1 <= along[-1] <= along[0] <= 16
+    assert ratios["1 iterations from the base, learning rate / 100"] > 2 * ratios["1 iterations from the base"]
+
+
+def test_a_sparsified_run_is_the_same_run() -> None:
+    (row,) = bitsnap.continued("x", QUICK)
+    assert row.value == row.peer_value == 0.0
+    smallest = float(row.note.split("base, ")[1].split(" to ")[0])
+    assert smallest > 1
+
+
+def test_the_loss_after_a_restore_is_followed() -> None:
+    found = named(bitsnap.resumed("x", QUICK))
+    assert list(found) == ["MLP, loss at once", "MLP, loss after 5 steps", "MLP, loss after 20 steps"]
+    assert found["MLP, loss at once"].value == 0.0
+    assert 0 < abs(found["MLP, loss after 20 steps"].value or 0) < 5
+
+
+def test_errors_by_size_are_those_of_each_model() -> None:
+    found = named(bitsnap.by_size("x", QUICK))
+    assert len(found) == 2 * 2 * 2
+    assert len({row.size for row in found.values()}) == 2
+    for what, row in found.items():
+        assert 0 < (row.value or 0) < (0.2 if "MRE" in what else 1e-6), what
+    assert [row.peer_value for what, row in found.items() if "exp_avg, MRE" in what] == [9.86, 9.89]
+
+
 def test_errors_of_the_moments_and_the_score() -> None:
     found = named(bitsnap.clustered("x", QUICK))
     assert found["ratio of the moments"].value == pytest.approx(2.67, abs=0.02)
@@ -303,6 +372,13 @@ def test_errors_of_the_moments_and_the_score() -> None:
 
 def training(evaluate: Any) -> Training:
     return Training("a model", 1, [Checkpoint(1, {}, None)], evaluate, evaluate)
+
+
+def weights(**sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state of drawn weights and their kinds; what is called "wte" is an embedding."""
+    g = torch.Generator().manual_seed(0)
+    model = {name: torch.randn(shape, generator=g) for name, shape in sizes.items()}
+    return {"model": model}, {name: sp.Kind("embedding" if name == "wte" else "linear", "weight") for name in sizes}
 
 
 def test_paper_figures_fall_with_the_threshold_and_ours_needs_the_fewest() -> None:
@@ -322,34 +398,134 @@ def test_least_bins_are_the_first_that_pass() -> None:
     def evaluate(state: dict[str, Any]) -> float:
         return 2.0 * (1 + (0.29 / state["bins"] if state else 0.0))
 
-    found = inshrinkerator.least_bins(training(evaluate), {}, lambda state, bins: {"bins": bins})
-    assert found == {0.001: None, 0.01: 32, 0.05: 6}
-    found = inshrinkerator.least_bins(training(evaluate), {}, lambda state, bins: {"bins": bins * 10})
-    assert found == {0.001: 32, 0.01: 4, 0.05: 4}
+    for times, expected in ((1, {0.001: None, 0.01: 32, 0.05: 6}), (10, {0.001: 32, 0.01: 4, 0.05: 4})):
+        space = spaces.ladder(lambda _, bins, times=times: {"bins": bins * times})  # type: ignore[misc]
+        assert inshrinkerator.least_bins(training(evaluate), {}, space({}, {})) == expected
 
 
-@pytest.mark.parametrize("system", list(inshrinkerator.QUANTIZERS))
+def test_what_restores_the_same_is_evaluated_once() -> None:
+    asked: list[int] = []
+
+    def restore(number: int) -> dict[str, Any]:
+        asked.append(number)
+        return {"loss": (1.2, 1.2, 1.04, 1.0)[number]}
+
+    candidates = [
+        spaces.Candidate(bins, same, functools.partial(restore, number))
+        for number, (bins, same) in enumerate([(8, "a"), (8, "a"), (8.5, "b"), (16, "c")])
+    ]
+    found = inshrinkerator.least_bins(training(lambda state: state.get("loss", 1.0)), {}, candidates)
+    assert found == {0.001: 16, 0.01: 16, 0.05: 8.5}
+    assert asked == [0, 2, 3]
+
+
+def test_the_spaces_are_those_of_tables_9_to_12() -> None:
+    powers = (8, 16, 32, 64, 128, 256)
+    cube = spaces.Published().cube
+    assert (cube.bins, cube.embedding_bins, cube.protect) == ((4, 6, 8, 12, 16, 32), (16, 32), (0.0005, 0.005, 0.01))
+    assert cube.prune == (0.0,)
+    assert spaces.Uniform() == spaces.Uniform(powers, powers)
+    assert spaces.Adaptive() == spaces.Adaptive(powers, (10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5))
+    assert spaces.KMeans() == spaces.KMeans(powers, (16, 32), -4.0, 1000)
+    assert {name: type(one.space).__name__ for name, one in inshrinkerator.IN_THEIR_SPACES.items()} == {
+        inshrinkerator.PUBLISHED: "Published",
+        inshrinkerator.UNIFORM: "Uniform",
+        inshrinkerator.ADAPTIVE: "Adaptive",
+        inshrinkerator.KMEANS: "KMeans",
+    }
+    state, kinds = weights(wte=(64, 32), fc=(64, 96))
+    # Every configuration of the tables: for uniform bins those whose limits are in order.
+    numbers = {"Published": 6 * 2 * 3, "Uniform": 21, "Adaptive": 6 * 4 * 5, "KMeans": 6 * 2}
+    for one in inshrinkerator.IN_THEIR_SPACES.values():
+        found = list(one.space(state, kinds))
+        assert len(found) == numbers[type(one.space).__name__]
+        assert [c.bins for c in found] == sorted(c.bins for c in found)
+
+
+def test_bins_are_a_mean_over_elements() -> None:
+    state, kinds = weights(wte=(64, 32), fc=(64, 96))
+    for space, least in ((spaces.Published(), 4), (spaces.KMeans(), 8)):
+        assert next(iter(space(state, kinds))).bins == (16 * 1 + least * 3) / 4
+        # Without an embedding there is nothing to choose for it.
+        own = list(space({"model": {"fc": state["model"]["fc"]}}, kinds))
+        assert {c.bins for c in own} == {4, 6, 8, 12, 16, 32} if least == 4 else {8, 16, 32, 64, 128, 256}
+        assert len({c.same for c in own}) == len(own) / 2
+
+
+def test_a_tied_head_is_an_embedding() -> None:
+    kinds = spaces.kinds_of(inshrinkerator.workloads.gpt(1, 32, 2).model())
+    assert {name for name, kind in kinds.items() if kind.layer == "embedding"} == {"embed.weight", "head.weight"}
+    apart = spaces._apart({name: np.zeros(1, np.float32) for name in ("embed.weight", "head.weight")}, kinds, 4, 16)
+    assert apart == {"embed.weight": 16, "head.weight": 16}
+
+
+def test_uniform_bins_follow_the_entropy_within_the_limits() -> None:
+    state, kinds = weights(fc=(64, 96), peak=(64, 96))
+    # One value far off leaves the rest within a few of 256 bins: a small entropy.
+    state["model"]["peak"][0, 0] = 1e4
+    normal, peaked = (QDCompressor(2, 256).bins(x) for x in quantizers.weights_of(state).values())
+    assert normal == 128
+    assert peaked == 2
+    found = {one.same: one for one in spaces.Uniform()(state, kinds)}
+    assert {(128, 8), (8, 8), (128, 16), (256, 256)} < set(found)
+    assert (8, 128) not in found
+    restored = found[128, 8].restore()["model"]
+    assert found[128, 8].bins == (128 + 8) / 2
+    assert restored["fc"].unique().numel() > 64
+    assert restored["peak"].unique().numel() <= 8
+
+
+@pytest.mark.parametrize("system", list(inshrinkerator.ON_THE_LADDER))
 def test_more_bins_err_less(system: str) -> None:
     torch.manual_seed(0)
     state = {"model": {"a.weight": torch.randn(64, 64), "a.bias": torch.randn(64)}}
     errors = []
-    for bins in (4, 16, 64):
-        restored = inshrinkerator.QUANTIZERS[system](state, bins)
-        assert torch.equal(restored["model"]["a.bias"], state["model"]["a.bias"])
-        found = restored["model"]["a.weight"]
-        kept = system not in (inshrinkerator.BARE, inshrinkerator.UNIFORM, inshrinkerator.ADAPTIVE)
-        assert found.unique().numel() <= bins + 200 * kept
-        errors.append(float((found - state["model"]["a.weight"]).square().mean()))
+    space = inshrinkerator.ON_THE_LADDER[system].space
+    for one in space(state, {}):
+        if one.bins in (4, 16, 64):
+            restored = one.restore()
+            assert torch.equal(restored["model"]["a.bias"], state["model"]["a.bias"])
+            found = restored["model"]["a.weight"]
+            kept = system not in (inshrinkerator.BARE, inshrinkerator.UNIFORM, inshrinkerator.ADAPTIVE)
+            assert found.unique().numel() <= one.bins + 200 * kept
+            errors.append(float((found - state["model"]["a.weight"]).square().mean()))
+    assert len(errors) == 3
     assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
 
 
+@pytest.mark.parametrize("system", list(inshrinkerator.IN_THEIR_SPACES))
+def test_candidates_restore_what_they_say(system: str) -> None:
+    """Of the candidates of one number of bins all have that many, and the most err less than the fewest."""
+    state, kinds = weights(wte=(64, 32), fc=(64, 96))
+    found = list(inshrinkerator.IN_THEIR_SPACES[system].space(state, kinds))
+    errors = []
+    for one in (found[0], found[-1]):
+        restored = one.restore()["model"]
+        counts = {name: x.unique().numel() for name, x in restored.items()}
+        apart = system == inshrinkerator.PUBLISHED or system == inshrinkerator.KMEANS
+        assert counts["fc"] <= one.bins + 200 * apart
+        assert restored["wte"].shape == (64, 32)
+        errors.append(sum(float((restored[name] - x).square().sum()) for name, x in state["model"].items()))
+    assert errors[0] > 4 * errors[1] > 0
+
+
 def test_the_greedy_range_leaves_an_outlier_out() -> None:
-    x = np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32)
-    low, high = inshrinkerator.greedy_range(x, 8)
+    sketch = quantizers.Sketch.of(np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32))
+    ((low, high),) = quantizers.greedy_ranges(sketch, 8, 25, (0.5,))
     assert low == pytest.approx(-1, abs=0.13)
     assert 0.9 < high < 1.6
-    even = np.linspace(-1, 1, 4001).astype(np.float32)
-    assert inshrinkerator.greedy_range(even, 64) == (-1.0, 1.0)
+    even = quantizers.Sketch.of(np.linspace(-1, 1, 4001).astype(np.float32))
+    assert quantizers.greedy_ranges(even, 64, 25, (0.5,)) == [(-1.0, 1.0)]
+
+
+def test_one_walk_gives_the_range_of_each_ratio() -> None:
+    sketch = quantizers.Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
+    ratios = spaces.Adaptive().ratios
+    together = quantizers.greedy_ranges(sketch, 8, 50, ratios)
+    assert together == [quantizers.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in ratios]
+    losses = [sketch.loss(*found, 8) for found in together]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > 1.5 * losses[-1]
 
 
 def test_coders_of_the_same_levels() -> None:
@@ -379,6 +555,52 @@ def test_the_committed_results_have_every_experiment() -> None:
     for row in page.results()["rows"]:
         assert row["value"] is not None or row["note"], row["row"]
         assert not row["note"].startswith("CHECK FAILED"), row["row"]
+
+
+def test_the_short_form_has_a_line_for_each_system() -> None:
+    found = short.table(page.results()["rows"], lambda value: f"{value:.4g}")
+    assert len(found) == len(short.LINES), "a line has no row"
+    titles = " ".join(line[0] for line in found)
+    assert all(system in titles for system in ("Inshrinkerator", "LC-Checkpoint", "Check-N-Run", "BitSnap"))
+    cells = {title: (theirs, ours) for title, theirs, ours in found}
+    assert cells["LC-Checkpoint, figure 3: SCAR's rework over its, 2 bits"][0] == "2.88 to 5.77 x"
+    assert cells["section 3.4: ratio of the moments"][0] == "2.67 x"
+
+
+def test_experiments_measured_again_take_the_place_of_the_old_ones() -> None:
+    def document(commit: str, *named: tuple[str, float], **machine: object) -> dict[str, Any]:
+        return {
+            "machine": {"cpu": "a", "cores": 2, "load": [len(named)], **machine},
+            "versions": {"torch": "1", **({"lmzip": "1"} if len(named) > 2 else {})},
+            "commit": commit,
+            "rows": [{"row": name, "value": value, "note": "n"} for name, value in named],
+        }
+
+    old = document("a" * 40, ("one: x", 1.0), ("one: y", 2.0), ("two: x", 3.0))
+    again = document("b" * 40 + "+", ("one: z", 4.0), ("three: x", 5.0))
+    found = merge.replaced(old, [again, document("c" * 40, ("four: x", 6.0), cpu="a Xeon")])
+    assert [(row["row"], row["value"], row["note"]) for row in found["rows"]] == [
+        ("one: z", 4.0, "n; measured at bbbbbbb+"),
+        ("two: x", 3.0, "n"),
+        ("three: x", 5.0, "n; measured at bbbbbbb+"),
+        ("four: x", 6.0, "n; measured at ccccccc on a Xeon"),
+    ]
+    assert (found["commit"], found["versions"]) == (old["commit"], old["versions"])
+    assert provenance.commits(found) == {"aaaaaaa": 1, "bbbbbbb+": 2, "ccccccc": 1}
+    assert provenance.manifest_line("x", found)[3].endswith("; 1 row on a Xeon")
+    with pytest.raises(BadArgumentError, match=r"other versions \(torch\) does not go into this one"):
+        merge.replaced(old, [{**again, "versions": {"torch": "2"}}])
+
+
+def test_the_command_knows_which_result_it_has(tmp_path: Path) -> None:
+    one = {"machine": {}, "versions": {}, "commit": None, "rows": [{"row": "e: x", "value": 1, "note": ""}]}
+    into, new = tmp_path / "old.json", tmp_path / "new.json"
+    into.write_text(json.dumps(one))
+    new.write_text(json.dumps({**one, "rows": [{"row": "e: x", "value": 2, "note": ""}]}))
+    assert merge.main([str(into), str(new)]) == 0
+    found = json.loads(into.read_text())
+    assert [row["value"] for row in found["rows"]] == [2]
+    assert found["run"] == {"command": "python -m bench.merge old.json new.json"}
 
 
 RESULTS = sorted(path.stem for path in page.RESULTS.glob("systems*.json"))

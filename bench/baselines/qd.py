@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +61,11 @@ class QDCompressor:
 
     def bins(self, x: Floats) -> int:
         """Bins of a layer."""
-        entropy = entropy_bits(counts_of(Grid.over(x, 256).levels(x))) / x.size
-        return int(min(max(1 << int(np.ceil(entropy)), self.least), self.most))
+        return self.within(wanted_bins(x))
+
+    def within(self, bins: int) -> int:
+        """Bins of a layer whose entropy asks for so many."""
+        return min(max(bins, self.least), self.most)
 
     def encode(self, state: State, previous: State | None) -> Saved:
         """See `Baseline.encode`."""
@@ -82,6 +86,11 @@ class QDCompressor:
         out.raw(np.array([grid.low, grid.high], "<f4"))
         out.raw(encode_huffman(levels))
         return out.done()
+
+
+def wanted_bins(x: Floats) -> int:
+    """Bins that a layer's entropy asks for, whatever the limits."""
+    return 1 << math.ceil(entropy_bits(counts_of(Grid.over(x, 256).levels(x))) / x.size)
 
 
 def _decode(piece: Bytes, spec: LeafSpec, old: Floats | None) -> Floats:

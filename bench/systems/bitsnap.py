@@ -1,4 +1,4 @@
-"""BitSnap's figures 8, 9 and 13, tables 3 and 4, and its score: sparsified model states, clustered optimizer states."""
+"""BitSnap's figures 8, 9, 12, 13, tables 3, 4 and its score: sparsified model states, clustered optimizer states."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 import shrinkpoint as sp
 
 from .. import workloads
 from ..devices import threads
 from ..harness import CheckFailed, Options, Row
-from ..workloads import Run, State
-from .states import states
+from ..workloads import Run, State, Workload
+from .states import States, slowed, states
 from .table import Experiment, mean, row
 
 Array = npt.NDArray[Any]
@@ -86,33 +87,46 @@ def _mixed(state: State) -> dict[str, torch.Tensor]:
     return {name: value.to(torch.bfloat16) for name, value in state["model"].items()}
 
 
+_SLOWER = (1, 10, 100)
+"""By how much the learning rate of the stages is smaller than that of the training."""
+
+
 def iterations(name: str, options: Options) -> list[Row]:
-    """Figure 9: ratio against the number of iterations since the base."""
+    """Figure 9: ratio against the number of iterations since the base, at ever smaller steps."""
     rows = []
     with threads(1):
-        trained = states(options.quick)
-        first = _mixed(trained.after[0])
-        base = sp.compress({"model": first}, cfg=sp.presets.bitsnap())
-        for apart in (1, 2, 5, 10):
-            now = _mixed(trained.after[apart])
-            found = sp.compress({"model": now}, base, sp.presets.bitsnap())
-            raw = sum(part.raw_bytes for part in found.summary())
-            stored = sum(part.stored_bytes for part in found.summary())
-            changed = sum(int((now[key] != first[key]).sum()) for key in now) / sum(x.numel() for x in now.values())
-            rows.append(
-                row(
-                    name,
-                    f"{apart} iterations from the base",
-                    raw / stored,
-                    "x",
-                    peer="BitSnap, figure 9" + (", nearly" if apart == 1 else ", more than"),
-                    peer_value=16.0 if apart == 1 else 8.0,
-                    size=raw // 2,
-                    note=f"{trained.where()} in bfloat16, learning rate {trained.rate:.1e}; {100 * changed:.1f} % "
-                    "changed, where GPT-2 Medium after 25,000 iterations changes 15 % or less: its steps are smaller "
-                    "against its weights",
-                )
+        for slower in _SLOWER:
+            trained = states(options.quick) if slower == 1 else slowed(options.quick, slower)
+            stage = "" if slower == 1 else f", learning rate / {slower}"
+            rows += _iterations(name, trained, stage)
+    return rows
+
+
+def _iterations(name: str, trained: States, stage: str) -> list[Row]:
+    """Of one stage."""
+    rows = []
+    first = _mixed(trained.after[0])
+    base = sp.compress({"model": first}, cfg=sp.presets.bitsnap())
+    for apart in (1, 2, 5, 10):
+        now = _mixed(trained.after[apart])
+        found = sp.compress({"model": now}, base, sp.presets.bitsnap())
+        raw = sum(part.raw_bytes for part in found.summary())
+        stored = sum(part.stored_bytes for part in found.summary())
+        changed = sum(int((now[key] != first[key]).sum()) for key in now) / sum(x.numel() for x in now.values())
+        rows.append(
+            row(
+                name,
+                f"{apart} iterations from the base{stage}",
+                raw / stored,
+                "x",
+                peer="BitSnap, figure 9" + (", nearly" if apart == 1 else ", more than"),
+                peer_value=16.0 if apart == 1 else 8.0,
+                size=raw // 2,
+                note=f"{trained.where()} in bfloat16, learning rate {trained.rate:.1e}; {100 * changed:.1f} % changed, "
+                "where GPT-2 Medium after 25,000 iterations changes 15 % or less: its steps are smaller against its "
+                "weights",
             )
+        )
     return rows
 
 
@@ -192,36 +206,132 @@ def clustered(name: str, options: Options) -> list[Row]:
     return rows
 
 
-def resumed(name: str, options: Options) -> list[Row]:
-    """Figures 12 and 13: loss after restoring from sparsified and from clustered states."""
+_BY_SIZE = {
+    ("exp_avg", "MRE"): (9.86, 9.89, 10.30, 10.32),
+    ("exp_avg", "MSE"): (1.57e-9, 1.68e-9, 1.78e-9, 1.82e-9),
+    ("exp_avg_sq", "MRE"): (0.18, 0.20, 0.24, 0.25),
+    ("exp_avg_sq", "MSE"): (1.51e-14, 1.53e-14, 1.56e-14, 1.60e-14),
+}
+"""Table 3, models of 345 million, 0.5, 1 and 3 billion parameters."""
+_SIZES = ((1, 32, 2), (2, 64, 2), (4, 128, 4), (6, 192, 6))
+"""Layers, width and heads of ours."""
+
+
+def by_size(name: str, options: Options) -> list[Row]:
+    """Table 3: errors of the moments by the size of the model."""
+    rows = []
+    with threads(1):
+        for place, shape in enumerate(_SIZES[:2] if options.quick else _SIZES):
+            options.say(f"{name}: {shape[0]} layers of {shape[1]}")
+            run = Run(workloads.gpt(*shape, steps=10 if options.quick else 120), 0)
+            run.train(run.workload.steps * 9 // 10)
+            state = run.state()
+            restored = sp.decompress(sp.compress(state, cfg=sp.presets.bitsnap()))
+            size = run.workload.parameters
+            for moment in ("exp_avg", "exp_avg_sq"):
+                values = errors(_moments(state, moment), _moments(restored, moment))
+                for measure, value in zip(("MRE", "MSE"), values, strict=True):
+                    rows.append(
+                        row(
+                            name,
+                            f"{moment}, {measure}, {size / 1e6:.2g} M parameters",
+                            value,
+                            "",
+                            peer=f"BitSnap, table 3, {('345 M', '0.5 B', '1 B', '3 B')[place]}",
+                            peer_value=_BY_SIZE[moment, measure][place],
+                            size=size,
+                            note=f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps; squared errors "
+                            "follow the size of the gradients, relative ones how close to zero a moment comes",
+                        )
+                    )
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- figures 12 and 13
+
+_EVERY = 5
+
+
+def _in_half(workload: Workload) -> Workload:
+    """A workload whose weights are bfloat16, as the model states of mixed precision."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        cast = torch.utils._pytree.tree_map(lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
+        return workload.loss(model, cast).float()
+
+    return dataclasses.replace(workload, model=lambda: workload.model().bfloat16(), loss=loss)
+
+
+def continued(name: str, options: Options) -> list[Row]:
+    """Figure 12: losses of a run restored from a sparsified checkpoint every few steps, and of one that is not."""
     further = 20 if options.quick else 60
+    rows = []
+    config = sp.Config([sp.Rule("model/*", sp.Changed("published")), sp.Rule("*", sp.Exact())])
+    with threads(1):
+        for label in ("MLP",) if options.quick else ("MLP", "GPT"):
+            steps = 80 if options.quick else 360
+            workload = _in_half(dataclasses.replace(workloads.WORKLOADS[label](), steps=steps))
+            run, again = Run(workload, 0), Run(workload, 0)
+            for one in (run, again):
+                one.train(steps * 3 // 4)
+            base = sp.compress(again.state(), cfg=config)
+            apart, ratios = [], []
+            for step in range(run.step + 1, run.step + further + 1):
+                run.train(step)
+                again.train(step)
+                batch = workload.batch(np.random.default_rng([run.seed, step]))
+                apart.append(abs(float(again.loss(batch).detach()) - float(run.loss(batch).detach())))
+                if step % _EVERY == 0:
+                    found = sp.compress(again.state(), base, config)
+                    again.restore(sp.decompress(found))
+                    parts = [part for part in found.summary() if part.path.startswith("model/")]
+                    ratios.append(sum(part.raw_bytes for part in parts) / sum(part.stored_bytes for part in parts))
+            rows.append(
+                row(
+                    name,
+                    f"{label}, largest difference of the loss over {further} iterations",
+                    max(apart),
+                    "",
+                    peer="BitSnap, figure 12: the curves are one",
+                    peer_value=0.0,
+                    size=sum(p.numel() for p in run.model.parameters()),
+                    note=f"weights in bfloat16, the optimizer's states exact; restored every {_EVERY} iterations from "
+                    f"a mask and changed values over the base, {min(ratios):.3g} to {max(ratios):.3g} times smaller; "
+                    "the paper has 500 iterations of GPT-2 Medium",
+                )
+            )
+    return rows
+
+
+def resumed(name: str, options: Options) -> list[Row]:
+    """Figure 13: the loss along the iterations after a restore from clustered states."""
+    points = (0, 5, 20) if options.quick else (0, 1, 5, 20, 60)
     rows = []
     with threads(1):
         for label in ("MLP",) if options.quick else ("MLP", "CNN", "GPT"):
             steps = 80 if options.quick else 360 if label == "GPT" else 600
-            changes: dict[str, list[float]] = {"at once": [], f"after {further} steps": []}
+            changes: dict[int, list[float]] = {further: [] for further in points}
             for seed in range(1 if options.quick or label == "GPT" else 3):
+                options.say(f"{name}: {label}, seed {seed}")
                 workload = dataclasses.replace(workloads.WORKLOADS[label](), steps=steps)
                 run = Run(workload, seed)
                 run.train(steps // 2)
-                state = run.state()
                 again = Run(workload, seed)
-                again.restore(sp.decompress(sp.compress(state, cfg=sp.presets.bitsnap())))
-                for what in changes:
-                    if what != "at once":
-                        run.train(steps // 2 + further)
-                        again.train(steps // 2 + further)
-                    changes[what].append(100 * (again.held_out_loss() / run.held_out_loss() - 1))
+                again.restore(sp.decompress(sp.compress(run.state(), cfg=sp.presets.bitsnap())))
+                for further, values in changes.items():
+                    for one in (run, again):
+                        one.train(steps // 2 + further)
+                    values.append(100 * (again.held_out_loss() / run.held_out_loss() - 1))
             size = sum(p.numel() for p in workload.model().parameters())
-            for what, values in changes.items():
+            for further, values in changes.items():
                 rows.append(
                     row(
                         name,
-                        f"{label}, loss {what}",
+                        f"{label}, loss {f'after {further} steps' if further else 'at once'}",
                         mean(values).mean,
                         "% change",
-                        peer="BitSnap, figure 13: about 4.5 %" if what != "at once" else "exact model states: 0",
-                        peer_value=4.5 if what != "at once" else 0.0,
+                        peer="BitSnap, figure 13: about 4.5 %" if further else "exact model states: 0",
+                        peer_value=4.5 if further else 0.0,
                         size=size,
                         note=f"{mean(values)}; moments clustered, weights exact; restored in the middle of {steps} "
                         "steps, held-out loss against the run that went on, where the paper has the training loss of "
@@ -314,6 +424,8 @@ EXPERIMENTS = (
     Experiment("BitSnap ratio by changed values", sparsified),
     Experiment("BitSnap ratio by iterations", iterations),
     Experiment("BitSnap error of the moments", clustered),
+    Experiment("BitSnap error by model size", by_size),
+    Experiment("BitSnap loss of sparsified states", continued),
     Experiment("BitSnap loss after a restore", resumed),
     Experiment("BitSnap quality score", score),
 )

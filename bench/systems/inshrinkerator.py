@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
-
-import numpy as np
-import numpy.typing as npt
-import torch
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.quantize import LevelsMemory, Quantize
-from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.kernels.levels import delta
 
 from .. import workloads
@@ -21,11 +18,10 @@ from ..devices import threads
 from ..harness import Options, Row
 from ..search import Training, trained
 from ..workloads import Run, State, Workload
+from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
+from .spaces import Adaptive, Candidate, Kinds, KMeans, Published, Space, Uniform, kinds_of, ladder
 from .table import Experiment, row
 
-Floats = npt.NDArray[np.float32]
-Restore = Callable[[State, int], State]
-LADDER = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 254)
 THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
 OURS, TAILS, BARE, PUBLISHED = "ours, exact", "ours, sigma 0.2", "ours, nothing protected", "Inshrinkerator"
@@ -57,138 +53,92 @@ half an hour for models of their size."""
 # ---------------------------------------------------------------------------------------------------- table 7
 
 
-def _coded(config: sp.Config) -> Callable[[State], State]:
-    def restored(state: State) -> State:
-        found: State = sp.decompress(sp.compress(state, cfg=config))
-        return found
+@dataclass(frozen=True)
+class System:
+    """A column of table 7.
 
-    return restored
+    Args:
+        space: what it may choose from.
+        note: what it is.
+    """
+
+    space: Space
+    note: str
 
 
-def _exact(**changes: float) -> Restore:
+def _exact(**changes: float) -> Space:
     """The optimal codebook of so many entries."""
 
     def restored(state: State, bins: int) -> State:
         codec = Quantize(bins=bins, solver="exact", policy="refit", **changes)  # type: ignore[arg-type]
-        return _coded(sp.Config([sp.Rule("weight", codec)]))(state)
+        found: State = sp.decompress(sp.compress(state, cfg=sp.Config([sp.Rule("weight", codec)])))
+        return found
 
-    return restored
+    return ladder(restored)
 
 
 def _published(state: State, bins: int) -> State:
-    return _coded(sp.presets.inshrinkerator(bins, prune=0.0))(state)
-
-
-def _each_tensor(quantize: Callable[[Floats, int], Floats]) -> Restore:
-    """Every weight that our codec would quantize, by something else."""
-
-    def restored(state: State, bins: int) -> State:
-        from ..baselines.parts import parts
-
-        chosen = {part.path.split("/", 1)[1]: part.values for part in parts(state).of("weight")}
-        model = {
-            name: torch.from_numpy(quantize(chosen[name], bins)).view(value.shape) if name in chosen else value
-            for name, value in state["model"].items()
-        }
-        return {**state, "model": model}
-
-    return restored
-
-
-def _uniform(x: Floats, bins: int) -> Floats:
-    from ..baselines.uniform import Grid
-
-    grid = Grid.over(x, bins)
-    return grid.values(grid.levels(x))
-
-
-def _adaptive(x: Floats, bins: int) -> Floats:
-    from ..baselines.uniform import Grid
-
-    grid = Grid(*greedy_range(x, bins), bins)
-    return grid.values(grid.levels(x))
-
-
-def greedy_range(x: Floats, bins: int, steps: int = 25, ratio: float = 0.5) -> tuple[float, float]:
-    """Check-N-Run's greedy search for the range of a whole tensor, on its histogram (relative error 1/128).
-
-    Args:
-        x: values.
-        bins: grid values in the range.
-        steps: parts that the range is cut into (10 to 100 in Inshrinkerator's table 11).
-        ratio: share of the range that is walked through (0.1 to 0.5 there).
-    """
-    histogram = log_histogram(x, 6, signed=True)
-    met = np.flatnonzero(histogram.counts[:-1])
-    values, counts = histogram.values()[met], histogram.counts[met]
-    low, high = float(x.min()), float(x.max())
-    step = (high - low) / steps
-
-    def loss(a: float, b: float) -> float:
-        width = (b - a) / (bins - 1)
-        if width <= 0:
-            return float("inf")
-        codes = np.clip(np.rint((values - a) / width), 0, bins - 1)
-        return float((counts * (values - (a + codes * width)) ** 2).sum())
-
-    best, least = (low, high), loss(low, high)
-    a, b = low, high
-    while b - a > (1 - ratio) * (high - low) + step / 2:
-        left, right = loss(a + step, b), loss(a, b - step)
-        a, b = (a + step, b) if left < right else (a, b - step)
-        if min(left, right) < least:
-            best, least = (a, b), min(left, right)
-    return best
-
-
-def _kmeans(x: Floats, bins: int) -> Floats:
-    from ..baselines.gobo import Gobo, centroids
-
-    kept = Gobo().outliers(x)
-    codebook = centroids(x[~kept], bins, 1000)
-    found = x.copy()
-    middle = (codebook[1:] + codebook[:-1]) / 2
-    found[~kept] = codebook[np.searchsorted(middle, x[~kept])]
+    found: State = sp.decompress(sp.compress(state, cfg=sp.presets.inshrinkerator(bins, prune=0.0)))
     return found
 
 
-QUANTIZERS: dict[str, Restore] = {
-    OURS: _exact(),
-    TAILS: _exact(sigma=0.2),
-    BARE: _exact(protect=0.0),
-    PUBLISHED: _published,
-    UNIFORM: _each_tensor(_uniform),
-    ADAPTIVE: _each_tensor(_adaptive),
-    KMEANS: _each_tensor(_kmeans),
-}
-_NOTES = {
-    OURS: "optimal codebook on the sketch, 0.05 % protected",
-    TAILS: "the same for Inshrinkerator's weights of buckets, 0.2 frequency + 0.8 magnitude",
-    BARE: "optimal codebook on the sketch alone",
-    PUBLISHED: "k-means++ with sigma 0.2, 0.05 % protected",
-    UNIFORM: "as in QD-compressor, with the same bins in every layer (its rule from entropy to width is not known)",
-    ADAPTIVE: "as in Check-N-Run, a layer's range narrowed by its greedy search",
-    KMEANS: "as in GOBO",
-}
+def _each(quantize: Callable[[Floats, int], Floats]) -> Space:
+    """Every weight that our codec would quantize, by something else."""
+
+    def restored(state: State, bins: int) -> State:
+        return with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
+
+    return ladder(restored)
 
 
-def least_bins(training: Training, state: State, restore: Restore) -> dict[float, int | None]:
-    """The first number of the ladder that stays within each threshold; None where none does."""
+def _narrowed(x: Floats, bins: int) -> Floats:
+    return even(x, bins, greedy_ranges(Sketch.of(x), bins, 25, (0.5,))[0])
+
+
+ON_THE_LADDER: dict[str, System] = {
+    OURS: System(_exact(), "optimal codebook on the sketch, 0.05 % protected"),
+    TAILS: System(_exact(sigma=0.2), "the same for Inshrinkerator's weights of buckets, 0.2 frequency + 0.8 magnitude"),
+    BARE: System(_exact(protect=0.0), "optimal codebook on the sketch alone"),
+    PUBLISHED: System(ladder(_published), "k-means++ with sigma 0.2, 0.05 % protected"),
+    UNIFORM: System(_each(even), "the same bins in every layer, over its whole range"),
+    ADAPTIVE: System(_each(_narrowed), "a layer's range narrowed by Check-N-Run's greedy search: 25 bins, ratio 0.5"),
+    KMEANS: System(_each(clustered), "as in GOBO"),
+}
+"""The same numbers of bins for all, and nothing else to choose."""
+IN_THEIR_SPACES: dict[str, System] = {
+    PUBLISHED: System(Published(), "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
+    UNIFORM: System(Uniform(), "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"),
+    ADAPTIVE: System(Adaptive(), "table 11: bins, step bins and range of Check-N-Run's greedy search"),
+    KMEANS: System(KMeans(), "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
+}
+"""What each system's search has to choose from in the paper."""
+
+
+def least_bins(training: Training, state: State, candidates: Iterable[Candidate]) -> dict[float, float | None]:
+    """Bins of the first candidate that stays within each threshold; None where none does.
+
+    Args:
+        training: evaluates.
+        state: the exact one.
+        candidates: by ascending bins; of those that restore the same, one is evaluated.
+    """
     exact = training.evaluate(state)
-    found: dict[float, int | None] = dict.fromkeys(THRESHOLDS)
-    for bins in LADDER:
-        degradation = training.evaluate(restore(state, bins)) / exact - 1
+    found: dict[float, float | None] = dict.fromkeys(THRESHOLDS)
+    known: dict[Hashable, float] = {}
+    for one in candidates:
+        if one.same not in known:
+            known[one.same] = training.evaluate(one.restore()) / exact - 1
         for threshold in THRESHOLDS:
-            if found[threshold] is None and degradation <= threshold:
-                found[threshold] = bins
+            if found[threshold] is None and known[one.same] <= threshold:
+                found[threshold] = one.bins
         if found[THRESHOLDS[0]] is not None:
             break
     return found
 
 
-def _workload(label: str, options: Options) -> Workload:
+def _workload(label: str, quick: bool) -> Workload:
     """A workload whose held-out set is small enough for some hundred evaluations."""
-    steps = 60 if options.quick else 360 if label == "GPT" else 600
+    steps = 60 if quick else 360 if label == "GPT" else 600
     workload = dataclasses.replace(workloads.WORKLOADS[label](), steps=steps)
     if label == "GPT":
         windows = workload.held_out()
@@ -199,53 +149,57 @@ def _workload(label: str, options: Options) -> Workload:
     return workload
 
 
-def bins(label: str) -> Callable[[str, Options], list[Row]]:
+@cache
+def _trained(label: str, quick: bool) -> tuple[Training, Kinds]:
+    """The checkpoints that both forms of the table are of, and the kinds of their weights."""
+    workload = _workload(label, quick)
+    return trained(workload, 1 if quick else CHECKPOINTS), kinds_of(workload.model())
+
+
+def bins(label: str, systems: Mapping[str, System]) -> Callable[[str, Options], list[Row]]:
     """Table 7 for one model."""
 
     def run(name: str, options: Options) -> list[Row]:
         if options.quick and label != "MLP":
             return []
         with threads(1):
-            training = trained(_workload(label, options), 1 if options.quick else CHECKPOINTS)
+            training, kinds = _trained(label, options.quick)
             rows = []
-            for system, restore in QUANTIZERS.items():
-                if options.quick and system not in (OURS, UNIFORM):
+            for column, system in systems.items():
+                if options.quick and column not in (OURS, UNIFORM):
                     continue
                 found = []
                 for checkpoint in training.checkpoints:
-                    options.say(f"{name}: {system}, step {checkpoint.step}")
-                    found.append(least_bins(training, checkpoint.state, restore))
-                rows += _bins_rows(name, label, system, training, found)
+                    options.say(f"{name}: {column}, step {checkpoint.step}")
+                    found.append(least_bins(training, checkpoint.state, system.space(checkpoint.state, kinds)))
+                rows += _bins_rows(name, label, column, system, training, found)
         return rows
 
     return run
 
 
 def _bins_rows(
-    name: str, label: str, system: str, training: Training, found: list[dict[float, int | None]]
+    name: str, label: str, column: str, system: System, training: Training, found: list[dict[float, float | None]]
 ) -> list[Row]:
     paper, figures = _PAPER.get(label, ("", {}))
-    column = PUBLISHED if system in (OURS, TAILS, BARE) else system
     rows = []
     for place, threshold in enumerate(THRESHOLDS):
         values = [one[threshold] for one in found]
         got = [value for value in values if value is not None]
-        figure = figures.get(column, (None, None, None))[place]
-        missing = (
-            f"; {len(values) - len(got)} checkpoints find none up to {LADDER[-1]}" if len(got) < len(values) else ""
-        )
+        figure = figures.get(PUBLISHED if column in (OURS, TAILS, BARE) else column, (None, None, None))[place]
+        missing = f"; {len(values) - len(got)} checkpoints find none" if len(got) < len(values) else ""
         rows.append(
             row(
                 name,
-                f"{100 * threshold:g} % degradation, {system}",
+                f"{100 * threshold:g} % degradation, {column}",
                 statistics.fmean(got) if len(got) == len(values) else None,
                 "bins",
                 peer=f"Inshrinkerator, table 7, {paper}" if figure else None,
                 peer_value=figure,
                 size=training.size,
                 note=f"steps {', '.join(str(c.step) for c in training.checkpoints)}: "
-                f"{', '.join('-' if value is None else str(value) for value in values)}{missing}; {_NOTES[system]}; "
-                "without pruning, the first of a ladder that passes on held-out loss",
+                f"{', '.join('-' if value is None else f'{value:.4g}' for value in values)}{missing}; {system.note}; "
+                "without pruning, the fewest bins that pass on held-out loss",
             )
         )
     return rows
@@ -328,6 +282,7 @@ def _ablation_rows(name: str, label: str, policy: str, ratios: dict[str, list[fl
 
 
 EXPERIMENTS = (
-    *(Experiment(f"Inshrinkerator bins on {label}", bins(label)) for label in workloads.WORKLOADS),
+    *(Experiment(f"Inshrinkerator bins on {label}", bins(label, ON_THE_LADDER)) for label in workloads.WORKLOADS),
+    *(Experiment(f"Inshrinkerator spaces on {label}", bins(label, IN_THEIR_SPACES)) for label in workloads.WORKLOADS),
     Experiment("Inshrinkerator delta coder", ablation),
 )

@@ -15,6 +15,7 @@ from typing import Any
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from ..evidence import NONE, markdown, number
+from ..provenance import commits, elsewhere
 
 HOME = Path(__file__).resolve().parents[2]
 PAGE = HOME / "docs" / "systems.md"
@@ -101,13 +102,13 @@ def pivot(rows: Sequence[Json], experiment: str, split: Callable[[str], tuple[st
     return markdown(["", *columns], [[line, *(own.get(c, "") for c in columns)] for line, own in cells.items()])
 
 
-def bins(rows: Sequence[Json]) -> str:
-    """Mean bins by model and threshold."""
+def bins(rows: Sequence[Json], experiment: str) -> str:
+    """Mean bins by model and threshold, of one of the forms of the table."""
     cells: dict[str, dict[str, str]] = {}
     columns: dict[str, None] = {}
     for row in rows:
         name, _, what = row["row"].partition(": ")
-        model = name.removeprefix("Inshrinkerator bins on ")
+        model = name.removeprefix(f"{experiment} on ")
         if model != name and " % degradation, " in what:
             threshold, system = what.split(" % degradation, ")
             columns[system] = None
@@ -155,8 +156,15 @@ def _searched(what: str) -> tuple[str, str] | None:
     return rest.partition(":")[0], f"{width}, % less"
 
 
+def _latency(what: str) -> tuple[str, str] | None:
+    """Seconds by bins and ratio."""
+    start = "seconds, 4 bits, "
+    return (what.removeprefix(start), "seconds, 4 bits") if what.startswith(start) else None
+
+
 TABLES: dict[str, Callable[[Sequence[Json]], str]] = {
-    "bins": bins,
+    "bins": lambda rows: bins(rows, "Inshrinkerator bins"),
+    "spaces": lambda rows: bins(rows, "Inshrinkerator spaces"),
     "coders": lambda rows: pivot(rows, "Inshrinkerator delta coder", _coder, peers=True),
     "rework": rework,
     "steps": lambda rows: pivot(rows, "LC-Checkpoint sizes of its steps", _last, peers=True),
@@ -164,12 +172,15 @@ TABLES: dict[str, Callable[[Sequence[Json]], str]] = {
     "failure": lambda rows: beside(rows, "LC-Checkpoint cost of a failure"),
     "quantizers": lambda rows: pivot(rows, "Check-N-Run error of the quantizers", _first, peers=False),
     "greedy": lambda rows: pivot(rows, "Check-N-Run greedy search", _searched, peers=False),
+    "latency": lambda rows: pivot(rows, "Check-N-Run greedy search", _latency, peers=False),
     "modified": lambda rows: beside(rows, "Check-N-Run modified rows"),
     "restores": lambda rows: pivot(rows, "Check-N-Run restores", _first, peers=False),
     "policies": lambda rows: beside(rows, "Check-N-Run policies"),
     "changed": lambda rows: beside(rows, "BitSnap ratio by changed values"),
     "iterations": lambda rows: beside(rows, "BitSnap ratio by iterations"),
     "moments": lambda rows: pivot(rows, "BitSnap error of the moments", _scientific, peers=True),
+    "moments by size": lambda rows: pivot(rows, "BitSnap error by model size", _last, peers=True),
+    "sparsified": lambda rows: beside(rows, "BitSnap loss of sparsified states"),
     "resumed": lambda rows: beside(rows, "BitSnap loss after a restore"),
     "score": lambda rows: pivot(rows, "BitSnap quality score", _first, peers=False),
     "exact": exact,
@@ -187,7 +198,8 @@ def _machine(document: Json) -> str:
     names = ("torch", "numpy", "numba", "zstandard", "zipnn", "pcodec", "blosc2", "moonclip", "lmzip")
     about = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
     cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['gpu'] or 'no GPU'}, Python {machine['python']}"
-    return markdown(["machine", "versions", "commit"], [[cpu, about, f"`{str(document['commit'])[:12]}`"]])
+    measured = ", ".join(f"`{commit}`: {count}" for commit, count in commits(document).most_common())
+    return markdown(["machine", "versions", "commit: rows"], [[cpu + elsewhere(document), about, measured]])
 
 
 def regenerated(text: str) -> str:

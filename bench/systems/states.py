@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
 from .. import workloads
-from ..workloads import Run, State
+from ..workloads import Run, State, Workload
 
 APART = (0, 1, 2, 5, 10)
 """Steps after the first."""
@@ -33,15 +34,32 @@ class States:
         return f"{self.name} after {self.step} steps"
 
 
-@cache
-def states(quick: bool) -> States:
-    """A GPT at nine tenths of 360 steps; with `quick` an MLP at nine tenths of 100."""
-    workload = workloads.mlp(100) if quick else workloads.gpt(steps=360)
-    run = Run(workload, 0)
-    start = workload.steps * 9 // 10
-    run.train(start)
-    rate, after = run.learning_rate(), {}
+def _workload(quick: bool) -> Workload:
+    return workloads.mlp(100) if quick else workloads.gpt(steps=360)
+
+
+def _onwards(run: Run) -> States:
+    """The states of a run from where it is."""
+    start, rate, after = run.step, run.learning_rate(), {}
     for apart in APART:
         run.train(start + apart)
         after[apart] = run.state()
-    return States(workload.name, start, rate, after)
+    return States(run.workload.name, start, rate, after)
+
+
+@cache
+def states(quick: bool) -> States:
+    """A GPT at nine tenths of 360 steps; with `quick` an MLP at nine tenths of 100."""
+    workload = _workload(quick)
+    run = Run(workload, 0)
+    run.train(workload.steps * 9 // 10)
+    return _onwards(run)
+
+
+@cache
+def slowed(quick: bool, times: int) -> States:
+    """The same training, going on from there at a learning rate so many times smaller."""
+    workload = _workload(quick)
+    run = Run(dataclasses.replace(workload, rate=workload.rate / times), 0)
+    run.restore(states(quick).after[0])
+    return _onwards(run)

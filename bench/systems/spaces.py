@@ -1,0 +1,192 @@
+"""What the systems of Inshrinkerator's table 7 may choose from: its tables 9 to 12 as data, and one ladder for all.
+
+A space gives a state's candidates by ascending bins, and the search, the same for all, takes the first whose restored
+state is good enough. Where layers have bins of their own, their mean counts each layer by its elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.search.cube import Cube
+
+from ..workloads import State
+from .quantizers import Floats, Range, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
+
+Kinds = Mapping[str, Any]
+LADDER = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 254)
+_POWERS = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration of a system, for one state.
+
+    Args:
+        bins: mean over the quantized weights.
+        same: of a space's candidates, those for which it is equal restore the same.
+        restore: the state after a save and a load.
+    """
+
+    bins: float
+    same: Hashable
+    restore: Callable[[], State] = field(compare=False)
+
+
+Space = Callable[[State, Kinds], Iterator[Candidate]]
+"""Candidates for a state whose weights are of these kinds, by ascending bins."""
+
+
+def ladder(restore: Callable[[State, int], State]) -> Space:
+    """The same numbers of bins for every system, and nothing else to choose."""
+
+    def space(state: State, _: Kinds) -> Iterator[Candidate]:
+        return (Candidate(bins, bins, partial(restore, state, bins)) for bins in LADDER)
+
+    return space
+
+
+def kinds_of(module: nn.Module) -> Kinds:
+    """Kinds of a module's weights; what is also an embedding's, such as a tied head, is of its kind."""
+    found: dict[str, Any] = dict(sp.kinds(module))
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for same in names.values():
+        table = next((name for name in same if found[name].layer == "embedding"), None)
+        found |= {} if table is None else dict.fromkeys(same, found[table])
+    return found
+
+
+def _mean(weights: Mapping[str, Floats], bins: Mapping[str, int]) -> float:
+    """Bins of an element, on average."""
+    return sum(bins[name] * x.size for name, x in weights.items()) / sum(x.size for x in weights.values())
+
+
+def _apart(weights: Mapping[str, Floats], kinds: Kinds, bins: int, embedding_bins: int) -> dict[str, int]:
+    """Bins of each weight where embeddings have their own."""
+    return {name: embedding_bins if kinds[name].layer == "embedding" else bins for name in weights}
+
+
+@dataclass(frozen=True)
+class Published:
+    """Table 9, for `presets.inshrinkerator`.
+
+    Args:
+        cube: bins, protected shares, bins of embeddings; by default without pruning, as table 7 has it.
+    """
+
+    cube: Cube = field(default_factory=lambda: Cube(prune=(0.0,), metric=("magnitude",), system="inshrinkerator"))
+
+    def __call__(self, state: State, kinds: Kinds) -> Iterator[Candidate]:
+        """Its candidates."""
+        weights = weights_of(state)
+
+        def restored(config: sp.Config) -> State:
+            found: State = sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
+            return found
+
+        found = []
+        for point, embedding_bins in itertools.product(self.cube, self.cube.embedding_bins):
+            bins = _apart(weights, kinds, point.bins, embedding_bins)
+            config = point.config(embedding_bins=embedding_bins)
+            found.append(Candidate(_mean(weights, bins), (*bins.values(), point.protect), partial(restored, config)))
+        return iter(sorted(found, key=lambda one: one.bins))
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Table 10, for QD-compressor: even bins, as many as a layer's entropy asks for between two limits.
+
+    Args:
+        least, most: the limits.
+    """
+
+    least: tuple[int, ...] = _POWERS
+    most: tuple[int, ...] = _POWERS
+
+    def __call__(self, state: State, _: Kinds) -> Iterator[Candidate]:
+        """Its candidates."""
+        from ..baselines.qd import QDCompressor, wanted_bins
+
+        weights = weights_of(state)
+        wanted = {name: wanted_bins(x) for name, x in weights.items()}
+
+        def restored(bins: Mapping[str, int]) -> State:
+            return with_weights(state, {name: even(x, bins[name]) for name, x in weights.items()})
+
+        found = []
+        for least, most in itertools.product(self.least, self.most):
+            if least <= most:
+                system = QDCompressor(least, most)
+                bins = {name: system.within(count) for name, count in wanted.items()}
+                found.append(Candidate(_mean(weights, bins), tuple(bins.values()), partial(restored, bins)))
+        return iter(sorted(found, key=lambda one: one.bins))
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Table 11, for Check-N-Run's quantizer: even bins in a range that a layer's greedy search has narrowed.
+
+    Args:
+        bins: of a layer.
+        steps: that the search cuts a range into.
+        ratios: shares of the range that it walks through, ascending.
+    """
+
+    bins: tuple[int, ...] = _POWERS
+    steps: tuple[int, ...] = (10, 25, 50, 100)
+    ratios: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
+
+    def __call__(self, state: State, _: Kinds) -> Iterator[Candidate]:
+        """Its candidates; the ranges are only searched for as they are reached."""
+        weights = weights_of(state)
+        sketches = {name: Sketch.of(x) for name, x in weights.items()}
+
+        def restored(bins: int, ranges: Mapping[str, Range]) -> State:
+            return with_weights(state, {name: even(x, bins, ranges[name]) for name, x in weights.items()})
+
+        for bins, steps in itertools.product(self.bins, self.steps):
+            ranges = {name: greedy_ranges(one, bins, steps, self.ratios) for name, one in sketches.items()}
+            for place in range(len(self.ratios)):
+                own = {name: found[place] for name, found in ranges.items()}
+                yield Candidate(bins, (bins, *own.values()), partial(restored, bins, own))
+
+
+@dataclass(frozen=True)
+class KMeans:
+    """Table 12, for GOBO: clusters of least L1 distance, outliers apart.
+
+    Args:
+        bins: of a layer.
+        embedding_bins: of an embedding.
+        outlier: log density of an outlier.
+        rounds: most rounds of the clustering.
+    """
+
+    bins: tuple[int, ...] = _POWERS
+    embedding_bins: tuple[int, ...] = (16, 32)
+    outlier: float = -4.0
+    rounds: int = 1000
+
+    def __call__(self, state: State, kinds: Kinds) -> Iterator[Candidate]:
+        """Its candidates."""
+        weights = weights_of(state)
+
+        def restored(bins: Mapping[str, int]) -> State:
+            return with_weights(
+                state, {name: clustered(x, bins[name], self.outlier, self.rounds) for name, x in weights.items()}
+            )
+
+        found = []
+        for count, embedding_bins in itertools.product(self.bins, self.embedding_bins):
+            bins = _apart(weights, kinds, count, embedding_bins)
+            found.append(Candidate(_mean(weights, bins), tuple(bins.values()), partial(restored, bins)))
+        return iter(sorted(found, key=lambda one: one.bins))
