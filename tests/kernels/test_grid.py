@@ -45,7 +45,7 @@ def test_grid_agrees_with_the_oracle(back_end: BackEnd, n: int, fresh: np.random
 
 
 def test_a_grid_point_is_within_half_a_step(fresh: np.random.Generator) -> None:
-    x = fresh.normal(size=10000).astype(np.float32)
+    x = np.clip(fresh.normal(size=10000), -3, 3).astype(np.float32)  # no more than 127 steps out
     square = (fresh.random(10000) + 0.01).astype(np.float32)
     table = np.zeros(256, np.float32)
     for s in range(1, 256):
