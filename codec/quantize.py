@@ -504,9 +504,12 @@ class Quantize:
             choice = fresh if aim == 1.0 else smallest(density, thresholds, SHARE * aim * goal, exactly)
             if choice is not None:
                 yield at(choice), rounded_codebook(choice.codebook, leaf.spec), reason, goal
-        how = Fit(MAX_BINS, 1.0, self.solver, "refit", 1.0, 0)
-        codebook, _, cells, _ = fit_closely(leaf, limits, cells, how, None, looked)
-        yield limits, held_codebook(codebook, cells, how, leaf.spec), reason, goal
+        # Last the finest grid there is; and for values that lie on no grid but are few, the best entries.
+        for solver, count in ((self.solver, MAX_BINS), *(("exact", count) for count in _LADDER)):
+            how = Fit(count, 1.0, solver, "refit", 1.0, 0)
+            codebook, _, cells, looked = fit_closely(leaf, limits, cells, how, None, looked)
+            if count == MAX_BINS or predicted_error(cells, codebook) <= goal:
+                yield limits, held_codebook(codebook, cells, how, leaf.spec), reason, goal
 
 
 def _spent(

@@ -67,6 +67,7 @@ class Density:
         low, high = self.low, self.high
         return float((self.counts * (low * low + low * high + high * high)).sum()) / 3
 
+    @np.errstate(over="ignore", invalid="ignore")  # a parent's codebook may be of another order altogether
     def coded(self, codebook: Floats) -> tuple[float, Floats]:
         """The sum of squared distances from the nearest entries, times the square of `scale`; elements by entry."""
         codes = codebook * self.scale
@@ -123,12 +124,13 @@ def expected(density: Density, threshold: float, codebook: Floats, exactly: bool
     number = float(protected.counts.sum())
     if not exactly:
         loss += _rounding(protected)
+    loss = max(loss, 0.0) if math.isfinite(loss) else math.inf
     levels = np.append(by_entry, number)
     levels = levels[levels > 0]
     total = float(density.counts.sum())
     bits = float((levels * np.log2(total / levels)).sum()) + _PROTECTED_BITS * number
     squares = density.squares
-    return Choice(threshold, codebook, math.sqrt(max(loss, 0.0) / squares) if squares else 0.0, bits / total)
+    return Choice(threshold, codebook, math.sqrt(loss / squares) if squares else 0.0, bits / total)
 
 
 def _rounding(protected: Density) -> float:
@@ -159,7 +161,10 @@ def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Cho
         step = to_8_bits(max(step, least), up=True)
         if not 0 < step < math.inf:
             break
-        choice = expected(density, threshold, multiples(low, high, step), exactly)
+        entries = multiples(low, high, step)
+        if entries.size > MOST:  # no step is as small as it should be, among subnormals
+            break
+        choice = expected(density, threshold, entries, exactly)
         share = choice.error / aim
         if share <= 1 and (found is None or choice.bits < found.bits):
             found = choice

@@ -35,7 +35,8 @@ class Kept(FunctionCache):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        files = _Files(self.cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
+        stamp = self._impl.locator.get_source_stamp(), _hint_stamp()
+        files = _Files(self.cache_path, self._impl.filename_base, stamp)
         self._cache_file = files  # type: ignore[assignment]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -105,6 +106,15 @@ class _Files:
         versions = (numba.__version__, llvmlite.__version__)
         name = _digest(repr((versions, signature, machine)).encode()).hex()
         return os.path.join(self._folder, f"{self._base}.{name}.nbc")
+
+
+def _hint_stamp() -> tuple[float, int] | None:
+    """What changes with `prefetch`, the one thing that cached functions take from a module not their own."""
+    try:
+        found = os.stat(os.path.join(os.path.dirname(__file__), "prefetch.py"))
+    except OSError:  # no sources beside what is installed
+        return None
+    return found.st_mtime, found.st_size
 
 
 def _digest(contents: bytes) -> bytes:

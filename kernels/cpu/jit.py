@@ -3,7 +3,8 @@
 Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction
 (the three back ends agree to the bit), the GIL released, the result cached on disk (`cache`: a damaged or unwritable
 cache costs time, nothing else). Because Numba's disk cache does not notice a change in a callee that lives in another
-module, a cached function may only call functions of its own module.
+module, a cached function may only call functions of its own module; `prefetch` is the one exception, and part of the
+cache's key (`cache`).
 """
 
 from __future__ import annotations
