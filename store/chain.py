@@ -136,7 +136,10 @@ class Found:
 
 
 def walk(files: Files, root: Node) -> Iterator[Found]:
-    """Resolve a tree from its base upwards, each file once; a parent is kept in memory until its last child is read."""
+    """Resolve a tree from its base upwards, each file once; a parent is kept in memory until its last child is read.
+
+    Whoever takes children from a node that it was given is not given what is over them.
+    """
     stack: list[tuple[Node, Checkpoint | None, ShrinkpointError | None]] = [(root, None, None)]
     while stack:
         node, parent, problem = stack.pop()
@@ -149,5 +152,5 @@ def walk(files: Files, root: Node) -> Iterator[Found]:
             except ShrinkpointError as e:
                 ckpt, problem = None, e
         parent = None
-        stack.extend((child, ckpt, problem) for child in reversed(node.children.values()))
         yield Found(node, ckpt, problem)
+        stack.extend((child, ckpt, problem) for child in reversed(node.children.values()))

@@ -8,7 +8,8 @@ super-step where it spans several); the others stay as they are, for a checkpoin
 old identity.
 
 A step moves to its new files by one new generation of its manifest, after they are durable. The old files are garbage
-then, for `gc`.
+then, for `gc`. Only what is over the bound is visited, and what it stands on. A run that was interrupted is gone on
+with by the next one, of whatever process: first, what stands on old files of moved steps is put on their new ones.
 
 Source: LC-Checkpoint, section 4.3 (super-steps).
 """
@@ -20,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..codec.checkpoint import Checkpoint
-from ..codec.errors import CorruptDataError
+from ..codec.errors import CorruptDataError, ShrinkpointError
 from ..codec.leaves import as_bytes
 from ..codec.parallel import give_way
 from ..codec.restate import restate
 from ..codec.streams import DELTA_STREAMS
 from .catalog import Catalog, Entry
-from .chain import FOLDER, Node, carried_by, forest, walk
+from .chain import FOLDER, UNREACHABLE, Node, carried_by, forest, opener, walk
 from .files import Files
 from .lock import Lease
 from .manifest import Manifest, data_name
@@ -99,7 +100,7 @@ class Compaction:
     ) -> None:
         self._files, self._catalog, self._lease = files, catalog, lease
         self._max_cost, self._progress = max_cost, progress
-        self._changed: list[int] = []
+        self._changed: set[int] = set()
         self.problems: dict[int, str] = {}
         """Steps that are not readable and stayed as they were, and why."""
         self._done = self._total = 0
@@ -109,6 +110,7 @@ class Compaction:
         roots = []
         # Of a step with an unreadable manifest nothing is known; it stays as it is.
         entries, self.problems = self._catalog.readable()
+        self._go_on(entries)
         for root in forest(entries.values()):
             costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
             if max(costs) > self._max_cost:
@@ -118,25 +120,62 @@ class Compaction:
             self._tree(root)
         return sorted(self._changed)
 
+    def _go_on(self, entries: dict[int, Entry]) -> None:
+        """Put steps whose parent was moved without them on its new files: no data is read for it but headers."""
+        for step in sorted(entries):
+            m = entries[step].manifest
+            below = entries.get(int(m.parents[0][:12])) if m.parents else None
+            if below is None or below.manifest.chain == m.parents:
+                continue
+            parent = below.manifest
+            give_way()
+            self._lease.renew()
+            try:
+                same = parent.file == m.parents[0] or opener(self._files, m)(None).parent_id == parent.identity
+                carried = parent.carried + carried_by(opener(self._files, parent)(None))
+            except UNREACHABLE:
+                raise
+            except (ShrinkpointError, OSError):
+                continue  # the walk says why
+            moved = replace(m, parents=parent.chain, carried=carried)
+            if same and carried <= m.carried and (entry := self._catalog.replace(entries[step], moved)) is not None:
+                entries[step] = entry
+                self._changed.add(step)
+
     def _tree(self, root: Node) -> None:
-        base = self._base_for(root)
-        # For each file: the steps below it that something above may still be coded against.
-        below: dict[Node, tuple[_Live, ...]] = {root: ()}
+        base, over = self._base_for(root), self._over(root)
+        # For each file: the steps below it that something above may still be coded against, and whether any was moved.
+        below: dict[Node, tuple[tuple[_Live, ...], bool]] = {root: ((), False)}
         for found in walk(self._files, root):
-            live = below.pop(found.node)
+            live, is_moved = below.pop(found.node)
             entry = found.node.entry
             if entry is not None and found.checkpoint is not None:
                 live = self._step(entry, found.checkpoint, live, base)
+                is_moved = live[-1].manifest.chain != entry.manifest.chain
             elif entry is not None and found.problem is not None:
                 why, step = str(found.problem), entry.manifest.step
                 self.problems[step] = why if why.startswith(f"step {step}:") else f"step {step}: below it, {why}"
+            if not is_moved:
+                # What is within the bound and stands on what stays is left alone, unread.
+                for name, child in list(found.node.children.items()):
+                    if child not in over:
+                        self._done += sum(node.entry is not None for node in found.node.children.pop(name).below())
             if entry is not None:
                 self._done += 1
                 if self._progress is not None:
                     self._progress(entry.manifest.step, self._done, self._total)
             self._lease.renew()
             give_way()
-            below.update((child, live) for child in found.node.children.values())
+            below.update((child, (live, is_moved)) for child in found.node.children.values())
+
+    def _over(self, root: Node) -> set[Node]:
+        """The nodes of steps over the bound, and of what these stand on."""
+        found: set[Node] = set()
+        for node in reversed(list(root.below())):
+            is_over = node.entry is not None and node.entry.manifest.restore_cost > self._max_cost
+            if is_over or not found.isdisjoint(node.children.values()):
+                found.add(node)
+        return found
 
     def _base_for(self, root: Node) -> int | None:
         """The base of the numbers of a tree's steps; None where the bound leaves room for no delta."""
@@ -166,7 +205,7 @@ class Compaction:
                 parent = None
         manifest = self._restated(entry.manifest, ckpt, parent)
         if manifest != entry.manifest and self._catalog.replace(entry, manifest) is not None:
-            self._changed.append(manifest.step)
+            self._changed.add(manifest.step)
         # Of what the next step may need: this one, and where this one's number has fewer digits.
         kept = [known for known in live if base is not None and _is_prefix(known.number, number, base)]
         return (*kept, _Live(number, ckpt, manifest))

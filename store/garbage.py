@@ -64,9 +64,11 @@ def collect(
     garbage = [_garbage(files, folder, needed) for folder in _FOLDERS]
     garbage.append(branches.garbage(records, {s: e.manifest.identity for s, e in entries.items()}))
     if not dry_run:
-        lease.renew()
-        give_way()
-        catalog.drop(doomed)
+        gone = list(doomed)
+        for start in range(0, len(gone), _AT_ONCE):
+            lease.renew()
+            give_way()
+            catalog.drop({step: doomed[step] for step in gone[start : start + _AT_ONCE]})
         for names in garbage:
             for start in range(0, len(names), _AT_ONCE):
                 lease.renew()

@@ -35,6 +35,10 @@ _FILE = "lock"
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 
+class InUseError(TimeoutError):
+    """Others held the lock all the time that it was waited for."""
+
+
 class Lease:
     """A lock that is held."""
 
@@ -43,7 +47,7 @@ class Lease:
 
 
 class Lock(Protocol):
-    """A lock with two modes; both raise TimeoutError when it cannot be had in time."""
+    """A lock with two modes; both raise InUseError when it cannot be had in time."""
 
     def shared(self) -> contextlib.AbstractContextManager[Lease]:
         """Held beside other shared holders."""
@@ -117,14 +121,14 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
 
 
 def _patience(timeout: float, path: str, first: float = 0.005) -> Iterator[None]:
-    """Turns of waiting, ever longer ones, until TimeoutError."""
+    """Turns of waiting, ever longer ones, until InUseError."""
     end = time.monotonic() + timeout
     pause = first
     while True:
         yield
         left = end - time.monotonic()
         if left <= 0:
-            raise TimeoutError(errno.ETIMEDOUT, f"the store is in use; waited {timeout:g} s for it", path)
+            raise InUseError(errno.ETIMEDOUT, f"the store is in use; waited {timeout:g} s for it", path)
         time.sleep(min(pause, left))
         pause = min(2 * pause, 1.0)
 

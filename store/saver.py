@@ -101,6 +101,7 @@ class _Runner:
         self.saved: SaveResult | None = None
         self.future: Future[SaveResult] | None = None
         self.warned: list[str] = []
+        self._failed = ""
         self.pid = os.getpid()
         self._upkeep = upkeep
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -148,10 +149,17 @@ class _Runner:
         """What is due after a save, unless there is another one to do."""
         if not self._jobs.empty():
             return
+        failed = ""
         try:
             self.warned += [f"after step {step}: {c}: {m}" for c, m in self.place.tend()]
-        except BaseException as e:
+        except ChildProcessError as e:
             self.errors.append(e)
+        except Exception as e:
+            # No state is lost by it: it must not take the place of a save. Told again when it has changed.
+            failed = f"{type(e).__name__}: {e}"
+            if failed != self._failed:
+                self.warned.append(f"after step {step}, compact= and keep= could not be done: {failed}")
+        self._failed = failed
 
     def wait(self, timeout: float | None = None) -> None:
         """Until nothing is in flight; errors are left for `take_error`."""
@@ -159,10 +167,14 @@ class _Runner:
             raise TimeoutError(f"a save is still in flight after {timeout:g} s")
 
     def take_error(self, stacklevel: int = 4) -> BaseException | None:
-        """The error that nobody was told of yet; warnings are passed on here."""
+        """The newest error that nobody was told of yet, those before it as notes; warnings are passed on here."""
         while self.warned:
             warnings.warn(self.warned.pop(0), SaverWarning, stacklevel=stacklevel)
-        return self.errors.popleft() if self.errors else None
+        error = self.errors.pop() if self.errors else None
+        while error is not None and self.errors:
+            before = self.errors.popleft()
+            error.add_note(f"Before that: {type(before).__name__}: {before}")
+        return error
 
     @property
     def is_here(self) -> bool:
@@ -199,10 +211,10 @@ class Saver:
     of the state crosses. The first save goes on from what `store` has saved or loaded by then, as `store.save` would:
     after `state = store.load()` with a delta, with an untouched store with a base.
 
-    What goes wrong in the worker is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
-    returned. If the worker is killed that is a ChildProcessError; the save after it starts another one, which reads the
-    chain of the last save and goes on with it. An error of the last save that no call was left to raise is printed at
-    exit, and the exit status is 120.
+    What goes wrong with a save is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
+    returned; what goes wrong between saves (`compact`, `keep`) is a SaverWarning. If the worker is killed that is a
+    ChildProcessError; the save after it starts another one, which reads the chain of the last save and goes on with it.
+    An error of the last save that no call was left to raise is printed at exit, and the exit status is 120.
 
     With a process, a state counts as saved once `save` has returned: the worker has all of it, and finishes the save
     even if the trainer is killed at once.
@@ -401,6 +413,25 @@ class Saver:
                 self._raise(self._runner)
             return self.last
 
+    def rest(self) -> None:
+        """Wait for the save in flight, and give up what is done between saves, until the next one.
+
+        For who is about to remove steps: while chains are compacted `Store.drop` and `Store.gc` wait.
+
+        Raises:
+            ShrinkpointError: called by a callback of a save's future, which comes before that work.
+        """
+        with self._lock:
+            runner = self._runner
+            if self._closed or runner is None or runner.pid != os.getpid():
+                return
+            if runner.is_here:
+                raise ShrinkpointError("a saver cannot rest by a callback of its future, which is part of a save")
+            runner.wait()
+            if runner.tending is not None and not runner.tending.done():
+                runner.place.cancel()
+                runner.tending.result()
+
     def close(self) -> None:
         """Wait for the save in flight, end the worker and free the memory; again and again if you like.
 
@@ -439,7 +470,7 @@ class Saver:
         try:
             self.close()
         except Exception as e:
-            error.add_note(f"A save to {self.store.url} failed as well: {type(e).__name__}: {e}")
+            error.add_note(f"The saver to {self.store.url} failed as well: {type(e).__name__}: {e}")
         else:
             if in_flight is not None:
                 result = in_flight.result()

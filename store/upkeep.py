@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..codec.parallel import Stopped, stoppable
+from .lock import InUseError
 from .retention import Retention
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Keeper:
 
     def __init__(self, store: Store, upkeep: Upkeep) -> None:
         self._store, self._upkeep = store, upkeep
-        self._worst = 0.0
+        self._worst = self._left = 0.0
         self._moved = False
 
     def tend(self, stop: Callable[[], bool], *, alone: bool) -> None:
@@ -64,16 +65,26 @@ class Keeper:
             stop: asked between pieces of work.
             alone: stay in this one thread.
         """
-        compact, keep = self._upkeep.compact, self._upkeep.keep
-        if self._store.head is not None:
-            self._worst = max(self._worst, self._store.head.last.restore_cost)
+        compact, head = self._upkeep.compact, self._store.head
+        cost = head.last.restore_cost if head is not None else 0.0
+        self._worst = max(self._worst, cost)
+        if compact is not None and cost <= compact < self._left:
+            self._left, self._worst = 0.0, cost  # a new chain
         with contextlib.suppress(Stopped), stoppable(stop, alone=alone):
-            if compact is not None and self._worst > compact:
+            # First: however little time there is, old steps do not pile up, and fewer are left to compact.
+            if self._upkeep.keep is not None:
+                self._collect()
+            # A chain that could not be compacted, for it is damaged, is not tried again until it is twice as long.
+            if compact is not None and self._worst > max(compact, 2 * self._left):
                 self._moved = True
-                self._store.compact(min(compact, TARGET))
+                moved = self._store.compact(min(compact, TARGET))
+                self._left = cost if cost > compact and head is not None and head.last.step not in moved else 0.0
                 self._worst = 0.0
-            if keep is not None or self._moved:
-                # Where others write it is not waited for: there is a next time.
-                with contextlib.suppress(TimeoutError):
-                    self._store.gc(keep, timeout=0.0)
-                    self._moved = False
+            if self._moved:
+                self._collect()
+
+    def _collect(self) -> None:
+        """Remove what is not needed. Where others write they are not waited for: there is a next time."""
+        with contextlib.suppress(InUseError):
+            self._store.gc(self._upkeep.keep, timeout=0.0)
+            self._moved = False

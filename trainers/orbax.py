@@ -127,6 +127,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             if item is None and part:
                 raise BadArgumentError("partial_restore: item must say which part")
             paths = [glob.escape(name) for name in names(item, what="item")] if part else None
+            if paths == []:
+                raise BadArgumentError("partial_restore: item is empty")
             state = load_at(path, paths, store=store, first=jax.process_index() == 0)
             return state if item is None else fitted(state, item, what="item", partial=part)
         except BadArgumentError as e:
@@ -135,7 +137,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
     def metadata(self, directory: Any) -> Any:
         """Called by Orbax for `item_metadata`: nested dicts of `jax.ShapeDtypeStruct` and plain scalars.
 
-        That is an item to restore to. No array is read for it.
+        That is an item to restore to: all comes back as it was saved, in NumPy arrays where JAX does not have the dtype
+        now (float64 without `jax_enable_x64`). No array is read for it.
 
         Raises:
             BadArgumentError: not a checkpoint of this handler.
@@ -179,7 +182,10 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
                     pointer = read_pointer(fs.unstrip_protocol(f"{place}/{POINTER}"))
                     if pointer is not None and os.path.basename(pointer.store) == mine:
                         kept.add(pointer.step)
-        drop(self.store, set(self.store.steps()) - kept)
+        gone = set(self.store.steps()) - kept
+        if gone and isinstance(self.saver, Saver):
+            self.saver.rest()  # it would be waited for
+        drop(self.store, gone)
 
 
 @ocp.args.register_with_handler(CompressedHandler, for_save=True)
@@ -207,7 +213,8 @@ class CompressedRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     Args:
         item: a pytree of the structure that was saved, of `jax.ShapeDtypeStruct` (or arrays) and scalars: what comes
             back has its containers, dtypes and shardings; without a sharding, on the default device. NumPy arrays come
-            back where it has NumPy arrays. None (default): nested dicts by name, as they were saved.
+            back where it has NumPy arrays, or a dtype that JAX does not have now. None (default): nested dicts by name,
+            as they were saved.
         partial_restore: read no more than what is in `item`, which may then be a part of what was saved; such a restore
             is not counted. Default False.
     """

@@ -700,6 +700,8 @@ def test_callbacks_may_save_but_not_close() -> None:
     def back(_: Any) -> None:
         with pytest.raises(sp.ShrinkpointError, match="cannot be closed by a callback"):
             saver.close()
+        with pytest.raises(sp.ShrinkpointError, match="cannot rest by a callback"):
+            saver.rest()
         found.append(saver.save(2, {"a": 2}))
 
     with sp.Saver(store) as saver:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from shrinkpoint.codec.parallel import map_chunks  # noqa: E402
+from shrinkpoint.store.compaction import Compaction  # noqa: E402
 from shrinkpoint.store.local import LocalFiles  # noqa: E402
 from shrinkpoint.trainers import orbax as adapter  # noqa: E402
 from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave  # noqa: E402
@@ -318,11 +321,24 @@ def test_a_part_alone_and_what_there_is(tmp_path: Path, monkeypatch: pytest.Monk
                 r"params/last/bias: shape \(16,\) in the checkpoint, \(3,\)",
             ),
             (None, "item must say which part"),
+            ({}, "partial_restore: item is empty"),
         ):
             with pytest.raises(sp.BadArgumentError, match=why):
                 manager.restore(2, args=CompressedRestore(bad, partial_restore=True))
         with pytest.raises(sp.BadArgumentError, match="half: not in item"):
             manager.restore(2, args=CompressedRestore(item))
+
+
+def test_the_metadata_is_an_item_that_loses_nothing(tmp_path: Path) -> None:
+    wide = {"n": np.array([2**40 + 5]), "x": np.array([1 / 3]), "z": np.array([1 / 3 + 2j]), "w": jnp.ones(3)}
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        manager.save(1, args=CompressedSave(wide))
+        manager.wait_until_finished()
+        item = manager.item_metadata(1)
+        for more in ({}, {"partial_restore": True}):
+            found = manager.restore(1, args=CompressedRestore(item, **more))
+            assert same(found, wide)
+            assert isinstance(found["w"], jax.Array)
 
 
 @pytest.mark.parametrize(
@@ -395,6 +411,24 @@ def test_missing_and_damaged_steps(tmp_path: Path) -> None:
         (tmp_path / "2" / "default" / "shrinkpoint.json").unlink()
         with pytest.raises(sp.BadArgumentError, match="not a checkpoint of shrinkpoint"):
             manager.restore(2)
+
+
+def test_a_saver_that_compacts_does_not_keep_a_rotation_waiting(tmp_path: Path, monkeypatch: Any) -> None:
+    def run(_: Any) -> list[int]:
+        while True:
+            map_chunks(time.sleep, [0.001])
+
+    monkeypatch.setattr(Compaction, "run", run)
+    store = sp.Store(tmp_path / "shrinkpoint", sp.presets.lossless(chain=sp.ChainPolicy(None)))
+    options, w = ocp.CheckpointManagerOptions(max_to_keep=1), jnp.arange(4096.0)
+    with sp.Saver(store, mode="thread", compact=1.0) as saver:
+        with ocp.CheckpointManager(tmp_path, options=options, item_handlers=CompressedHandler(saver)) as manager:
+            for step in range(4):
+                # That it never ends is what stands for a long time: a drop that waited for it would raise TimeoutError.
+                w = w.at[step].set(-1.0)
+                manager.save(step, args=CompressedSave({"w": w}))
+                manager.wait_until_finished()
+        assert len(store.steps()) == 1
 
 
 @jax.tree_util.register_pytree_with_keys_class
