@@ -7,9 +7,9 @@ another part is reported beside it; both are evaluated on what was compressed an
 it. What later searches take is also shown as a share of the training between the checkpoints, of which there is little
 here: ninety steps of a small model. At the first checkpoint and at one in the middle (of all models but the GPT) every
 point of the cube is compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. Points
-that pass and are smaller than the choice are missed: how many, and how many of them pass by more than losses differ
-between the two parts of the data, the note says; where none does, the miss is within the spread. Calls of `evaluate`
-are all counted, those with the state itself too. Only weights are in the states: moments would hide
+that pass and are smaller than the choice are missed: how many, and how many of them pass by more than their losses
+differ between the two parts of the data, the note says; where none does, the miss is within the spread. Calls of
+`evaluate` are all counted, those with the state itself too. Only weights are in the states: moments would hide
 differences in size.
 """
 
@@ -176,13 +176,13 @@ def brute_force(
 
 def missed(points: list[Measured], own: float | None, threshold: float) -> str:
     """What is to be said of points that pass and are smaller than the choice by more than the aim; "" if none is."""
-    smaller = [p for p in points if own is not None and _WITHIN * p.nbytes < own]
-    passing = [p for p in smaller if p.loss <= threshold]
+    passing = [p for p in points if own is not None and _WITHIN * p.nbytes < own and p.loss <= threshold]
     if not passing:
         return ""
-    spread = statistics.fmean((p.loss - p.elsewhere) ** 2 for p in smaller) ** 0.5
+    # What those that fail differ by says nothing of these: of a ruined model it is many times as much.
+    spread = statistics.fmean((p.loss - p.elsewhere) ** 2 for p in passing) ** 0.5
     sure = sum(p.loss + spread <= threshold for p in passing)
-    said = f"; {len(passing)} smaller ones pass, {sure} by more than the {spread:.2%} that losses differ on other data"
+    said = f"; {len(passing)} smaller ones pass, {sure} by more than the {spread:.2%} their losses differ on other data"
     return said + ("" if sure else ": a miss within the spread of evaluate")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ from .checkpoint import ArrayRecord, Checkpoint
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .leaves import Array, build_leaf
 from .parallel import map_chunks
+
+_ESCAPED = re.compile(r"\[([*?[])\]")
 
 
 def check_patterns(paths: Any) -> tuple[str, ...]:
@@ -117,9 +121,13 @@ def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
     above, paths = _places(nodes)
     keep = [False] * len(nodes)
     used = set()
+    # Names may be as many as paths: they are looked up, not tried one by one.
+    named = {name: p for p in patterns if (name := _only_path(p)) is not None}
+    globs = [p for p in patterns if _only_path(p) is None]
     for i, path in enumerate(paths):
         if path is not None:
-            matching = [p for p in patterns if fnmatch.fnmatchcase(path, p)]
+            matching = [p for p in globs if fnmatch.fnmatchcase(path, p)]
+            matching += [named[path]] if path in named else []
             used.update(matching)
             keep[i] = bool(matching)
     for pattern in patterns:
@@ -149,6 +157,11 @@ def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
             out.append(nodes[i])
         stack.extend(reversed(below))
     return out
+
+
+def _only_path(pattern: str) -> str | None:
+    """The one path that a pattern without wildcards matches, but for escaped ones (`glob.escape`); None: it has."""
+    return None if glob.has_magic(_ESCAPED.sub("", pattern)) else _ESCAPED.sub(r"\1", pattern)
 
 
 def _places(nodes: Sequence[Any]) -> tuple[list[int], list[str | None]]:

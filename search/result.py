@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..codec.base import check_range
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
 from .cube import Cube, Point
@@ -148,8 +149,9 @@ class SearchResult:
     def restored(self) -> SearchResult:
         """This result once the run went on from the checkpoint that was compressed with its `config`.
 
-        What that took is spent: `degradation`, if it is a loss; nothing, if `config` is lossless; `threshold`, where
-        nothing was evaluated. The next search with `expected_restores` and this as `last` allows no more than is left.
+        What that took is spent: `degradation`, if it is a loss; nothing, if `config` is lossless or there was nothing
+        to choose; `threshold`, where nothing was evaluated. The next search with `expected_restores` and this as `last`
+        allows no more than is left.
 
         Example:
             >>> import numpy as np
@@ -161,7 +163,8 @@ class SearchResult:
             (1, True)
         """
         took = self.threshold if self.degradation is None else max(0.0, self.degradation)
-        took *= self.met
+        if not self.met or self.method == "nothing to choose":
+            took = 0.0
         return dataclasses.replace(self, restores=self.restores + 1, spent=self.spent + took)
 
     def to_json(self) -> dict[str, Any]:
@@ -181,6 +184,8 @@ class SearchResult:
     def from_json(data: Any) -> SearchResult:
         """The result that `to_json` wrote; raises BadArgumentError for anything else."""
         found = {k: _read(v) for k, v in _fields(data, SearchResult, "search result").items()}
+        check_range("no search result: its restores", found["restores"], 0, math.inf)
+        check_range("no search result: its spent", found["spent"], 0.0, math.inf, open_high=True)
         try:
             found |= {
                 "config": Config.from_json(found["config"]),
@@ -258,4 +263,7 @@ def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:
 def _fits(annotation: str, value: Any) -> bool:
     """Whether a value is of a field's type, as far as that is a plain one."""
     kind = _KINDS.get(annotation.removesuffix(" | None"))
-    return kind is None or isinstance(value, kind) or (value is None and annotation.endswith("None"))
+    if kind is None or (value is None and annotation.endswith("None")):
+        return True
+    # To Python True is an int.
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)

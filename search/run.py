@@ -392,11 +392,12 @@ class _Space:
     def check(self) -> None:
         """Evaluate the state itself again, once a search: numbers that are too good may be no numbers to compare.
 
-        Processes that each evaluate it see the same at the start.
+        Processes that each evaluated it at the start have seen as much; with a known baseline instead they have not.
         """
-        if self.left > 0 and not self._is_checked and self.trials.at_once == 1:
+        trials = self.trials
+        if self.left > 0 and not self._is_checked and (trials.at_once == 1 or not trials.has_seen_itself):
             self._is_checked = True
-            self.trials.again()
+            trials.again()
 
 
 def _near(space: _Space, last: SearchResult, steps: int, *, relax: bool) -> _Choice:

@@ -85,6 +85,11 @@ class Trials:
         """Trials of points that may be chosen."""
         return [t for t in self.found if t.passed and t.point is not None and not self._is_apart(t.point)]
 
+    @property
+    def has_seen_itself(self) -> bool:
+        """Whether `evaluate` was called with the state itself."""
+        return any(t.point is None for t in self.found)
+
     def baseline(self, last: SearchResult | None, direction: str | None, given: float | None) -> None:
         """Evaluate the state itself; more than once where its spread is not known yet.
 

@@ -88,12 +88,15 @@ def fitted(plain: Any, like: Any, *, what: str = "like", partial: bool = False) 
     Args:
         plain: what `nested` gave, after `decompress` or `Store.load`.
         like: a pytree of arrays, `jax.ShapeDtypeStruct` and scalars: what comes back has its containers, dtypes and
-            shardings; without a sharding, on the default device. NumPy arrays come back where it has NumPy arrays.
+            shardings; without a sharding, on the default device. NumPy arrays come back where it has NumPy arrays, and
+            for a `ShapeDtypeStruct` of a dtype that JAX does not have now (int64, float64 and complex128 without
+            `jax_enable_x64`).
         what: how messages call it.
         partial: pass over what is in `plain` alone; default False.
 
     Raises:
-        BadArgumentError: names, shapes or kinds of numbers differ; the message lists them.
+        BadArgumentError: names, shapes or kinds of numbers differ, or a sharding is asked for in a dtype that JAX does
+            not have now; the message lists them.
 
     Example:
         >>> import collections
@@ -164,12 +167,21 @@ def _problem(saved: Any, wanted: Any, what: str) -> str:
     held = saved.dtype if isinstance(saved, (jax.Array, jax.ShapeDtypeStruct)) else np.asarray(saved).dtype
     if is_key:
         return "" if held == wanted.dtype else f"{held} in the checkpoint, a key of {wanted.dtype} in {what}"
-    return "" if _rank(held) <= _rank(wanted.dtype) else f"{held} in the checkpoint, {wanted.dtype} in {what}"
+    if _rank(held) > _rank(wanted.dtype):
+        return f"{held} in the checkpoint, {wanted.dtype} in {what}"
+    if getattr(wanted, "sharding", None) is not None and not _has(wanted.dtype):
+        return f"{wanted.dtype} with a sharding in {what}: JAX has no such array without jax_enable_x64"
+    return ""
 
 
 def _rank(dtype: Any) -> int:
     kinds = (number for number, kind in enumerate(_ORDER) if jax.numpy.issubdtype(dtype, kind))
     return next(kinds, len(_ORDER))
+
+
+def _has(dtype: Any) -> bool:
+    """Whether JAX has arrays of a dtype now; of others it would make narrower ones, with other values."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 
 def _placed(saved: Any, wanted: Any) -> Any:
@@ -183,7 +195,7 @@ def _placed(saved: Any, wanted: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=found[0])
         return keys if wanted.sharding is None else jax.device_put(keys, wanted.sharding)
     host = np.asarray(saved).astype(wanted.dtype, copy=False)
-    if isinstance(wanted, (np.ndarray, np.generic)):
+    if isinstance(wanted, (np.ndarray, np.generic)) or not _has(wanted.dtype):
         return host
     if wanted.sharding is None:
         return jax.numpy.asarray(host)

@@ -40,16 +40,19 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins.io import CheckpointIO
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
 else:
     try:
         import lightning.pytorch as pl
         from lightning.fabric.plugins.io import CheckpointIO
         from lightning.pytorch.callbacks import Callback
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO
     except ImportError:
         try:
             import pytorch_lightning as pl
             from lightning_fabric.plugins.io import CheckpointIO
             from pytorch_lightning.callbacks import Callback
+            from pytorch_lightning.plugins.io import AsyncCheckpointIO
         except ImportError:
             raise ImportError(f"this adapter needs Lightning: {install('lightning')}") from None
 
@@ -177,6 +180,10 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             run that resumes searches on from it, and the restore counts (`SearchResult.restored`). Under several
             processes the first one searches, by itself. None (default): all are compressed as `CompressedIO` says.
 
+    Raises:
+        BadArgumentError: when fitting begins, `search` without `CompressedIO`, or with it in an `AsyncCheckpointIO`,
+            whose thread would search while training draws random numbers.
+
     Example:
         >>> CompressedCheckpoints().rng
         True
@@ -197,15 +204,23 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self._failed = False
 
     @staticmethod
-    def _io(trainer: pl.Trainer) -> Any:
-        found: Any = trainer.strategy.checkpoint_io
-        while found is not None and not isinstance(found, CompressedIO):
-            found = getattr(found, "checkpoint_io", None)  # AsyncCheckpointIO and its like
+    def _plugins(trainer: pl.Trainer) -> list[Any]:
+        """What saves: wrappers (`AsyncCheckpointIO` and its like) first."""
+        found: list[Any] = [trainer.strategy.checkpoint_io]
+        while (inner := getattr(found[-1], "checkpoint_io", None)) is not None:
+            found.append(inner)
         return found
+
+    @classmethod
+    def _io(cls, trainer: pl.Trainer) -> Any:
+        return next((plugin for plugin in cls._plugins(trainer) if isinstance(plugin, CompressedIO)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning."""
         self._failed = False
+        if self.search is not None and any(isinstance(p, AsyncCheckpointIO) for p in self._plugins(trainer)):
+            # It would search in a thread, and put the generators back by which training draws meanwhile.
+            raise BadArgumentError("search: not within AsyncCheckpointIO; take CompressedIO(background=True) instead")
         io_plugin = self._io(trainer)
         if io_plugin is not None:
             io_plugin.kinds = dict(kinds(pl_module))
@@ -267,19 +282,22 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Called by Lightning, on all processes; the first one saves what it gets."""
+        # What the search finds is put in when it is saved; Lightning leaves a state out that is empty.
+        own: dict[str, Any] = {} if self.search is None else {"search": None}
         if not self.rng:
-            return {}
+            return own
         found: list[Any] = [capture_rng()]
         if world() > 1 and not self._failed:
             gathered: list[Any] | None = [None] * world() if rank() == 0 else None
             dist.gather_object(found[0], gathered)
             found = found if gathered is None else gathered
-        return {"rng": found}
+        return own | {"rng": found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called by Lightning, on all processes."""
-        if self.search is not None and "search" in state_dict:
-            self.found = SearchResult.from_json(json.loads(state_dict["search"])).restored()
+        before = state_dict.get("search")
+        if self.search is not None and before is not None:
+            self.found = SearchResult.from_json(json.loads(before)).restored()
         found = state_dict.get("rng") if self.rng else None
         if found is None:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,12 +111,29 @@ def test_once_the_budget_is_spent_checkpoints_are_lossless() -> None:
 
 def test_what_restores_take_that_nobody_evaluated() -> None:
     state = random_state()
+    exact = sp.search({"count": torch.arange(3)}, lambda _: 1.0, 0.1, expected_restores=1)
+    assert exact.method == "nothing to choose"
+    assert (exact.restored().restores, exact.restored().spent) == (1, 0.0)
     blind = sp.search(state, None, 0.1, expected_restores=4)
     assert blind.restored().spent == 0.025
     following = sp.search(state, None, 0.1, last=blind.restored(), expected_restores=4)
     assert following.config.max_rel_error == pytest.approx(0.025)
     gained = dataclasses.replace(sp.search(state, Loss(state), 0.02, cube=SMALL), degradation=-0.01)
     assert gained.restored().spent == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("spent", value) for value in (-1.0, float("nan"), "inf", True, None)),
+        *(("restores", value) for value in (-5, True, 1.5)),
+    ],
+)
+def test_what_cannot_have_been_spent_is_no_search_result(name: str, value: Any) -> None:
+    data = sp.search(random_state(), None, 0.1).to_json()
+    assert SearchResult.from_json(data | {"spent": 0, "restores": 2}).restores == 2
+    with pytest.raises(BadArgumentError, match=f"no search result: its {name}"):
+        SearchResult.from_json(data | {name: value})
 
 
 # ---------------------------------------------------------------------- a baseline that is known
@@ -159,5 +177,8 @@ def test_processes_that_search_together_are_given_the_same_baseline(monkeypatch:
     later = searches(monkeypatch, 2, lambda rank: {**given, "baseline": 1.0, "last": last})[0]
     assert isinstance(later, SearchResult)
     assert all(t.point is not None for t in later.trials)
+    # It is looked at where a trial gains what cannot be, as one process would.
+    for error in searches(monkeypatch, 2, lambda rank: {**given, "baseline": 1.03, "last": last}):
+        assert "not comparable between calls" in str(error)
     for error in searches(monkeypatch, 2, lambda rank: {**given, "baseline": 1.0 + 0.001 * rank}):
         assert "do not have the same baseline" in str(error)

@@ -54,6 +54,7 @@ def fit(
     checkpoint: Any = None,
     sensitivity: int | None = None,
     search: Any = None,
+    rng: bool = True,
     top: int = 2,
     ddp: bool = False,
     width: int = 64,
@@ -79,7 +80,7 @@ def fit(
         plugins=[plugin or CompressedIO(cfg or sp.presets.lossless())],
         callbacks=[
             checkpoint or ModelCheckpoint(folder, save_top_k=top, monitor="epoch", mode="max"),
-            CompressedCheckpoints(sensitivity=sensitivity, search=search),
+            CompressedCheckpoints(rng=rng, sensitivity=sensitivity, search=search),
         ],
     )
     trainer.fit(model, data, ckpt_path=resume)

@@ -131,6 +131,23 @@ def test_kinds_of_numbers_are_kept() -> None:
                 fitted(plain, like)
 
 
+def test_what_jax_has_no_dtype_for_comes_back_as_numpy() -> None:
+    plain: dict[str, Any] = {"n": np.array([2**40 + 5]), "x": np.array([1 / 3]), "z": np.array([1 / 3 + 2j])}
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in plain.items()}
+    found = fitted(plain, like)
+    assert all(isinstance(x, np.ndarray) for x in found.values())
+    assert same(found, plain)
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like["x"] = jax.ShapeDtypeStruct((1,), np.float64, sharding=where)
+    with pytest.raises(sp.BadArgumentError, match="x: float64 with a sharding in like: JAX has no such array"):
+        fitted(plain, like)
+    with jax.enable_x64(True):
+        found = fitted(plain, like)
+        assert all(isinstance(x, jax.Array) for x in found.values())
+        assert all(found[name].dtype == x.dtype and np.array_equal(found[name], x) for name, x in plain.items())
+    assert fitted(plain, {**like, "x": jnp.zeros(1)})["x"].dtype == jnp.float32, "what is asked for is no surprise"
+
+
 def test_typed_keys_come_back() -> None:
     keys = {"one": jax.random.key(3), "more": jax.random.split(jax.random.key(4, impl="rbg"), 3)}
     plain = sp.decompress(sp.compress(nested(keys)))

@@ -269,7 +269,25 @@ def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(tmp_path: P
     assert again.found[0].restores == 1
 
 
+def test_a_search_is_stored_without_generators_too(tmp_path: Path) -> None:
+    first, again = Searching(), Searching()
+    every = ModelCheckpoint(tmp_path, save_top_k=-1, monitor="epoch", mode="max")
+    how: dict[str, Any] = {"checkpoint": every, "rng": False}
+    fit(tmp_path, 1, search=first, **how)
+    (newest,) = tmp_path.glob("*.ckpt")
+    fit(tmp_path, 2, newest, search=again, **how)
+    assert again.given[0]["last"] == first.found[-1].restored()
+    # A checkpoint from before a search: there is none to go on from.
+    callback = CompressedCheckpoints(rng=False, search=first)
+    callback.load_state_dict(callback.state_dict())
+    assert callback.found is None
+
+
 def test_a_search_needs_the_plugin(tmp_path: Path) -> None:
+    with pytest.raises(
+        sp.BadArgumentError, match=r"not within AsyncCheckpointIO; take CompressedIO\(background=True\)"
+    ):
+        fit(tmp_path / "async", 1, plugin=AsyncCheckpointIO(CompressedIO()), search=Searching())
     with pytest.raises(sp.BadArgumentError, match="CompressedIO, which is not among the plugins"):
         fit(tmp_path / "run", 1, plugin=TorchCheckpointIO(), search=Searching())
 
