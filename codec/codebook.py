@@ -241,9 +241,11 @@ def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
     low, high = float(values[0]), float(values[-1])
     step = max(math.sqrt(12 * loss / float(weights.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
     step = to_8_bits(step, up=True)
-    found = multiples(low, high, step) if 0 < step < math.inf else exact
-    # Too many of them where no step is as small as it should be, among subnormals.
-    return found if 0 < step < math.inf and found.size <= MOST else cells.restored(exact / scale)
+    if 0 < step < math.inf:
+        entries = multiples(low, high, step)
+        if entries.size <= MOST:  # more where no step is as small as it should be, among subnormals
+            return entries
+    return cells.restored(exact / scale)
 
 
 def to_8_bits(step: float, *, up: bool = False) -> float:
