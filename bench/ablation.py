@@ -19,7 +19,7 @@ import numpy as np
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy, tree
 from shrinkpoint.codec.leaves import is_array
-from shrinkpoint.codec.quantize import LevelsMemory
+from shrinkpoint.codec.levels import LevelsMemory
 from shrinkpoint.kernels.levels import delta
 
 from .faults import InStore, Searching

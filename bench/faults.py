@@ -156,7 +156,7 @@ class InStore:
         self.evaluations += found.evaluations
         self.unmet += not found.met
         rate = found.point.rate if found.point is not None else 0.0
-        return sp.Config(found.config.rules, rate=rate, chain=self.store.cfg.chain)
+        return sp.Config(found.config.rules, rate=rate, chain=self.store.cfg.chain, ahead=False)
 
     def restore(self) -> State:
         self._stop()

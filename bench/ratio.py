@@ -130,55 +130,26 @@ class Chain:
 
     config: sp.Config
     head: sp.Checkpoint | None = None
-    count: int = 0
     whole: Bytes = field(default_factory=Bytes)
     late: Bytes = field(default_factory=Bytes)
     bases: Bytes = field(default_factory=Bytes)
     restored: State | None = None
 
-    def add(self, state: State, late: bool, kinds: Mapping[str, Any]) -> None:
-        """Compress the next checkpoint."""
-        self.head = self.following(state, kinds)
-        self.count += 1
+    def __post_init__(self) -> None:
+        self.store = sp.Store(f"memory://bench-ratio-{id(self)}", self.config)
+
+    def add(self, step: int, state: State, late: bool, kinds: Mapping[str, Any]) -> None:
+        """Save the next checkpoint."""
+        self.head = self.store.save(step, state, kinds=kinds).checkpoint
         self.whole.add(self.head)
         if not self.head.is_delta:
             self.bases.add(self.head)
         elif late:
             self.late.add(self.head)
 
-    def following(self, state: State, kinds: Mapping[str, Any]) -> sp.Checkpoint:
-        """A base every so many checkpoints, otherwise what changed since the one before."""
-        every = self.config.chain.base_every or 1 << 60
-        return sp.compress(state, None if self.count % every == 0 else self.head, self.config)
-
-    def close(self) -> None:
-        """Nothing outlives it."""
-
-
-@dataclass
-class StoredChain(Chain):
-    """The chain of a preset with a policy of its own (deltas against the base, a predictor), which a store carries out.
-
-    It knows layers by their kinds, as Check-N-Run must.
-    """
-
-    store: sp.Store | None = None
-
-    def following(self, state: State, kinds: Mapping[str, Any]) -> sp.Checkpoint:
-        if self.store is None:
-            self.store = sp.Store(f"memory://bench-ratio-{id(self)}", self.config)
-        return self.store.save(self.count, state, kinds=kinds).checkpoint
-
     def close(self) -> None:
         """Give back the memory of its files."""
-        if self.store is not None:
-            fsspec.filesystem("memory").rm(self.store.url, recursive=True)
-            self.store = None
-
-
-def _chain(config: sp.Config) -> Chain:
-    plain = config.chain.against == "previous" and config.chain.predictor is None
-    return Chain(config) if plain else StoredChain(config)
+        fsspec.filesystem("memory").rm(self.store.url, recursive=True)
 
 
 @dataclass
@@ -253,13 +224,13 @@ def same_bits(state: State, other: State) -> bool:
 def trained(workload: Workload, seed: int, systems: dict[str, sp.Config], say: Callable[[str], None]) -> Training:
     """Train once, compress its checkpoints by every system, restore each and train on."""
     run, told = Run(workload, seed), Training(workload, seed)
-    chains = {name: _chain(config) for name, config in systems.items()}
+    chains = {name: Chain(config) for name, config in systems.items()}
     for step in range(SPACING, workload.steps + 1, SPACING):
         run.train(step)
         state, kinds = run.state(), sp.kinds(run.model, run.optimizer)
         say(f"{workload.name}, seed {seed}: step {step} of {workload.steps}")
         for chain in chains.values():
-            chain.add(state, step > 2 * workload.steps // 3, kinds)
+            chain.add(step, state, step > 2 * workload.steps // 3, kinds)
             if step == told.restart and chain.head is not None:
                 chain.restored = sp.decompress(chain.head)
         if step == told.restart - SPACING:

@@ -43,6 +43,8 @@ class Leaf:
         sibling: of a first moment, the *decoded* second moment of the same parameter (float32 on the host), if any.
         importance: of a weight, the second moment of the same parameter, flat, where the state holds one; else the
             square of its gradient, where there is one.
+        earlier: of a weight, the values it had some time ago, flat, where they were given.
+        lead: part of the way from there that it would still go, were its first moment restored as it is.
         touched: packed bits, 1 for each row that may have changed since the parent; None: not known.
     """
 
@@ -54,6 +56,8 @@ class Leaf:
     gradient: Array | None = None
     sibling: Array | None = None
     importance: Array | None = None
+    earlier: Array | None = None
+    lead: float = 0.0
     touched: Array | None = None
 
 

@@ -7,15 +7,19 @@ pass over the array gives; ordinary weights need none.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 
+from ..kernels.arrays import on_gpu
 from ..kernels.assign import Thresholds, assign
 from ..kernels.floats import FORMATS
 from ..kernels.histogram import Histogram, log_histogram, merge
 from .base import CHUNK, Leaf
 from .codebook import Cells, Fit, Floats, fit, too_coarse, unit
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from .levels import rounded_codebook, widened
 from .parallel import map_chunks
 
 _ROUNDS = 4
@@ -102,3 +106,40 @@ def _rounded(offset: float, leaf: Leaf) -> float:
     wide = np.float64 if leaf.spec.dtype == "float64" else np.float32
     with np.errstate(over="ignore"):
         return float(wide(offset))
+
+
+def held_codebook(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
+    """The codebook as the array's dtype holds it; the best one where a uniform one has suffered from that by too much.
+
+    Equidistant entries hardly further apart than the values of a 16-bit array fall now on one, now between two.
+    """
+    held = rounded_codebook(codebook, spec)
+    if not cells.sharp or how.solver != "uniform":
+        return held
+    best = rounded_codebook(fit(cells, dataclasses.replace(how, solver="exact"), None)[0], spec)
+    return best if cells.loss(held) > how.trigger * cells.loss(best) else held
+
+
+def few_values(leaf: Leaf, cells: Cells, most: int) -> NpArray | None:
+    """All finite values, ascending, where they are at most `most`: each has an entry then, and none is lost."""
+    if not 0 < cells.counts.size <= most:
+        return None
+    values = np.empty(0)
+    for start in range(0, leaf.spec.size, CHUNK):
+        part = _patterns(leaf.flat[start : start + CHUNK], leaf.spec, most)
+        values = np.union1d(values, part[np.isfinite(part)] + 0.0)
+        if values.size > most:
+            return None
+    return values if values.size else None
+
+
+def _patterns(x: Array, spec: LeafSpec, most: int) -> NpArray:
+    """The values behind the bit patterns in x, float64 on the host; from a GPU the finite ones alone, no more than say
+    whether they are at most `most`."""
+    if on_gpu(x):
+        import torch
+
+        found = torch.unique(x.view(getattr(torch, f"int{8 * spec.itemsize}"))).view(x.dtype)
+        return on_host(found[torch.isfinite(found)][: most + 2].double())  # two of them may be zeros
+    # Integers are hashed, floats are sorted.
+    return widened(from_bytes(np.unique(as_bytes(x).view(f"<u{spec.itemsize}")).view(np.uint8), spec))

@@ -14,14 +14,16 @@ from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored, rounded_error
 from .checkpoint import Checkpoint, check_resolved
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
+from .drift import Earlier, with_lead
 from .fields import parts_of
 from .importance import second_moments, squared
-from .kinds import check_kinds, check_used, is_update, moment_place
+from .kinds import check_kinds, check_used
 from .leaves import is_array
-from .matching import beside, gradients_by_path, matched, overlooked, tie
+from .matching import beside, by_weights, matched, overlooked, tie
 from .optimizer import FirstMoment, square_of
 from .parallel import map_arrays
 from .quantize import Quantize
+from .siblings import siblings
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
 
 
@@ -33,6 +35,7 @@ def compress(
     *,
     grads: Any = None,
     kinds: Mapping[str, Any] | None = None,
+    earlier: Any = None,
 ) -> Checkpoint:
     """Compress a training state.
 
@@ -45,13 +48,17 @@ def compress(
             With `Config.rate`, and no second moments in the state, their squares stand in for these.
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it; default: guessed from names and
             shapes. Paths that the state does not have are passed over, unless it has none of them.
+        earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
+            (or the tails of their paths), or an `Earlier`, which says when that was. Where the rate-distortion encoder
+            keeps levels back, it aims ahead of the way they went since, so that what is restored does not stay behind
+            the training (`codec.assigning`). `Store` and `Saver` see to it themselves.
 
     Returns:
         A resolved checkpoint.
 
     Raises:
-        BadArgumentError: an argument out of range; a state that is no tree; a gradient without a weight; kinds of which
-            no path is that of an array.
+        BadArgumentError: an argument out of range; a state that is no tree; a gradient or earlier values without a
+            weight; kinds of which no path is that of an array.
         UnsupportedLeafError: a leaf that cannot be stored without pickle; the message has its path.
         MissingParentError: `prev` is not resolved.
 
@@ -71,7 +78,16 @@ def compress(
     nodes, found = tree.flatten(state, is_array)
     check_used(kinds, [node.path for node in found])
     nodes, unique = tie(nodes, found)
-    leaves, codecs = matched(unique, cfg, kinds, gradients_by_path(grads, found), prev is None or not prev.is_delta)
+    before = earlier if isinstance(earlier, Earlier) else Earlier(earlier)
+    leaves, codecs = matched(
+        unique,
+        cfg,
+        kinds,
+        prev is None or not prev.is_delta,
+        by_weights(grads, found, "grads"),
+        by_weights(before.weights, found, "earlier"),
+    )
+    leaves = with_lead(leaves, codecs, before.steps)
     leaves = _with_importance(leaves, codecs)
     parents: list[Memory | None] = [None] * len(leaves)
     if prev is not None:
@@ -127,15 +143,15 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
     def one(i: int) -> Stored:
         return codecs[i].encode(leaves[i], parents[i], plans[i])
 
-    siblings = {j: i for i, j in _siblings(leaves).items() if isinstance(codecs[i], FirstMoment)}
-    second = set(siblings.values())
+    firsts = {j: i for i, j in siblings(leaves).items() if isinstance(codecs[i], FirstMoment)}
+    second = set(firsts.values())
 
     def work(i: int) -> list[tuple[int, Stored]]:
         """Encode an array, and the first moment that stands beside it while its decoded values are at hand."""
         stored = one(i)
         done = [(i, dataclasses.replace(stored, decoded=None))]
-        if i in siblings:
-            beside = siblings[i]
+        if i in firsts:
+            beside = firsts[i]
             square = square_of(_decoded(leaves[i], stored, parents[i]), leaves[i].spec)
             leaf = dataclasses.replace(leaves[beside], sibling=square)
             first = codecs[beside].encode(leaf, parents[beside], plans[beside])
@@ -150,23 +166,6 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
         copy = store_copy(leaves[i], leaves[j], j, None if exact else _decoded(leaves[j], results[j], parents[j]))
         results[i] = copy if keeps_promise(copy, leaves[i], leaves[j], codecs[i]) else one(i)
     return [results[i] for i in range(len(leaves))]
-
-
-def _siblings(leaves: list[Leaf]) -> dict[int, int]:
-    """For each first moment the number of the second moment beside it: same place and shape, a dtype grids take."""
-    seconds = {(*moment_place(leaf.path)[::2], leaf.spec): j for j, leaf in _moments(leaves, "second moment")}
-    found = {}
-    for i, leaf in _moments(leaves, "first moment"):
-        j = seconds.get((*moment_place(leaf.path)[::2], leaf.spec))
-        if j is None or leaf.spec.dtype not in ("float32", "bfloat16"):
-            continue
-        if is_update(leaf.path, leaf.kind, leaves[j].path):
-            found[i] = j
-    return found
-
-
-def _moments(leaves: list[Leaf], role: str) -> list[tuple[int, Leaf]]:
-    return [(i, leaf) for i, leaf in enumerate(leaves) if leaf.kind.role == role]
 
 
 def _decoded(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:

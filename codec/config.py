@@ -119,6 +119,9 @@ class Config:
             arrays; where it holds none and there are gradients, by their magnitude. The grid of first moments follows
             (`FirstMoment.step`).
         chain: when `Store` takes a base.
+        ahead: whether, where there is a rate, `Store` codes weights ahead of their drift (`compress(earlier=)`). True
+            (default): trainings that are restored lose least. False: for weights that are used as they are restored,
+            which are better right away (docs/choosing.md).
 
     Example:
         >>> cfg = Config(rules=[("embedding", Exact()), ("*/exp_avg", LogBuckets(alpha=0.1))])
@@ -130,6 +133,7 @@ class Config:
     max_rel_error: float | None = None
     rate: float = 0.0
     chain: ChainPolicy = ChainPolicy()
+    ahead: bool = True
 
     def __init__(
         self,
@@ -138,6 +142,7 @@ class Config:
         max_rel_error: float | None = None,
         rate: float = 0.0,
         chain: ChainPolicy | None = None,
+        ahead: bool = True,
     ) -> None:
         try:
             made = tuple(r if isinstance(r, Rule) else Rule(*r) for r in rules)
@@ -149,7 +154,9 @@ class Config:
         if max_rel_error is not None:
             check_range("max_rel_error", max_rel_error, 0, 1, open_low=True, open_high=True)
         check_range("rate", rate, 0, 1e6)
-        for name, value in (("rules", made), ("max_rel_error", max_rel_error), ("rate", float(rate)), ("chain", chain)):
+        flag("ahead", ahead)
+        values = (made, max_rel_error, float(rate), chain, ahead)
+        for name, value in zip(("rules", "max_rel_error", "rate", "chain", "ahead"), values, strict=True):
             object.__setattr__(self, name, value)
 
     def codec_for(self, path: str, spec: LeafSpec, kind: Kind) -> Codec:
@@ -194,7 +201,7 @@ class Config:
             replace(r, codec=r.codec.for_restores(restores)) if hasattr(r.codec, "for_restores") else r
             for r in self.rules
         ]
-        return Config(rules, max_rel_error=self.max_rel_error, rate=self.rate, chain=self.chain)
+        return Config(rules, max_rel_error=self.max_rel_error, rate=self.rate, chain=self.chain, ahead=self.ahead)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal Config."""
@@ -203,19 +210,21 @@ class Config:
             "max_rel_error": self.max_rel_error,
             "rate": self.rate,
             "chain": asdict(self.chain),
+            "ahead": self.ahead,
         }
 
     @staticmethod
     def from_json(data: Any) -> Config:
         """The Config that `to_json` wrote; raises BadArgumentError for anything else."""
         try:
-            if set(data) != {"rules", "max_rel_error", "rate", "chain"}:
+            if set(data) != {"rules", "max_rel_error", "rate", "chain", "ahead"}:
                 raise BadArgumentError(f"no configuration: its fields are {sorted(map(str, data))}")
             return Config(
                 [Rule(match, from_json(CODECS, codec), *dtypes) for match, codec, *dtypes in data["rules"]],
                 max_rel_error=data["max_rel_error"],
                 rate=data["rate"],
                 chain=ChainPolicy(**data["chain"]),
+                ahead=data["ahead"],
             )
         except (TypeError, KeyError, ValueError) as e:
             if isinstance(e, BadArgumentError):

@@ -45,34 +45,48 @@ def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[
     return renumbered, unique
 
 
-def gradients_by_path(grads: Any, found: list[tree.ArrayNode]) -> dict[str, Any]:
-    """Gradients by path; each must belong to an array of the state, if only to the second name of a tied one."""
-    if grads is None:
+def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, Any]:
+    """A tree of arrays beside the weights, by path; each must belong to an array of the state, if only to the second
+    name of a tied one.
+
+    Args:
+        given: the tree, or None.
+        found: the arrays of the state.
+        name: of the argument.
+    """
+    if given is None:
         return {}
-    _, arrays = tree.flatten(grads, is_array)
+    _, arrays = tree.flatten(given, is_array)
     table = {a.path: a.value for a in arrays}
     matches = (by_path(table, node.path) for node in found)
     used = {match[0] for match in matches if match is not None}
-    for name in table:
-        if name not in used:
-            raise BadArgumentError(f"grads/{name}: the state has no such weight")
+    for path in table:
+        if path not in used:
+            raise BadArgumentError(f"{name}/{path}: the state has no such weight")
     return table
 
 
 def matched(
-    found: list[tree.ArrayNode], cfg: Config, kinds: Mapping[str, Any] | None, grads: dict[str, Any], over_base: bool
+    found: list[tree.ArrayNode],
+    cfg: Config,
+    kinds: Mapping[str, Any] | None,
+    over_base: bool,
+    grads: dict[str, Any],
+    earlier: dict[str, Any],
 ) -> tuple[list[Leaf], list[Codec]]:
-    """Every array with its kind, gradient and touched rows, and beside it the codec that will encode it.
+    """Every array with its kind and touched rows, a quantized one with its gradient and earlier values, and beside it
+    the codec that will encode it.
 
     Args:
         found: the arrays, each once.
         cfg: whose rules and targets hold.
         kinds: as `compress` has them.
-        grads: gradients by path, see `gradients_by_path`.
         over_base: whether the parent, if any, is a base: rows touched since the base are then those that count.
+        grads: gradients by path, see `by_weights`.
+        earlier: earlier values of weights by path, see `by_weights`.
 
     Raises:
-        BadArgumentError: a gradient of another shape than its weight, or of no float dtype.
+        BadArgumentError: a gradient or earlier values of another shape than their weight, or of no float dtype.
         UnsupportedLeafError: an array that cannot be stored.
     """
     leaves: list[Leaf] = []
@@ -86,25 +100,24 @@ def matched(
     for i, (node, leaf) in enumerate(zip(found, leaves, strict=True)):
         codec = with_targets(Exact() if node.exact else cfg.codec_for(node.path, leaf.spec, leaf.kind), cfg)
         codecs.append(codec)
-        gradient = _gradient(leaf, grads)
-        if gradient is not None and isinstance(codec, Quantize):
-            leaves[i] = dataclasses.replace(leaf, gradient=gradient)
+        gradient, before = _companion(leaf, grads, "grads"), _companion(leaf, earlier, "earlier")
+        if isinstance(codec, Quantize):
+            leaves[i] = dataclasses.replace(leaf, gradient=gradient, earlier=before)
     return leaves, codecs
 
 
-def _gradient(leaf: Leaf, grads: dict[str, Any]) -> Any:
-    """The gradient of a weight, flat and where the weight is; None where there is none for it."""
-    match = by_path(grads, leaf.path) if grads and leaf.kind.role == "weight" else None
+def _companion(leaf: Leaf, given: dict[str, Any], name: str) -> Any:
+    """What stands beside a weight in an argument, flat and where the weight is; None where there is nothing for it."""
+    match = by_path(given, leaf.path) if given and leaf.kind.role == "weight" else None
     if match is None:
         return None
-    spec, gradient = read_leaf(match[1], f"grads/{match[0]}")
+    path = f"{name}/{match[0]}"
+    spec, values = read_leaf(match[1], path)
     if spec.shape != leaf.spec.shape:
-        raise BadArgumentError(f"{leaf.path}: its gradient has shape {spec.shape}, not {leaf.spec.shape}")
+        raise BadArgumentError(f"{leaf.path}: {path} has shape {spec.shape}, not {leaf.spec.shape}")
     if spec.dtype not in FORMATS:
-        raise BadArgumentError(
-            f"{leaf.path}: its gradient has dtype {spec.dtype}; one of {', '.join(FORMATS)} is needed"
-        )
-    return beside(gradient, leaf.flat)
+        raise BadArgumentError(f"{leaf.path}: {path} has dtype {spec.dtype}; one of {', '.join(FORMATS)} is needed")
+    return beside(values, leaf.flat)
 
 
 def _by_values(leaves: list[Leaf]) -> list[Leaf]:

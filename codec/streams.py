@@ -13,10 +13,10 @@ from .exact import decode_bytes, restate_bytes
 from .exponent import decode_exponent, restate_exponent
 from .fields import Piece
 from .leaves import Array, LeafSpec
+from .levels import decode_levels, restate_levels
 from .moments import decode_log_buckets
 from .multiples import decode_multiples, restate_multiples
 from .optimizer import decode_grid, decode_rank_one, restate_rank_one
-from .quantize import decode_levels, restate_levels
 from .rows import decode_rows, restate_rows
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]

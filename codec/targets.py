@@ -10,16 +10,39 @@ on each level, and how far from it. What then becomes of the target is measured.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from .codebook import MOST, Cells, Floats, multiples, to_8_bits
+from ..kernels.assign import Thresholds
+from ..kernels.distortion import Distortion
+from ..kernels.histogram import Histogram
+from .assigning import Trade, assigned
+from .base import Leaf
+from .cells import fit_closely, held_codebook
+from .codebook import MOST, Cells, Fit, Floats, multiples, predicted_error, to_8_bits
+from .leaves import NpArray, blocks, taken
+from .levels import LevelsMemory, rounded_codebook
+from .partition import upper_threshold
+from .ratedistortion import dearest_price
 
 SHARE = 0.9
 """Share of the target that nearest levels take when a codebook is fitted; the encoder has the rest."""
+_SLACK = 0.5
+"""Bits an element that a parent's thresholds and codebook may take beyond what is needed for an error target."""
+_HELD = 0.98
+"""Share of an error target up to which nearest levels of a parent's codebook are good enough."""
+_AIMS = (1.0, 0.8, 0.5)
+"""Shares of the error that is aimed at, tried in turn where what was measured is beyond the target."""
+_LITTLE = 0.02
+"""Share of the squared error allowed below which there is nothing to spend."""
+_SAMPLE, _CAREFUL, _TRIES = 1 << 15, 0.97, 3
+"""Elements on which a price is found; the share of what is to spare they may take where they are not all; tries."""
+LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
+"""Entries that are tried where an error target leaves only their number to be chosen."""
 SHARES = (0.0, 2.0**-12, 2.0**-9, 2.0**-7, 2.0**-5, 2.0**-3)
 _PROTECTED_BITS = 11.0
 """Of a protected value beside its level: bfloat16, its two bytes coded each by itself."""
@@ -179,3 +202,99 @@ def smallest(density: Density, thresholds: Iterable[float], aim: float, exactly:
     """The smallest of the choices that `widest` has for each threshold; the first of equals. None: there is none."""
     choices = (widest(density, threshold, aim, exactly) for threshold in thresholds)
     return min((c for c in choices if c is not None), key=lambda c: c.bits, default=None)
+
+
+def choices(
+    leaf: Leaf,
+    target: float,
+    limits: Thresholds,
+    magnitudes: Histogram,
+    cells: Cells,
+    few: NpArray | None,
+    before: LevelsMemory | None,
+    frozen: bool,
+) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
+    """What keeps to the error target in the fewest bits, by the sketch; then what is finer and finer.
+
+    Args:
+        leaf: the array.
+        target: relative L2 error it may have.
+        limits: thresholds of what is pruned, and protected for its sensitivity.
+        magnitudes: of all its elements.
+        cells: those that are neither pruned nor protected.
+        few: all its values, where they are few.
+        before: the parent, or None.
+        frozen: whether the parent's codebook is kept where it will do.
+
+    Yields:
+        Thresholds, a codebook, why this one, and the relative L2 error that levels may come to.
+    """
+    if not cells.counts.size:
+        yield limits, np.empty(0), "empty", target
+        return
+    two = Fit(2, 1.0, "exact", "refit", 1.0, 0)
+    coarsest, _, cells, looked = fit_closely(leaf, limits, cells, two, None)
+    density = Density.of(cells)
+    exactly = leaf.spec.dtype == "bfloat16"
+    # An array is never flattened altogether, however little it matters beside its mean: two entries are the least.
+    goal = min(target, expected(density, np.inf, coarsest, exactly).error)
+    thresholds = list(dict.fromkeys(upper_threshold(magnitudes, share * magnitudes.total) for share in SHARES))
+
+    def at(choice: Choice) -> Thresholds:
+        return dataclasses.replace(limits, protect_magnitude=choice.threshold)
+
+    fresh = smallest(density, thresholds, SHARE * goal, exactly)
+    reason = "new" if before is None else "refit"
+    if few is not None:
+        own = expected(density, np.inf, few, exactly)
+        if fresh is None or own.bits <= fresh.bits + _SLACK:
+            yield limits, few, "of all its values", goal
+    if before is not None and before.codebook.size and frozen:
+        own = expected(density, before.thresholds.protect_magnitude, before.codebook, exactly)
+        if own.error > _HELD * goal:
+            reason = f"refit: {own.error / target:.3g} of the error target"
+        elif fresh is not None and own.bits > fresh.bits + _SLACK:
+            reason = f"refit: {own.bits - fresh.bits:.2g} bits more than need be"
+        else:
+            yield at(own), own.codebook, "frozen", goal
+    for aim in _AIMS:
+        choice = fresh if aim == 1.0 else smallest(density, thresholds, SHARE * aim * goal, exactly)
+        if choice is not None:
+            yield at(choice), rounded_codebook(choice.codebook, leaf.spec), reason, goal
+    # Last the finest grid there is; and for values that lie on no grid but are few, the best entries.
+    for solver, count in (("uniform", MOST), *(("exact", count) for count in LADDER)):
+        how = Fit(count, 1.0, solver, "refit", 1.0, 0)
+        codebook, _, cells, looked = fit_closely(leaf, limits, cells, how, None, looked)
+        if count == MOST or predicted_error(cells, codebook) <= goal:
+            yield limits, held_codebook(codebook, cells, how, leaf.spec), reason, goal
+
+
+def spent(
+    leaf: Leaf, memory: LevelsMemory, met: Distortion, before: LevelsMemory | None, target: float, scale: float
+) -> tuple[LevelsMemory, Distortion, float]:
+    """Levels that are kept back as far as the error target allows, their distortion, and the price of a bit in units of
+    the mean square.
+
+    The price is found on a sample of nearest levels; what it does to the whole array is measured.
+    """
+    codebook, n = memory.codebook, leaf.spec.size
+    mean, allowed = met.squared_norm / max(1, n), target**2 * met.squared_norm
+    spare = allowed - met.squared_error
+    # The kernel works in float32.
+    if codebook.size < 2 or spare <= _LITTLE * allowed or scale != 1.0 or not 1e-30 < target**2 * mean < 1e30:
+        return memory, met, 0.0
+    at = blocks(n, _SAMPLE)
+    count = n if isinstance(at, slice) else at.size
+    room = spare * (count / n) * (1.0 if count == n else _CAREFUL)
+    parent = None if before is None else np.ascontiguousarray(before.levels[at])
+    parent_size = 1 if before is None else before.size
+    levels = np.ascontiguousarray(memory.levels[at])
+    price = dearest_price(taken(leaf.flat, at), levels, parent, parent_size, codebook, target**2 * mean, room)
+    for _ in range(_TRIES):
+        if not price:
+            break
+        held, error = assigned(leaf, memory.thresholds, Trade(price), codebook, before, scale)
+        if error.relative_l2 <= target:
+            return held, error, price / mean
+        price /= 2
+    return memory, met, 0.0

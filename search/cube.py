@@ -84,6 +84,8 @@ class Point:
     def config(self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None) -> Config:
         """The whole configuration: the point's codec for weights, the rest as its system has it.
 
+        It is stored as it was evaluated, not ahead of the drift.
+
         Args:
             embedding_bins: entries for embeddings instead of the point's own.
             chain: when a store takes a base; default `ChainPolicy()`.
@@ -91,7 +93,7 @@ class Point:
         point = self if embedding_bins is None else dataclasses.replace(self, embedding_bins=embedding_bins)
         rules = inshrinkerator().rules if self.system == "inshrinkerator" else ()
         weights = Rule("weight", point.codec())
-        return Config([weights, *(r for r in rules if r.match != "weight")], chain=chain)
+        return Config([weights, *(r for r in rules if r.match != "weight")], chain=chain, ahead=False)
 
     def expected_bits(self) -> float:
         """Bits a weight that a base would take if all levels were equally likely: the order of the cube."""

@@ -15,36 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from ..codec import bfloat16, entropy
 from ..codec.base import Leaf, Memory
-from ..codec.cells import fit_closely
-from ..codec.codebook import Cells, Fit, fit, largest_of, spacing, too_coarse, variance
-from ..codec.leaves import LeafSpec, NpArray, as_bytes, taken
+from ..codec.cells import few_values, fit_closely, held_codebook
+from ..codec.codebook import Cells, Fit, fit, largest_of, variance
+from ..codec.leaves import NpArray
+from ..codec.levels import MAX_BINS, LevelsMemory
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
-from ..codec.quantize import MAX_BINS, LevelsMemory, Quantize, few_values, held_codebook
+from ..codec.quantize import Quantize
 from ..codec.ratedistortion import cheapest_levels
 from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign
 from ..kernels.histogram import Histogram, kept_histogram
-from ..kernels.huffman import huffman_lengths
-from ..kernels.levels import joint_counts
-from ..kernels.planes import difference, split_planes
 from .cube import Point
 from .sample import Sample, energy, representatives, sample
+from .written import nbytes_of_codebook, nbytes_of_header, nbytes_of_levels, nbytes_of_protected
 
-_COARSE = 4
-"""Sub-bucket bits of the histograms that codebooks are fitted to, where the parent's cannot be kept."""
-_TOP = 0.01
-"""Fraction of the largest values that protected ones are judged by."""
-_OVERHEAD = 34.0
-"""Bytes of an array's record in the header and of its fields."""
-_MULTIPLES = 12.0
-"""Bytes of a codebook of equidistant entries."""
-_ALIKE = 1.35
-"""Codebooks whose spacings are further apart are never kept for each other."""
-_ENOUGH = 256
-"""Protected values from which an entropy can be told."""
 _PATTERN, _SHORTEST = 1 << 14, 64
 """Elements whose errors are kept to compare points by, all arrays together; and of each array at least."""
 
@@ -83,14 +69,15 @@ class Estimator:
             for leaf, p in zip(leaves, parents, strict=True)
         ]
         self._sketches: list[Sketch] = codec.sketch(self._leaves)
-        self._chosen = representatives(self._leaves)
+        scales = [upper_threshold(s.signed.magnitude(), s.signed.total / 2) for s in self._sketches]
+        self._chosen = representatives(self._leaves, scales)
         total = sum(self._leaves[i].spec.size for i, _ in self._chosen)
         self._samples = {i: sample(self._leaves[i], self._parents[i], total) for i, _ in self._chosen}
         self._protect: dict[float, tuple[float, float]] = {}
         self._prune: dict[tuple[float, str], dict[str, tuple[float, float]]] = {}
         self._found: dict[Quantize, Estimate] = {}
         self._few: dict[int, NpArray | None] = {}
-        self._protected = self._bytes_protected()
+        self._header: float | None = None
 
     def __call__(self, points: Sequence[Point]) -> list[Estimate]:
         """One estimate a point."""
@@ -102,9 +89,12 @@ class Estimator:
             sums = np.sum([scale * row for (_, scale), (row, _) in zip(self._chosen, rows, strict=True)], axis=0)
             patterns = np.concatenate([part for _, part in rows], axis=1) / np.float32(len(rows) ** 0.5)
             size = sum(leaf.spec.size for leaf in self._leaves)
+            if self._header is None:
+                is_delta = any(before is not None for before in self._parents)
+                self._header = nbytes_of_header(self._leaves, limits[0], is_delta)
             for codec, (nbytes, error, pruned), pattern in zip(missing, sums, patterns, strict=True):
                 share = pruned / error if error else 0.0
-                self._found[codec] = Estimate(float(nbytes), float(error / size), float(share), pattern)
+                self._found[codec] = Estimate(self._header + float(nbytes), float(error / size), float(share), pattern)
         return [self._found[c] for c in codecs]
 
     def _thresholds(self, codec: Quantize) -> dict[str, Thresholds]:
@@ -123,9 +113,10 @@ class Estimator:
         """[codecs, 3]: bytes, error and pruned part of the error, both times the number of elements; and patterns."""
         leaf, part, before = self._leaves[i], self._samples[i], self._parents[i]
         out = np.zeros((len(codecs), 3))
-        histograms: dict[Thresholds, tuple[Histogram, Histogram]] = {}
+        histograms: dict[Thresholds, Histogram] = {}
         counted: dict[Any, tuple[float, float, float]] = {}
         seen: dict[Any, NpArray] = {}
+        protected: dict[tuple[float, float], float] = {}
         places = _places(part.wide.size, max(_SHORTEST, _PATTERN // len(self._chosen)))
         patterns = np.zeros((len(codecs), places.size), np.float32)
         for row, pattern, codec, by_layer in zip(out, patterns, codecs, limits, strict=True):
@@ -136,16 +127,16 @@ class Estimator:
             how = Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
             key = how, limit, codec.coder, codec.rate
             if key not in counted:
-                few = self._all_values(i, histograms[limit][0], bins) if codec.coder == "smallest" else None
-                codebook, histogram = _codebook(
-                    histograms[limit], how, before, leaf, limit, few, exactly=bool(codec.rate)
-                )
+                histogram = histograms[limit]
+                few = self._all_values(i, histogram, bins) if codec.coder == "smallest" else None
+                codebook = _codebook(Cells.of(histogram), how, before, leaf, limit, few)
                 rate = codec.rate if codec.rate and 1e-15 < largest_of(histogram) < 1e15 else 0.0
                 trade = rate * variance(histogram) if rate else 0.0
-                levels = _levels(part, before, limit, codebook, trade)
-                nbytes = self._bytes(levels, part, before, codebook.size, codec.coder)
-                if before is None or not np.array_equal(before.codebook, codebook):
-                    nbytes += _MULTIPLES if codec.solver == "uniform" else codebook.size * leaf.spec.itemsize
+                levels = _levels(part, limit, codebook, trade)
+                if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in protected:
+                    protected[shares] = nbytes_of_protected(levels, part, leaf.spec)
+                nbytes = protected[shares] + nbytes_of_codebook(codebook, before, leaf.spec)
+                nbytes += nbytes_of_levels(levels, codebook.size + 2, part, codec.coder)
                 off, error, pruned = _error(levels, part, codebook)
                 counted[key] = nbytes, leaf.spec.size * error, leaf.spec.size * pruned
                 share = math.sqrt(off.size / max(1, places.size) / part.norm) if part.norm else 0.0
@@ -163,72 +154,12 @@ class Estimator:
         few = self._few[i]
         return few if few is not None and few.size <= most else None
 
-    def _histogram(self, i: int, limit: Thresholds) -> tuple[Histogram, Histogram]:
-        """What a codebook is fitted to, and a coarser one, quicker to fit to, which changes sizes by little.
-
-        With few different values, what the coarser one would merge may be most of the array.
-        """
-        leaf, part = self._leaves[i], self._samples[i]
-        fine = self._sketches[i].signed
+    def _histogram(self, i: int, limit: Thresholds) -> Histogram:
+        """What is neither pruned nor protected: of the whole array, where gradients do not count."""
+        leaf, part, whole = self._leaves[i], self._samples[i], self._sketches[i].signed
         if leaf.gradient is None:
-            fine = kept(fine, limit)
-        else:
-            fine = kept_histogram(part.x, limit, fine.bits, gradient=part.gradient)
-        few = np.count_nonzero(fine.counts[:-1]) <= MAX_BINS
-        return fine, fine if few else coarser(fine, _COARSE)
-
-    def _bytes(self, levels: NpArray, part: Sample, before: LevelsMemory | None, entries: int, coder: str) -> float:
-        """Stored bytes of the whole array but for its codebook, from the levels of the sample."""
-        size, scale = entries + 2, part.scale
-        nbytes = _OVERHEAD
-        if part.parent is None or before is None:
-            counts = entropy.counts_of(levels)[None, :size]
-            same, new = 0, int(counts[0, 1])
-            nbytes += _huffman(counts[0], scale) if coder == "published" else _entropy(counts, scale)
-        else:
-            counts = joint_counts(part.parent, levels, before.size, max(size, before.size))
-            same = int(counts[1, 1])
-            new = int(counts[:, 1].sum()) - same
-            if coder == "published":
-                nbytes += scale * len(entropy.encode_rearranged(levels, size, part.parent, before.size))
-            elif int(np.trace(counts)) < levels.size:
-                nbytes += min(_entropy(counts, scale), _entropy(counts.sum(axis=0, keepdims=True), scale))
-        return nbytes + scale * (same * self._protected[0] + new * self._protected[1])
-
-    def _bytes_protected(self) -> tuple[float, float]:
-        """Bytes of a protected value where the parent protected it too, and where it did not; over all arrays."""
-        same, new = np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64)
-        for i, part in self._samples.items():
-            leaf, before = self._leaves[i], self._parents[i]
-            top = upper_threshold(self._sketches[i].signed.magnitude(), _TOP * leaf.spec.size)
-            data = as_bytes(part.x)
-            large = np.flatnonzero(np.abs(bfloat16.wide(data, leaf.spec)) >= top)
-            new += _plane_counts(data.reshape(-1, leaf.spec.itemsize)[large], None, leaf.spec)
-            if before is not None and before.protected.size:
-                now = as_bytes(taken(leaf.flat, np.flatnonzero(before.levels == 1)))
-                same += _plane_counts(now, before.protected, leaf.spec)
-        fresh = _plane_bytes(new, 1.5)
-        return _plane_bytes(same, fresh), fresh
-
-
-def coarser(histogram: Histogram, bits: int) -> Histogram:
-    """A signed histogram with fewer sub-buckets an octave; as it is where it has no more.
-
-    Example:
-        >>> from shrinkpoint.kernels.histogram import log_histogram
-        >>> x = np.linspace(-2, 3, 1000, dtype=np.float32)
-        >>> fine, direct = log_histogram(x, 6, signed=True), log_histogram(x, 4, signed=True)
-        >>> bool((coarser(fine, 4).counts == direct.counts).all())
-        True
-    """
-    up = histogram.bits - bits
-    if up <= 0:
-        return histogram
-    middle = (histogram.counts.size - 2) // 2
-    negative = histogram.counts[:middle].reshape(-1, 1 << up).sum(axis=1)
-    positive = histogram.counts[middle + 1 : -1].reshape(-1, 1 << up).sum(axis=1)
-    counts = np.concatenate([negative, histogram.counts[middle : middle + 1], positive, histogram.counts[-1:]])
-    return Histogram(counts, bits, histogram.format, histogram.signed)
+            return kept(whole, limit)
+        return kept_histogram(part.x, limit, whole.bits, gradient=part.gradient)
 
 
 def _normal(codec: Quantize) -> Quantize:
@@ -236,49 +167,26 @@ def _normal(codec: Quantize) -> Quantize:
 
 
 def _codebook(
-    histograms: tuple[Histogram, Histogram],
-    how: Fit,
-    before: LevelsMemory | None,
-    leaf: Leaf,
-    limit: Thresholds,
-    few: NpArray | None,
-    *,
-    exactly: bool,
-) -> tuple[NpArray, Histogram]:
-    """The codebook as the codec would have it, and the histogram it was fitted to.
-
-    An optimal codebook may come from the coarser one. Where the parent's may be kept, or an iteration follows that
-    makes large differences of small ones, it must be from what the codec sees. `few` are all values of the array, which
-    then each have an entry.
-    """
-    fine, coarse = histograms
+    cells: Cells, how: Fit, before: LevelsMemory | None, leaf: Leaf, limit: Thresholds, few: NpArray | None
+) -> NpArray:
+    """The codebook as the codec would have it; `few` are all values of the array, which then each have an entry."""
     parent = None if before is None else before.codebook
-    histogram = fine if exactly or how.solver == "kmeans++" or how.policy == "warm" else coarse
-    codebook, reason = fit(histogram, how, parent)
-    if parent is not None and histogram is coarse and (reason == "frozen" or _alike(codebook, parent)):
-        histogram = fine
-        codebook, reason = fit(histogram, how, parent)
-    cells = Cells.of(fine)
-    if few is not None:
-        if not np.isin(few, codebook).all():
-            return few, histogram
-    elif how.solver != "kmeans++" and too_coarse(cells, codebook):
+    if few is None:
         codebook, reason, cells, _ = fit_closely(leaf, limit, cells, how, parent)
-    return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec), histogram
+    else:
+        codebook, reason = fit(cells, how, parent)
+        if not np.isin(few, codebook).all():
+            return few
+    return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec)
 
 
-def _alike(a: NpArray, b: NpArray) -> bool:
-    """Whether two codebooks are so nearly as fine that the one might be kept for the other."""
-    if a.size < 2 or b.size < 2:
-        return True
-    return 1 / _ALIKE <= spacing(a) / spacing(b) <= _ALIKE
-
-
-def _levels(part: Sample, before: LevelsMemory | None, limit: Thresholds, codebook: NpArray, trade: float) -> NpArray:
+def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: float) -> NpArray:
     """Levels of the sample, as the codec would choose them."""
+    before = part.before
     own = assign(part.x, limit, codebook, gradient=part.gradient)
     if trade and codebook.size:
-        own = cheapest_levels(part.x, own, part.parent, 1 if before is None else before.size, codebook, trade)
+        parent, contexts = (None, 1) if before is None else (before.levels, before.size)
+        own = cheapest_levels(part.x, own, parent, contexts, codebook, trade)
     levels: NpArray = own.numpy() if is_torch(own) else own
     return levels
 
@@ -296,35 +204,3 @@ def _error(levels: NpArray, part: Sample, codebook: NpArray) -> tuple[NpArray, f
     if not part.norm:
         return off, 0.0, 0.0
     return off, energy(off) / part.norm, energy(part.wide[levels == 0]) / part.norm
-
-
-def _entropy(counts: NpArray, scale: float) -> float:
-    """Bytes of levels with these pair counts by an ideal coder with one table a context, and of the tables."""
-    rows = counts.sum(axis=1, keepdims=True)
-    bits = (counts * np.log2(np.maximum(rows, 1) / np.maximum(counts, 1))).sum()
-    return scale * float(bits) / 8 + 0.5 * np.count_nonzero(counts) + 20.0
-
-
-def _huffman(counts: NpArray, scale: float) -> float:
-    present = counts[counts > 0]
-    if present.size <= 1:
-        return 2.0
-    lengths = huffman_lengths(np.ascontiguousarray(present))
-    return scale * float((present * lengths).sum()) / 8 + 0.5 * present.size + 8.0
-
-
-def _plane_counts(values: NpArray, before: NpArray | None, spec: LeafSpec) -> NpArray:
-    """[2, 256]: how often each byte occurs in either plane of protected values, coded as the codec codes them."""
-    patterns, _ = bfloat16.patterns(values.reshape(-1), spec)
-    guess = np.zeros_like(patterns) if before is None else bfloat16.patterns(before, spec)[0]
-    planes = split_planes(difference(patterns, guess, dtype="bfloat16"))
-    return np.stack([np.bincount(plane, minlength=256) for plane in planes])
-
-
-def _plane_bytes(counts: NpArray, otherwise: float) -> float:
-    """Bytes a value by the entropy of both planes; `otherwise` where there are too few values to tell."""
-    n = int(counts[0].sum())
-    if n < _ENOUGH:
-        return otherwise
-    shares = counts / n
-    return float(-(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum()) / 8

@@ -10,8 +10,8 @@ import numpy as np
 from ..codec import bfloat16
 from ..codec.base import Array, Leaf
 from ..codec.codebook import unit
-from ..codec.leaves import NpArray, as_bytes, blocks, taken
-from ..codec.quantize import LevelsMemory
+from ..codec.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
+from ..codec.levels import LevelsMemory
 
 BLOCK = 1024
 SAMPLE = 1 << 19
@@ -30,7 +30,7 @@ class Sample:
         wide: finite values as NumPy float32 or float64, times `unit`; 0 for the rest.
         unit: a power of two that keeps squares in range.
         norm: sum of squares of `wide`.
-        parent: the parent's levels of the same elements, or None for a base.
+        before: the parent as far as it is about the same elements, or None for a base.
         scale: elements of the array for one of the sample.
     """
 
@@ -39,8 +39,15 @@ class Sample:
     wide: NpArray
     unit: float
     norm: float
-    parent: NpArray | None
+    before: LevelsMemory | None
     scale: float
+
+    @property
+    def half(self) -> NpArray:
+        """Places of every other block."""
+        places = np.arange(self.wide.size)
+        half: NpArray = places[places // BLOCK % 2 == 0]
+        return half
 
 
 def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
@@ -60,9 +67,18 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
         wide,
         power,
         energy(wide),
-        None if before is None else np.ascontiguousarray(before.levels[at]),
+        None if before is None else held_of(before, at, leaf.spec),
         n / count if count else 1.0,
     )
+
+
+def held_of(memory: LevelsMemory, at: NpArray | slice, spec: LeafSpec) -> LevelsMemory:
+    """What a parent knows of the elements at these places, which ascend."""
+    levels = np.ascontiguousarray(memory.levels[at])
+    protected = np.flatnonzero(memory.levels == 1)
+    among = np.arange(memory.levels.size)[at][levels == 1]
+    values = memory.protected.reshape(-1, spec.itemsize)[np.searchsorted(protected, among)].reshape(-1)
+    return LevelsMemory(levels, memory.codebook, values, memory.thresholds)
 
 
 def energy(x: NpArray) -> float:
@@ -71,14 +87,19 @@ def energy(x: NpArray) -> float:
     return float(np.square(wide, out=wide).sum())  # not by BLAS, whose sums depend on its threads
 
 
-def representatives(leaves: Sequence[Leaf]) -> list[tuple[int, float]]:
+def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tuple[int, float]]:
     """Up to `GROUPS` arrays that stand for all: (number, elements of those it stands for over its own).
 
-    Arrays are grouped with their like: layer type, dtype, size; the largest of a group speaks for it.
+    Arrays are grouped with their like: layer type, dtype, size to a factor of two, scale; one of them speaks for the
+    group.
+
+    Args:
+        leaves: the arrays.
+        scales: how large their values are: what is pruned and protected of one array depends on the others.
     """
     if len(leaves) <= GROUPS:
         return [(i, 1.0) for i in range(len(leaves))]
-    order = sorted(range(len(leaves)), key=lambda i: _likeness(leaves[i]))
+    order = sorted(range(len(leaves)), key=lambda i: _likeness(leaves[i], scales[i]))
     total = sum(leaf.spec.size for leaf in leaves)
     groups: dict[int, list[int]] = {}
     before = 0
@@ -88,10 +109,13 @@ def representatives(leaves: Sequence[Leaf]) -> list[tuple[int, float]]:
         before += size
     found = []
     for members in groups.values():
-        best = max(members, key=lambda i: leaves[i].spec.size)
+        # One of the size in which most elements are: tables and records are as many as the arrays, not as the elements.
+        sizes = [leaves[i].spec.size for i in members]
+        usual = sum(n * n for n in sizes) / sum(sizes)
+        best = min(members, key=lambda i: abs(leaves[i].spec.size - usual))
         found.append((best, sum(leaves[i].spec.size for i in members) / leaves[best].spec.size))
     return found
 
 
-def _likeness(leaf: Leaf) -> tuple[str, str, int, str]:
-    return leaf.kind.layer, leaf.spec.dtype, leaf.spec.size, leaf.key
+def _likeness(leaf: Leaf, scale: float) -> tuple[str, str, int, float, str]:
+    return leaf.kind.layer, leaf.spec.dtype, leaf.spec.size.bit_length(), scale, leaf.key

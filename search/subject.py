@@ -19,7 +19,7 @@ from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.kinds import check_kinds, check_used, kinds_for
 from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
-from ..codec.matching import gradients_by_path, matched, tie
+from ..codec.matching import by_weights, matched, tie
 from ..codec.parallel import map_chunks
 from ..codec.quantize import Quantize
 from ..kernels.arrays import is_torch
@@ -61,7 +61,7 @@ class Given:
         check_kinds(kinds)
         nodes, found = tree.flatten(state, is_array)
         check_used(kinds, [node.path for node in found])
-        gradients = gradients_by_path(grads, found)
+        gradients = by_weights(grads, found, "grads")
         nodes, unique = tie(nodes, found)
         return Given(state, grads, nodes, unique, gradients, prev, kinds)
 
@@ -235,7 +235,7 @@ class Subject:
         """
         cfg, prev, kinds = point.config(), given.prev, given.kinds
         unique = [dataclasses.replace(node, value=_whole(node.value)) for node in given.arrays]
-        leaves, codecs = matched(unique, cfg, kinds, given.gradients, prev is None or not prev.is_delta)
+        leaves, codecs = matched(unique, cfg, kinds, prev is None or not prev.is_delta, given.gradients, {})
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
         small = tuple(i for i, x in enumerate(leaves) if x.spec.nbytes <= _SMALL and "moment" not in x.kind.role)
         chosen = [leaves[i] for i in numbers]

@@ -30,6 +30,7 @@ from .lock import open_lock
 from .manifest import Manifest, check_step, data_name
 from .policy import Size, smaller, wants_base
 from .retention import Retention
+from .trail import Trail, aims
 from .transfer import copy_step
 from .upkeep import TARGET
 
@@ -131,6 +132,8 @@ class Store:
         self._catalog = Catalog(self._files)
         self._lock = open_lock(self._files)
         self._head: Head | None = None
+        self._trail: Trail | None = None
+        """What weights are compared with to see where they go; None: the head's, once it is needed."""
         self._at: tuple[int, frozenset[int]] | None = None
         """The step that was loaded and what was above it then; None from the first save on."""
         self._beyond: set[int] = set()
@@ -230,7 +233,7 @@ class Store:
 
     def go_on(self, head: Head) -> None:
         """Let the next delta build on what another object for the same store has as its head, in this process."""
-        self._head = head
+        self._head, self._trail = head, None
         self._is_at(head.last.step)
 
     def read(self, step: int | str) -> Checkpoint:
@@ -311,7 +314,12 @@ class Store:
                 if head is not None and wants_base(self.cfg.chain, head.last, _next_cost(head)):
                     head = None
                 parent, cfg = None if head is None else head.checkpoint, self._config(asked)
-                ckpt = compress(state, parent, cfg, grads=grads, kinds=kinds)
+                if not aims(cfg):
+                    self._trail = None
+                elif self._trail is None:
+                    self._trail = Trail() if head is None else Trail(head.checkpoint, head.manifest.step)
+                earlier = None if self._trail is None else self._trail.earlier(state, step)
+                ckpt = compress(state, parent, cfg, grads=grads, kinds=kinds, earlier=earlier)
                 if head is None:
                     self._whole = Size.of(ckpt)
                 else:
@@ -319,7 +327,7 @@ class Store:
                         self.cfg.chain,
                         ckpt,
                         self._whole or head.base_size,
-                        lambda: compress(state, None, cfg, grads=grads, kinds=kinds),
+                        lambda: compress(state, None, cfg, grads=grads, kinds=kinds, earlier=earlier),
                     )
                     self._whole = whole or self._whole
                     head = head if ckpt.is_delta else None
@@ -342,6 +350,11 @@ class Store:
                 self._take_back(file)
             raise
         self._advance(manifest, ckpt, head)
+        if self._trail is not None:
+            try:
+                self._trail.follow(state, ckpt, step)
+            except MemoryError:
+                self._trail = None  # the step is there: no reason to say that it is not
         self._at = None
         if record is not None:
             self._beyond.update(record.left)
@@ -491,7 +504,7 @@ class Store:
         state = decompress(ckpt)
         if self._near is not None and self._near.hits > hits:
             # What was not read from storage may be damaged there: nothing is built on it.
-            self._head = None
+            self._head = self._trail = None
         else:
             self._go_on_from(entry, ckpt, base)
         self._is_at(step)
@@ -501,6 +514,7 @@ class Store:
 
     def _go_on_from(self, entry: Entry, ckpt: Checkpoint, base: Checkpoint) -> None:
         """Let the next delta build on what was just read, or on its base."""
+        self._trail = None
         if self.cfg.chain.against == "previous" or base is ckpt:
             self._head = Head(ckpt, entry.manifest, entry.manifest)
         else:

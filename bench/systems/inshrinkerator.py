@@ -10,7 +10,8 @@ from functools import cache
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
-from shrinkpoint.codec.quantize import LevelsMemory, Quantize
+from shrinkpoint.codec.levels import LevelsMemory
+from shrinkpoint.codec.quantize import Quantize
 from shrinkpoint.kernels.levels import delta
 
 from .. import workloads

@@ -12,6 +12,7 @@ from .codec.checkpoint import Checkpoint, decompress
 from .codec.clusters import Clusters
 from .codec.compress import compress
 from .codec.config import ChainPolicy, Config, Rule
+from .codec.drift import Earlier
 from .codec.errors import (
     BadArgumentError,
     CorruptDataError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .store.retention import Retention
     from .store.saver import Saver, SaveResult
     from .store.store import Store
+    from .store.trail import Trail
     from .trainers.hub import load_pretrained, save_pretrained
     from .trainers.rows import RowTracker
     from .trainers.sensitivity import SensitivityTracker
@@ -51,6 +53,7 @@ __all__ = [
     "Codec",
     "Config",
     "CorruptDataError",
+    "Earlier",
     "Exact",
     "ExponentDelta",
     "FirstMoment",
@@ -70,6 +73,7 @@ __all__ = [
     "SensitivityTracker",
     "ShrinkpointError",
     "Store",
+    "Trail",
     "UnsupportedLeafError",
     "compress",
     "decompress",
@@ -88,6 +92,8 @@ def __getattr__(name: str) -> Any:
     """`Store` on first use: file systems need not be imported by those who only compress."""
     if name == "Store":
         return import_module(".store.store", __name__).Store
+    if name == "Trail":
+        return import_module(".store.trail", __name__).Trail
     if name == "Retention":
         return import_module(".store.retention", __name__).Retention
     if name in ("SaveResult", "Saver"):

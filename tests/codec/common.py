@@ -18,7 +18,10 @@ import shrinkpoint as sp
 from shrinkpoint.codec.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
-_MODULES = ("exact", "moments", "quantize", "compress", "checkpoint", "rows", "exponent", "changed", "clusters")
+_MODULES = (
+    "exact", "moments", "optimizer", "quantize", "assigning", "levels", "cells", "compress", "checkpoint", "rows",
+    "exponent", "changed", "clusters",
+)  # fmt: skip
 
 
 def bits(x: Any) -> bytes:

@@ -10,7 +10,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy, ratedistortion
-from shrinkpoint.codec.quantize import LevelsMemory
+from shrinkpoint.codec.levels import LevelsMemory
 from shrinkpoint.codec.ratedistortion import cheapest_levels
 from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans

@@ -112,7 +112,14 @@ def one_by_one(problems: Sequence[Problem], place: torch.Tensor) -> list[Any]:
     return [problem.solve() for problem in problems]
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "default, gradients", "exact, gradients", "inshrinkerator, gradients"])
+def earlier(t: int, device: str = "cpu") -> sp.Earlier:
+    """The weights of five checkpoints before, so that the moments' lead makes the first delta aim."""
+    return sp.Earlier(to(training(t - 5)["model"], device), steps=50)
+
+
+@pytest.mark.parametrize(
+    "name", [*CONFIGS, "default, gradients", "exact, gradients", "inshrinkerator, gradients", "rate, earlier"]
+)
 def test_the_same_bytes_as_on_the_cpu(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,14 +127,18 @@ def test_the_same_bytes_as_on_the_cpu(
     grads = [gradients(t) if "gradients" in name else None for t in range(2)]
     expected = []
     for t in range(2):
-        prev = sp.compress(training(t), prev, cfg, grads=grads[t])
+        before = earlier(t) if "earlier" in name else None
+        prev = sp.compress(training(t), prev, cfg, grads=grads[t], earlier=before)
         expected.append(prev)
+    aims = [record.meta.get("a", 0) for record in expected[0].records]
+    assert any(aims) is ("earlier" in name)
     device = request.getfixturevalue("device")
     if not HERE and not name.startswith(SOLVED_THERE):
         monkeypatch.setattr(quantize, "solve_together", one_by_one)
     prev = None
     for t, other in enumerate(expected):
-        prev = sp.compress(to(training(t), device), prev, cfg, grads=to(grads[t], device))
+        before = earlier(t, device) if "earlier" in name else None
+        prev = sp.compress(to(training(t), device), prev, cfg, grads=to(grads[t], device), earlier=before)
         (header, body), (other_header, other_body) = (take_apart(c.to_bytes()) for c in (prev, other))
         for record, other_record in zip(header["arrays"], other_header["arrays"], strict=True):
             # The order of an error's sum is the device's own.

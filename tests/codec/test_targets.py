@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import quantize
+from shrinkpoint.codec import targets
 from shrinkpoint.codec.codebook import Cells
-from shrinkpoint.codec.quantize import LevelsMemory
+from shrinkpoint.codec.levels import LevelsMemory
 from shrinkpoint.codec.targets import Density, smallest, widest
 from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.histogram import log_histogram
@@ -194,16 +194,16 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
         return sp.compress({"w": y}, sp.compress({"w": x}, cfg=cfg), cfg)
 
     spent = chain()
-    given_price = quantize.dearest_price
-    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 0.0)
+    given_price = targets.dearest_price
+    monkeypatch.setattr(targets, "dearest_price", lambda *a: 0.0)
     nearest = chain()
     assert spent.nbytes < 0.8 * nearest.nbytes
     assert row(nearest).error < 0.095
-    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 4 * given_price(*a))
+    monkeypatch.setattr(targets, "dearest_price", lambda *a: 4 * given_price(*a))
     assert row(chain()).error <= 0.1
-    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 1e6 * given_price(*a))
+    monkeypatch.setattr(targets, "dearest_price", lambda *a: 1e6 * given_price(*a))
     alone = sp.compress({"w": x}, cfg=cfg)
-    monkeypatch.setattr(quantize, "dearest_price", lambda *a: 0.0)
+    monkeypatch.setattr(targets, "dearest_price", lambda *a: 0.0)
     assert alone.to_bytes() == sp.compress({"w": x}, cfg=cfg).to_bytes()
 
 
@@ -225,7 +225,7 @@ def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: st
     else:
         return
     tables = 64 + 2 * 254
-    assert chosen <= plain.stored_bytes + x.size * -math.log2(quantize.SHARE) / 8 + tables
+    assert chosen <= plain.stored_bytes + x.size * -math.log2(targets.SHARE) / 8 + tables
 
 
 def test_a_parents_choice_is_kept_while_it_does_and_the_note_says_why_not() -> None:

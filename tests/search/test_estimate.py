@@ -7,14 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.search import sample as sampling
 from shrinkpoint.search.cube import Cube, Point
-from shrinkpoint.search.estimate import Estimator, coarser
+from shrinkpoint.search.estimate import Estimator
 from shrinkpoint.search.subject import Subject
 
 from .common import perceptron
@@ -51,9 +48,7 @@ def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> 
             for path, n in true.items()
         ) / sum(true.values())
         assert found.error == pytest.approx(met, rel=0.06)
-    assert np.mean(ratios) == pytest.approx(1.0, abs=0.04)
-    assert np.std(ratios) < 0.03
-    assert max(ratios) / min(ratios) < 1.15
+    assert np.abs(np.array(ratios) - 1).max() < 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -117,6 +112,33 @@ def test_a_sample_stands_for_a_large_array(dtype: torch.dtype, monkeypatch: pyte
         assert part != whole
         assert part.nbytes == pytest.approx(whole.nbytes, rel=0.05)
         assert part.error == pytest.approx(whole.error, rel=0.05)
+
+
+@pytest.mark.parametrize("system", ["default", "inshrinkerator"])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_small_arrays(system: str, delta: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files where records, tables and codebooks are a good part: all that is written is counted."""
+    generator = torch.Generator().manual_seed(0)
+    state = {f"{i}.weight": torch.randn(32, 48 + 16 * (i % 3), generator=generator) * (1 + i % 5) for i in range(40)}
+    points = [
+        Point(bins, prune, "magnitude", protect, 0.0, 32, system)
+        for bins in (4, 16)
+        for prune in (0.0, 0.3)
+        for protect in (0.0005, 0.01)
+    ]
+    before = {name: x.to(dtype) for name, x in state.items()}
+    after = {name: (x + 0.02 * torch.randn(x.shape, generator=generator)).to(dtype) for name, x in state.items()}
+    prev = sp.compress(before, cfg=points[0].config()) if delta else None
+    subject = Subject.of(after, points[0], prev, None, None)
+    few = estimator(subject)(points)
+    monkeypatch.setattr(sampling, "GROUPS", 1000)
+    for point, all_of_them, some in zip(points, estimator(subject)(points), few, strict=True):
+        real = sp.compress(after, prev, point.config()).nbytes
+        # What notes say, and so how long they are, is not known before.
+        unknown = 4 * len(state)
+        assert all_of_them.nbytes + subject.rest_nbytes == pytest.approx(real, abs=unknown)
+        assert some.nbytes + subject.rest_nbytes == pytest.approx(real, rel=0.06, abs=unknown)
 
 
 def test_few_arrays_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +228,3 @@ def test_constant_empty_and_zero_arrays() -> None:
     for found in estimator(subject)([p for p in SOME if p.metric == "magnitude"]):
         assert np.isfinite([found.nbytes, found.error, found.pruned]).all()
         assert found.nbytes < 2000
-
-
-@given(
-    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=200),
-    st.integers(0, 6),
-    st.sampled_from(["float32", "float16"]),
-)
-def test_coarser_histograms_are_those_of_fewer_bits(values: list[float], bits: int, dtype: str) -> None:
-    with np.errstate(over="ignore"):
-        x = np.array(values, np.float32).astype(dtype)
-    fine = log_histogram(x, 6, signed=True)
-    assert (coarser(fine, bits).counts == log_histogram(x, bits, signed=True).counts).all()

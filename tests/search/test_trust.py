@@ -19,7 +19,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench.workloads import WORKLOADS, Run
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.search import run
+from shrinkpoint.search import ending
 from shrinkpoint.search.cube import Cube, Point
 from shrinkpoint.search.subject import Leaves
 
@@ -434,7 +434,7 @@ def test_the_time_between_two_processes_is_not_all_training(monkeypatch: pytest.
     stored = json.dumps(dataclasses.replace(last, finished=time.time() - 1e6).to_json())
     here = sp.search(state, Loss(state), 0.02, last=sp.SearchResult.from_json(json.loads(stored)))
     assert here.share == pytest.approx(here.seconds / 1e6, rel=0.1)
-    monkeypatch.setattr(run, "_PROCESS", "another")
+    monkeypatch.setattr(ending, "_PROCESS", "another")
     elsewhere = sp.search(state, Loss(state), 0.02, last=sp.SearchResult.from_json(json.loads(stored)))
     assert elsewhere.share is None
     assert elsewhere == here

@@ -294,6 +294,13 @@ def test_a_rank_that_cannot_store_its_state_stops_all_at_once(ranks: Any) -> Non
     assert set(runs["refused"]["codes"]) == {0}, "\n".join(runs["refused"]["logs"])
 
 
+def test_fsdp1_is_saved_in_chains_and_goes_on_in_fsdp2(ranks: Any) -> None:
+    folder, runs = ranks
+    assert runs["flat"]["codes"] == [0, 0], "\n".join(runs["flat"]["logs"])
+    for kind in ("flat-False", "flat-True"):
+        assert [len(file.chain) for file in index_of(folder / kind / "1").files] == [2, 2]
+
+
 @pytest.mark.parametrize(("scenario", "code", "said"), [("gone", 17, "remote worker"), ("stalled", -9, "timeout")])
 def test_a_rank_lost_within_a_collective_is_noticed(ranks: Any, scenario: str, code: int, said: str) -> None:
     folder, runs = ranks
@@ -1123,3 +1130,21 @@ def test_torchtitan_itself(tmp_path: Path) -> None:
     same(dict(model.state_dict()), expected)
     manager.close()
     assert chain(tmp_path / "checkpoint" / "step-4") == 4
+
+
+def test_under_a_rate_what_is_loaded_is_not_behind(tmp_path: Path) -> None:
+    """The writer keeps the slow average that weights are aimed by, over bases, too; another mesh begins it anew."""
+    g = torch.Generator().manual_seed(0)
+    w, way = torch.randn(2, 128, 128, generator=g)
+    behind = {}
+    for ahead in (True, False):
+        writer = Writer(cfg=sp.Config(rate=0.002, chain=sp.ChainPolicy(15), ahead=ahead))
+        for number in range(40):
+            now = w + 0.003 * number * way + 0.004 * torch.randn(128, 128, generator=g)
+            save({"w": now}, tmp_path / f"{ahead}{number}", writer)
+        found = load({"w": torch.zeros(128, 128)}, tmp_path / f"{ahead}39")["w"]
+        behind[ahead] = float(((now - found) * way).sum() / (0.03 * (way * way).sum()))
+    assert behind[False] > 0.4
+    assert abs(behind[True]) < 0.1
+    save({"w": w[:64]}, tmp_path / "half", writer)
+    torch.testing.assert_close(load({"w": torch.zeros(64, 128)}, tmp_path / "half")["w"], w[:64], atol=0.5, rtol=0)

@@ -22,9 +22,10 @@ from ...codec.checkpoint import Checkpoint
 from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
 from ...codec.leaves import is_array
+from ...codec.levels import LevelsMemory
 from ...codec.matching import matched, tie, with_targets
 from ...codec.partition import Sketch, kept, pruning
-from ...codec.quantize import LevelsMemory, Plan, Quantize
+from ...codec.quantize import Plan, Quantize
 from ...codec.tree import flatten
 from ...kernels.assign import Thresholds
 from ...kernels.floats import FORMATS
@@ -130,7 +131,9 @@ class Weights:
         self.cfg = cfg
         unique = tie(*flatten(state, is_array))[1]
         groups: dict[Quantize, list[Leaf]] = {}
-        for leaf, codec in zip(*matched(unique, cfg, kinds, {}, parent is None or not parent.is_delta), strict=True):
+        for leaf, codec in zip(
+            *matched(unique, cfg, kinds, parent is None or not parent.is_delta, {}, {}), strict=True
+        ):
             if isinstance(codec, Quantize) and (codec.protect or codec.prune):
                 groups.setdefault(codec, []).append(leaf)
         self.sketches: dict[Quantize, dict[str, Sketch]] = {}
@@ -178,7 +181,7 @@ class _Under(Config):
     _table: Mapping[Quantize, WholeState]
 
     def __init__(self, cfg: Config, table: Mapping[Quantize, WholeState]) -> None:
-        super().__init__(cfg.rules, max_rel_error=cfg.max_rel_error, rate=cfg.rate, chain=cfg.chain)
+        super().__init__(cfg.rules, max_rel_error=cfg.max_rel_error, rate=cfg.rate, chain=cfg.chain, ahead=cfg.ahead)
         object.__setattr__(self, "_table", table)
 
     def codec_for(self, path: str, spec: Any, kind: Any) -> Any:

@@ -28,6 +28,7 @@ from ...store.chain import carried_by
 from ...store.files import TEMPORARY, Files
 from ...store.manifest import Manifest
 from ...store.policy import Size, smaller, wants_base
+from ...store.trail import Trail, aims
 from .chain import carry, open_folder, read_index, resolve
 from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
 from .places import VALUES, Place, check_named, insert, kinds_of, numbered, place
@@ -49,6 +50,7 @@ class _Parent:
         shards: sizes of its shards by name and offsets.
         last: what this rank saved last: the parent itself, or a delta over it.
         whole: what a base of its last state took; None where none was made since the chain's own.
+        trail: of its weights, where they are aimed ahead.
     """
 
     checkpoint: Checkpoint
@@ -57,6 +59,7 @@ class _Parent:
     shards: Mapping[tuple[str, Offsets], Offsets]
     last: RankFile
     whole: Size | None = None
+    trail: Trail | None = None
 
     @property
     def base_size(self) -> Size:
@@ -241,13 +244,22 @@ class Writer(StorageWriter):
             cfg = weights.under(agree(weights.summaries, self.process_group))
         results = []
         if state:
-            ckpt, whole = compress(state, parent, cfg, kinds=kinds), None
+            trail = self._trail(head, shards)
+            earlier = None if trail is None else trail.earlier(state)
+            ckpt, whole = compress(state, parent, cfg, kinds=kinds, earlier=earlier), None
             if head is not None:
-                ckpt, whole = smaller(cfg.chain, ckpt, head.base_size, lambda: compress(state, None, cfg, kinds=kinds))
+                ckpt, whole = smaller(
+                    cfg.chain,
+                    ckpt,
+                    head.base_size,
+                    lambda: compress(state, None, cfg, kinds=kinds, earlier=earlier),
+                )
                 head = head if ckpt.is_delta else None
             written = _describe(self._rank, ckpt, head)
             files.write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
-            self._advance(ckpt, written, shards, head, whole)
+            if trail is not None:
+                trail.follow(state, ckpt)
+            self._advance(ckpt, written, shards, head, whole, trail)
             names = tuple(i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
             record = dataclasses.replace(written, shards=tuple(shards), values=names)
             results = [WriteResult(MetadataIndex(written.chain[0][0]), written.nbytes, record)]
@@ -332,7 +344,7 @@ class Writer(StorageWriter):
 
     def _parent_for(self, files: Files, shards: Mapping[tuple[str, Offsets], Offsets]) -> _Parent | None:
         """What this save is a delta against, its containers carried into the folder; None: it is a base."""
-        head = _kept.get(self._token) if self._travelled else self._head
+        head = self._last()
         asked = head is None
         if head is None:
             head = self._stored_parent(files)
@@ -348,6 +360,19 @@ class Writer(StorageWriter):
             _warn(f"rank {self._rank}: the containers in {head.folder} that a delta would need are gone")
             return None
         return head
+
+    def _last(self) -> _Parent | None:
+        """What this object's last save left, in whichever process that was."""
+        return _kept.get(self._token) if self._travelled else self._head
+
+    def _trail(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> Trail | None:
+        """Where the weights come from: as the last save knew it, else from what the parent holds; None: not needed."""
+        if not aims(self.cfg):
+            return None
+        last = self._last()
+        if last is not None and last.trail is not None and _fits(last.shards, shards):
+            return last.trail
+        return Trail(None if head is None else head.checkpoint)
 
     def _stored_parent(self, files: Files) -> _Parent | None:
         """The parent as `parent=` names it (its errors are raised), or as the folder saved to holds it."""
@@ -376,14 +401,15 @@ class Writer(StorageWriter):
         shards: Mapping[tuple[str, Offsets], Offsets],
         head: _Parent | None,
         whole: Size | None,
+        trail: Trail | None,
     ) -> None:
         """Let the next delta be against what was just written, or against its base."""
         folder = str(self.path)
         whole = whole or (None if head is None else head.whole)
         if head is not None and self.cfg.chain.against == "base":
-            new = dataclasses.replace(head, folder=folder, last=written, whole=whole)
+            new = dataclasses.replace(head, folder=folder, last=written, whole=whole, trail=trail)
         else:
-            new = _Parent(ckpt, written, folder, dict(shards), written, whole)
+            new = _Parent(ckpt, written, folder, dict(shards), written, whole, trail)
         if not self._travelled:
             self._head = new
             return

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..codec.base import CHUNK, Memory
 from ..codec.leaves import LeafSpec
-from ..codec.quantize import LevelsMemory
+from ..codec.levels import LevelsMemory
 from ..kernels.arrays import is_torch
 
 BINS = 64

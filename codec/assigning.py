@@ -1,0 +1,160 @@
+"""Which level each weight gets, and what it is restored to; levels that are kept back are aimed ahead of the drift.
+
+A weight that keeps its old level because the bits of a new one are not worth it stays behind where the training takes
+it: the errors of an array then point against its *drift*, the way its weights are going, and who goes on from a
+restored checkpoint has lost that much of the training. So where the drift is known (`compress(..., earlier=)`), what is
+coded is not `w` but `w + aim (w - earlier)`. The aim is each array's own. It is moved by half the *lag* found at each
+checkpoint, the part of the drift that is missing,
+
+    lag = <w - w~, w - earlier> / |w - earlier|**2,
+
+until none is; the next delta finds it in the metadata of its parent. Where first moments are lost, too, so are the
+steps that they would still have brought about: then the restored weights shall lead by those (`codec.drift`). The
+decoder does not know, and errors are stated against the true weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kernels.arrays import is_torch, on_gpu
+from ..kernels.assign import Thresholds, assign, dequantize
+from ..kernels.distortion import Distortion
+from . import bfloat16
+from .base import CHUNK, Leaf
+from .codebook import scaled_distortion
+from .importance import weights_of
+from .leaves import Array, NpArray, from_bytes, on_host
+from .levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory, codebook_array
+from .parallel import map_chunks
+from .ratedistortion import cheapest_levels
+
+_GAIN = 0.5
+"""Part of the lag found by which the aim is moved."""
+_NONE = Distortion(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """What the rate-distortion encoder weighs: `importance * error**2 + price * bits`.
+
+    Args:
+        price: of a bit; 0: every weight gets its nearest level.
+        mean: mean root of the second moment that is the importance; 0 where none is known.
+        scale: makes the importances of all arrays 1 on average.
+    """
+
+    price: float
+    mean: float = 0.0
+    scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk: its protected values, and how far the restored ones, x and the earlier ones are from each other."""
+
+    protected: NpArray
+    met: Distortion
+    drift: Distortion
+    made: Distortion
+
+
+def assigned(
+    leaf: Leaf, limits: Thresholds, trade: Trade, codebook: NpArray, before: LevelsMemory | None, scale: float
+) -> tuple[LevelsMemory, Distortion]:
+    """Levels of all elements, the values of the protected ones as they will be restored, and the distortion.
+
+    Args:
+        leaf: the array.
+        limits: of what is pruned and what is protected.
+        trade: what the rate-distortion encoder weighs.
+        codebook: float64, ascending, values of the array's dtype.
+        before: the parent, or None.
+        scale: of the distortion, see `codebook.scaled_distortion`.
+    """
+    levels = np.empty(leaf.spec.size, np.uint8)
+    native = codebook_array(codebook, leaf.spec)
+    keeps = bool(trade.price) and codebook.size > 0
+    aim = 0.0 if before is None else before.aim
+
+    def one(start: int) -> _Part:
+        part = slice(start, start + CHUNK)
+        x = leaf.flat[part]
+        gradient = None if leaf.gradient is None else leaf.gradient[part]
+        earlier = leaf.earlier[part] if keeps and leaf.earlier is not None else None
+        wanted = x if earlier is None or not aim else ahead(x, earlier, aim)
+        own = assign(wanted, limits, codebook, gradient=gradient)
+        if keeps:
+            parent = None if before is None else before.levels[part]
+            matters = None
+            if trade.mean and leaf.importance is not None:
+                matters = weights_of(leaf.importance[part], trade.mean, trade.scale)
+            parent_size = 1 if before is None else before.size
+            own = cheapest_levels(wanted, own, parent, parent_size, codebook, trade.price, matters)
+        held = bfloat16.held(_where_protected(x, own), leaf.spec)
+        values = native.to(x.device) if is_torch(x) else native
+        protected = from_bytes(held, leaf.spec)
+        restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
+        levels[part] = on_host(own)
+        met = scaled_distortion(x, restored, scale)
+        if earlier is None:
+            return _Part(held, met, _NONE, _NONE)
+        return _Part(held, met, scaled_distortion(x, earlier, scale), scaled_distortion(earlier, restored, scale))
+
+    parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+    protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
+    met, drift, made = (sum((getattr(p, name) for p in parts), _NONE) for name in ("met", "drift", "made"))
+    return LevelsMemory(levels, codebook, protected, limits, moved(aim, met, drift, made, leaf.lead)), met
+
+
+def ahead(x: Array, earlier: Array, aim: float) -> Array:
+    """`x + aim (x - earlier)` in float32, in float64 where x is; x where that is not finite.
+
+    Args:
+        x: flat, of any float dtype.
+        earlier: the same size, library and device, of any float dtype.
+        aim: factor.
+    """
+    if is_torch(x):
+        import torch
+
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        far = wide + (wide - earlier.to(wide.dtype)) * aim
+        return torch.where(torch.isfinite(far), far, wide)
+    wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        far = wide + (wide - earlier.astype(wide.dtype)) * wide.dtype.type(aim)
+    return np.where(np.isfinite(far), far, wide)
+
+
+def moved(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float:
+    """The aim of the next delta, a multiple of `1 / AIM_STEPS`; as it is where no drift is known.
+
+    With e = w - w~ and D = w - earlier it is `|e|**2 + |D|**2 - |D - e|**2 = 2 <e, D>`.
+
+    Args:
+        aim: of this one.
+        met: of w~ as an approximation of w.
+        drift: of earlier as an approximation of w.
+        made: of w~ as an approximation of earlier.
+        lead: part of the drift by which w~ shall be ahead.
+    """
+    if not drift.squared_error > 0:
+        return aim
+    lag = (met.squared_error + drift.squared_error - made.squared_error) / (2 * drift.squared_error)
+    if not math.isfinite(lag):
+        return aim
+    return round(AIM_STEPS * min(FARTHEST_AIM, max(0.0, aim + _GAIN * (lag + lead)))) / AIM_STEPS
+
+
+def _where_protected(x: Array, levels: Array) -> Array:
+    """The elements of level 1, in order."""
+    if not is_torch(x) or on_gpu(x):
+        return x[levels == 1]
+    import torch
+
+    # A mask would be read twice, and slowly: hardly any element is protected.
+    return x[torch.from_numpy(np.flatnonzero(levels.numpy() == 1))]

@@ -1,0 +1,127 @@
+"""Bytes that the codec would write of an array, from a sample of it; where that is all of it, what it does write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..codec import bfloat16, container, entropy
+from ..codec.base import Leaf
+from ..codec.leaves import LeafSpec, NpArray
+from ..codec.levels import LevelsMemory, references
+from ..kernels.assign import Thresholds
+from ..kernels.huffman import huffman_lengths, pack_lengths
+from ..kernels.levels import joint_counts
+from ..kernels.rans import coding_cost, pack_frequencies, rans_frequencies
+from .sample import Sample, held_of
+
+_FEW = 1 << 13
+"""Elements that are coded rather than counted: they take no longer, and of few a table is much."""
+_NOTHING = np.empty(0, np.uint8)
+_ANY = Thresholds(np.inf, np.inf, 0.0, 0.0)
+_PRIME = 7919
+
+
+def nbytes_of_header(leaves: Sequence[Leaf], limits: dict[str, Thresholds], is_delta: bool) -> int:
+    """Bytes of the records of these arrays in a header; lengths and errors in them are any.
+
+    Args:
+        leaves: the arrays.
+        limits: thresholds by layer type.
+        is_delta: whether they are coded against a parent.
+    """
+
+    def record(i: int, leaf: Leaf) -> dict[str, Any]:
+        limit = limits[leaf.kind.layer]
+        protect = [None if np.isinf(t) else t for t in (limit.protect_magnitude, limit.protect_sensitivity)]
+        other = _PRIME * i % 900
+        made = {
+            "d": leaf.spec.dtype,
+            "s": list(leaf.spec.shape),
+            "f": "levels",
+            "b": [19 + other % 97, leaf.spec.size // 4 + other],
+            "m": {"t": [*protect, limit.prune_magnitude, limit.prune_sensitivity]},
+            "q": "relative L2",
+            "e": (100 + other) / 1000,
+            "n": "codebook refit: loss 1.2 times the best" if is_delta else "codebook new",
+        }
+        return made | ({"p": True} if is_delta else {})
+
+    empty = {"tree": [None for _ in leaves], "arrays": []}
+    full = {"tree": [{"a": i} for i, _ in enumerate(leaves)], "arrays": [record(*x) for x in enumerate(leaves)]}
+    return len(container.write(full, [])) - len(container.write(empty, []))
+
+
+def nbytes_of_codebook(codebook: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> int:
+    """Bytes of what stands before protected values and levels."""
+    parent = None if before is None else LevelsMemory(_NOTHING, before.codebook, _NOTHING, _ANY)
+    return len(references(LevelsMemory(_NOTHING, codebook, _NOTHING, _ANY), spec, parent))
+
+
+def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
+    """Bytes of the protected values of the array, from the levels of its sample."""
+    none = nbytes_of_codebook(np.empty(0), None, spec)
+
+    def one(at: NpArray | slice) -> int:
+        own = np.ascontiguousarray(levels[at])
+        held = bfloat16.held(part.x[at][own == 1], spec)
+        before = None if part.before is None else held_of(part.before, at, spec)
+        return len(references(LevelsMemory(own, np.empty(0), held, _ANY), spec, before)) - none
+
+    return _extrapolated(one, part)
+
+
+def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str) -> float:
+    """Bytes of the levels of the array, from those of its sample.
+
+    Args:
+        levels: uint8, shape (n,), of the sample.
+        size: number of levels.
+        part: the sample.
+        coder: as in `Quantize`.
+    """
+    before, scale = part.before, part.scale
+
+    def coded(at: NpArray | slice) -> int:
+        parent = None if before is None else np.ascontiguousarray(before.levels[at])
+        parent_size = 0 if before is None else before.size
+        return len(entropy.encode_levels(np.ascontiguousarray(levels[at]), size, parent, parent_size, coder))
+
+    if before is None:
+        counts = entropy.counts_of(levels)[None, :size]
+        changes = levels.size - int(counts.max(initial=0))
+    else:
+        counts = joint_counts(before.levels, levels, before.size, max(size, before.size))
+        changes = levels.size - int(np.trace(counts))
+    if coder == "published" and before is not None:
+        return _extrapolated(coded, part)
+    if scale == 1.0 and (levels.size <= _FEW or changes <= entropy.FEW):
+        return coded(slice(None))
+    if not changes:
+        return 2.0
+    counts = np.rint(scale * counts).astype(np.int64)
+    if coder == "published":
+        lengths = huffman_lengths(counts[0])
+        return float((counts[0] * lengths).sum()) / 8 + len(pack_lengths(lengths)) + 8
+    return min(_rans(counts), _rans(counts.sum(axis=0, keepdims=True)))
+
+
+def _rans(counts: NpArray) -> float:
+    """Bytes of a stream with these pair counts and of its table."""
+    costs = []
+    for precision in entropy.PRECISIONS:
+        frequencies = rans_frequencies(counts, precision)
+        table = pack_frequencies(frequencies, precision)
+        costs.append(coding_cost(counts, frequencies, precision) / 8 + len(table) + 20)
+    return min(costs)
+
+
+def _extrapolated(nbytes: Any, part: Sample) -> float:
+    """What of a sample takes `nbytes(all of it)`, of the whole array: the second half tells what more elements take."""
+    whole = nbytes(slice(None))
+    if part.scale == 1.0:
+        return float(whole)
+    more = whole - nbytes(part.half)
+    return float(whole + (part.scale - 1) * part.wide.size / max(1, part.wide.size - part.half.size) * more)

@@ -1,0 +1,114 @@
+"""The weights of some checkpoints ago, as a slow average, for `compress(earlier=)`.
+
+One copy of the weights in float32 stands for all of the past. It follows by a tenth of the way at each checkpoint, so
+that the way from it to the weights is about that of the last ten. No checkpoint holds it: who goes on with a chain
+begins with what the chain restores to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..codec.base import CHUNK
+from ..codec.checkpoint import Checkpoint
+from ..codec.config import Config
+from ..codec.drift import Earlier
+from ..codec.leaves import is_array, read_leaf
+from ..codec.matching import beside
+from ..codec.quantize import Quantize
+from ..codec.tree import flatten
+from ..kernels.arrays import is_torch
+
+Array = Any
+_SHARE = 0.1
+"""Part of the way to the weights that the average goes at each checkpoint."""
+
+
+def aims(cfg: Config) -> bool:
+    """Whether a configuration keeps levels back by a rate, and wants them ahead of the drift."""
+    rated = cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)
+    return cfg.ahead and rated
+
+
+class Trail:
+    """A slow average of the weights that are stored as levels, each on its weight's device: 4 bytes a weight.
+
+    Args:
+        checkpoint: resolved; the average begins with its weights. None (default): with those of the first `follow`.
+        step: training step at which they were; None: not known.
+
+    Example:
+        >>> import numpy as np
+        >>> import shrinkpoint as sp
+        >>> w, cfg = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), sp.Config(rate=0.002)
+        >>> ckpt, trail = None, Trail()
+        >>> for step in range(10, 60, 10):
+        ...     state = {"w": w * np.float32(1 + 0.001 * step)}
+        ...     ckpt = sp.compress(state, ckpt, cfg, earlier=trail.earlier(state, step))
+        ...     trail.follow(state, ckpt, step)
+        >>> trail.earlier(state, step).steps
+        26.244
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None = None, step: float | None = None) -> None:
+        self._means: dict[str, Array] = {}
+        self._step = step
+        for record in checkpoint.records if checkpoint is not None else ():
+            if checkpoint is not None and record.stream == "levels":
+                values = _copied(checkpoint.memory_of(record).values(record.spec))
+                self._means[record.path] = values.reshape(record.spec.shape)
+
+    def earlier(self, state: Any, step: int | None = None) -> Earlier:
+        """The average of those weights that a state has, in the same shapes, and how long ago they were.
+
+        Args:
+            state: which will be compressed.
+            step: its training step; None: not known.
+        """
+        arrays = _by_path(state)
+        means = {path: mean for path, mean in self._means.items() if _shape(arrays.get(path)) == _shape(mean)}
+        since = None if self._step is None or step is None else step - self._step
+        return Earlier(means, since if since is not None and since > 0 else None)
+
+    def follow(self, state: Any, checkpoint: Checkpoint, step: int | None = None) -> None:
+        """Go a tenth of the way to the weights of a state that was compressed.
+
+        Args:
+            state: the state.
+            checkpoint: what it was compressed to.
+            step: its training step; None: not known.
+        """
+        arrays, means = _by_path(state), self.earlier(state).weights
+        if step is None:
+            self._step = None
+        else:
+            self._step = float(step) if self._step is None else self._step + _SHARE * (step - self._step)
+        self._means = {}
+        for record in checkpoint.records:
+            if record.stream == "levels" and record.path in arrays:
+                flat = read_leaf(arrays[record.path], record.path)[1]
+                mean = means.get(record.path)
+                now = _copied(flat) if mean is None else _moved(beside(mean.reshape(-1), flat), flat)
+                self._means[record.path] = now.reshape(record.spec.shape)
+
+
+def _by_path(state: Any) -> Mapping[str, Array]:
+    return {node.path: node.value for node in flatten(state, is_array)[1]}
+
+
+def _shape(x: Array) -> tuple[int, ...] | None:
+    return None if x is None else tuple(x.shape)
+
+
+def _copied(flat: Array) -> Array:
+    """As float32 of its own."""
+    return flat.float().clone() if is_torch(flat) else flat.astype("float32")
+
+
+def _moved(mean: Array, flat: Array) -> Array:
+    """The mean, a part of the way nearer."""
+    for start in range(0, mean.shape[0], CHUNK):
+        own, new = mean[start : start + CHUNK], flat[start : start + CHUNK]
+        own += _SHARE * ((new.float() if is_torch(new) else new.astype("float32")) - own)
+    return mean

@@ -1,0 +1,253 @@
+"""Weights coded ahead of their drift: what is restored is not behind, and errors stay against the true weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.codec.assigning import ahead, moved
+from shrinkpoint.codec.levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory
+from shrinkpoint.kernels.distortion import distortion
+
+from .common import bits, put_together, take_apart, through_bytes
+
+RATED = sp.Config(rate=0.002)
+
+
+def memory(ckpt: sp.Checkpoint) -> LevelsMemory:
+    found = ckpt.memory_of(ckpt.records[0])
+    assert isinstance(found, LevelsMemory)
+    return found
+
+
+def drifting(step: int, size: int = 160) -> Any:
+    """Weights on their way, each with a direction of its own, and shaken."""
+    rng = np.random.default_rng(3)
+    w, way = rng.standard_normal((2, size, size)).astype("f4")
+    shaken = np.random.default_rng(100 + step).standard_normal((size, size)).astype("f4")
+    return w + np.float32(0.003 * step) * way + np.float32(0.004) * shaken
+
+
+def chain(steps: int, cfg: sp.Config = RATED, *, window: int = 10, aimed: bool = True, state: Any = None) -> list[Any]:
+    """Checkpoints of the drifting weights: for each the weights, those of `window` before, and the checkpoint."""
+    made: list[Any] = []
+    for step in range(steps):
+        now, old = drifting(step), drifting(max(0, step - window))
+        prev = made[-1][2] if made else None
+        given = {"w": old} if aimed and step else None
+        made.append((now, old, sp.compress({"w": now, **(state or {})}, prev, cfg, earlier=given)))
+    return made
+
+
+def lag(now: Any, old: Any, restored: Any) -> float:
+    """The part of the way from old to now that is missing in what is restored."""
+    way, error = (now - old).astype("f8"), (now - restored).astype("f8")
+    return float((error * way).sum() / (way * way).sum())
+
+
+def test_what_is_restored_is_not_behind() -> None:
+    plain, aimed = chain(30, aimed=False), chain(30)
+    lags = [[lag(now, old, sp.decompress(c)["w"]) for now, old, c in made[-5:]] for made in (plain, aimed)]
+    assert min(lags[0]) > 0.5
+    assert abs(statistics.fmean(lags[1])) < 0.05
+    assert memory(plain[-1][2]).aim == 0.0
+    assert memory(aimed[-1][2]).aim > 0.3
+
+
+def test_errors_are_those_against_the_true_weights() -> None:
+    for now, _, ckpt in chain(12)[4:]:
+        error = np.linalg.norm(now.astype("f8") - sp.decompress(ckpt)["w"]) / np.linalg.norm(now.astype("f8"))
+        stated = ckpt.summary()[0].error
+        assert error <= stated <= 1.02 * error
+
+
+def test_protected_values_are_the_true_ones() -> None:
+    made = chain(14, sp.Config([("*", sp.Quantize(bins=16, protect=0.02))], rate=0.002))
+    now, _, ckpt = made[-1]
+    assert memory(ckpt).aim > 0
+    at = memory(ckpt).levels.reshape(now.shape) == 1
+    assert at.sum() > 100
+    want = torch.from_numpy(now[at]).bfloat16().float().numpy()
+    np.testing.assert_array_equal(sp.decompress(ckpt)["w"][at], want)
+
+
+@pytest.mark.parametrize("cfg", [sp.Config(), sp.presets.inshrinkerator(), sp.presets.lossless()])
+def test_without_a_rate_nothing_is_aimed(cfg: sp.Config) -> None:
+    base = sp.compress({"w": drifting(0)}, cfg=cfg)
+    now, old = {"w": drifting(20)}, {"w": drifting(10)}
+    assert sp.compress(now, base, cfg, earlier=old).to_bytes() == sp.compress(now, base, cfg).to_bytes()
+
+
+def test_a_parent_from_bytes_is_as_good_as_the_one_in_memory() -> None:
+    read = None
+    for step, (now, old, ckpt) in enumerate(chain(6)):
+        again = sp.compress({"w": now}, read, RATED, earlier={"w": old} if step else None)
+        assert again.to_bytes() == ckpt.to_bytes()
+        read = sp.Checkpoint.from_bytes(ckpt.to_bytes(), read) if read else sp.Checkpoint.from_bytes(ckpt.to_bytes())
+        assert memory(read).aim == memory(ckpt).aim
+
+
+def test_earlier_weights_in_any_library_and_a_wider_dtype_are_the_same() -> None:
+    prev = chain(5)[-1][2]
+    now, old = drifting(5), np.round(drifting(2) * 64) / np.float32(64)
+    made = {
+        sp.compress({"w": now}, prev, RATED, earlier=given).to_bytes()
+        for given in (
+            {"w": old},
+            {"w": old.astype("f8")},
+            {"w": torch.from_numpy(old)},
+            {"w": np.asfortranarray(old)},
+            sp.Earlier({"w": old}),
+        )
+    }
+    assert len(made) == 1
+    assert made != {sp.compress({"w": now}, prev, RATED).to_bytes()}
+
+
+def test_half_precision_weights() -> None:
+    """What is aimed at is not rounded to the weights' own dtype, whose steps may be wider than the way."""
+    prev, lags = {True: None, False: None}, {}
+    for step in range(25):
+        now, old = (torch.from_numpy(drifting(s)).bfloat16() for s in (step, max(0, step - 10)))
+        for aimed in (True, False):
+            prev[aimed] = sp.compress({"w": now}, prev[aimed], RATED, earlier={"w": old} if aimed and step else None)
+            restored = sp.decompress(prev[aimed])["w"]
+            assert restored.dtype == torch.bfloat16
+            if step:
+                lags[aimed] = lag(*(x.float().numpy() for x in (now, old, restored)))
+    assert lags[False] > 0.4
+    assert abs(lags[True]) < 0.1
+
+
+def adam(w: Any, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    m, v = rng.standard_normal((2, *w.shape)).astype("f4")
+    return {"optimizer": {"state": {0: {"step": 7, "exp_avg": 0.2 * m, "exp_avg_sq": v * v + np.float32(0.1)}}}}
+
+
+def test_what_first_moments_lose_is_made_up_for() -> None:
+    """On a grid as coarse as the rate makes it all of a moment is lost: nine steps of, here, ninety."""
+    ended = {}
+    for steps in (90.0, None):
+        prev = None
+        for step in range(40):
+            now, old = drifting(step), drifting(max(0, step - 9))
+            state = {"model": {"w": now}, **adam(now, step)}
+            given = sp.Earlier({"w": old}, steps) if step else None
+            prev = sp.compress(state, prev, RATED, earlier=given)
+            if step:
+                ended.setdefault(steps, []).append(lag(now, old, sp.decompress(prev)["model"]["w"]))
+    assert abs(statistics.fmean(ended[None][-5:])) < 0.03
+    assert -0.13 < statistics.fmean(ended[90.0][-5:]) < -0.07
+
+
+def test_without_moments_nothing_is_made_up_for() -> None:
+    now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
+    made = [sp.compress({"w": now}, prev, RATED, earlier=sp.Earlier({"w": old}, s)).to_bytes() for s in (None, 9)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"v": np.zeros((160, 160), "f4")}, "earlier/v: the state has no such weight"),
+        ({"w": np.zeros((160, 161), "f4")}, r"w: earlier/w has shape \(160, 161\), not \(160, 160\)"),
+        ({"w": np.zeros((160, 160), "i4")}, "w: earlier/w has dtype int32"),
+        (np.zeros((160, 160), "f4"), "tree"),
+    ],
+)
+def test_earlier_weights_that_do_not_fit(given: Any, words: str) -> None:
+    with pytest.raises(sp.ShrinkpointError, match=words):
+        sp.compress({"w": drifting(1)}, cfg=RATED, earlier=given)
+
+
+@pytest.mark.parametrize("steps", [0, -1, math.inf, math.nan, "9", True])
+def test_steps_out_of_range(steps: Any) -> None:
+    with pytest.raises(sp.BadArgumentError, match="steps"):
+        sp.Earlier({}, steps)
+
+
+@pytest.mark.parametrize("aim", [-1, AIM_STEPS * int(FARTHEST_AIM) + 1, 1.0, True, None, "1", [1], 1 << 70])
+def test_an_aim_that_is_none_is_damage(aim: Any) -> None:
+    blob = chain(1)[0][2].to_bytes()
+    header, pieces = take_apart(blob)
+    header["arrays"][0]["m"]["a"] = aim
+    with pytest.raises(sp.CorruptDataError, match="no aim"):
+        sp.decompress(sp.Checkpoint.from_bytes(put_together(header, pieces)))
+    header["arrays"][0]["m"]["a"] = AIM_STEPS * int(FARTHEST_AIM)
+    assert bits(through_bytes(sp.Checkpoint.from_bytes(put_together(header, pieces)))["w"]) == bits(
+        sp.decompress(sp.Checkpoint.from_bytes(blob))["w"]
+    )
+
+
+def floats(draw: Any, n: int, width: int) -> Any:
+    return np.array(draw(st.lists(st.floats(width=width), min_size=n, max_size=n)), f"f{width // 8}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_values_at_all(data: Any) -> None:
+    """Values that are not finite, huge, or denormal, now or earlier: what is protected is right, the rest is finite."""
+    width = data.draw(st.sampled_from([16, 32, 64]))
+    n = 4200
+    pool, other = floats(data.draw, 12, width), floats(data.draw, 12, data.draw(st.sampled_from([16, 32, 64])))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    w, old = rng.standard_normal((2, n))
+    now, before = w.astype(pool.dtype), old.astype(other.dtype)
+    spots = rng.integers(0, n, 40)
+    now[spots], before[rng.permutation(spots)] = rng.choice(pool, 40), rng.choice(other, 40)
+    now, before = now.reshape(60, 70), before.reshape(60, 70)
+    last = None
+    for step in range(3):
+        made = sp.compress({"w": now}, last, RATED, earlier={"w": before} if step else None)
+        restored, last = through_bytes(made, last), made
+        finite = np.isfinite(now)
+        assert np.isfinite(restored["w"][finite]).all()
+        assert (np.isnan(restored["w"]) == np.isnan(now)).all()
+        assert (restored["w"][~finite & ~np.isnan(now)] == now[~finite & ~np.isnan(now)]).all()
+        now = now + np.asarray(0.01, now.dtype)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 99), st.floats(0, FARTHEST_AIM), st.floats(0, 0.2), st.floats(-6, 6))
+def test_the_aim_moves_by_half_of_the_lag(seed: int, aim: float, lead: float, share: float) -> None:
+    """Against the definition, in float64: the three distortions give the dot product."""
+    rng = np.random.default_rng(seed)
+    w, way, noise = rng.standard_normal((3, 500))
+    restored, old = w - share * way + 0.1 * noise, w - way
+    behind = float(((w - restored) * way).sum() / (way * way).sum())
+    got = moved(aim, distortion(w, restored), distortion(w, old), distortion(old, restored), lead)
+    assert got == pytest.approx(min(FARTHEST_AIM, max(0.0, aim + 0.5 * (behind + lead))), abs=0.51 / AIM_STEPS)
+    assert got * AIM_STEPS == round(got * AIM_STEPS)
+
+
+def test_an_aim_stays_where_there_is_no_drift_or_none_that_can_be_summed() -> None:
+    w = np.linspace(-1, 1, 100)
+    same, far = distortion(w, w), distortion(w, np.full(100, 1e200))
+    assert moved(0.25, distortion(w, w + 0.1), same, distortion(w, w + 0.1), 0.1) == 0.25
+    assert moved(0.25, far, far, far, 0.1) == 0.25
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_ahead_in_numpy_and_torch_is_one(dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    x, old = rng.standard_normal((2, 1000)).astype(dtype)
+    x[:3], old[3:6] = (np.inf, np.nan, np.finfo(dtype).max), (np.inf, np.nan, -np.finfo(dtype).max)
+    one = ahead(x, old, 1.75)
+    two = ahead(torch.from_numpy(x), torch.from_numpy(old), 1.75)
+    assert bits(one) == bits(two)
+    wide = np.float64 if dtype == "f8" else np.float32
+    assert one.dtype == wide
+    with np.errstate(all="ignore"):
+        want = x.astype(wide) + (x.astype(wide) - old.astype(wide)) * wide(1.75)
+    fine = np.isfinite(want)
+    assert bits(one[fine]) == bits(want[fine])
+    np.testing.assert_array_equal(one[~fine], x[~fine].astype(wide))

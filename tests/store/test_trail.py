@@ -1,0 +1,163 @@
+"""The slow average of the weights, and the saves that are aimed by it: by a store, a saver, and after a restore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.store.trail import aims
+
+RATED = sp.Config(rate=0.002, chain=sp.ChainPolicy(base_every=None))
+
+
+def drifting(step: int, shape: tuple[int, ...] = (90, 100)) -> Any:
+    """A state whose weights go on and on, with moments that a rate takes away, and what is exact."""
+    rng = np.random.default_rng(3)
+    w, way, m, v = rng.standard_normal((4, *shape)).astype("f4")
+    shaken = np.random.default_rng(100 + step).standard_normal(shape).astype("f4")
+    weights = w + np.float32(0.0003 * step) * way + np.float32(0.004) * shaken
+    moments = {"exp_avg": 0.2 * m, "exp_avg_sq": v * v + np.float32(0.1)}
+    return {"model": {"w": weights, "b": weights[0]}, "optimizer": {"state": {0: moments}}, "step": step}
+
+
+def lag(store: sp.Store, step: int, window: int = 90) -> float:
+    """The part of the weights' way that what is restored from a step is behind."""
+    now, old = (drifting(s)["model"]["w"].astype("f8") for s in (step, step - window))
+    error = now - store.load(step, paths="model/w")["model"]["w"]
+    return float((error * (now - old)).sum() / ((now - old) ** 2).sum())
+
+
+@pytest.mark.parametrize(
+    ("cfg", "wanted"),
+    [
+        (sp.Config(), False),
+        (sp.Config(rate=0.001), True),
+        (sp.Config(rate=0.001, ahead=False), False),
+        (sp.Config([("*", sp.Quantize(rate=0.001))]), True),
+        (sp.Config([("*", sp.Quantize(rate=0.0))]), False),
+        (sp.Config(max_rel_error=0.01), False),
+        (sp.presets.inshrinkerator(), False),
+    ],
+)
+def test_who_aims(cfg: sp.Config, wanted: bool) -> None:
+    assert aims(cfg) is wanted
+    assert sp.Config.from_json(cfg.to_json()) == cfg
+
+
+@pytest.mark.parametrize("ahead", ["yes", 1, None])
+def test_ahead_is_a_truth_value(ahead: Any) -> None:
+    with pytest.raises(sp.BadArgumentError, match="ahead"):
+        sp.Config(ahead=ahead)
+
+
+@pytest.mark.parametrize("against", ["previous", "base"])
+def test_a_store_saves_what_compress_makes_of_the_trail(tmp_path: Path, against: str) -> None:
+    cfg = sp.Config(rate=0.002, chain=sp.ChainPolicy(base_every=8, against=against))
+    store, trail, parent = sp.Store(tmp_path, cfg), sp.Trail(), None
+    for number in range(20):
+        step, state = 10 * number, drifting(10 * number)
+        parent = None if number % 8 == 0 else parent
+        ckpt = sp.compress(state, parent, cfg, earlier=trail.earlier(state, step))
+        trail.follow(state, ckpt, step)
+        assert store.save(step, state).checkpoint.to_bytes() == ckpt.to_bytes()
+        parent = ckpt if against == "previous" or number % 8 == 0 else parent
+
+
+def test_what_is_restored_leads_by_the_steps_that_moments_lose(tmp_path: Path) -> None:
+    stores = {ahead: sp.Store(tmp_path / str(ahead), sp.Config(rate=0.002, ahead=ahead)) for ahead in (True, False)}
+    for step in range(0, 400, 10):
+        for store in stores.values():
+            store.save(step, drifting(step))
+    behind = {ahead: np.mean([lag(store, step) for step in range(300, 400, 10)]) for ahead, store in stores.items()}
+    assert behind[False] > 0.4
+    assert -0.2 < behind[True] < -0.03
+
+
+def test_after_a_restore_the_trail_begins_with_what_was_restored(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path, RATED)
+    for step in range(0, 60, 10):
+        store.save(step, drifting(step))
+    again = sp.Store(tmp_path, RATED)
+    restored = again.load(50)
+    parent = again.read(50)
+    trail = sp.Trail(parent, 50)
+    np.testing.assert_array_equal(trail.earlier(restored).weights["model/w"], restored["model"]["w"])
+    for step in (60, 70, 80):
+        state = drifting(step)
+        parent = sp.compress(state, parent, RATED, earlier=trail.earlier(state, step))
+        trail.follow(state, parent, step)
+        assert again.save(step, state).checkpoint.to_bytes() == parent.to_bytes()
+    # The state that was given away may be changed without harm.
+    restored["model"]["w"][:] = 0
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_saver_saves_the_same(tmp_path: Path, mode: str) -> None:
+    plain = sp.Store(tmp_path / "plain", RATED)
+    with sp.Saver(sp.Store(tmp_path / "saver", RATED), mode=mode) as saver:
+        for step in range(0, 50, 10):
+            done = saver.save(step, drifting(step))
+            assert done.result(60).id == plain.save(step, drifting(step)).checkpoint.id
+
+
+def test_a_save_that_fails_leaves_the_trail_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [sp.Store(tmp_path / name, RATED) for name in "ab"]
+    for step in (0, 10, 20):
+        for store in stores:
+            store.save(step, drifting(step))
+    files = stores[0]._files
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            stores[0].save(25, drifting(25))
+    made = [store.save(30, drifting(30)).checkpoint.to_bytes() for store in stores]
+    assert made[0] == made[1]
+
+
+def test_weights_that_come_go_or_change_their_shape(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path, RATED)
+    first = drifting(0)
+    store.save(0, first)
+    larger = drifting(10, (95, 100))
+    store.save(10, {**larger, "new": drifting(10)["model"]["w"]})
+    store.save(20, drifting(20, (95, 100)))
+    store.save(30, first)
+    assert store.verify() == {}
+    np.testing.assert_allclose(store.load(30)["model"]["w"], first["model"]["w"], atol=1.5)
+
+
+def test_a_trail_is_the_mean_it_says() -> None:
+    """`s += (w - s) / 10` in float32, of weights of any dtype, beside them; steps the same."""
+    cfg, trail = sp.Config(rate=0.002), sp.Trail()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        trail, mean, since = sp.Trail(), None, None
+        for number in range(5):
+            w = torch.from_numpy(drifting(10 * number)["model"]["w"]).to(dtype)
+            state = {"w": w}
+            ckpt = sp.compress(state, cfg=cfg, earlier=trail.earlier(state, 10 * number))
+            trail.follow(state, ckpt, 10 * number)
+            mean = w.float().clone() if mean is None else mean + 0.1 * (w.float() - mean)
+            since = 10.0 * number if since is None else since + 0.1 * (10 * number - since)
+            w.zero_()  # the trail has a copy of its own
+            found = trail.earlier(state, 50)
+            assert found.weights["w"].dtype == torch.float32
+            torch.testing.assert_close(found.weights["w"], mean)
+            assert found.steps == pytest.approx(50 - since)
+    assert trail.earlier({"w": w}).steps is None
+    assert trail.earlier({"w": w}, 0).steps is None  # a run that has gone back has no way behind it
+    assert trail.earlier({"v": w}).weights == {}
+
+
+def test_steps_that_nobody_told_make_nothing_up() -> None:
+    state = drifting(0)
+    trail = sp.Trail()
+    ckpt = sp.compress(state, cfg=RATED, earlier=trail.earlier(state, 5))
+    trail.follow(state, ckpt)
+    assert trail.earlier(state, 10).steps is None
+    trail.follow(state, ckpt, 10)
+    assert trail.earlier(state, 30).steps == 20
