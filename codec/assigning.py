@@ -84,7 +84,7 @@ def assigned(
         part = slice(start, start + CHUNK)
         x = leaf.flat[part]
         gradient = None if leaf.gradient is None else leaf.gradient[part]
-        earlier = leaf.earlier[part] if keeps and leaf.earlier is not None else None
+        earlier = None if leaf.earlier is None or not codebook.size else leaf.earlier[part]
         wanted = x if earlier is None or not aim else ahead(x, earlier, aim)
         own = assign(wanted, limits, codebook, gradient=gradient)
         if keeps:

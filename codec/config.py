@@ -119,9 +119,9 @@ class Config:
             arrays; where it holds none and there are gradients, by their magnitude. The grid of first moments follows
             (`FirstMoment.step`).
         chain: when `Store` takes a base.
-        ahead: whether, where there is a rate, `Store` codes weights ahead of their drift (`compress(earlier=)`). True
-            (default): trainings that are restored lose least. False: for weights that are used as they are restored,
-            which are better right away (docs/choosing.md).
+        ahead: whether `Store` codes weights ahead of their drift (`compress(earlier=)`): trainings that are restored
+            lose less then, and what is restored is a little worse right away (docs/choosing.md). None (default): where
+            there is a rate.
 
     Example:
         >>> cfg = Config(rules=[("embedding", Exact()), ("*/exp_avg", LogBuckets(alpha=0.1))])
@@ -133,7 +133,7 @@ class Config:
     max_rel_error: float | None = None
     rate: float = 0.0
     chain: ChainPolicy = ChainPolicy()
-    ahead: bool = True
+    ahead: bool | None = None
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Config:
         max_rel_error: float | None = None,
         rate: float = 0.0,
         chain: ChainPolicy | None = None,
-        ahead: bool = True,
+        ahead: bool | None = None,
     ) -> None:
         try:
             made = tuple(r if isinstance(r, Rule) else Rule(*r) for r in rules)
@@ -154,7 +154,8 @@ class Config:
         if max_rel_error is not None:
             check_range("max_rel_error", max_rel_error, 0, 1, open_low=True, open_high=True)
         check_range("rate", rate, 0, 1e6)
-        flag("ahead", ahead)
+        if ahead is not None:
+            flag("ahead", ahead)
         values = (made, max_rel_error, float(rate), chain, ahead)
         for name, value in zip(("rules", "max_rel_error", "rate", "chain", "ahead"), values, strict=True):
             object.__setattr__(self, name, value)

@@ -26,9 +26,10 @@ _SHARE = 0.1
 
 
 def aims(cfg: Config) -> bool:
-    """Whether a configuration keeps levels back by a rate, and wants them ahead of the drift."""
-    rated = cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)
-    return cfg.ahead and rated
+    """Whether a configuration wants weights ahead of their drift: as it says, else where levels are kept back."""
+    if cfg.ahead is not None:
+        return cfg.ahead
+    return cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)
 
 
 class Trail:

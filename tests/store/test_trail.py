@@ -38,6 +38,7 @@ def lag(store: sp.Store, step: int, window: int = 90) -> float:
         (sp.Config(), False),
         (sp.Config(rate=0.001), True),
         (sp.Config(rate=0.001, ahead=False), False),
+        (sp.Config(ahead=True), True),
         (sp.Config([("*", sp.Quantize(rate=0.001))]), True),
         (sp.Config([("*", sp.Quantize(rate=0.0))]), False),
         (sp.Config(max_rel_error=0.01), False),
@@ -49,7 +50,7 @@ def test_who_aims(cfg: sp.Config, wanted: bool) -> None:
     assert sp.Config.from_json(cfg.to_json()) == cfg
 
 
-@pytest.mark.parametrize("ahead", ["yes", 1, None])
+@pytest.mark.parametrize("ahead", ["yes", 1, 0.0])
 def test_ahead_is_a_truth_value(ahead: Any) -> None:
     with pytest.raises(sp.BadArgumentError, match="ahead"):
         sp.Config(ahead=ahead)
