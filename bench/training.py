@@ -4,7 +4,8 @@ Fault tolerance as in Inshrinkerator's section 9.1 (`faults.py`), over five smal
 several seeds; the same over schedules several times as long; thresholds per checkpoint through `sp.search`; each part
 of the codec off in turn (`ablation.py`); fine-tuning from a compressed model (`transfer.py`, its section 9.2); time and
 memory against the size of the state (`cost.py`). `--only MLP` takes one model, `--only "MLP failures"` one part of it:
-failures, thresholds, ablation; `--only "embedding long"` a long schedule; "transfer" and "cost" are the rest.
+failures, thresholds, ablation; `--only "MLP failures rate"` some of its systems; `--only "embedding long"` a long
+schedule; "transfer" and "cost" are the rest.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ SYSTEMS: dict[str, Make] = {
     "default": _config(sp.Config),
     "rate 0.0005": _config(lambda: sp.Config(rate=0.0005)),
     "rate 0.002": _config(lambda: sp.Config(rate=0.002)),
+    "rate 0.002, 16 bins": _config(lambda: sp.Config([("weight", sp.Quantize(bins=16))], rate=0.002)),
+    "rate 0, 12 bins, ahead": _config(lambda: sp.Config([("weight", sp.Quantize(bins=12))], ahead=True)),
     "rate 0.0005, one base": _config(lambda: sp.Config(rate=0.0005, chain=ONE_BASE)),
     "inshrinkerator": _config(sp.presets.inshrinkerator, grads=True),
     "inshrinkerator, one base": _config(lambda: sp.presets.inshrinkerator(chain=ONE_BASE), grads=True),
@@ -147,6 +150,8 @@ _FEW = ("default", "rate 0.0005", "inshrinkerator")
 _SHORT = (
     "default",
     "rate 0.0005",
+    "rate 0.002, 16 bins",
+    "rate 0, 12 bins, ahead",
     "rate 0.0005, one base",
     "inshrinkerator",
     "lc_checkpoint",
@@ -267,8 +272,7 @@ def run(options: Options) -> list[Row]:
     with threads(1):
         for name, study in (STUDIES | LONG).items() if not options.quick else [("MLP", QUICK)]:
             model = Model(_workload(name, study))
-            if options.wanted(f"{name} failures"):
-                rows += _failures(model, study, options)
+            rows += _failures(model, study, options)
             if study.thresholds and options.wanted(f"{name} thresholds"):
                 rows += _thresholds(model, study, options)
             if study.ablation and options.wanted(f"{name} ablation"):
@@ -291,6 +295,9 @@ def _failures(model: Model, study: Study, options: Options) -> list[Row]:
         chosen = SYSTEMS if failures in (10, QUICK_FAILURES) else {name: SYSTEMS[name] for name in study.few}
         if study.systems is not None:
             chosen = {name: make for name, make in (chosen | RARE_BASES).items() if name in study.systems}
+        chosen = {
+            name: make for name, make in chosen.items() if options.wanted(f"{model.workload.name} failures {name}")
+        }
         found, missing = _measure(model, study, chosen, study.seeds, failures, options)
         for name, outcomes in found.items():
             rows += of_system(model, name, outcomes, failures, study)
