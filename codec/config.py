@@ -121,7 +121,7 @@ class Config:
         chain: when `Store` takes a base.
         ahead: whether `Store` codes weights ahead of their drift (`compress(earlier=)`): trainings that are restored
             lose less then, and what is restored is a little worse right away (docs/choosing.md). None (default): where
-            there is a rate.
+            there is a rate. Not in chains against the base: an aim is found from one delta to the next.
 
     Example:
         >>> cfg = Config(rules=[("embedding", Exact()), ("*/exp_avg", LogBuckets(alpha=0.1))])
@@ -156,6 +156,10 @@ class Config:
         check_range("rate", rate, 0, 1e6)
         if ahead is not None:
             flag("ahead", ahead)
+        if ahead and chain.against == "base":
+            raise BadArgumentError(
+                "ahead is True and chain.against 'base'; it must be 'previous', or ahead None or False"
+            )
         values = (made, max_rel_error, float(rate), chain, ahead)
         for name, value in zip(("rules", "max_rel_error", "rate", "chain", "ahead"), values, strict=True):
             object.__setattr__(self, name, value)

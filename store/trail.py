@@ -27,8 +27,8 @@ _SHARE = 0.1
 
 def aims(cfg: Config) -> bool:
     """Whether a configuration wants weights ahead of their drift: as it says, else where levels are kept back."""
-    if cfg.ahead is not None:
-        return cfg.ahead
+    if cfg.ahead is not None or cfg.chain.against == "base":
+        return bool(cfg.ahead)
     return cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)
 
 
