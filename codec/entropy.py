@@ -104,7 +104,7 @@ def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
 def _encode_plain(symbols: U8, counts: I64) -> Writer:
     out = Writer()
     n = symbols.size
-    present = np.flatnonzero(counts)
+    present = counts.nonzero()[0]
     if present.size <= 1:
         out.byte(CONSTANT)
         out.byte(int(present[0]) if present.size else 0)
@@ -150,7 +150,7 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
 def _least_table(present: I64) -> float:
     """Bytes that a table of these symbols hardly ever stays below: its frame, which of them there are, by runs, and a
     bit and a half of each. Without it few symbols of noise look as if a table could spare something."""
-    runs = 1 + np.count_nonzero(np.diff(present) > 1)
+    runs = 1 + np.count_nonzero(present[1:] - present[:-1] > 1)
     return 8 + (1.5 * int(present.size) + 2.0 * int(runs)) / 8
 
 

@@ -80,7 +80,8 @@ def to_numpy(x: Array) -> np.ndarray[Any, Any]:
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "V" and dtype_name(x) == "bfloat16":  # ml_dtypes
             x = x.view(np.uint16)
-        return np.ascontiguousarray(x).reshape(x.shape)
+        # Most are as they should be, and every kernel asks.
+        return x if type(x) is np.ndarray and x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape)
     try:
         if is_torch(x):
             import torch

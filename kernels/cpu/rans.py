@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import like
+from ..arrays import like, to_numpy
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES, short_digits
 from ..sequential import compiled
@@ -417,14 +417,60 @@ def _decode_busy(
 
 
 @njit
+def _decode_alone(words: NumPy, symbol_of: NumPy, table: NumPy, precision: Int, states: NumPy, out: NumPy) -> Int:
+    """As `_decode_busy`, for symbols without a context. Of an empty row bit 63 is a start of 2**31, which takes every
+    state out of range for good, so that it needs no test of its own."""
+    p = U64(precision)
+    mask = (U64(1) << p) - U64(1)
+    half = U64(0xFFFFFFFF)
+    least = LEAST
+    limit = U64(words.size - 4)
+    at = U64(0)
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    for j in range(out.size // 4):
+        i = U64(4 * j)
+        d0, d1, d2, d3 = x0 & mask, x1 & mask, x2 & mask, x3 & mask
+        s0, s1, s2, s3 = symbol_of[d0], symbol_of[d1], symbol_of[d2], symbol_of[d3]
+        e0, e1, e2, e3 = table[U64(s0)], table[U64(s1)], table[U64(s2)], table[U64(s3)]
+        x0 = (e0 & half) * (x0 >> p) + d0 - (e0 >> U64(32))
+        x1 = (e1 & half) * (x1 >> p) + d1 - (e1 >> U64(32))
+        x2 = (e2 & half) * (x2 >> p) + d2 - (e2 >> U64(32))
+        x3 = (e3 & half) * (x3 >> p) + d3 - (e3 >> U64(32))
+        out[i] = s0
+        out[i + U64(1)] = s1
+        out[i + U64(2)] = s2
+        out[i + U64(3)] = s3
+        short = x0 < least
+        longer = (x0 << U64(16)) | U64(words[at])
+        x0 = longer if short else x0
+        at += U64(short)
+        short = x1 < least
+        longer = (x1 << U64(16)) | U64(words[at])
+        x1 = longer if short else x1
+        at += U64(short)
+        short = x2 < least
+        longer = (x2 << U64(16)) | U64(words[at])
+        x2 = longer if short else x2
+        at += U64(short)
+        short = x3 < least
+        longer = (x3 << U64(16)) | U64(words[at])
+        x3 = longer if short else x3
+        at += U64(short)
+        if at > limit:
+            return -1
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    return np.int64(at)
+
+
+@njit
 def _decode_rest(
     words: NumPy, at: Int, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
 ) -> Int:  # fmt: skip
-    """The at most three symbols after the last group; whether all words are read and all states back at their start."""
+    """The at most three symbols after the last group; whether all words are read and all states are at their start."""
     p = U64(precision)
-    for i in range(out.size - out.size % 4, out.size):
-        x = states[i & 3]
+    for i in range(out.size):
+        x = states[i]
         slot = x & ((U64(1) << p) - U64(1))
         s = symbol_of[(U64(contexts[i]) << p) + slot]
         e = table[U64(contexts[i]) * U64(columns) + U64(s)]
@@ -437,7 +483,7 @@ def _decode_rest(
                 return False
             x = (x << U64(16)) | U64(words[at])
             at += 1
-        states[i & 3] = x
+        states[i] = x
     for k in range(4):
         if states[k] != LEAST:
             return False
@@ -513,11 +559,14 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
 
 def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
     """See `kernels.rans.rans_decode`."""
-    d = compiled(data)
+    d = to_numpy(data)
     f = compiled(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
-    c = _contexts(contexts, n, rows)
+    count = max(d.size - HEADER, 0) // 2
+    quiet = 16 * count < QUIET * n
+    alone = contexts is None and not quiet
+    c = _contexts(contexts, n % 4 if alone else n, rows)
     states = np.full(STATES, START, np.uint64)
     if d.size:
         if d.size < HEADER or d.size % 2:
@@ -525,19 +574,23 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
         states[:] = np.frombuffer(d[:HEADER].tobytes(), "<u4")
         if (states < START).any() or (d.size == HEADER and (states == START).all()):
             raise CorruptDataError("a rANS state is out of range, or all of them say nothing")
-    count = max(d.size - HEADER, 0) // 2
-    words = np.zeros(count + 4, np.uint16)
-    words[:count] = np.frombuffer(d[HEADER:].tobytes(), "<u2")
+    words = np.empty(count + 4, np.uint16)
+    words[:count], words[count:] = d[HEADER:].view("<u2"), 0
     symbol_of = np.zeros(rows << precision, np.uint8)
     table = np.empty(f.size, np.uint64)
     peaks = np.empty(rows, np.uint64)
     _decode_table(f, precision, symbol_of, table, peaks)
     out = np.empty(n, np.uint8)
-    if 16 * count < QUIET * n:
+    if quiet:
         at = _decode_quiet(words, c, symbol_of, table, peaks, columns, precision, states, out)
+    elif alone:
+        at = _decode_alone(words, symbol_of, table, precision, states, out)
     else:
         at = _decode_busy(words, c, symbol_of, table, columns, precision, states, out)
-    if at < 0 or not _decode_rest(words, at, c, symbol_of, table, columns, precision, states, out):
+    whole = n - n % 4
+    if at < 0 or not _decode_rest(
+        words, at, c[c.size - n % 4 :], symbol_of, table, columns, precision, states, out[whole:]
+    ):
         raise CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
     return like(out, data)
 

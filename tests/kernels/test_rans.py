@@ -286,6 +286,22 @@ def test_other_contexts_and_empty_rows(fresh: np.random.Generator, change: float
         )
 
 
+@pytest.mark.parametrize("n", [3, 4, 8])
+@pytest.mark.parametrize("with_contexts", [False, True])
+def test_a_table_without_symbols_decodes_nothing(n: int, with_contexts: bool) -> None:
+    """The states and words are such that symbols of no frequency would bring every state back to its start."""
+    groups = -(-n // 4)
+    states = np.full(4, START + 1, "<u4")
+    states[n - 4 * groups + 4 :] = START
+    words = np.ones(n, "<u2")
+    words[max(0, n - 4) :] = 0
+    data = np.concatenate([states.view(np.uint8), words.view(np.uint8)])
+    contexts = np.zeros(n, np.uint8) if with_contexts else None
+    for decode in (rans_decode, oracle.rans_decode):
+        with pytest.raises(CorruptDataError):
+            decode(data, contexts, np.zeros((1, 3), np.uint32), 12, n)
+
+
 @given(st.binary(min_size=14, max_size=60), st.integers(0, 90), st.booleans())
 def test_any_bytes(data: bytes, n: int, with_contexts: bool) -> None:
     table = np.asarray([[200, 50, 6], [0, 0, 0], [1, 0, 255], [0, 256, 0]], np.uint32)
