@@ -102,6 +102,7 @@ def cases(device: Device, sample: Sample, n: int) -> list[Case]:
         at.case("bucket_index", bucket_index),
         at.case("bucket_value", bucket_value),
         at.case("distortion", distortion),
+        at.case("extrapolate", extrapolate),
         at.case("split_planes", split_planes),
         at.case("merge_planes", merge_planes),
         at.case("difference", difference),
@@ -419,6 +420,20 @@ def distortion(at: Place) -> Job:
         return f"{at.prefix:,} elements = oracle to 1e-9"
 
     return at.job(lambda: distance(x, y), check, 8)
+
+
+def extrapolate(at: Place) -> Job:
+    from shrinkpoint.kernels.extrapolate import extrapolate as moved_on
+
+    old, new = at.sample.before(at.n), at.sample.after(at.n)
+    earlier, x = _on(at, old, new)
+
+    def check() -> str:
+        expected = oracle("extrapolate").extrapolate(new[: at.prefix], old[: at.prefix], 1.5)
+        same("values", moved_on(x[: at.prefix], earlier[: at.prefix], 1.5), expected)
+        return at.says
+
+    return at.job(lambda: moved_on(x, earlier, 1.5), check, 12)
 
 
 def split_planes(at: Place) -> Job:

@@ -57,7 +57,7 @@ def model_of(document: Json) -> str:
     Raises:
         BadArgumentError: it has rows of several, or none.
     """
-    found = {row["row"].partition(": ")[0].partition(", ")[0] for row in document["rows"]}
+    found = _models(document)
     if len(found) != 1 or not found <= workloads.WORKLOADS.keys():
         raise BadArgumentError(f"a result of one model of {', '.join(workloads.WORKLOADS)} is needed, this has {found}")
     return str(found.pop())
@@ -136,9 +136,9 @@ def _experiments(rows: Iterable[Json]) -> dict[str, list[Json]]:
     return found
 
 
-def _of_one_model(document: Json) -> bool:
-    """Whether it is a result of `bench ratio`."""
-    return {row["row"].partition(": ")[0].partition(", ")[0] for row in document["rows"]} <= workloads.WORKLOADS.keys()
+def _models(document: Json) -> set[str]:
+    """What its rows begin with; in a result of `bench ratio` these are workloads."""
+    return {row["row"].partition(": ")[0].partition(", ")[0] for row in document["rows"]}
 
 
 def _full(name: str, model: str) -> str:
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.measure is not None:
             names = [name.strip() for name in asked.measure.split(";") if name.strip()]
             new.append(measure(model_of(old), names, lambda what: print(what, file=sys.stderr, flush=True)))
-        document = merged(old, new) if _of_one_model(old) else replaced(old, new)
+        document = merged(old, new) if _models(old) <= workloads.WORKLOADS.keys() else replaced(old, new)
     except (BadArgumentError, OSError) as error:
         print(f"bench.merge: {error}", file=sys.stderr)
         return 2

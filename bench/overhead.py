@@ -75,7 +75,7 @@ def of_steps(
         watch: attaches to a training what watches it, until its context is left.
         block: steps of a block, a multiple of the period of what watches, where it has one; None: as many as take
             `BLOCK` seconds.
-        quick: a few blocks only.
+        quick: few blocks, and what watches is on one of the trainings only.
         clock: how to time; None: processor time of the process.
     """
     clock = one_thread_clock() if clock is None else clock
@@ -89,7 +89,7 @@ def of_steps(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for plain, watched in ((one, other), (other, one)):
+        for plain, watched in ((one, other),) if quick else ((one, other), (other, one)):
             with watch(watched):
                 halves.append(_blocks(plain, watched, steps, quick, clock, seconds))
             pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
@@ -99,7 +99,7 @@ def of_steps(
         if collecting:
             gc.enable()
     share = statistics.fmean(statistics.median(more) for more in halves)
-    error = math.hypot(*map(_error, halves)) / 2
+    error = math.hypot(*map(_error, halves)) / len(halves)
     low, high = (statistics.fmean(statistics.quantiles(m, n=4, method="inclusive")[q] for m in halves) for q in (0, 2))
     note = (
         f"step {1e3 * statistics.median(seconds):.2f} ms of processor, {len(seconds)} blocks of {steps} steps on "
@@ -114,7 +114,7 @@ def _blocks(plain: Run, watched: Run, steps: int, quick: bool, clock: Clock, sec
     begin = time.perf_counter()
     for run in (plain, watched):
         run.train(run.step + 1)
-    least, budget = (4, 1.5) if quick else (BLOCKS, BUDGET)
+    least, budget = (2, 1.0) if quick else (BLOCKS, BUDGET)
     more: list[float] = []
     while len(more) < least or (
         len(more) < MOST_BLOCKS and _error(more) > ACCURACY and time.perf_counter() - begin < budget

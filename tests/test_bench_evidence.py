@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.metadata
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from shrinkpoint.bench import evidence, provenance, training
+from shrinkpoint.bench import provenance, training
+from shrinkpoint.bench.evidence import cells, pages, parts, pictures, results, trainings
 
 HOME = Path(__file__).parents[1]
 
@@ -22,24 +25,24 @@ def pinned(package: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("name", sorted(evidence.pictures()))
+@pytest.mark.parametrize("name", sorted(pictures.pictures()))
 def test_pictures_are_those_of_the_results(name: str, tmp_path: Path) -> None:
     """To the byte: with the pinned Matplotlib a picture of the same figures is the same file."""
     pytest.importorskip("matplotlib")
     here, wanted = (importlib.metadata.version("matplotlib"), pinned("matplotlib"))
     if here != wanted:
         pytest.skip(f"Matplotlib {here} draws other bytes than {wanted}, which the pictures are drawn with")
-    evidence.pictures()[name](tmp_path / name)
-    committed = evidence.PICTURES / name
+    pictures.pictures()[name](tmp_path / name)
+    committed = pictures.PICTURES / name
     assert committed.exists()
     same = (tmp_path / name).read_bytes() == committed.read_bytes()
     assert same, f"docs/pictures/{name} is not what bench/results has; run python -m bench.evidence"
 
 
 def test_every_picture_is_drawn_from_results_and_shown() -> None:
-    assert {path.name for path in evidence.PICTURES.iterdir()} == set(evidence.pictures())
-    pages = "".join(path.read_text(encoding="utf-8") for path in [HOME / "README.md", *(HOME / "docs").glob("*.md")])
-    assert all(f"pictures/{name})" in pages for name in evidence.pictures())
+    assert {path.name for path in pictures.PICTURES.iterdir()} == set(pictures.pictures())
+    text = "".join(path.read_text(encoding="utf-8") for path in [HOME / "README.md", *(HOME / "docs").glob("*.md")])
+    assert all(f"pictures/{name})" in text for name in pictures.pictures())
 
 
 # ------------------------------------------------------------------------------------------------------ where from
@@ -76,15 +79,15 @@ def test_what_has_no_commit_says_so() -> None:
 
 
 def test_every_result_is_in_the_manifest_with_all_its_rows() -> None:
-    text = evidence.manifest()
-    for name, document in evidence.documents("*.json").items():
+    text = results.manifest()
+    for name, document in results.documents("*.json").items():
         assert f"| `{name}` |" in text
         assert sum(provenance.commits(document).values()) == len(document.get("rows", []))
     assert "`b146cc1+`: 48" in text
 
 
 def test_no_result_names_a_folder_of_the_machine_it_was_made_on() -> None:
-    for path in evidence.RESULTS.glob("*.json"):
+    for path in results.RESULTS.glob("*.json"):
         found = re.findall(r'"(?:/(?:tmp|home|root|work|Users)/[^"]*)"', path.read_text(encoding="utf-8"))
         assert not found, path.name
 
@@ -102,6 +105,18 @@ def row(name: str, **more: Any) -> dict[str, Any]:
     return {"row": name, "device": "cpu", "size": 5_000_000, "value": 1.0, "unit": "MB/s", "note": "", **empty, **more}
 
 
+def test_every_table_stands_in_a_page() -> None:
+    found = [(results.HOME / page).read_text(encoding="utf-8") for page in pages.PAGES]
+    assert {name for text in found for _, name, _ in pages._BLOCK.findall(text)} == set(pages.TABLES)
+
+
+@pytest.mark.parametrize("module", [cells, results])
+def test_examples(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed
+
+
 def test_ours_beside_every_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [
         row("save", peer="torch.save", peer_value=874.0, value=210.0),
@@ -112,18 +127,18 @@ def test_ours_beside_every_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         row("stall", unit="ms", peer="memcpy", peer_value=3.0),
     ]
     result(tmp_path, "store.json", rows)
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    assert evidence.beside("store.json", ("MB/s", "x raw state")).splitlines() == [
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert parts.beside("store.json", ("MB/s", "x raw state")).splitlines() == [
         "|  | parameters | shrinkpoint | torch.save | moonclip | DCP |",
         "|---|---|---|---|---|---|",
         "| save | 5 M | 210 MB/s | 874 | not measured |  |",
         "| memory | 5 M | 1.29 x raw state | 1 |  | 1.16 |",
     ]
-    assert evidence.beside("absent.json", ("ms",)) == "*not measured*"
+    assert parts.beside("absent.json", ("ms",)) == "*not measured*"
 
 
 def test_a_target_that_the_figures_do_not_tell_is_open() -> None:
-    lines = evidence._aims([row("a", target="<= 1", met=None), row("b", target="<= 1", met=None, value=None)])
+    lines = cells.aimed([row("a", target="<= 1", met=None), row("b", target="<= 1", met=None, value=None)])
     first, second = lines.splitlines()[2:]
     assert first == "| a | 1 MB/s | <= 1 | cannot tell |  |"
     assert second == "| b | not measured | <= 1 | not measured |  |"
@@ -134,14 +149,14 @@ def test_the_page_names_what_is_beaten(monkeypatch: pytest.MonkeyPatch, tmp_path
         values = {"weights, all checkpoints": ratio, "degradation at the end": loss}
         return [row(f"MLP, 10 failures, {name}: {what}", value=v, note=f"{v:+.2f}; x") for what, v in values.items()]
 
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
     result(tmp_path, "training-a.json", system("default, searched for 0.1%", 3.0, 2.0))
-    assert evidence.beaten() == "None."
+    assert trainings.beaten() == "None."
     result(tmp_path, "training-b.json", system("QD-compressor", 15.0, -0.1) + system("ExCP", 2.0, -4.0))
-    assert evidence.beaten().splitlines()[2:] == [
+    assert trainings.beaten().splitlines()[2:] == [
         "| MLP | weights | `Config()`, searched for 0.1%: 3 x, +2.00 % | QD-compressor: 15 x, -0.10 % |"
     ]
-    assert "MLP, 10 failures: settings beaten on both axes, weights | 1 settings" in evidence.targets()
-    stale = training.targets(evidence._training())[1]
+    assert "MLP, 10 failures: settings beaten on both axes, weights | 1 settings" in trainings.targets()
+    stale = training.targets(trainings.measured())[1]
     result(tmp_path, "training-c.json", [row(stale.row, value=0.0, target=stale.target, met=True, note="stale")])
-    assert "stale" not in evidence.targets()
+    assert "stale" not in trainings.targets()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +73,16 @@ def test_half_a_percent_is_told_from_one(percent: float, more: dict[str, float])
     assert found.met(1.0) == (percent < 1)
     assert f"standard error of the median {found.error:.2f}" in found.note
     assert sum(seen) == pytest.approx(len(seen) / 2, abs=10)
+
+
+def test_quick_watches_one_training_and_says_how_sure_it_is() -> None:
+    found = overhead.of_steps(Training, watch, block=16, quick=True, clock=clock(2.0, 3.0))  # type: ignore[arg-type]
+    said = re.search(r"(\d+) blocks .* differences ([+-][\d.]+) and ([+-][\d.]+) %", found.note)
+    assert said is not None
+    blocks, low, high = int(said[1]), float(said[2]), float(said[3])
+    assert blocks >= 2
+    assert found.error == pytest.approx(1.2533 * (high - low) / 1.349 / math.sqrt(blocks), abs=0.02)
+    assert found.share == pytest.approx(2.0, abs=max(3 * found.error, 1.0))
 
 
 def test_what_is_not_resolved_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:

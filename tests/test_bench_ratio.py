@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import codec, curves, data, evidence, merge, ratio, workloads
+from shrinkpoint.bench import codec, curves, data, merge, ratio, workloads
 from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.devices import threads
+from shrinkpoint.bench.evidence import ratios
 from shrinkpoint.bench.harness import Options, Row, is_red, measure, wall_clock
 from shrinkpoint.bench.outcomes import (
     EQUAL,
@@ -556,9 +557,9 @@ def test_a_note_without_losses_is_an_error_not_an_empty_cell(
     (row, _) = peer_rows("MLP", 5, "other", [Pair(*restored(2, 0, 0))], [Pair(*restored(1, 0, 0))])
     path = tmp_path / "ratio-mlp.json"
     path.write_text(json.dumps({"rows": [dataclasses.asdict(row) | {"note": note}]}), encoding="utf-8")
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr("shrinkpoint.bench.evidence.results.RESULTS", tmp_path)
     with pytest.raises(BadArgumentError, match="no losses"):
-        evidence.ratio_peers()
+        ratios.peers()
 
 
 @pytest.fixture
@@ -589,12 +590,12 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     found = {name: System.of(outcomes) for name, outcomes in systems.items()}
     rows = document("c" * 40, systems, *peers, *summary_rows("MLP", 5, found))
     (tmp_path / "ratio-mlp.json").write_text(json.dumps(rows, allow_nan=False), encoding="utf-8")
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr("shrinkpoint.bench.evidence.results.RESULTS", tmp_path)
     return [Row(**row) for row in rows["rows"]]
 
 
 def test_the_table_of_libraries_shows_losses_and_what_is_lost(results: list[Row]) -> None:
-    table = evidence.ratio_peers().splitlines()
+    table = ratios.peers().splitlines()
     assert table[2:] == [
         "| exact | no parent | 1.5 / 1.2 x |",
         "| exact | 10 steps apart | 1.5 / 1.2 x |",
@@ -606,20 +607,20 @@ def test_the_table_of_libraries_shows_losses_and_what_is_lost(results: list[Row]
 
 
 def test_the_words_on_weights_without_a_rate_are_the_rows(results: list[Row]) -> None:
-    text = evidence.ratio_weights()
+    text = ratios.weights()
     assert "| weights, rate 0, 16 bins | 0.25, +0.20 % |" in text
     assert "- Beside `presets.inshrinkerator(16)`: MLP 4.0 x (16 bins)." in text  # not the one with a rate, 10 x
     assert "- Beside `presets.inshrinkerator(32)`: MLP none." in text
 
 
 def test_the_table_of_losses_has_all_three(results: list[Row]) -> None:
-    text = evidence.ratio_losses()
+    text = ratios.losses()
     assert "| `Config()` | +0.20 %, +0.10 %, +12 |" in text
     assert "| `presets.bitsnap()` | +1.00 %, ruined |" in text
 
 
 def test_targets_name_the_medians_and_one_that_is_not_aimed_at(results: list[Row]) -> None:
-    text = evidence.ratio_targets()
+    text = ratios.targets()
     assert f"| {EQUAL} inshrinkerator 16 | 10 x | >= 4 x | yes |" in text
     assert f"| {WITHIN} inshrinkerator 16 | 0 x | none |  |" in text  # one seed: nothing is paired
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench import evidence, spending, training
+from shrinkpoint.bench import spending, training
+from shrinkpoint.bench.evidence import ratios, speeds, trainings
 from shrinkpoint.bench.harness import Row
 
 
@@ -70,23 +71,23 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         document = {"machine": {}, "versions": {}, "commit": commit, "rows": rows}
         (tmp_path / name).write_text(json.dumps(document), encoding="utf-8")
 
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr("shrinkpoint.bench.evidence.results.RESULTS", tmp_path)
     return write
 
 
 def test_speeds_have_their_copy_of_memory_and_their_commit(results: Any) -> None:
     results("codec.json", SPEEDS[:3])
-    header, _, line = evidence.speed().splitlines()
+    header, _, line = speeds.speed().splitlines()
     assert header.startswith("| MB/s of raw state, 100 M parameters, commit `abcdef0+` | 1 thread |")
     assert line == "| compress base | 500 | 800 | not measured | 1,200 | 9,000 |"
 
 
 def test_two_runs_of_one_state_are_told_apart(results: Any) -> None:
-    assert evidence.two_runs() == "*not measured*"
+    assert speeds.two_runs() == "*not measured*"
     results("codec.json", SPEEDS[:3])
     found = [row("cost, compress base, default", ONE, 400.0), row("cost, compress base, default", TWO, 400.0)]
     results("training-cost.json", found, "1234567890")
-    text = evidence.two_runs()
+    text = speeds.two_runs()
     assert "a run of commit `1234567`, the README's table of 100 M one of `abcdef0+`" in text
     assert "by up to 2.0 times (compress base, 2 threads: 400 and 800 MB/s)" in text
 
@@ -102,13 +103,13 @@ def test_a_model_that_the_ratio_bench_left_out_is_named(results: Any) -> None:
     ten = [*killed("ViT", "default", 3.39), *killed("ViT", "rate 0.0005", 8.27), *killed("MLP", "default", 1.0)]
     results("training-x.json", ten)
     results("ratio-mlp.json", [row("MLP, default: loss change later", ONE, 0.1)])
-    text = evidence.ratio_lacks()
+    text = ratios.lacks()
     assert text.startswith(
         "Not run here: the ViT (0.2 M). Killed ten times it ends +3.39 % with `Config()`, more than any"
     )
     assert "+8.27 % with `Config(rate=0.0005)`" in text
     results("ratio-vit.json", [row("ViT, default: loss change later", ONE, 0.1)])
-    assert evidence.ratio_lacks() == "Every small model of these benches is in the table."
+    assert ratios.lacks() == "Every small model of these benches is in the table."
 
 
 def test_ours_stand_beside_what_was_published(results: Any) -> None:
@@ -118,7 +119,7 @@ def test_ours_stand_beside_what_was_published(results: Any) -> None:
         *killed("MLP long", "rate 0.0005", 2.0),
     ]
     results("training-x.json", [*ten, *killed("MLP", "default, searched for 1.0%", None)])
-    lines = evidence.published().splitlines()
+    lines = trainings.published().splitlines()
     assert lines[2].startswith("| Inshrinkerator, ResNet-152 | +0.50 % | 39.09 x | 0.35 % |")
     assert lines[2 + len(training.PUBLISHED) :] == [
         "| MLP: `Config()` | +1.00 % | 30 x | 12.5 % |",

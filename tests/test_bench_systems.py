@@ -23,6 +23,8 @@ from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.baselines.partial import Scar
 from shrinkpoint.bench.baselines.qd import QDCompressor
 from shrinkpoint.bench.devices import threads
+from shrinkpoint.bench.evidence import pages, results
+from shrinkpoint.bench.evidence import systems as papers
 from shrinkpoint.bench.harness import Options, Row
 from shrinkpoint.bench.search import Checkpoint, Training
 from shrinkpoint.bench.systems import (
@@ -30,7 +32,6 @@ from shrinkpoint.bench.systems import (
     inshrinkerator,
     lc,
     lossless,
-    page,
     quantizers,
     rows,
     short,
@@ -540,25 +541,21 @@ def test_coders_of_the_same_levels() -> None:
 # ---------------------------------------------------------------------------------------------------- the page
 
 
-def test_the_page_is_in_step_with_the_results() -> None:
-    assert page.main(["--check"]) == 0, "run python -m bench.systems.page"
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert set(page.TABLES) == {found[1] for found in page._BLOCK.findall(text)}
-    assert page.regenerated(text.replace("| MLP", "| changed")) == text
-    with pytest.raises(BadArgumentError, match="table 'odd' is unknown"):
-        page.regenerated("<!-- table systems odd -->\n<!-- end -->")
+def test_the_page_is_made_from_the_results() -> None:
+    text = (results.HOME / "docs" / "systems.md").read_text(encoding="utf-8")
+    assert pages.regenerated(text.replace("| MLP", "| changed")) == text, "run python -m bench.evidence"
 
 
 def test_the_committed_results_have_every_experiment() -> None:
-    names = {row["row"].partition(": ")[0] for row in page.results()["rows"]}
+    names = {row["row"].partition(": ")[0] for row in papers.measured()}
     assert names == {one.name for one in systems.EXPERIMENTS}
-    for row in page.results()["rows"]:
+    for row in papers.measured():
         assert row["value"] is not None or row["note"], row["row"]
         assert not row["note"].startswith("CHECK FAILED"), row["row"]
 
 
 def test_the_short_form_has_a_line_for_each_system() -> None:
-    found = short.table(page.results()["rows"], lambda value: f"{value:.4g}")
+    found = short.table(papers.measured(), lambda value: f"{value:.4g}")
     assert len(found) == len(short.LINES), "a line has no row"
     titles = " ".join(line[0] for line in found)
     assert all(system in titles for system in ("Inshrinkerator", "LC-Checkpoint", "Check-N-Run", "BitSnap"))
@@ -603,10 +600,10 @@ def test_the_command_knows_which_result_it_has(tmp_path: Path) -> None:
     assert found["run"] == {"command": "python -m bench.merge old.json new.json"}
 
 
-RESULTS = sorted(path.stem for path in page.RESULTS.glob("systems*.json"))
+RESULTS = sorted(path.stem for path in results.RESULTS.glob("systems*.json"))
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_the_committed_results_are_of_a_commit(name: str) -> None:
-    commit = json.loads((page.RESULTS / f"{name}.json").read_text())["commit"]
+    commit = json.loads((results.RESULTS / f"{name}.json").read_text())["commit"]
     assert re.fullmatch("[0-9a-f]{40}", commit), f"{commit}: results of a checkout with changes"

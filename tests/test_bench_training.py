@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import ablation, cost, evidence, faults, training, transfer, workloads
+from shrinkpoint.bench import ablation, cost, faults, training, transfer, workloads
 from shrinkpoint.bench.__main__ import BENCHMARKS, main
 from shrinkpoint.bench.devices import threads
+from shrinkpoint.bench.evidence import __main__ as command
+from shrinkpoint.bench.evidence import pages, parts, results, trainings
 from shrinkpoint.bench.faults import InStore, Outcome, Peer, Uncompressed, behind, endure, kills, uninterrupted
 from shrinkpoint.bench.harness import Options, Row, is_red
 from shrinkpoint.bench.workloads import Run, State, Workload
@@ -448,7 +450,7 @@ def test_every_system_of_the_plan_is_there() -> None:
 
 def test_every_system_of_the_plan_has_results() -> None:
     """A figure of every column, of every system that a study names; of thresholds and ablation, too."""
-    rows = evidence._training()
+    rows = trainings.measured()
     found = {failures: training.table(rows, failures) for failures in training.FAILURES}
     lacking = []
     for name, study in (training.STUDIES | training.LONG).items():
@@ -630,27 +632,27 @@ def test_stages_of_a_save_are_found(tmp_path: Path) -> None:
 
 
 def test_the_documents_are_in_step_with_the_results() -> None:
-    assert evidence.out_of_step() == []
+    assert pages.out_of_step() == []
 
 
 def test_a_changed_number_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "README.md"
-    page.write_text(evidence.regenerated("<!-- table demo -->\n<!-- end -->\n"), encoding="utf-8")
-    monkeypatch.setattr(evidence, "HOME", tmp_path)
-    monkeypatch.setattr(evidence, "PAGES", ("README.md",))
-    assert evidence.out_of_step() == []
-    assert evidence.main(["--check"]) == 0
+    page.write_text(pages.regenerated("<!-- table demo -->\n<!-- end -->\n"), encoding="utf-8")
+    monkeypatch.setattr(results, "HOME", tmp_path)
+    monkeypatch.setattr(pages, "PAGES", ("README.md",))
+    assert pages.out_of_step() == []
+    assert command.main(["--check"]) == 0
     text = page.read_text(encoding="utf-8")
-    ratio = json.loads((evidence.RESULTS / "demo.json").read_text(encoding="utf-8"))["ratio"]
+    ratio = json.loads((results.RESULTS / "demo.json").read_text(encoding="utf-8"))["ratio"]
     assert f"| {ratio['weights']:.1f} x |" in text
     page.write_text(text.replace(" x |", " y |", 1), encoding="utf-8")
-    assert evidence.out_of_step() == ["README.md"]
-    assert evidence.main(["--check"]) == 1
+    assert pages.out_of_step() == ["README.md"]
+    assert command.main(["--check"]) == 1
 
 
 def test_an_unknown_table_is_refused() -> None:
     with pytest.raises(BadArgumentError, match="table 'nothing' is unknown"):
-        evidence.regenerated("<!-- table nothing -->\n<!-- end -->")
+        pages.regenerated("<!-- table nothing -->\n<!-- end -->")
 
 
 def test_tables_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -658,28 +660,28 @@ def test_tables_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     rows += training.of_system(model(), "lossless", [outcome(degradation=1.0)], 10, training.Study(1))
     document = {"machine": {}, "versions": {}, "commit": "abc", "rows": [dataclasses.asdict(r) for r in rows]}
     (tmp_path / "training-mlp.json").write_text(json.dumps(document), encoding="utf-8")
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    lines = evidence.failures("MLP").splitlines()
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    lines = trainings.failures("MLP").splitlines()
     assert lines[2].startswith("| `Config(rate=0.004)`, one base | +1.00 | 1 % |")
     assert "81.2 x" in lines[2]
     assert lines[3].count("not measured") == 8
-    assert evidence.failures("GPT") == "*not measured*"
-    assert evidence.failures("GPT long") == "*not measured*"
-    assert evidence.demo() == "*not measured*"
-    assert "`training-mlp.json`" in evidence.manifest()
+    assert trainings.failures("GPT") == "*not measured*"
+    assert trainings.failures("GPT long") == "*not measured*"
+    assert parts.demo() == "*not measured*"
+    assert "`training-mlp.json`" in results.manifest()
 
 
 def test_long_schedules_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    assert evidence.killed_long() == "*not measured*"
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert trainings.killed_long() == "*not measured*"
     for name, system in (("MLP long", "default"), ("GPT long", "rate 0.004, 12 bins, bases every 100"), ("MLP", "x")):
         of = training.Model(dataclasses.replace(short(), name=name))
         rows = training.of_system(of, system, [outcome(weights=81.25)], 10, training.Study(1))
         document = {"machine": {}, "versions": {}, "commit": "abc", "rows": [dataclasses.asdict(r) for r in rows]}
         (tmp_path / f"training-{name}.json").write_text(json.dumps(document), encoding="utf-8")
-    header, _, first, second = evidence.killed_long().splitlines()
+    header, _, first, second = trainings.killed_long().splitlines()
     steps = [f"{training.LONG[name].steps:,} steps" for name in ("MLP long", "GPT long")]
     assert header == f"| weights, whole state, loss at the end | MLP, {steps[0]} | GPT, {steps[1]} |"
     assert first == "| `Config()` | 81.2 x, 1 x, +1.00 % | not measured |"
     assert second == "| `Config(rate=0.004)`, 12 bins, bases every 100 | not measured | 81.2 x, 1 x, +1.00 % |"
-    assert set(evidence._models(evidence._training(), 10)) == {"MLP"}
+    assert set(trainings.by_model(trainings.measured(), 10)) == {"MLP"}

@@ -140,34 +140,36 @@ PEERS: dict[str, Peer] = {
 }
 
 
+_FULL = tuple((dtype, apart) for dtype in (torch.float32, torch.bfloat16) for apart in (None, 1, 10))
+_QUICK = ((torch.float32, None), (torch.bfloat16, 1))
+"""Format, and steps between the two states of a difference; None: one state alone."""
+
+
 def compared(name: str, options: Options) -> list[Row]:
     """Our exact ratio beside each peer's, and against the best of them."""
     found = states(options.quick)
     rows = []
     with threads(1):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype, apart in _QUICK if options.quick else _FULL:
             models = {n: {k: v.to(dtype) for k, v in s["model"].items()} for n, s in found.after.items()}
             raw = sum(x.numel() * x.element_size() for x in models[0].values())
-            for apart in (None, 1, 10):
-                model, before = models[apart or 0], None if apart is None else models[0]
-                what = f"{str(dtype).removeprefix('torch.')}, {'single' if apart is None else f'{apart} steps apart'}"
-                ours = raw / _ours(model, before)
-                ratios: dict[str, float] = {}
-                for peer, size in PEERS.items():
-                    note = f"weights of {found.where()}, {raw:,} bytes"
-                    try:
-                        stored, how = size(model, before)
-                        ratios[peer] = raw / stored
-                        note += f"; {how}" if how else ""
-                    except ImportError as error:
-                        note = f"not measured: {error.name or error} is not installed"
-                    theirs = ratios.get(peer)
-                    ratio = None if theirs is None else ours / theirs
-                    rows.append(
-                        row(name, what, ours, "x", peer=peer, peer_value=theirs, ratio=ratio, size=raw, note=note)
-                    )
-                if ratios:
-                    rows.append(_against_best(f"{name}: {what}, the best", raw, ours, ratios))
+            model, before = models[apart or 0], None if apart is None else models[0]
+            what = f"{str(dtype).removeprefix('torch.')}, {'single' if apart is None else f'{apart} steps apart'}"
+            ours = raw / _ours(model, before)
+            ratios: dict[str, float] = {}
+            for peer, size in PEERS.items():
+                note = f"weights of {found.where()}, {raw:,} bytes"
+                try:
+                    stored, how = size(model, before)
+                    ratios[peer] = raw / stored
+                    note += f"; {how}" if how else ""
+                except ImportError as error:
+                    note = f"not measured: {error.name or error} is not installed"
+                theirs = ratios.get(peer)
+                ratio = None if theirs is None else ours / theirs
+                rows.append(row(name, what, ours, "x", peer=peer, peer_value=theirs, ratio=ratio, size=raw, note=note))
+            if ratios:
+                rows.append(_against_best(f"{name}: {what}, the best", raw, ours, ratios))
     return rows
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -105,8 +105,10 @@ def quantized(x: Floats, bits: int, method: str, **how: Any) -> Floats:
 
 
 def _tables(options: Options) -> tuple[Floats, str]:
+    """The rows that are quantized, a tenth of them with `quick`, and what they are."""
     steps = 30 if options.quick else 300
     x = _trained(steps)
+    x = x[:4000] if options.quick else x
     return x, f"{len(x):,} rows of {x.shape[1]} after {steps} steps of Adagrad"
 
 
@@ -144,29 +146,28 @@ def search(name: str, options: Options) -> list[Row]:
     """Figures 10 to 13: what the greedy search gains, and what it costs, by bins and by ratio."""
     x, note = _tables(options)
     rows = []
-    sample = x[:4000] if options.quick else x
     bins = (5, 25, 45) if options.quick else (5, 10, 15, 20, 25, 30, 35, 40, 45, 50)
     points: list[tuple[int | None, float]] = [(count, 1.0) for count in bins]
     points += [(None, ratio) for ratio in ((0.2, 0.6) if options.quick else (0.2, 0.4, 0.6, 0.8))]
     for bits in (2, 3, 4):
-        plain = mean_error(sample, quantized(sample, bits, "asymmetric"))
+        plain = mean_error(x, quantized(x, bits, "asymmetric"))
         for asked, ratio in points:
             count = asked or (25 if bits <= 3 else 45)
-            value = mean_error(sample, quantized(sample, bits, "adaptive", num_bins=count, ratio=ratio))
+            value = mean_error(x, quantized(x, bits, "adaptive", num_bins=count, ratio=ratio))
             rows.append(
                 row(
                     name,
                     f"{bits} bits, {count} bins, ratio {ratio:g}: error over the asymmetric one's",
                     100 * (1 - value / plain),
                     "% less",
-                    size=sample.size,
+                    size=x.size,
                     note=f"{note}; the paper picks 25 bins at 2 and 3 bits and 45 at 4, where its gain tapers off",
                 )
             )
     with threads(1):
-        calls = {"asymmetric": lambda: quantized(sample, 4, "asymmetric")} | {
+        calls = {"asymmetric": lambda: quantized(x, 4, "asymmetric")} | {
             f"{count or 45} bins, ratio {ratio:g}": (
-                lambda count=count, ratio=ratio: quantized(sample, 4, "adaptive", num_bins=count or 45, ratio=ratio)
+                lambda count=count, ratio=ratio: quantized(x, 4, "adaptive", num_bins=count or 45, ratio=ratio)
             )
             for count, ratio in points
         }
@@ -183,7 +184,7 @@ def search(name: str, options: Options) -> list[Row]:
                 peer="asymmetric",
                 peer_value=base,
                 ratio=times(timing.median, base),
-                size=sample.size,
+                size=x.size,
                 note="process time of one core, there and back; the paper has at most 600 s with 50 bins and 126 s "
                 f"without the search on its model; {note}",
             )
@@ -225,7 +226,7 @@ def modified(name: str, options: Options) -> list[Row]:
                 f"share after {length} intervals",
                 statistics.fmean(found),
                 "% of the rows",
-                peer="Check-N-Run, figures 5 and 6" if paper else None,
+                peer="Check-N-Run, figure 6" if paper else None,
                 peer_value=paper,
                 size=run.tables().size,
                 note=f"from three starts {', '.join(f'{value:.1f}' for value in found)}; {INTERVAL} steps of 1,024 "
@@ -301,15 +302,27 @@ def _resumed(seed: int, steps: int, bits: int, count: int) -> AdagradRun:
 # ---------------------------------------------------------------------------------------------------- figures 15 to 17
 
 
-def _chain(bits: int, policy: str, count: int) -> Iterator[tuple[bool, int, int]]:
+Interval = tuple[State, dict[str, Any]]
+"""Weights at its end and their kinds."""
+
+
+def _intervals(count: int) -> list[Interval]:
+    """So many intervals of one training."""
+    run, found = AdagradRun(0, INTERVAL * count * 2), []
+    for interval in range(count):
+        run.train((interval + 1) * INTERVAL)
+        found.append(({"model": run.state()["model"]}, run.kinds()))
+    return found
+
+
+def _chain(bits: int, policy: str, intervals: Sequence[Interval]) -> list[tuple[bool, int, int]]:
     """(is a delta, bytes, raw bytes) of each interval's checkpoint, through a store."""
-    run = AdagradRun(0, INTERVAL * count * 2)
     with tempfile.TemporaryDirectory() as folder:
         store = sp.Store(folder, sp.presets.check_n_run(bits, policy=policy))
-        for interval in range(count):
-            run.train((interval + 1) * INTERVAL)
-            saved = store.save(run.step, {"model": run.state()["model"]}, kinds=run.kinds())
-            yield saved.is_delta, saved.nbytes, saved.raw_nbytes
+        saved = [
+            store.save(INTERVAL * number, state, kinds=kinds) for number, (state, kinds) in enumerate(intervals, 1)
+        ]
+    return [(one.is_delta, one.nbytes, one.raw_nbytes) for one in saved]
 
 
 _PAPER_POLICIES: dict[str, dict[str, float]] = {
@@ -328,11 +341,12 @@ def policies(name: str, options: Options) -> list[Row]:
     """Figures 15 to 17: size per interval and capacity of the three policies, and both reductions by width."""
     count = 3 if options.quick else INTERVALS
     with threads(1):
-        chains = {policy: list(_chain(8, policy, count)) for policy in _PAPER_POLICIES}
+        intervals = _intervals(count)
+        chains = {policy: _chain(8, policy, intervals) for policy in _PAPER_POLICIES}
         rows = [found for policy, chain in chains.items() for found in _policy(name, policy, chain)]
         rows.append(_less_written(name, chains))
         for bits in (2,) if options.quick else BITS:
-            rows += _reductions(name, bits, count)
+            rows += _reductions(name, bits, _chain(bits, "intermittent", intervals))
     return rows
 
 
@@ -379,9 +393,8 @@ def _policy(name: str, policy: str, found: list[tuple[bool, int, int]]) -> list[
     ]
 
 
-def _reductions(name: str, bits: int, count: int) -> list[Row]:
+def _reductions(name: str, bits: int, found: Sequence[tuple[bool, int, int]]) -> list[Row]:
     """Bytes written, and bytes kept at most, against a full float32 checkpoint at each interval."""
-    found = list(_chain(bits, "intermittent", count))
     raw = found[0][2]
     less = (
         ("bandwidth", raw * len(found) / sum(nbytes for _, nbytes, _ in found)),
@@ -403,7 +416,7 @@ def _reductions(name: str, bits: int, count: int) -> list[Row]:
     ]
 
 
-def _capacity(found: list[tuple[bool, int, int]], policy: str) -> list[float]:
+def _capacity(found: Sequence[tuple[bool, int, int]], policy: str) -> list[float]:
     """Bytes that restoring each interval needs, over those of the first."""
     kept: list[float] = []
     base = since = 0

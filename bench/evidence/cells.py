@@ -1,0 +1,130 @@
+"""What a cell of a table says, and the table: numbers, spreads, names of systems, whether a target is met."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+NONE = "not measured"
+_MET = {True: "yes", False: "**no**", None: NONE}
+_OPEN = "cannot tell"
+_PRESETS = ("inshrinkerator", "lc_checkpoint", "check_n_run", "bitsnap", "lossless")
+Json = dict[str, Any]
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table; without lines the words "not measured".
+
+    Example:
+        >>> print(markdown(["a", "b"], [["1", "2"]]))
+        | a | b |
+        |---|---|
+        | 1 | 2 |
+    """
+    found = [f"| {' | '.join(line)} |" for line in lines]
+    if not found:
+        return f"*{NONE}*"
+    return "\n".join([f"| {' | '.join(header)} |", "|" + "---|" * len(header), *found])
+
+
+def crossed(cells: Mapping[str, Mapping[str, str]], columns: Iterable[str], missing: str = "") -> str:
+    """A table of cells by line and column.
+
+    Args:
+        cells: by line, then column.
+        columns: in order.
+        missing: what stands where a line lacks a column.
+
+    Example:
+        >>> print(crossed({"1": {"a": "x"}, "2": {"b": "y"}}, ["a", "b"], "-"))
+        |  | a | b |
+        |---|---|---|
+        | 1 | x | - |
+        | 2 | - | y |
+    """
+    names = list(columns)
+    return markdown(["", *names], [[line, *(own.get(c, missing) for c in names)] for line, own in cells.items()])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with so many significant digits, without an exponent; "not measured" for None.
+
+    Example:
+        >>> number(1234.5), number(0.01234), number(None)
+        ('1,234', '0.0123', 'not measured')
+    """
+    if value is None:
+        return NONE
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def spread(row: Json | None) -> str:
+    """Mean and range over seeds, as the note of the row begins."""
+    if row is None or row["value"] is None:
+        return NONE
+    text: str = row["note"].split(";")[0]
+    return text
+
+
+def shown(row: Json | None, unit: str = "") -> str:
+    """The value of a row, with its unit where it has one."""
+    return NONE if row is None else number(row["value"]) + (unit if row["value"] is not None else "")
+
+
+def system_name(name: str) -> str:
+    """How a system of the benches is called in code.
+
+    Example:
+        >>> system_name("rate 0.001, 12 bins"), system_name("check_n_run 4"), system_name("ExCP")
+        ('`Config(rate=0.001)`, 12 bins', '`presets.check_n_run(4)`', 'ExCP')
+    """
+    main, _, rest = name.partition(", ")
+    if main == "default":
+        code = "`Config()`"
+    elif main.startswith("rate "):
+        code = f"`Config(rate={main.removeprefix('rate ')})`"
+    else:
+        preset, _, argument = main.partition(" ")
+        if preset not in _PRESETS:
+            return name
+        code = f"`presets.{preset}({argument})`"
+    return f"{code}, {rest}" if rest else code
+
+
+def order(system: str) -> tuple[int, float, str]:
+    """Key to sort systems by: the default, its rates, the others."""
+    rate = re.fullmatch(r"rate ([0-9.]+).*", system)
+    return (0 if system == "default" else 1 if rate else 2, float(rate[1]) if rate else 0.0, system)
+
+
+def figure(row: Json) -> str:
+    """The value of a row and its unit; without one whether that is a result or was not measured.
+
+    Example:
+        >>> figure({"value": 1234.5, "unit": "MB/s", "target": None, "met": None})
+        '1,234 MB/s'
+        >>> [figure({"value": None, "unit": "x", "target": ">= 2 x", "met": met}) for met in (None, False)]
+        ['not measured', 'none']
+    """
+    if row["value"] is None:
+        return NONE if row["target"] is not None and row["met"] is None else "none"
+    return f"{number(row['value'])} {row['unit']}"
+
+
+def met(row: Json) -> str:
+    """Whether a target is met: also that the row was measured and does not tell."""
+    return _OPEN if row["met"] is None and row["value"] is not None else _MET[row["met"]]
+
+
+def aimed(rows: Iterable[Json]) -> str:
+    """Rows with a target, and whether it is met."""
+    lines = []
+    for row in rows:
+        held = ("none", "") if row["target"] is None else (row["target"], met(row))
+        lines.append([row["row"], figure(row), *held, row["note"]])
+    return markdown(["", "measured", "target", "met", ""], lines)

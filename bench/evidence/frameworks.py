@@ -1,0 +1,61 @@
+"""Tables of `bench trainers`: each framework's own saves beside ours."""
+
+from __future__ import annotations
+
+import re
+
+from .cells import NONE, Json, markdown, number, shown
+from .results import by_place, rows_of
+
+_RESUMES = ("resume, lossless", "loss after a lossy resume")
+
+
+def frameworks() -> str:
+    """Each framework: a save by ours / by its own, and what a resume gives."""
+    both = ("stall of a save", "overhead of the run", "bytes of a save", "lines", "save", "metadata")
+    lines = []
+    for name, found in by_place(rows_of("trainers.json")).items():
+        peer = next(r["peer"] for r in found.values() if r["peer"])
+        line = [f"{name} / {peer}"]
+        for what in both:
+            pair = found.get(what)
+            line.append(f"{number(pair['value'])} / {number(pair['peer_value'])} {pair['unit']}" if pair else "")
+        line += [shown(found[w], f" {found[w]['unit']}") if w in found else "" for w in _RESUMES]
+        lines.append(line)
+    return markdown(["", *both, *_RESUMES], lines)
+
+
+def trainers() -> str:
+    """Bytes of a save in each framework beside its own, and the loss after a lossy resume."""
+    lines, title = [], ""
+    for name, found in by_place(rows_of("trainers.json")).items():
+        stored, loss = found.get("bytes of a save"), found.get(_RESUMES[1])
+        if stored is None or loss is None:
+            continue
+        how = re.match(r"(\d+) steps of .*, a save every (\d+)", found["overhead of the run"]["note"])
+        title = f"{stored['size']:,} parameters" + (f", {how[1]} steps, a save every {how[2]}" if how else "")
+        own, change = f"{stored['peer']} {_bytes(stored['peer_value'])}", f"{loss['value']:+.2f} %"
+        lines.append([name, _bytes(stored["value"]), own, f"{stored['ratio']:.1f} x", change])
+    return markdown([title, "bytes of a save", "its own", "", "change of loss"], lines)
+
+
+def _bytes(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def ranks() -> str:
+    """What saves by several processes took, ours beside torch's."""
+    cells: dict[str, dict[str, Json]] = {}
+    for row in rows_of("trainers.json"):
+        named = re.fullmatch(r"DCP, (\d+) ranks: (.*)", row["row"])
+        if named and row["value"] is not None:
+            cells.setdefault(named[1], {})[named[2]] = row
+    columns = list(dict.fromkeys(what for found in cells.values() for what in found if what != "save"))
+    lines = []
+    for world, found in cells.items():
+        line = [world]
+        for what in columns:
+            pair = found.get(what)
+            line += [_bytes(pair["value"]), _bytes(pair["peer_value"])] if pair else [NONE, NONE]
+        lines.append(line)
+    return markdown(["ranks", *(text for what in columns for text in (what, "torch"))], lines)

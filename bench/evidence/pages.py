@@ -1,0 +1,101 @@
+"""The pages, and which table stands where in them.
+
+In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is the table NAME, made from the JSON under
+`bench/results`; nothing there is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from shrinkpoint.kernels.errors import BadArgumentError
+
+from .. import training, workloads
+from . import frameworks, parts, ratios, results, speeds, systems, trainings
+
+PAGES = (
+    "README.md",
+    "docs/evidence.md",
+    "docs/systems.md",
+    "docs/saver.md",
+    "docs/trainers.md",
+    "docs/scaling.md",
+    "docs/security.md",
+)
+_BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_AIMS = ("kernels", "codec", "search", "store", "saver", "systems")
+_KILLED = (*training.STUDIES, *training.LONG, *workloads.LARGE)
+TABLES: dict[str, Callable[[], str]] = {
+    "demo": parts.demo,
+    "speed": speeds.speed,
+    "frameworks": frameworks.frameworks,
+    "saver": parts.saver,
+    "saver overhead": parts.saver_overhead,
+    "trainers": frameworks.trainers,
+    "ranks": frameworks.ranks,
+    "ratio": ratios.chains,
+    "ratio lacks": ratios.lacks,
+    "ratio targets": ratios.targets,
+    "ratio losses": ratios.losses,
+    "ratio weights": ratios.weights,
+    "ratio peers": ratios.peers,
+    "killed": trainings.killed,
+    "killed long": trainings.killed_long,
+    "targets": trainings.targets,
+    "beaten": trainings.beaten,
+    "published": trainings.published,
+    "papers": systems.papers,
+    "counts": trainings.counts,
+    "thresholds": trainings.thresholds,
+    "costs": trainings.costs,
+    "coders": trainings.coders,
+    "transfer": trainings.transferred,
+    "sizes": speeds.sizes,
+    "two runs": speeds.two_runs,
+    "stages": speeds.stages,
+    "manifest": results.manifest,
+    "flips": parts.flips,
+    "fuzzed": parts.fuzzed,
+    "kernel sizes": parts.kernel_sizes,
+    "store peers": partial(parts.beside, "store.json", ("MB/s", "x raw state")),
+    "stall peers": partial(parts.beside, "saver.json", ("ms",)),
+    **{f"aims {bench}": partial(parts.aims, bench) for bench in _AIMS},
+    **{f"failures {model}": partial(trainings.failures, model) for model in _KILLED},
+    **{f"ablation {model}": partial(trainings.ablations, model) for model, s in training.STUDIES.items() if s.ablation},
+    **{f"systems {name}": made for name, made in systems.TABLES.items()},
+}
+
+
+def regenerated(text: str) -> str:
+    """A page with its tables made anew.
+
+    Raises:
+        BadArgumentError: a marker names no table.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise BadArgumentError(f"table {name!r} is unknown; one of {', '.join(TABLES)}")
+        return f"{match[1]}{TABLES[name]()}\n{match[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def renew() -> None:
+    """Writes all pages anew."""
+    for page in PAGES:
+        path = results.HOME / page
+        path.write_text(regenerated(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def out_of_step() -> list[str]:
+    """Pages whose tables are not those of the results."""
+    wrong = []
+    for page in PAGES:
+        text = (results.HOME / page).read_text(encoding="utf-8")
+        if regenerated(text) != text:
+            wrong.append(page)
+    return wrong

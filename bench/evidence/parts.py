@@ -1,0 +1,159 @@
+"""Tables of the parts by themselves: kernels, store, saver, the fuzzers, the demo, and what each bench aims at."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from .cells import NONE, Json, aimed, figure, markdown, met, number
+from .results import documents, rows_of
+
+_FLIPPED = "flipped bits"
+_SAVER = (
+    ("stall, processor time of the calling thread", "stall of save, processor time"),
+    ("stall, on the wall", "stall of save"),
+    ("until the save is durable", "time until durable"),
+    ("worker's memory beyond the snapshot and an idle worker's", "memory of the worker"),
+)
+
+
+def demo() -> str:
+    """What `make demo` stored."""
+    found = documents("demo.json").get("demo.json")
+    if found is None:
+        return f"*{NONE}*"
+    totals = {"weights": (0, 0), "optimizer": (0, 0), "whole": (0, 0)}
+    for ckpt in found["checkpoints"]:
+        for part, sizes in [*ckpt["parts"].items(), ("whole", (ckpt["raw"], ckpt["stored"]))]:
+            if part in totals:
+                raw, stored = totals[part]
+                totals[part] = raw + sizes[0], stored + sizes[1]
+    names = {"weights": "weights", "optimizer": "optimizer state", "whole": "whole training state"}
+    lines = [
+        [
+            names[part],
+            f"{raw / 1e6:.1f} MB",
+            f"{stored / 1e6:.1f} MB",
+            f"{found['ratio'][part]:.1f} x",
+            f"{found['late_delta_ratio'][part]:.1f} x",
+        ]
+        for part, (raw, stored) in totals.items()
+    ]
+    what = f"{len(found['checkpoints'])} checkpoints, {len(found['restores'])} kills"
+    during = [restore["during"] for restore in found["restores"]].count("save")
+    what += f" ({during} of them in the middle of a save)" if during else ""
+    return markdown([what, "raw", "stored", "ratio", "late deltas"], lines)
+
+
+def aims(bench: str) -> str:
+    """What a bench aims at, from its committed results: the figure, beside which peer, whether the target is met."""
+    lines = []
+    for row in rows_of(f"{bench}*.json"):
+        if row["target"] is None or row["row"].startswith(_FLIPPED):
+            continue
+        beside_it = row["value"] is not None and row["ratio"] is not None
+        against = f", {number(row['ratio'])} x {row['peer']}{_on_fewer(row)}" if beside_it else ""
+        where = f"{number(row['size'])}, {row['device']}"
+        lines.append([row["row"], where, figure(row) + against, row["target"], met(row)])
+    return markdown(["", "size, device", "measured", "target", "met"], lines)
+
+
+def _on_fewer(row: Json) -> str:
+    """What to say of a peer that was too slow for all elements: rates at two sizes are not like with like."""
+    few = re.search(r"\bon (?:the first )?([\d,]+) elements", row["note"].split(";")[0])
+    if few is None or int(few[1].replace(",", "")) >= row["size"]:
+        return ""
+    return f" at its rate on {few[1]}"
+
+
+def kernel_sizes() -> str:
+    """Rates of the kernels over the sizes, 10,000 to 10**9 elements, on one CPU thread."""
+    found: dict[str, dict[int, str]] = {}
+    for row in rows_of("kernels.json"):
+        swept = row["size"] == 10 ** (len(str(row["size"])) - 1)
+        if row["peer"] == "memcpy" and row["device"].startswith("cpu") and swept and row["value"] is not None:
+            rate = row["value"] * (4 if row["unit"] == "Gsym/s" else 1)
+            found.setdefault(row["row"], {}).setdefault(row["size"], number(rate))
+    found = {name: cells for name, cells in found.items() if len(cells) > 2}
+    sizes = sorted({size for cells in found.values() for size in cells})
+    lines = [[name, *(cells.get(size, NONE) for size in sizes)] for name, cells in found.items()]
+    return markdown(["GB/s of float32 weights (a symbol stands for one)", *map(number, sizes)], lines)
+
+
+def beside(pattern: str, units: Sequence[str]) -> str:
+    """Rows that are held against several others, target or not: ours and each of theirs, a line a row and size.
+
+    Args:
+        pattern: of the files.
+        units: rows with one of these.
+    """
+    lines: dict[tuple[str, int], dict[str, str]] = {}
+    peers: dict[str, None] = {}
+    found = [row for row in rows_of(pattern) if row["unit"] in units and row["peer"] and row["value"] is not None]
+    several = {key for key, count in Counter((r["row"], r["size"]) for r in found).items() if count > 1}
+    for row in found:
+        key = row["row"], row["size"]
+        if key not in several:
+            continue
+        peers[row["peer"]] = None
+        cells = lines.setdefault(key, {"": f"{number(row['value'])} {row['unit']}"})
+        cells[row["peer"]] = number(row["peer_value"])
+    header = ["", "parameters", "shrinkpoint", *peers]
+    return markdown(
+        header, [[what, f"{n / 1e6:.0f} M", *(c.get(p, "") for p in ("", *peers))] for (what, n), c in lines.items()]
+    )
+
+
+def flips() -> str:
+    """Of so many flipped bits, how many each library loads without a word, side by side."""
+    rows = [row for row in rows_of("store.json") if row["row"].startswith(_FLIPPED)]
+    columns = ["shrinkpoint", *(str(row["peer"]) for row in rows)]
+    values = [rows[0]["value"], *(row["peer_value"] for row in rows)] if rows else []
+    cells = [NONE if value is None else number(value) for value in values]
+    size = number(rows[0]["size"]) if rows else NONE
+    return markdown(["", *columns], [[f"of {size} flipped bits, loaded silently", *cells]])
+
+
+def fuzzed() -> str:
+    """How long each fuzzer went on, what it read and reached, and what it found."""
+    lines = [
+        [
+            row["fuzzer"],
+            f"{number(row['seconds'] / 60, 2)} min",
+            number(row["inputs"]),
+            f"{row['branches at first']:,} to {row['branches reached']:,}",
+            f"{row['seeds']} to {row['inputs worth keeping']:,}",
+            str(len(row["found"])),
+        ]
+        for row in rows_of("fuzz.json")
+    ]
+    return markdown(["", "time", "inputs read", "branches reached", "inputs kept", "found"], lines)
+
+
+def saver() -> str:
+    """What a save costs the trainer and the worker, by size of the state, beside one copy of it by NumPy."""
+    cells: dict[int, dict[str, Json]] = {}
+    titles: dict[int, str] = {}
+    for row in rows_of("saver*.json"):
+        if row["peer"] in (None, "memcpy"):
+            cells.setdefault(row["size"], {})[row["row"]] = row
+        if row["row"] == _SAVER[0][1]:
+            titles[row["size"]] = row["note"].split(";")[0]
+    lines = []
+    for title, name in _SAVER:
+        line = [title]
+        for size in titles:
+            cell = cells[size].get(name)
+            if cell is None:
+                line.append(NONE)
+                continue
+            copy = "" if cell["peer"] is None else f"; one copy {number(cell['peer_value'], 2)} {cell['unit']}"
+            line.append(f"{number(cell['value'], 2)} {cell['unit']}{copy}")
+        lines.append(line)
+    return markdown(["", *titles.values()], lines if titles else [])
+
+
+def saver_overhead() -> str:
+    """By how much saving every so many steps lengthens a training on busy cores."""
+    return aimed(row for row in rows_of("saver*.json") if row["row"].startswith("overhead"))

@@ -1,0 +1,40 @@
+"""The pictures of the documents, each drawn from the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shrinkpoint.demo.picture import draw as demo_picture
+
+from .. import cost, kernels, spending, training, workloads
+from .. import ratio as bench_ratio
+from ..harness import Row
+from . import ratios, trainings
+from .results import HOME, documents, rows_of
+
+PICTURES = HOME / "docs" / "pictures"
+
+
+def pictures() -> dict[str, Callable[[Path], object]]:
+    """File under `docs/pictures` -> what draws it; of those whose results are there."""
+    found: dict[str, Callable[[Path], object]] = {}
+    if ratios.measured():
+        found["ratio.png"] = lambda path: bench_ratio.plot([Row(**row) for row in ratios.measured()], path)
+    speeds = [Row(**row) for row in rows_of("kernels.json")]
+    if speeds:
+        found["kernels.png"] = lambda path: kernels.plot(speeds, path)
+    rows = trainings.measured()
+    if trainings.by_model(rows, training.FAILURES[0]):
+        apart = (*training.LONG, *workloads.LARGE)
+        short = [row for row in rows if row["row"].partition(", ")[0] not in apart]
+        found["training.png"] = lambda path: training.plot(short, path)
+    if cost.flames(rows):
+        found["save.png"] = lambda path: cost.picture(rows, path)
+    spent = {name: rows_of(f"{name}.json") for name in ("codec", "saver")}
+    if all(spent.values()):
+        found["cost.png"] = lambda path: spending.picture(spent["codec"], spent["saver"], path)
+    ran = documents("demo.json").get("demo.json")
+    if ran is not None:
+        found["demo.png"] = lambda path: demo_picture(ran, ran["curves"], path)
+    return found

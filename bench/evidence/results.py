@@ -1,0 +1,53 @@
+"""The committed results under `bench/results`: their documents, their rows, and where they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..provenance import HEADER, manifest_line
+from .cells import Json, markdown
+
+HOME = Path(__file__).resolve().parents[2]
+RESULTS = HOME / "bench" / "results"
+
+
+def documents(pattern: str) -> dict[str, Json]:
+    """The JSON documents under `bench/results` whose names match, by name."""
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))}
+
+
+def rows_of(pattern: str) -> list[Json]:
+    """Their rows, together."""
+    return [row for document in documents(pattern).values() for row in document["rows"]]
+
+
+def by_place(rows: Iterable[Json], prefix: str = "") -> dict[str, dict[str, Json]]:
+    """Rows by what stands before the colon of their names, and by what stands after it.
+
+    Args:
+        rows: of results.
+        prefix: only names that begin with it; it is taken off.
+
+    Example:
+        >>> by_place([{"row": "transfer CNN: ratio"}, {"row": "cost: stages"}], "transfer ")
+        {'CNN': {'ratio': {'row': 'transfer CNN: ratio'}}}
+    """
+    found: dict[str, dict[str, Json]] = {}
+    for row in rows:
+        where, _, what = row["row"].partition(": ")
+        if where.startswith(prefix):
+            found.setdefault(where.removeprefix(prefix), {})[what] = row
+    return found
+
+
+def commit_of(name: str) -> str:
+    """The commit a result says it is from."""
+    commit = str(documents(name).get(name, {}).get("commit"))
+    return f"`{commit[:7]}{'+' if commit.endswith('+') else ''}`"
+
+
+def manifest() -> str:
+    """Where the results come from; "+": with changes that were not committed yet."""
+    return markdown(HEADER, [manifest_line(*found) for found in documents("*.json").items()])

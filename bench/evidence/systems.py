@@ -1,0 +1,191 @@
+"""Tables of `bench systems`: the four papers' tables beside ours, and their short form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ..provenance import commits, elsewhere
+from ..systems import short
+from .cells import NONE, Json, crossed, markdown, number
+from .results import documents, rows_of
+
+
+def measured() -> list[Json]:
+    """The rows of `bench systems`, with those of experiments that were run by themselves."""
+    return rows_of("systems*.json")
+
+
+def _rows(experiment: str) -> list[tuple[str, Json]]:
+    """(what, row) of an experiment, in order."""
+    found = []
+    for row in measured():
+        name, _, what = row["row"].partition(": ")
+        if name == experiment and what:
+            found.append((what, row))
+    return found
+
+
+def _with_peer(value: float | None, peer: float | None) -> str:
+    return number(value) + (f" ({number(peer)})" if peer is not None else "")
+
+
+def beside(experiment: str) -> str:
+    """Every row: measured, and the paper's figure or the peer's."""
+    lines = []
+    for what, row in _rows(experiment):
+        theirs = NONE if row["peer_value"] is None else number(row["peer_value"])
+        peer = "" if row["peer"] is None else f"{theirs} ({row['peer']})"
+        lines.append(
+            [what, f"{number(row['value'])} {row['unit']}".strip(), peer if row["peer_value"] is not None else ""]
+        )
+    return markdown(["", "measured", "beside it"], lines)
+
+
+def rework() -> str:
+    """Rework of the three systems by task and width, with the paper's range of quotients."""
+    cells: dict[tuple[str, str], dict[str, Json]] = {}
+    for row in measured():
+        name, _, what = row["row"].partition(": ")
+        task = name.removeprefix("LC-Checkpoint rework on ")
+        if task == name or not what:
+            continue
+        label, _, bits = what.rpartition(", ")
+        key = row["peer"] if label == "iterations of rework" else label
+        cells.setdefault((task, bits), {})[key] = row
+    lines = []
+    for (task, bits), found in cells.items():
+        means = found["SCAR"]["note"].split(";")[0], found["TOPN"]["note"].split(";")[0]
+        ours, scar = (part.removesuffix(" (95 %, n = 20)") for part in means[0].split(" against "))
+        topn = means[1].split(" against ")[1].removesuffix(" (95 %, n = 20)")
+        line = [f"{task}, {bits}", ours, scar, topn]
+        for peer in ("SCAR", "TOPN"):
+            row = found[f"{peer} over LC-Checkpoint"]
+            range_ = row["peer"].removeprefix("LC-Checkpoint, figure 3: ").partition(" over its tasks")[0]
+            line.append(f"{number(row['value'])} x ({range_})")
+        lines.append(line)
+    return markdown(["", "LC-Checkpoint", "SCAR", "TOPN", "SCAR / LC (paper)", "TOPN / LC (paper)"], lines)
+
+
+def pivot(experiment: str, split: Callable[[str], tuple[str, str] | None], *, peers: bool) -> str:
+    """A table of one experiment: `split` gives line and column of a row, or None to leave it out.
+
+    Args:
+        experiment: its name.
+        split: of what a row is.
+        peers: show the peer's value in parentheses.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for what, row in _rows(experiment):
+        place = split(what)
+        if place is not None:
+            columns[place[1]] = None
+            cells.setdefault(place[0], {})[place[1]] = _with_peer(row["value"], row["peer_value"] if peers else None)
+    return crossed(cells, columns)
+
+
+def bins(experiment: str) -> str:
+    """Mean bins by model and threshold, of one of the forms of the table."""
+    cells: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for row in measured():
+        name, _, what = row["row"].partition(": ")
+        model = name.removeprefix(f"{experiment} on ")
+        if model != name and " % degradation, " in what:
+            threshold, system = what.split(" % degradation, ")
+            columns[system] = None
+            value = "-" if row["value"] is None else _with_peer(row["value"], row["peer_value"])
+            cells.setdefault(f"{model}, {threshold} %", {})[system] = value
+    return crossed(cells, columns)
+
+
+def exact() -> str:
+    """Exact ratios: ours and each peer's."""
+    cells: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for what, row in _rows("lossless ratio"):
+        if not what.endswith("the best"):
+            columns[row["peer"]] = None
+            own = cells.setdefault(what, {"ours": number(row["value"])})
+            own[row["peer"]] = number(row["peer_value"])
+    return crossed(cells, ("ours", *columns), NONE)
+
+
+def _last(what: str) -> tuple[str, str]:
+    """ "a, b, c" as line "a, b" and column "c"."""
+    line, _, column = what.rpartition(", ")
+    return line, column
+
+
+def _first(what: str) -> tuple[str, str]:
+    """ "a, b, c" as line "b, c" and column "a"."""
+    column, _, line = what.partition(", ")
+    return line, column
+
+
+def _coder(what: str) -> tuple[str, str]:
+    """Model and policy, against coder and whether it is the mean or the highest."""
+    model, policy, coder, kind = what.split(", ")
+    return f"{coder}, {kind}", f"{model}, {policy}"
+
+
+def _searched(what: str) -> tuple[str, str] | None:
+    """Gains by bins and ratio, in columns by width."""
+    if what.startswith("seconds"):
+        return None
+    width, _, rest = what.partition(", ")
+    return rest.partition(":")[0], f"{width}, % less"
+
+
+def _latency(what: str) -> tuple[str, str] | None:
+    """Seconds by bins and ratio."""
+    start = "seconds, 4 bits, "
+    return (what.removeprefix(start), "seconds, 4 bits") if what.startswith(start) else None
+
+
+def _scientific(what: str) -> tuple[str, str] | None:
+    """Moment and measure, by system."""
+    return _last(what) if ", " in what else None
+
+
+def machine() -> str:
+    """What the results were measured with, and at which commits."""
+    document = documents("systems.json")["systems.json"] | {"rows": measured()}
+    about, versions = document["machine"], document["versions"]
+    names = ("torch", "numpy", "numba", "zstandard", "zipnn", "pcodec", "blosc2", "moonclip", "lmzip")
+    packages = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
+    cpu = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}, Python {about['python']}"
+    counts = ", ".join(f"`{commit}`: {count}" for commit, count in commits(document).most_common())
+    return markdown(["machine", "versions", "commit: rows"], [[cpu + elsewhere(document), packages, counts]])
+
+
+def papers() -> str:
+    """The figures that the published systems' papers rest on, ours beside them."""
+    return markdown(["", "published", "measured here"], short.table(measured(), number))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "bins": partial(bins, "Inshrinkerator bins"),
+    "spaces": partial(bins, "Inshrinkerator spaces"),
+    "coders": partial(pivot, "Inshrinkerator delta coder", _coder, peers=True),
+    "rework": rework,
+    "steps": partial(pivot, "LC-Checkpoint sizes of its steps", _last, peers=True),
+    "buckets": partial(beside, "LC-Checkpoint weight of a bucket"),
+    "failure": partial(beside, "LC-Checkpoint cost of a failure"),
+    "quantizers": partial(pivot, "Check-N-Run error of the quantizers", _first, peers=False),
+    "greedy": partial(pivot, "Check-N-Run greedy search", _searched, peers=False),
+    "latency": partial(pivot, "Check-N-Run greedy search", _latency, peers=False),
+    "modified": partial(beside, "Check-N-Run modified rows"),
+    "restores": partial(pivot, "Check-N-Run restores", _first, peers=False),
+    "policies": partial(beside, "Check-N-Run policies"),
+    "changed": partial(beside, "BitSnap ratio by changed values"),
+    "iterations": partial(beside, "BitSnap ratio by iterations"),
+    "moments": partial(pivot, "BitSnap error of the moments", _scientific, peers=True),
+    "moments by size": partial(pivot, "BitSnap error by model size", _last, peers=True),
+    "sparsified": partial(beside, "BitSnap loss of sparsified states"),
+    "resumed": partial(beside, "BitSnap loss after a restore"),
+    "score": partial(pivot, "BitSnap quality score", _first, peers=False),
+    "exact": exact,
+    "machine": machine,
+}

@@ -1,0 +1,215 @@
+"""Tables of `bench training`: trainings killed and resumed, what each part carries, and transfer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from .. import ablation, training
+from .cells import NONE, Json, aimed, markdown, number, order, shown, spread, system_name
+from .results import by_place, rows_of
+
+_TABLE = (
+    ("at the end, %", "degradation at the end", spread),
+    ("at a restore", "loss change at a restore", lambda r: shown(r, " %")),
+    ("rework", "rework", shown),
+    ("staleness", "staleness", shown),
+    ("weights", "weights, all checkpoints", lambda r: shown(r, " x")),
+    ("whole state", "whole state, all checkpoints", lambda r: shown(r, " x")),
+    ("smallest: weights", "weights, smallest checkpoint", lambda r: shown(r, " x")),
+    ("whole", "whole state, smallest checkpoint", lambda r: shown(r, " x")),
+)
+_RATIOS = ("weights, all checkpoints", "whole state, all checkpoints")
+
+
+def measured() -> list[Json]:
+    """The rows of `bench training`."""
+    return rows_of("training*.json")
+
+
+def by_model(
+    rows: Sequence[Json], failures: int, studies: Iterable[str] = training.STUDIES
+) -> dict[str, dict[str, dict[str, Json]]]:
+    """Columns of each system, by model and system, of the trainings with so many failures."""
+    found = training.table(rows, failures)
+    return {name: found[name] for name in studies if name in found}
+
+
+def failures(model: str) -> str:
+    """Every system of one model with ten failures."""
+    systems = by_model(measured(), training.FAILURES[0], [model]).get(model, {})
+    lines = [
+        [system_name(system), *(show(columns.get(label)) for _, label, show in _TABLE)]
+        for system, columns in sorted(systems.items(), key=lambda found: order(found[0]))
+        if not training.is_searched(system)
+    ]
+    return markdown(["", *(title for title, _, _ in _TABLE)], lines)
+
+
+def killed() -> str:
+    """Ratios and degradation with ten failures, a line a system that was run on all models."""
+    models = by_model(measured(), training.FAILURES[0])
+    names = [
+        system
+        for system in dict.fromkeys(s for systems in models.values() for s in systems)
+        if not training.is_searched(system) and all(system in systems for systems in models.values())
+    ]
+    return _killed(models, sorted(names, key=order))
+
+
+def killed_long() -> str:
+    """The same over the long schedules, a line a system that was run on any model."""
+    models = by_model(measured(), training.FAILURES[0], training.LONG)
+    names = sorted({s for systems in models.values() for s in systems}, key=order)
+    titles = {name: f"{name.partition(' ')[0]}, {training.LONG[name].steps:,} steps" for name in models}
+    return _killed({titles[name]: systems for name, systems in models.items()}, names)
+
+
+def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Sequence[str]) -> str:
+    lines = []
+    for system in names:
+        line = [system_name(system)]
+        for systems in models.values():
+            columns = systems.get(system, {})
+            found = [columns.get(label, {}).get("value") for label in (*_RATIOS, training.COLUMNS[0][0])]
+            x, y, loss = found
+            line.append(NONE if None in found else f"{number(x)} x, {number(y)} x, {loss:+.2f} %")
+        lines.append(line)
+    return markdown(["weights, whole state, loss at the end", *models], lines if models else [])
+
+
+def counts() -> str:
+    """Degradation with 5, 10 and 20 failures."""
+    rows = measured()
+    by_count = {n: by_model(rows, n) for n in sorted(training.FAILURES)}
+    label = training.COLUMNS[0][0]
+    lines = []
+    for model in training.STUDIES:
+        several = [n for n in by_count if model in by_count[n]]
+        if len(several) < 2:
+            continue
+        for system in by_count[min(several)][model]:
+            cells = [spread(by_count[n].get(model, {}).get(system, {}).get(label)) for n in by_count]
+            lines.append([model, system_name(system), *cells])
+    return markdown(["at the end, %", "", *(f"{n} failures" for n in by_count)], lines)
+
+
+def thresholds() -> str:
+    """Systems whose configuration is searched for under a threshold per checkpoint."""
+    lines = []
+    for model, systems in by_model(measured(), training.FAILURES[0]).items():
+        for system, columns in systems.items():
+            if training.is_searched(system):
+                about = next(p for p in columns["degradation at the end"]["note"].split("; ") if "evaluate" in p)
+                lines.append([model, system, *(show(columns.get(label)) for _, label, show in _TABLE[:6]), about])
+    return markdown(["", "", *(title for title, _, _ in _TABLE[:6]), ""], lines)
+
+
+def targets() -> str:
+    """What `bench training` aims at; what a model's systems reach together is made anew from all files' rows."""
+    rows = measured()
+    made = [dataclasses.asdict(row) for row in training.targets(rows)]
+    known = {row["row"] for row in made}
+    others = [r for r in rows if r["target"] is not None and not (training.is_target(r) and r["row"] in known)]
+    return aimed([*made, *others])
+
+
+def beaten() -> str:
+    """Settings of ours that another system beats in ratio and in loss, with the figures of both."""
+    rows = measured()
+    lines = []
+    for row in training.targets(rows):
+        model, _, what = row.row.partition(training.TARGET)
+        if row.met is not False or not what.startswith("settings beaten"):
+            continue
+        column = f"{what.rpartition(', ')[2]}, all checkpoints"
+        standing = training.standing(rows, model)
+        for ours, others in training.beaten_on(standing, column).items():
+            by = "; ".join(_point(s, standing[s], column) for s in others)
+            lines.append([model, what.rpartition(", ")[2], _point(ours, standing[ours], column), by])
+    return markdown(["", "", "ours", "beaten by"], lines) if lines else "None."
+
+
+def _point(system: str, columns: Mapping[str, Json], column: str) -> str:
+    loss = columns[training.COLUMNS[0][0]]["value"]
+    return f"{system_name(system)}: {number(columns[column]['value'])} x, {loss:+.2f} %"
+
+
+def published() -> str:
+    """What the paper reports, and ours beside it: the default, the rates, and what was searched under a threshold."""
+    lines = [
+        [f"Inshrinkerator, {name}", f"{loss:+.2f} %", f"{times:g} x", "not stated" if over is None else f"{over:g} %"]
+        for name, (loss, times, over) in training.PUBLISHED.items()
+    ]
+    for model, systems in by_model(measured(), training.FAILURES[0], training.STUDIES | training.LONG).items():
+        steps = f"{training.LONG[model].steps:,} steps" if model in training.LONG else ""
+        title = ", ".join(part for part in (model.partition(" ")[0], steps) if part)
+        for system in sorted(filter(training.is_own, systems), key=order):
+            loss, weights, over = (
+                systems[system].get(label) for label in (training.COLUMNS[0][0], _RATIOS[0], "runtime overhead")
+            )
+            change = NONE if loss is None or loss["value"] is None else f"{loss['value']:+.2f} %"
+            lines.append([f"{title}: {system_name(system)}", change, shown(weights, " x"), shown(over, " %")])
+    return markdown(["", "degradation", "weights", "overhead"], lines)
+
+
+def costs() -> str:
+    """Processor milliseconds a save and a restore, and overhead, of each model's systems."""
+    rows = by_model(measured(), training.FAILURES[0])
+    names = dict.fromkeys(s for systems in rows.values() for s in systems if not training.is_searched(s))
+    lines = []
+    for system in names:
+        line = [system_name(system)]
+        for systems in rows.values():
+            columns = systems.get(system, {})
+            pair = [columns.get(label, {}).get("value") for label in ("seconds a save", "seconds a restore")]
+            line.append(" / ".join(NONE if s is None else number(1e3 * s) for s in pair))
+        lines.append(line)
+    return markdown(["ms a save / a restore", *rows], lines)
+
+
+def ablations(model: str) -> str:
+    """Each part off in turn."""
+    lines = [
+        [
+            variant,
+            shown(found.get("late weight deltas")),
+            shown(found.get("weights, all checkpoints"), " x"),
+            spread(found.get("loss change at a restore")),
+            spread(found.get("degradation at the end")),
+        ]
+        for variant, found in by_place(measured(), f"{model} ablation, ").items()
+        if not variant.startswith("coders")
+    ]
+    return markdown(["", "bits a weight, late", "weights, all", "loss at a restore, %", "loss at the end, %"], lines)
+
+
+def coders() -> str:
+    """What coders make of the same levels."""
+    rows = [row for row in measured() if " ablation, coders, " in row["row"]]
+    models = list(dict.fromkeys(row["row"].partition(" ablation")[0] for row in rows))
+    values = {row["row"]: row["value"] for row in rows}
+    lines = []
+    for coder in ablation.CODERS:
+        line = [coder]
+        for model in models:
+            for policy in ("refit", "kept"):
+                name = f"{model} ablation, coders, {coder}, codebook {policy}: late weight deltas"
+                line.append(number(values.get(name)))
+        lines.append(line)
+    header = [f"{model}, codebook {policy}" for model in models for policy in ("refit", "kept")]
+    return markdown(["bits a weight", *header], lines if models else [])
+
+
+def transferred() -> str:
+    """Ratio and losses of transfer."""
+    lines = [
+        [
+            name,
+            shown(found.get("ratio"), " x"),
+            shown(found.get("loss change straight after restore"), " %"),
+            spread(found.get("loss change after fine-tuning")),
+        ]
+        for name, found in by_place(measured(), "transfer ").items()
+    ]
+    return markdown(["", "ratio", "loss straight after restore", "loss after fine-tuning, %"], lines)
