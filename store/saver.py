@@ -235,8 +235,8 @@ class Saver:
         compact: shorten chains between saves: once restoring a step takes so many times the bytes of a base, those of
             over 2.5 are compacted, see `Store.compact`, and what was in their place is removed; in [1, 1e6]. None
             (default): never.
-        keep: remove all other steps between saves, see `Store.gc`; None (default): keep all. Not with adapters whose
-            own files point to steps (Lightning, Transformers, Accelerate, Orbax): they remove what they replace.
+        keep: remove all other steps between saves, see `Store.gc`; None (default): keep all. Adapters whose own files
+            point to steps (Accelerate, Orbax) refuse it: they remove what they replace.
 
     Raises:
         BadArgumentError: an argument out of range.
@@ -285,6 +285,7 @@ class Saver:
             raise BadArgumentError(f"mode is 'process', but {why}; use mode='thread'")
         self.store = store
         self.on_busy = on_busy
+        self.keep = keep
         self.mode = mode or ("thread" if in_memory or os.name != "posix" else "process")
         self._upkeep = upkeep = Upkeep(compact, keep)
         self._place: Callable[[], Place] = (

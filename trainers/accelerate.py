@@ -68,7 +68,12 @@ class CompressedStates:
             self._clear()
 
     def _load_state(self, *args: Any, **keywords: Any) -> Any:
-        """`load_state`, whichever way it ends: optimizers answer for themselves afterwards."""
+        """`load_state`, whichever way it ends: optimizers answer for themselves afterwards.
+
+        The main process saves, and no other one may look before it has.
+        """
+        self.wait()
+        self.accelerator.wait_for_everyone()
         try:
             return type(self.accelerator).load_state(self.accelerator, *args, **keywords)
         finally:

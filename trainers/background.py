@@ -11,9 +11,10 @@ from typing import Any
 
 import fsspec
 
+from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
-from ..codec.errors import ShrinkpointError
+from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
 from .pointers import (
@@ -31,6 +32,33 @@ from .pointers import (
 )
 
 
+def refuse_keep(saver: Saver) -> Saver:
+    """Refuse a Saver that removes steps by itself.
+
+    Raises:
+        BadArgumentError: it would remove what files still point to.
+    """
+    if saver.keep is not None:
+        raise BadArgumentError(
+            "saver: with keep= it would remove steps that checkpoints of the framework point to; leave keep= out and "
+            "let the framework's own rotation (total_limit, max_to_keep) say what is kept"
+        )
+    return saver
+
+
+def check_compact(compact: float | None, *, background: bool) -> float | None:
+    """Refuse a bound that nobody would keep, or none.
+
+    Raises:
+        BadArgumentError: saves are not in the background, or it is out of range.
+    """
+    if compact is not None:
+        if not background:
+            raise BadArgumentError("compact: it is done between saves in the background; say background=True, too")
+        check_range("compact", compact, 1, 1e6)
+    return compact
+
+
 class Background:
     """A `Saver` for pointer files; one save is in flight at a time.
 
@@ -40,12 +68,16 @@ class Background:
     Args:
         store: where to.
         saver: to save by, closed by whoever made it; None: one for that store, ended by `close`.
+        compact: of that one, see `Saver`.
+
+    Raises:
+        BadArgumentError: a Saver with `keep`.
     """
 
-    def __init__(self, store: Store, saver: Saver | None = None) -> None:
+    def __init__(self, store: Store, saver: Saver | None = None, *, compact: float | None = None) -> None:
         self.store = store
         self._own = saver is None
-        self._saver = Saver(store) if saver is None else saver
+        self._saver = Saver(store, compact=compact) if saver is None else refuse_keep(saver)
         self._lock = threading.Lock()
         self._done: Future[None] | None = None
         self._after: list[Callable[[], object]] = []
@@ -93,11 +125,16 @@ class Background:
         future.add_done_callback(lambda saved: self._finish(saved, path, before))
 
     def then(self, work: Callable[[], object]) -> None:
-        """Do something once the save in flight is durable, in its thread, or at once. Left out where the save fails."""
+        """Do something once the save in flight is durable, in its thread, or at once. Left out where the save fails.
+
+        It comes before what the saver does between saves, or instead of the rest of that: what removes steps would
+        wait for a compaction.
+        """
         with self._lock:
             if self._busy:
                 self._after.append(work)
                 return
+        self._saver.rest()
         work()
 
     def wait(self) -> None:

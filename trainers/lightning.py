@@ -22,18 +22,20 @@ import torch.distributed as dist
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
+from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
 from ..codec.extras import install
 from ..codec.kinds import kinds
 from ..codec.presets import lossless
-from ..kernels.errors import BadArgumentError
 from ..search.result import SearchResult
+from ..search.team import Team
 from ..store.store import Store
-from .background import Background
+from .background import Background, check_compact
 from .loop import RanksChangedWarning
 from .pointers import PathLike, drop, grads_within, kinds_within, load_at, read_pointer, save_at, store_of
 from .sensitivity import SensitivityTracker
 from .spread import rank, world
 from .state import capture_rng, plain, restore_rng
+from .together import agreed, of_first
 from .wrappers import bare_name
 
 if TYPE_CHECKING:
@@ -79,8 +81,10 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     Args:
         cfg: how to compress; default `Config()`.
         background: whether training goes on meanwhile; default False.
+        compact: in the background, shorten chains between saves, see `Saver`; default None: never.
 
     Raises:
+        BadArgumentError: `compact` without `background`, or out of range.
         UnsupportedLeafError: on saving, hyperparameters or a callback's state that cannot be stored without pickle;
             the path is named.
 
@@ -89,14 +93,15 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         True
     """
 
-    def __init__(self, cfg: Config | None = None, *, background: bool = False) -> None:
+    def __init__(self, cfg: Config | None = None, *, background: bool = False, compact: float | None = None) -> None:
         super().__init__()
         self.cfg = Config() if cfg is None else check_config(cfg)
         self.background = background
+        self.compact = check_compact(compact, background=background)
         self._savers: dict[str, Background] = {}
         self.kinds: dict[str, Any] | None = None
         self.grads: Any = None
-        self.choose: Callable[..., Config] | None = None
+        self.chosen: Config | None = None
         self._stores: dict[str, Store] = {}
 
     def _store(self, path: PathLike) -> Store:
@@ -114,19 +119,72 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
             fs.makedirs(os.path.dirname(name), exist_ok=True)
             fs.pipe_file(name, compress(plain(checkpoint), cfg=lossless()).to_bytes())
             return
-        grads = None if self.grads is None else {"state_dict": self.grads}
         store, state = self._store(path), plain(checkpoint)
+        grads = self.gradients(state)
         if self.background and store.url not in self._savers:
-            self._savers[store.url] = Background(store)
+            self._savers[store.url] = Background(store, compact=self.compact)
         saver = self._savers.get(store.url)
-        cfg = None
-        if self.choose is not None:
-            prev = store.parent if saver is None else saver.parent()
-            cfg = self.choose(state, prev=prev, grads=grads_within(state, grads), kinds=kinds_within(state, self.kinds))
         if saver is None:
-            save_at(path, store, state, grads=grads, kinds=self.kinds, cfg=cfg)
+            save_at(path, store, state, grads=grads, kinds=self.kinds, cfg=self.chosen)
         else:
-            saver.save(path, state, grads=grads, kinds=self.kinds, cfg=cfg)
+            saver.save(path, state, grads=grads, kinds=self.kinds, cfg=self.chosen)
+
+    def gradients(self, state: dict[str, Any]) -> Any:
+        """Gradient averages as `compress` takes them: for the weights, and for their averages where those are saved
+        in their place (`WeightAveraging`, `EMAWeightAveraging`)."""
+        if self.grads is None:
+            return None
+        return {place: self.grads for place in ("state_dict", "current_model_state") if place in state}
+
+    def parent(self, path: PathLike) -> Checkpoint | None:
+        """What a save to this path will be a delta against; None: it will be a base.
+
+        Raises:
+            Exception: what the save in flight raised.
+        """
+        store = self._store(path)
+        saver = self._savers.get(store.url)
+        return store.parent if saver is None else saver.parent()
+
+    def parent_of_all(self, path: PathLike, team: Team) -> Checkpoint | None:
+        """The first process's `parent`, on all of them: the others, who have saved nothing, read it from storage.
+
+        None too where it was removed meanwhile, and only the first process still has it.
+
+        Raises:
+            MissingParentError: a process cannot read it.
+            Exception: as `parent`.
+        """
+        found: list[Checkpoint | None] = [None]
+
+        def leading() -> tuple[str, tuple[int, str] | None] | None:
+            if team.rank:
+                return None
+            found[0] = self.parent(path)
+            head = None if found[0] is None else self._store(path).head
+            if head is None or head.last.step not in self._store(path).steps():
+                found[0] = head = None
+            return os.fspath(path), None if head is None else (head.last.step, head.last.identity)
+
+        def following() -> None:
+            if team.rank and at is not None:
+                found[0] = self._followed(where, *at)
+
+        where, at = team.all(leading)[0]
+        team.all(following)
+        return found[0]
+
+    def _followed(self, path: PathLike, step: int, identity: str) -> Checkpoint:
+        store = self._store(path)
+        try:
+            if store.head is None or (store.head.last.step, store.head.last.identity) != (step, identity):
+                store.follow(step, identity)
+        except (ShrinkpointError, OSError) as e:
+            raise MissingParentError(
+                f"search: process {rank()} cannot read step {step} of {store.url}, which this checkpoint is to be a "
+                f"delta against; under several processes all must see the folder of the checkpoints ({e})"
+            ) from e
+        return store.head.checkpoint  # type: ignore[union-attr]  # that is what `follow` has set
 
     def teardown(self) -> None:
         """Called by Lightning when it is done; what is in flight is durable afterwards."""
@@ -178,7 +236,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             as `sp.search` has them: `functools.partial(sp.search, evaluate=..., threshold=0.01)`. `evaluate` gets the
             whole checkpoint as it would be restored, weights under "state_dict". The result goes into the checkpoint; a
             run that resumes searches on from it, and the restore counts (`SearchResult.restored`). Under several
-            processes the first one searches, by itself. None (default): all are compressed as `CompressedIO` says.
+            processes (DDP) all search the first one's state together, and `group` is given too; `evaluate` must not
+            talk to the others. None (default): all are compressed as `CompressedIO` says.
 
     Raises:
         BadArgumentError: when fitting begins, `search` without `CompressedIO`, or with it in an `AsyncCheckpointIO`,
@@ -224,7 +283,10 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         io_plugin = self._io(trainer)
         if io_plugin is not None:
             io_plugin.kinds = dict(kinds(pl_module))
-            io_plugin.choose = None if self.search is None else functools.partial(self._choose, self.search)
+            if self.search is not None:
+                # Of the class: one that an earlier fit put there is not wrapped again.
+                save = type(trainer.strategy).save_checkpoint.__get__(trainer.strategy)
+                trainer.strategy.save_checkpoint = functools.partial(self._save, self.search, io_plugin, save)
         elif self.search is not None:
             raise BadArgumentError("search: what it finds is for CompressedIO, which is not among the plugins")
         if self.sensitivity is not None:
@@ -253,13 +315,47 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             named = {n: grads.get(bare_name(pl_module, n)) for n, _ in pl_module.named_parameters()}
             io_plugin.grads = {n: g for n, g in named.items() if g is not None} or None
 
-    def _choose(self, search: Callable[..., SearchResult], state: dict[str, Any], **given: Any) -> Config:
-        """Called by the plugin, before it saves a state: what to compress it with; the result goes into the state."""
-        self.found = search(state, last=self.found, **given)
+    def _save(
+        self,
+        search: Callable[..., SearchResult],
+        io_plugin: CompressedIO,
+        save: Callable[..., None],
+        checkpoint: dict[str, Any],
+        filepath: PathLike,
+        storage_options: Any = None,
+    ) -> None:
+        """The strategy's `save_checkpoint`, which Lightning calls on all processes, with a search before it."""
+        if _is_temporary(filepath):
+            save(checkpoint, filepath, storage_options)
+            return
+        state = plain(checkpoint)
+        # The others may be gone where this process failed: what was found last must do.
+        if world() == 1 or not self._failed:
+            self.found = self._found(search, io_plugin, state, filepath)
         own = state.get("callbacks", {}).get(self.state_key)  # not there where only weights are saved
-        if own is not None:
+        if own is not None and self.found is not None:
             own["search"] = json.dumps(self.found.to_json())
-        return self.found.config
+        io_plugin.chosen = None if self.found is None else self.found.config
+        try:
+            save(state, filepath, storage_options)
+        finally:
+            io_plugin.chosen = None
+
+    def _found(
+        self, search: Callable[..., SearchResult], io_plugin: CompressedIO, state: dict[str, Any], path: PathLike
+    ) -> SearchResult:
+        """What is found for a state, by all processes together."""
+        grads = io_plugin.gradients(state)
+        team, more = None, dict[str, Any]()
+        if world() > 1:
+            more["group"] = dist.group.WORLD
+            team = Team(dist.group.WORLD)
+        prev = io_plugin.parent(path) if team is None else io_plugin.parent_of_all(path, team)
+        if team is not None:
+            state, grads = of_first(team, [state, grads], dist.group.WORLD)
+        more |= {"prev": prev, "grads": grads_within(state, grads), "kinds": kinds_within(state, io_plugin.kinds)}
+        found = search(state, last=self.found, **more)
+        return found if team is None else agreed(team, found)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning."""

@@ -371,6 +371,8 @@ def _named(more: Any) -> dict[str, Any]:
 def _check(model: Any, **stateful: Any) -> None:
     if not isinstance(model, nn.Module):
         raise BadArgumentError(f"model must be a torch.nn.Module, not {type(model).__qualname__}")
+    for module in (model, *(part for part in stateful.values() if isinstance(part, nn.Module))):
+        parts.refuse_flat(module)
     for name, part in stateful.items():
         if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise BadArgumentError(f"{name} is a {type(part).__qualname__}, without state_dict and load_state_dict")

@@ -22,6 +22,7 @@ from ..codec.extras import install
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
+from .background import refuse_keep
 from .jax import fitted, names, nested
 from .pointers import drop, load_at, next_step, read_pointer, store_of, write_pointer
 
@@ -69,7 +70,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
     def __init__(self, saver: Saver | Store) -> None:
         if not isinstance(saver, (Saver, Store)):
             raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
-        self.saver = saver
+        self.saver = refuse_keep(saver) if isinstance(saver, Saver) else saver
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._home = os.path.dirname(self.store.url)
         self._pending: tuple[str, Future[SaveResult]] | None = None

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..codec.kinds import Kind, kinds
@@ -75,6 +76,20 @@ def kinds_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
     for one in optimizers:
         table |= kinds(inside, one)
     return table
+
+
+def refuse_flat(model: nn.Module) -> None:
+    """Refuse a model of FSDP1: its optimizers have flat parameters of no name, and torch puts its whole state together
+    on accelerators alone (docs/trainers.md).
+
+    Raises:
+        BadArgumentError: there is a FullyShardedDataParallel in it.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise BadArgumentError(
+            "model: there is a FullyShardedDataParallel (FSDP1) in it; take fully_shard (FSDP2), or save by "
+            "torch.distributed.checkpoint with trainers.dcp.Writer and Reader"
+        )
 
 
 def refuse_unplaced(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from ..codec.extras import install
 from ..codec.kinds import kinds
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
-from .background import Background
+from .background import Background, check_compact
 from .fitting import differences, refuse
 from .pointers import PathLike, drop, load_at, read_pointer, save_at, steps_in_use, store_of
 from .state import plain
@@ -58,6 +58,10 @@ class CompressedCheckpoints:
     Attributes:
         compression: how to compress, a class attribute or one set before training; default `Config()`.
         background: whether training goes on meanwhile; default False.
+        compact: in the background, shorten chains between saves, see `Saver`; default None: never.
+
+    Raises:
+        BadArgumentError: when training begins, `compact` without `background`, or out of range.
 
     Example:
         >>> from transformers import Trainer
@@ -67,6 +71,7 @@ class CompressedCheckpoints:
 
     compression: Config = Config()
     background: bool = False
+    compact: float | None = None
 
     args: Any
     state: Any
@@ -82,6 +87,7 @@ class CompressedCheckpoints:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
         """As Trainer's."""
+        check_compact(self.compact, background=self.background)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args.output_dir) or True
         trainer: Any = super()
@@ -177,7 +183,7 @@ class CompressedCheckpoints:
             self._saver.close()
             self._saver = None
         if self._saver is None:
-            self._saver = Background(store)
+            self._saver = Background(store, compact=self.compact)
         self._saver.save(pointer, state, kinds=table)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

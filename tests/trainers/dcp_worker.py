@@ -26,12 +26,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.checkpoint_utils import with_checkpoint_logging, with_temp_dir
 
 import shrinkpoint as sp
+from shrinkpoint import trainers
 from shrinkpoint.trainers.dcp import LoadPlanner, ParentNotUsedWarning, Reader, Writer
 
 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -407,6 +408,35 @@ class Beside:
         dist.barrier()
 
 
+def flat(folder: Path) -> None:
+    """FSDP1, whose shards are `ShardedTensor`s: a chain, the same next step to the bit, and the same in FSDP2."""
+
+    def wrapped(keep: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=keep)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    for keep in (False, True):
+        name = folder / f"flat-{keep}"
+        model, optimizer = wrapped(keep)
+        writer = Writer(cfg=sp.presets.lossless())
+        for step in range(2):
+            train(model, optimizer, step)
+            dcp.save(
+                state_of(model, optimizer, step, flat=False), storage_writer=writer, checkpoint_id=name / str(step)
+            )
+        wanted = [train(model, optimizer, step) for step in (2, 3)]
+        for again, other in (wrapped(keep), wrapped(not keep), sharded(init_device_mesh("cpu", (WORLD,)), "fsdp")):
+            train(again, other, 99)
+            state = state_of(again, other, 0, flat=False)
+            dcp.load(state, storage_reader=Reader(name / "1"))
+            set_state_dict(again, other, model_state_dict=state["model"], optim_state_dict=state["optim"])
+            assert [train(again, other, step) for step in (2, 3)] == wanted
+    with pytest.raises(sp.BadArgumentError, match=r"FullyShardedDataParallel \(FSDP1\) in it; take fully_shard"):
+        trainers.save(sp.Store(folder / "loop"), 1, model, optimizer)
+    with pytest.raises(sp.BadArgumentError, match="FSDP1"):
+        trainers.resume(sp.Store(folder / "loop"), nn.Sequential(model))
+
+
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
     """The collectives of Python objects that are called meanwhile, by name."""
@@ -514,6 +544,7 @@ SCENARIOS = {
     "gone": (gone, 2),
     "stalled": (stalled, 2),
     "beside": (beside, 4),
+    "flat": (flat, 2),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own that are killed once they have got so far."""
+"""Trainings in processes of their own, killed once they have got so far, or several together."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def run_and_kill(script: Path, *arguments: object, once: Callable[[], bool], eve
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def torchrun(world: int, script: Path, *arguments: object) -> None:
+    """Run a script in so many processes, which must all end well."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(world),
+        str(script),
+    ]
+    with tempfile.TemporaryFile() as said:
+        done = subprocess.run([*command, *map(str, arguments)], stdout=said, stderr=said, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, _end_of(said)
 
 
 def _end_of(file: IO[bytes]) -> str:

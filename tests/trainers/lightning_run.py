@@ -1,12 +1,19 @@
 """A small Lightning run for the tests: `python lightning_run.py FOLDER EPOCHS [background]`.
 
 `python lightning_run.py FOLDER EPOCHS ddp [CHECKPOINT]`: two processes, losses in `FOLDER/RANK/losses.txt`.
+`python lightning_run.py FOLDER EPOCHS search HOW [CHECKPOINT]`: the same with a search at each checkpoint; what each
+process found is in `FOLDER/RANK/found.json`. HOW: none (no search), plain, background; fails, dies, alone, elsewhere:
+what is wrong there.
+`python lightning_run.py FOLDER EPOCHS average WHICH [CHECKPOINT]`: two processes, with an average of the weights.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -14,10 +21,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 import shrinkpoint as sp
+from shrinkpoint.search import Cube
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO
 
 
@@ -30,8 +43,11 @@ class Model(pl.LightningModule):
         self.first, self.last = torch.nn.Linear(8, width), torch.nn.Linear(width, 8)
         self.log_to = log_to
 
+    def hidden(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(batch))
+
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        hidden = torch.nn.functional.dropout(torch.tanh(self.first(batch[0])), 0.2)
+        hidden = torch.nn.functional.dropout(self.hidden(batch[0]), 0.2)
         loss = (self.last(hidden) - batch[0].flip(1)).square().mean()
         self.log("loss", loss)
         if self.log_to is not None:
@@ -42,6 +58,39 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Normed(Model):
+    """One whose buffers differ from process to process."""
+
+    def __init__(self, width: int, rate: float, log_to: str | None = None) -> None:
+        super().__init__(width, rate, log_to)
+        self.norm = torch.nn.BatchNorm1d(width)
+
+    def hidden(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.first(batch)))
+
+
+class Searching:
+    """Searches under a threshold, and keeps what it was given and what it found."""
+
+    def __init__(self, kind: type[Model] = Model, seed: int = 3) -> None:
+        self.given: list[dict[str, Any]] = []
+        self.found: list[sp.SearchResult] = []
+        self.kind = kind
+        self.data = torch.randn(64, 8, generator=torch.Generator().manual_seed(seed))
+
+    def evaluate(self, state: dict[str, Any]) -> float:
+        probe = self.kind(256, 0.01).eval()
+        probe.load_state_dict(state["state_dict"])
+        with torch.no_grad():
+            return float((probe.last(probe.hidden(self.data)) - self.data.flip(1)).square().mean())
+
+    def __call__(self, state: dict[str, Any], **given: Any) -> sp.SearchResult:
+        cube = Cube(bins=(4, 8, 16, 32), prune=(0.0, 0.2), protect=(0.0005,))
+        self.given.append(given)
+        self.found.append(sp.search(state, self.evaluate, 0.05, cube=cube, progress=False, **given))
+        return self.found[-1]
 
 
 def fit(
@@ -58,6 +107,8 @@ def fit(
     top: int = 2,
     ddp: bool = False,
     width: int = 64,
+    kind: type[Model] = Model,
+    callbacks: Any = (),
 ) -> Model:
     """Train, four steps an epoch, and save at the end of each; losses go to `folder/losses.txt`."""
     home = folder / os.environ.get("LOCAL_RANK", "0") if ddp else folder
@@ -65,7 +116,7 @@ def fit(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model = Model(width, 0.01, str(home / "losses.txt"))
+    model = kind(width, 0.01, str(home / "losses.txt"))
     data = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4, shuffle=True)
     if ddp:  # each process drops others
         torch.manual_seed(1 + int(home.name))
@@ -81,15 +132,82 @@ def fit(
         callbacks=[
             checkpoint or ModelCheckpoint(folder, save_top_k=top, monitor="epoch", mode="max"),
             CompressedCheckpoints(rng=rng, sensitivity=sensitivity, search=search),
+            *callbacks,
         ],
     )
     trainer.fit(model, data, ckpt_path=resume)
     return model
 
 
+class Faulty(Searching):
+    """What goes wrong with one process, or with a `search` that does not know of the others."""
+
+    how = ""
+
+    def evaluate(self, state: dict[str, Any]) -> float:
+        if os.environ.get("LOCAL_RANK") == "1" and len(self.given) == 2:
+            if self.how == "fails":
+                raise OSError("no data")
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(state)
+
+    def __call__(self, state: dict[str, Any], **given: Any) -> sp.SearchResult:
+        if self.how == "alone":
+            given["group"] = None
+        return super().__call__(state, **given)
+
+
+class Elsewhere(CompressedIO):
+    """Where each process sees a folder of its own."""
+
+    def _store(self, path: Any) -> sp.Store:
+        return super()._store(os.path.join(os.path.dirname(path), os.environ.get("LOCAL_RANK", "0"), "x"))
+
+
+def search_together(folder: Path, epochs: int, how: str, resume: Path | None) -> None:
+    """Two processes; `folder/RANK/found.json` says what they found, `error.txt` what went wrong."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    home = folder / str(rank)
+    searching = Faulty(Normed, 3 + rank * (how == "alone"))
+    searching.how = how
+    plugin = Elsewhere() if how == "elsewhere" else CompressedIO(background=how == "background")
+    search = None if how == "none" else searching
+    keep = ModelCheckpoint(folder, save_top_k=1, monitor="epoch", mode="max")
+    try:
+        fit(
+            folder, epochs, resume, plugin=plugin, checkpoint=keep, search=search,
+            sensitivity=4, ddp=True, width=256, kind=Normed,
+        )  # fmt: skip
+    except BaseException as e:
+        (home / "error.txt").write_text(f"{type(e).__name__}: {e}")
+        raise
+    finally:
+        (home / "found.json").write_text(json.dumps([one.to_json() for one in searching.found]))
+
+
+AVERAGES: dict[str, Any] = {
+    "all": WeightAveraging,
+    "ema": functools.partial(EMAWeightAveraging, decay=0.9),
+    "swa": functools.partial(StochasticWeightAveraging, swa_lrs=0.005, swa_epoch_start=2, annealing_epochs=2),
+}
+
+
+def averaged(
+    folder: Path, epochs: int, which: str, resume: Path | None = None, *, ddp: bool = False, **how: Any
+) -> Model:
+    """With one of Lightning's averages of weights; all checkpoints are kept."""
+    keep = ModelCheckpoint(folder, save_top_k=-1, monitor="epoch", mode="max")
+    return fit(folder, epochs, resume, checkpoint=keep, callbacks=[AVERAGES[which]()], kind=Normed, ddp=ddp, **how)
+
+
 if __name__ == "__main__":
     place, number, *how = sys.argv[1:]
-    if how[:1] == ["ddp"]:
+    if how[:1] == ["search"]:
+        search_together(Path(place), int(number), how[1], Path(how[2]) if how[2:] else None)
+    elif how[:1] == ["average"]:
+        averaged(Path(place), int(number), how[1], Path(how[2]) if how[2:] else None, ddp=True)
+    elif how[:1] == ["ddp"]:
         fit(Path(place), int(number), Path(how[1]) if how[1:] else None, ddp=True)
     else:
         in_background = CompressedIO(sp.presets.lossless(), background=True) if how else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ import shrinkpoint as sp
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; `make frameworks` has it")
 
+from shrinkpoint.codec.parallel import map_chunks  # noqa: E402
+from shrinkpoint.store.compaction import Compaction  # noqa: E402
 from shrinkpoint.trainers.accelerate import compress_states  # noqa: E402
 
 from .accelerate_run import main  # noqa: E402
-from .killing import run_and_kill  # noqa: E402
+from .killing import run_and_kill, torchrun  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("accelerate_run.py")
@@ -99,6 +103,34 @@ def test_in_the_background_a_folder_is_kept_until_the_next_is_complete(tmp_path:
         project.total_limit = 1
         with pytest.raises(sp.BadArgumentError, match="total_limit is 1"):
             compress_states(accelerator, saver)
+    project.total_limit = 2
+    with sp.Saver(store, keep=sp.Retention()) as saver, pytest.raises(sp.BadArgumentError, match="leave keep= out"):
+        compress_states(accelerator, saver)
+    assert "save_state" not in vars(accelerator)
+
+
+def test_rotation_beside_a_saver_that_compacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> list[int]:
+        while True:
+            map_chunks(time.sleep, [0.001])
+
+    monkeypatch.setattr(Compaction, "run", run)  # what waited for it would wait for ever
+    project = accelerate.utils.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=project)
+    model = torch.nn.Linear(50, 20)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    store = sp.Store(tmp_path / "store", cfg=sp.presets.lossless(chain=sp.ChainPolicy(None)))
+    with sp.Saver(store, mode="thread", compact=1.0) as saver:
+        hooks = compress_states(accelerator, saver)
+        for number in range(5):
+            with torch.no_grad():
+                model.weight[number] += 1
+            accelerator.save_state()
+        hooks.wait()
+        assert len(store.steps()) == 2
+    weight = model.weight.detach().clone()
+    accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_4"))
+    assert torch.equal(model.weight, weight)
 
 
 def test_folders_without_a_pointer_and_other_models(tmp_path: Path) -> None:
@@ -218,6 +250,21 @@ def test_renamed_and_resized_parameters_are_listed_and_nothing_is_changed(tmp_pa
     compress_states(other, sp.Store(tmp_path / "store"))
     with pytest.raises(sp.BadArgumentError, match=r"groups of \[2\] parameters in the checkpoint, of \[2, 1\] here"):
         other.load_state(str(tmp_path / "a"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[], ["background"]])
+def test_two_processes_load_what_was_saved_just_now(tmp_path: Path, how: list[str]) -> None:
+    torchrun(2, Path(__file__).with_name("accelerate_ranks.py"), tmp_path, *how)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in "01")
+    for found in (first, second):
+        assert found["weight"]
+        assert found["moments"]
+        assert found["drawn"]
+    assert first["sum"] == second["sum"]
+    assert first["own"] != second["own"]
+    assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert len(sp.Store(tmp_path / "store").steps()) == 2
 
 
 def test_copies_by_another_name_are_not_rotated_away(tmp_path: Path) -> None:

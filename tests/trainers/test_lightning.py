@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,13 +26,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
-from shrinkpoint.search import Cube
 from shrinkpoint.trainers import lightning as adapter
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
 from shrinkpoint.trainers.loop import RanksChangedWarning
 
 from .killing import run_and_kill
-from .lightning_run import Model, fit
+from .lightning_run import AVERAGES, Model, Normed, Searching, averaged, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("lightning_run.py")
@@ -138,6 +139,19 @@ def test_a_fit_in_the_background_leaves_all_durable(tmp_path: Path) -> None:
     assert store.describe(store.steps()[-1]).is_delta
 
 
+def test_chains_are_compacted_between_saves(tmp_path: Path) -> None:
+    cfg = sp.presets.lossless(chain=sp.ChainPolicy(None))
+    model = fit(tmp_path / "run", 6, plugin=CompressedIO(cfg, background=True, compact=1.0))
+    store = sp.Store(tmp_path / "run" / "shrinkpoint")
+    assert len(store.steps()) == 2
+    assert store.verify() == {}
+    newest = max((tmp_path / "run").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
+    again = load_from_checkpoint(Model, newest)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(sp.BadArgumentError, match=r"compact: .* say background=True"):
+        CompressedIO(compact=2.0)
+
+
 def test_a_process_that_ends_without_teardown_finishes_the_save(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from shrinkpoint.trainers.lightning import CompressedIO; "
@@ -215,27 +229,6 @@ def test_layer_types_and_gradients_are_handed_over(tmp_path: Path) -> None:
     grads, kinds = seen[-1]
     assert sorted(grads) == ["first.bias", "first.weight", "last.bias", "last.weight"]
     assert kinds["first.weight"].layer == "linear"
-
-
-class Searching:
-    """Searches under a threshold, and keeps what it was given and what it found."""
-
-    def __init__(self) -> None:
-        self.given: list[dict[str, Any]] = []
-        self.found: list[sp.SearchResult] = []
-        self.data = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
-
-    def evaluate(self, state: dict[str, Any]) -> float:
-        probe = Model(256, 0.01)
-        probe.load_state_dict(state["state_dict"])
-        with torch.no_grad():
-            return float((probe.last(torch.tanh(probe.first(self.data))) - self.data.flip(1)).square().mean())
-
-    def __call__(self, state: dict[str, Any], **given: Any) -> sp.SearchResult:
-        cube = Cube(bins=(4, 8, 16, 32), prune=(0.0, 0.2), protect=(0.0005,))
-        self.given.append(given)
-        self.found.append(sp.search(state, self.evaluate, 0.05, cube=cube, progress=False, **given))
-        return self.found[-1]
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -325,14 +318,148 @@ def test_gradients_are_those_of_the_batch_and_counted_as_lightning_counts(tmp_pa
     assert counts == [(n, n) for n in range(1, 9)]
 
 
+def two_processes(folder: Path, epochs: int, *how: Any) -> subprocess.CompletedProcess[str]:
+    """Two real processes over gloo, which Lightning starts."""
+    command = [sys.executable, str(RUN), str(folder), str(epochs), *map(str, how)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+
+
+def found_by(folder: Path) -> list[sp.SearchResult]:
+    """What two processes found, which must be the same."""
+    mine, other = (json.loads((folder / rank / "found.json").read_text()) for rank in "01")
+    found = [sp.SearchResult.from_json(one) for one in mine]
+    # Their clocks are their own.
+    assert found == [
+        dataclasses.replace(
+            sp.SearchResult.from_json(b), **{n: getattr(a, n) for n in ("seconds", "finished", "process", "share")}
+        )
+        for a, b in zip(found, other, strict=True)
+    ]
+    return found
+
+
+def checkpoints(folder: Path, epoch: int) -> list[Path]:
+    return sorted(folder.glob(f"epoch={epoch}-*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("which", "ddp"),
+    [
+        *((which, False) for which in AVERAGES),
+        *(pytest.param(which, True, marks=pytest.mark.slow) for which in ("ema", "swa")),
+    ],
+)
+def test_averages_of_weights_go_on_where_they_were(tmp_path: Path, which: str, ddp: bool) -> None:
+    """Lightning's own callbacks: a resumed run has the losses and, in the end, the weights of one that was not."""
+
+    def run(*resume: Path) -> None:
+        if ddp:
+            done = two_processes(tmp_path, 6, "average", which, *resume)
+            assert done.returncode == 0, done.stderr[-3000:]
+        else:
+            averaged(tmp_path, 6, which, *resume)
+
+    run()
+    (early,), (late,) = checkpoints(tmp_path, 3), checkpoints(tmp_path, 5)
+    run(early)
+    for home in [tmp_path / rank for rank in "01"] if ddp else [tmp_path]:
+        # Lightning's `StochasticWeightAveraging` adds an epoch for the norms.
+        steps, epochs = 2 if ddp else 4, 6 + (which == "swa")
+        lines = finals(home)
+        assert len(lines) == steps * (2 * epochs - 4)
+        assert lines[steps * epochs :] == lines[steps * 4 : steps * epochs]
+    # Lightning gives the second file of a name another one.
+    again = next(path for path in checkpoints(tmp_path, 5) if path != late)
+    whole, resumed = (CompressedIO().load_checkpoint(path) for path in (late, again))
+    for place in ("state_dict", "current_model_state"):
+        assert whole.get(place, {}).keys() == resumed.get(place, {}).keys()
+        for name, tensor in whole.get(place, {}).items():
+            assert torch.equal(tensor, resumed[place][name])
+    if which == "swa":
+        mine, other = (state["callbacks"]["StochasticWeightAveraging"] for state in (whole, resumed))
+        assert mine["n_averaged"] == other["n_averaged"] > 1
+        assert mine["average_model_state"].keys() == whole["state_dict"].keys()
+    else:
+        assert whole["averaging_state"]["n_averaged"] == resumed["averaging_state"]["n_averaged"] > 1
+        assert any(not torch.equal(t, whole["current_model_state"][n]) for n, t in whole["state_dict"].items())
+
+
+def test_averages_are_compressed_as_the_weights_that_they_are_of(tmp_path: Path) -> None:
+    cfg = sp.presets.inshrinkerator(protect=0.05, prune=0.0)
+    seen: list[Any] = []
+
+    class Watching(CompressedIO):
+        def gradients(self, state: dict[str, Any]) -> Any:
+            seen.append(super().gradients(state))
+            return seen[-1]
+
+    averaged(tmp_path, 2, "ema", plugin=Watching(cfg), sensitivity=4, width=256)
+    assert list(seen[-1]) == ["state_dict", "current_model_state"]
+    assert "first.weight" in seen[-1]["current_model_state"]
+    store = sp.Store(tmp_path / "shrinkpoint")
+    rows = {row.path: row for row in store.read(store.steps()[-1]).summary()}
+    for name in ("first", "last"):
+        both = [rows[f"{place}/{name}.weight"] for place in ("state_dict", "current_model_state")]
+        assert [row.codec for row in both] == ["levels", "levels"]
+    averages = load_from_checkpoint(Normed, checkpoints(tmp_path, 1)[0])
+    stored = store.load(store.steps()[-1], count=False)["state_dict"]
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in averages.state_dict().items())
+
+
+@pytest.mark.slow
+def test_two_processes_search_together(tmp_path: Path) -> None:
+    """Their buffers differ; what is searched, by both, and saved is the state of the first."""
+    folder = tmp_path / "run"
+    for where, epochs, how in (("run", 2, "background"), ("plain", 3, "none")):
+        done = two_processes(tmp_path / where, epochs, "search", how)
+        assert done.returncode == 0, done.stderr[-3000:]
+    found = found_by(folder)
+    assert len(found) == 2
+    assert all(one.met and {t.rank for t in one.trials} == {0, 1} for one in found)
+    (newest,) = folder.glob("*.ckpt")
+    state = CompressedIO().load_checkpoint(newest)
+    assert sp.SearchResult.from_json(json.loads(state["callbacks"]["CompressedCheckpoints"]["search"])) == found[-1]
+    store = sp.Store(folder / "shrinkpoint")
+    assert store.describe(store.steps()[-1]).is_delta
+    judge = Searching(Normed)
+    assert judge.evaluate(state) / found[-1].baseline - 1 == pytest.approx(found[-1].degradation, abs=1e-6)
+    done = two_processes(folder, 3, "search", "plain", newest)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (again,) = found_by(folder)
+    assert again.restores == 1
+    for rank in "01":  # until it resumed what is lossy the run is that without a search
+        assert finals(folder / rank)[:4] == finals(tmp_path / "plain" / rank)[:4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "on_first", "on_second"),
+    [
+        ("fails", "search failed on rank 1: .*no data", "evaluate raised OSError at the state itself: no data"),
+        ("dies", "the process group failed during the search", None),
+        ("alone", "rank 1 has found another configuration than rank 0; hand `group` on", "rank 1 has found another"),
+        ("elsewhere", "search failed on rank 1: MissingParentError", "process 1 cannot read step 0 of .*all must see"),
+    ],
+)
+def test_a_search_that_fails_on_one_process_fails_on_all(
+    tmp_path: Path, how: str, on_first: str, on_second: str | None
+) -> None:
+    done = two_processes(tmp_path, 2, "search", how)
+    assert done.returncode != 0
+    assert re.search(on_first, (tmp_path / "0" / "error.txt").read_text())
+    if on_second is not None:
+        assert re.search(on_second, (tmp_path / "1" / "error.txt").read_text())
+    # What was saved before is there.
+    assert ["epoch=0" in p.name for p in tmp_path.rglob("*.ckpt")] == [True] * (how != "alone")
+
+
 @pytest.mark.slow
 def test_each_process_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     """Two real processes over gloo; each drops others."""
 
     def run(folder: str, epochs: int, *more: Any) -> None:
-        command = [sys.executable, str(RUN), str(tmp_path / folder), str(epochs), "ddp", *map(str, more)]
-        environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+        done = two_processes(tmp_path / folder, epochs, "ddp", *more)
         assert done.returncode == 0, done.stderr[-3000:]
 
     run("whole", 4)

@@ -456,6 +456,9 @@ def test_the_page_and_the_docstrings_are_true() -> None:
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(sp.BadArgumentError, match="must be a Saver or a Store, not int"):
         CompressedHandler(3)  # type: ignore[arg-type]
+    kept = sp.Saver(sp.Store(tmp_path / "kept"), mode="thread", keep=sp.Retention())
+    with kept, pytest.raises(sp.BadArgumentError, match="leave keep= out"):
+        CompressedHandler(kept)
     # Not asynchronous: Orbax waits for five minutes at exit for the folder of a save that was refused.
     state, options = {"w": jnp.ones(3)}, ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     elsewhere = CompressedHandler(sp.Store(tmp_path / "elsewhere" / "shrinkpoint"))

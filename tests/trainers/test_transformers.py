@@ -27,7 +27,7 @@ from shrinkpoint.trainers.transformers import (
     newest_complete,
 )
 
-from .killing import run_and_kill
+from .killing import run_and_kill, torchrun
 from .transformers_run import BackgroundTrainer, SmallTrainer, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,6 +58,19 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[
         trainer = make(tmp_path / folder, 5000, BackgroundTrainer if how else SmallTrainer, [_stop_at(steps)])
         trainer.train(resume_from_checkpoint=resume)
     assert by_step(tmp_path / "killed") == by_step(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[], ["background"]])
+def test_two_processes_go_on_where_they_were(tmp_path: Path, how: list[str]) -> None:
+    """DDP over gloo, each with batches and dropout of its own."""
+    for folder, steps in (("half", 8), ("half", 16), ("whole", 16)):
+        torchrun(2, RUN, tmp_path / folder, steps, "ranks", *how)
+    for rank in "01":
+        half, whole = (by_step(tmp_path / folder / rank) for folder in ("half", "whole"))
+        assert half == whole
+        assert len(whole) == 16
+    assert len(sp.Store(tmp_path / "half" / "shrinkpoint").steps()) == 2
 
 
 def _stop_at(steps: int) -> Any:
@@ -101,6 +114,27 @@ def test_in_the_background_all_is_durable_in_the_end(tmp_path: Path) -> None:
         assert not names(tmp_path / "run" / name) & RAW
     args = torch.load(tmp_path / "run" / best / "training_args.bin", weights_only=False)
     assert args.save_total_limit == trainer.args.save_total_limit == 2
+
+
+def test_chains_are_compacted_between_saves(tmp_path: Path) -> None:
+    class Compacting(BackgroundTrainer):
+        compact = 1.0
+        compression = sp.presets.lossless(chain=sp.ChainPolicy(None))
+
+    make(tmp_path / "run", 24, Compacting, save_total_limit=2).train()
+    make(tmp_path / "run", 32, Compacting, save_total_limit=2).train(resume_from_checkpoint=True)
+    store = sp.Store(tmp_path / "run" / "shrinkpoint")
+    assert len(store.steps()) == 2
+    assert store.verify() == {}
+    again = make(tmp_path / "other", 32)
+    for step in (28, 32):
+        again._load_from_checkpoint(str(tmp_path / "run" / f"checkpoint-{step}"))
+
+    class Alone(Compacting):
+        background = False
+
+    with pytest.raises(sp.BadArgumentError, match=r"compact: .* say background=True"):
+        make(tmp_path / "alone", 4, Alone).train()
 
 
 def test_a_save_cut_off_leaves_the_folder_before_it(tmp_path: Path) -> None:

@@ -1,7 +1,12 @@
-"""A small Transformers run for the tests: `python transformers_run.py FOLDER STEPS [background]`."""
+"""A small Transformers run for the tests: `python transformers_run.py FOLDER STEPS [background]`.
+
+`python -m torch.distributed.run --nproc_per_node 2 transformers_run.py FOLDER STEPS ranks [background]`: resumes if it
+can; losses in `FOLDER/RANK/losses.txt`.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import shrinkpoint as sp
-from shrinkpoint.trainers.transformers import CompressedCheckpoints
+from shrinkpoint.trainers.transformers import CompressedCheckpoints, newest_complete
 
 
 class Text(torch.utils.data.Dataset[Any]):
@@ -65,13 +70,19 @@ def make(folder: Path, steps: int, cls: type[Trainer] = SmallTrainer, callbacks:
         "max_steps": steps,
     }
     arguments = TrainingArguments(str(folder), **{**settings, **more})
-    extra = [Losses(folder / "losses.txt"), *callbacks]
-    folder.mkdir(parents=True, exist_ok=True)
+    home = folder / os.environ.get("RANK", "")
+    extra = [Losses(home / "losses.txt"), *callbacks]
+    home.mkdir(parents=True, exist_ok=True)
     return cls(GPT2LMHeadModel(config), arguments, train_dataset=Text(), eval_dataset=Text(), callbacks=extra)
 
 
 if __name__ == "__main__":
-    if sys.argv[3:]:
+    if sys.argv[3:4] == ["ranks"]:
+        kind = BackgroundTrainer if sys.argv[4:] else SmallTrainer
+        settings: dict[str, Any] = {"save_total_limit": 2, "lr_scheduler_type": "constant_with_warmup"}
+        trainer = make(Path(sys.argv[1]), int(sys.argv[2]), kind, ddp_backend="gloo", **settings)
+        trainer.train(resume_from_checkpoint=newest_complete(sys.argv[1]))
+    elif sys.argv[3:]:
         make(Path(sys.argv[1]), int(sys.argv[2]), BackgroundTrainer, save_total_limit=1).train()
     else:
         make(Path(sys.argv[1]), int(sys.argv[2])).train()

@@ -1,0 +1,73 @@
+"""Two processes with trees of their own:
+`python -m torch.distributed.run --nproc_per_node 2 together_ranks.py FOLDER`.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import shrinkpoint as sp
+from shrinkpoint.search.team import Team
+from shrinkpoint.trainers.together import of_first
+
+
+def tree(rank: int) -> dict[str, Any]:
+    """Weights alike, tied ones among them; buffers, generators, scalars and one whole entry of each process's own."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(64, 32, generator=generator)
+    own = torch.Generator().manual_seed(rank)
+    return {
+        "w": w,
+        "tied": w,
+        "half": torch.randn(8, generator=generator).bfloat16(),
+        "mean": torch.randn(64, generator=own).bfloat16(),
+        "rng": [np.arange(5) + rank, torch.randn(3, generator=own)][: 2 - rank],
+        "step": torch.tensor(7),
+        "name": f"rank {rank}",
+        ("a", 1): {"time": rank / 3, "none": None, "empty": torch.empty(0, 2)},
+    }
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    rank, group = dist.get_rank(), dist.group.WORLD
+    team = Team(group)
+    mine, sent = tree(rank), []
+    broadcast = dist.broadcast_object_list
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast_object_list", lambda o, *a, **k: (sent.append(1), broadcast(o, *a, **k)))
+        found = of_first(team, mine, group)
+    assert len(sent) == 3, "the mean and two generators"
+    assert found is mine or rank == 1
+    expected = tree(0)
+    same = sp.compress([found], cfg=sp.presets.lossless()).id == sp.compress([expected], cfg=sp.presets.lossless()).id
+    assert same
+    assert found["w"] is found["tied"]
+    assert found["w"] is mine["w"]
+    assert found["name"] == "rank 0"
+    assert isinstance(found["rng"][0], np.ndarray)
+    assert of_first(team, [None if rank else 3, mine], group)[0] == 3
+    # What one process cannot give is an error on both, and they go on together.
+    wrong = tree(rank) | ({"path": Path("x")} if rank else {})
+    with pytest.raises(sp.ShrinkpointError, match=r"path: .*cannot be stored without pickle"):
+        of_first(team, wrong, group)
+    parts = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(sp.BadArgumentError, match="w: each process has a part of it"):
+        of_first(team, {"w": parts}, group)
+    dist.barrier()
+    (folder / f"{rank}.done").touch()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
