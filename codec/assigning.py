@@ -23,6 +23,7 @@ import numpy as np
 from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.assign import Thresholds, assign, dequantize
 from ..kernels.distortion import Distortion
+from ..kernels.extrapolate import extrapolate
 from . import bfloat16
 from .base import CHUNK, Leaf
 from .codebook import scaled_distortion
@@ -85,7 +86,7 @@ def assigned(
         x = leaf.flat[part]
         gradient = None if leaf.gradient is None else leaf.gradient[part]
         earlier = None if leaf.earlier is None or not codebook.size else leaf.earlier[part]
-        wanted = x if earlier is None or not aim else ahead(x, earlier, aim)
+        wanted = x if earlier is None or not aim else extrapolate(x, earlier, aim)
         own = assign(wanted, limits, codebook, gradient=gradient)
         if keeps:
             parent = None if before is None else before.levels[part]
@@ -108,26 +109,6 @@ def assigned(
     protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
     met, drift, made = (sum((getattr(p, name) for p in parts), _NONE) for name in ("met", "drift", "made"))
     return LevelsMemory(levels, codebook, protected, limits, moved(aim, met, drift, made, leaf.lead)), met
-
-
-def ahead(x: Array, earlier: Array, aim: float) -> Array:
-    """`x + aim (x - earlier)` in float32, in float64 where x is; x where that is not finite.
-
-    Args:
-        x: flat, of any float dtype.
-        earlier: the same size, library and device, of any float dtype.
-        aim: factor.
-    """
-    if is_torch(x):
-        import torch
-
-        wide = x.double() if x.dtype == torch.float64 else x.float()
-        far = wide + (wide - earlier.to(wide.dtype)) * aim
-        return torch.where(torch.isfinite(far), far, wide)
-    wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        far = wide + (wide - earlier.astype(wide.dtype)) * wide.dtype.type(aim)
-    return np.where(np.isfinite(far), far, wide)
 
 
 def moved(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float:

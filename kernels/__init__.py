@@ -1,7 +1,7 @@
 """Pure array functions: `from shrinkpoint.kernels import log_histogram, assign, huffman_encode`.
 
 Each is looked up in its module on first use (`docs/kernels.md` names the modules), so that importing the package costs
-nothing. `assign` and `distortion` are a module and the function in it at once: the module is callable.
+nothing. `assign`, `distortion` and `extrapolate` are a module and the function in it at once: the module is callable.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         merge_buckets,
         promote,
     )
+    from .extrapolate import extrapolate
     from .floats import FORMATS, FloatFormat, bits_for
     from .grid import grid_symbols, grid_values
     from .histogram import (
@@ -79,6 +80,7 @@ _SUBJECTS = {
     "distortion": "Distortion distortion",
     "errors": "BadArgumentError CorruptDataError ShrinkpointError",
     "exponent": "Buckets Promotion exponent_buckets exponent_dequantize exponent_quantize merge_buckets promote",
+    "extrapolate": "extrapolate",
     "floats": "FORMATS FloatFormat bits_for",
     "grid": "grid_symbols grid_values",
     "histogram": "Histogram kept_histogram kept_histogram_many log_histogram log_histogram_many merge quantile",
@@ -130,6 +132,7 @@ __all__ = [
     "exponent_buckets",
     "exponent_dequantize",
     "exponent_quantize",
+    "extrapolate",
     "factor_sums",
     "gather",
     "grid_symbols",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .arrays import device_of, is_torch
+from .arrays import device_of, is_torch, on_gpu
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -66,6 +66,19 @@ def _check_tensor(name: str, x: Any) -> None:
             f"{name} is a torch tensor ({type(x).__name__}) without memory of its own, as within vmap, torch.func or a "
             "fake mode, or of a class that wraps other tensors; kernels take plain ones"
         )
+
+
+def same_device(name: str, x: Array, other: str, y: Array) -> None:
+    """Raise BadArgumentError unless x and y live on the same device: both on the host, or both on one GPU."""
+    first, second = device_of(x), device_of(y)
+    if on_gpu(x) != on_gpu(y) or first != second:
+        where = f" ({_place(first)} and {_place(second)})" if first != second else ""
+        raise BadArgumentError(f"{name} and {other} live on different devices{where}; move one beside the other")
+
+
+def _place(device: tuple[int, int]) -> str:
+    kind, number = device
+    return "CPU" if kind == 1 else f"GPU {number}" if kind == 2 else f"DLPack's device {kind}:{number}"
 
 
 def check_table(name: str, table: Any, dtype: str, shape: tuple[int, ...]) -> None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import make_callable
-from .arguments import check_arrays, instance, number
+from .arguments import check_arrays, instance, number, same_device
 from .arrays import back_end, dtype_name, is_torch, to_host
 from .errors import BadArgumentError
 from .floats import FloatFormat, format_named
 from .histogram import check_gradient
-from .planes import WIDTHS, same_device
+from .planes import WIDTHS
 
 if TYPE_CHECKING:
     from .arrays import Array

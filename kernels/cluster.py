@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .arguments import check_arrays, integer
+from .arguments import check_arrays, integer, same_device
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .floats import FORMATS
-from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array

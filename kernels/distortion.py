@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import make_callable
-from .arguments import check_arrays
+from .arguments import check_arrays, same_device
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import format_named
-from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array

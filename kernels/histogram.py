@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_table, flag, instance, integer, number, sequence
+from .arguments import check_arrays, check_table, flag, instance, integer, number, same_device, sequence
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
-from .planes import same_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, choice, integer, number, sequence, shown
+from .arguments import check_arrays, choice, integer, number, same_device, sequence, shown
 from .arrays import back_end, dtype_name, on_gpu, to_numpy
 from .errors import BadArgumentError
-from .planes import same_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .arguments import check_arrays, integer
+from .arguments import check_arrays, integer, same_device
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
-from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array

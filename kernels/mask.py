@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .arguments import check_arrays, integer
+from .arguments import check_arrays, integer, same_device
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
-from .planes import same_device, width_of
+from .planes import width_of
 
 if TYPE_CHECKING:
     from .arrays import Array

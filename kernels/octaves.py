@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, instance, integer, shown
+from .arguments import check_arrays, instance, integer, same_device, shown
 from .arrays import back_end, dtype_name, on_gpu
 from .errors import BadArgumentError
-from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array

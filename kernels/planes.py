@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .arguments import check_arrays, choice, integer
-from .arrays import back_end, device_of, dtype_name, on_gpu
+from .arguments import check_arrays, choice, integer, same_device
+from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -39,19 +39,6 @@ def width_of(dtype: str) -> int:
 def ordered_by_sign(dtype: str) -> bool:
     """Whether patterns of `dtype` are sign and magnitude (floats), rather than already in order as two's complement."""
     return ("float" in dtype) and dtype != "float8_e8m0fnu"
-
-
-def same_device(name: str, x: Array, other: str, y: Array) -> None:
-    """Raise BadArgumentError unless x and y live on the same device: both on the host, or both on one GPU."""
-    first, second = device_of(x), device_of(y)
-    if on_gpu(x) != on_gpu(y) or first != second:
-        where = f" ({_place(first)} and {_place(second)})" if first != second else ""
-        raise BadArgumentError(f"{name} and {other} live on different devices{where}; move one beside the other")
-
-
-def _place(device: tuple[int, int]) -> str:
-    kind, number = device
-    return "CPU" if kind == 1 else f"GPU {number}" if kind == 2 else f"DLPack's device {kind}:{number}"
 
 
 def split_planes(x: Array, rotation: int = 0) -> Array:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, number, shown
+from .arguments import check_arrays, number, same_device, shown
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import format_named
-from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_table, integer, shown
+from .arguments import check_arrays, check_table, integer, same_device, shown
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
-from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array

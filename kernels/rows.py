@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .arguments import check_arrays, choice, integer, number
+from .arguments import check_arrays, choice, integer, number, same_device
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .floats import FORMATS
-from .planes import same_device
 
 if TYPE_CHECKING:
     from .arrays import Array

@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import dtype_name, to_numpy
 from ..distortion import Distortion
 from .jit import njit
+from .widen import widened
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -80,20 +81,13 @@ def _larger(largest: float, a: float, b: float) -> float:
     return largest
 
 
-def _floats(values: Any, dtype: str) -> Any:
-    """Values of `dtype` (bfloat16 as bit patterns) as float32 or float64; the 16-bit formats are widened, exactly."""
-    if dtype == "bfloat16":
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32) if values.dtype == np.float16 else values
-
-
 def distortion(x: Array, y: Array) -> Distortion:
     """See `kernels.distortion`."""
     first, second = to_numpy(x).reshape(-1), to_numpy(y).reshape(-1)
     total = Distortion(0.0, 0.0, 0.0)
     for start in range(0, first.size, _STEP):
         part = slice(start, start + _STEP)
-        a, b = _floats(first[part], dtype_name(x)), _floats(second[part], dtype_name(y))
+        a, b = widened(first[part], dtype_name(x)), widened(second[part], dtype_name(y))
         parts = _finite(a, b, np.zeros(_LANES), np.zeros(_LANES))
         if not math.isfinite(parts[1]):
             parts = _careful(a, b)

@@ -19,6 +19,7 @@ from ..floats import FloatFormat, format_named
 from ..histogram import Histogram, product_format, target
 from .jit import njit, njit_inline
 from .prefetch import AHEAD, prefetch
+from .widen import widened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -230,24 +231,17 @@ class _Counter:
         return found if self.signed else found.magnitude()
 
 
-def _floats(u: np.ndarray[Any, Any], name: str, wide: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Flat NumPy values (bfloat16: patterns) as `wide`, exactly."""
-    if name == "bfloat16":
-        u = (u.astype(np.uint32) << 16).view(np.float32)
-    return u.astype(wide, copy=False)
-
-
 def product_blocks(x: Array, gradient: Array) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
     """(begin, end, bit patterns of gradient * x) a block; the buffer of one block is used again for the next."""
     wide = np.dtype(product_format(x, gradient))
-    names = dtype_name(x), dtype_name(gradient)
+    own, other = dtype_name(x), dtype_name(gradient)
     a, g = to_numpy(x).reshape(-1), to_numpy(gradient).reshape(-1)
     buffer = np.empty(min(BLOCK, a.size), dtype=wide)
     for begin in range(0, a.size, BLOCK):
         end = min(begin + BLOCK, a.size)
         product = buffer[: end - begin]
         with np.errstate(all="ignore"):
-            np.multiply(_floats(g[begin:end], names[1], wide), _floats(a[begin:end], names[0], wide), out=product)
+            np.multiply(widened(g[begin:end], other), widened(a[begin:end], own), out=product, dtype=wide)
         yield begin, end, bit_view(product)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from ..arrays import dtype_name, like, to_numpy
 from ..errors import BadArgumentError
 from .jit import njit, njit_inline
+from .widen import widened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -164,10 +165,9 @@ def _parts(
     weights = np.empty(0, np.float32) if importance is None else to_numpy(importance)
     for start in range(0, own.size, step):
         part = slice(start, start + step)
-        values = to_numpy(x[part])
-        if dtype_name(x) == "bfloat16":
-            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        yield start, values.astype(np.float32, copy=False), own[part], before[part], weights[part]
+        with np.errstate(over="ignore"):  # a float64 beyond the range becomes infinite, and that is all
+            values = widened(to_numpy(x[part]), dtype_name(x)).astype(np.float32, copy=False)
+        yield start, values, own[part], before[part], weights[part]
 
 
 def rate_distortion_levels(

@@ -39,6 +39,7 @@ from . import (
     cluster,
     distortion,
     exponent,
+    extrapolate,
     grid,
     histogram,
     kmeans,
@@ -292,6 +293,10 @@ def _optimizer() -> Iterator[Build]:
             types = f"*{x} *u8 *u8 *fp32 *fp32 i64 i32 i32 *u8 *i32"
             yield Build(ratedistortion.unsettled_kernel, types, ratedistortion.SETTLE, {"WEIGHTED": weighted})
         yield Build(distortion.distortion_kernel, f"*{x} *{x} i64 *fp64", distortion.SUMS)
+        double = x == "fp64"
+        for earlier in FLOATS:
+            types = f"*{x} *{earlier} i64 fp64 *{'fp64' if double else 'fp32'}"
+            yield Build(extrapolate.extrapolate_kernel, types, extrapolate.ELEMENTS, {"DOUBLE": double})
 
 
 def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[tuple[int, int, str]]:

@@ -64,6 +64,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.cluster_quantize, {"x": X, "clusters": 4}),
     (k.cluster_dequantize, CLUSTERS._asdict()),
     (k.distortion, {"x": X, "y": X}),
+    (k.extrapolate, {"x": X, "earlier": SQUARE, "factor": 0.5}),
     (k.exponent_buckets, {"x": X}),
     (k.promote, {"buckets": BUCKETS, "bits": 2}),
     (k.merge_buckets, {"first": BUCKETS}),
@@ -266,6 +267,8 @@ def test_foreign_byte_order_is_refused(array: np.ndarray) -> None:
     for call in (
         lambda: k.distortion(array, X),
         lambda: k.distortion(X, array),
+        lambda: k.extrapolate(array, X, 1.0),
+        lambda: k.extrapolate(X, array, 1.0),
         lambda: k.exponent_dequantize(LEVELS, array),
         lambda: k.split_planes(array),
     ):

@@ -247,6 +247,8 @@ def _call_everything(rng: np.random.Generator) -> None:
             back_end("exponent").exponent_dequantize(ranks, promotion.codebook)
         back_end("cluster").cluster_dequantize(*back_end("cluster").cluster_quantize(x, 4))
         back_end("distortion").distortion(x, x)
+        for earlier in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            back_end("extrapolate").extrapolate(x, wide.to(earlier), 0.5)
         matrix = x.reshape(3, 200)
         for method in ("symmetric", "asymmetric", "adaptive"):
             codes_, scale, minimum = back_end("rows").row_quantize(matrix, 2, method, num_bins=3)

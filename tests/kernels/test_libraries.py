@@ -48,7 +48,7 @@ OWN_ORDER = {"factor_sums", "distortion"}
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A public function's name; `assign` and `distortion` are modules too."""
+    """A public function's name; `assign`, `distortion` and `extrapolate` are modules too."""
     return getattr(function, "__name__", "").rsplit(".", 1)[-1]
 
 
@@ -228,6 +228,7 @@ class Elsewhere:
         lambda x, y: k.joint_counts(x(LEVELS), y(LEVELS), 6, 6),
         lambda x, y: k.gather(x(X), y(MASK)),
         lambda x, y: k.distortion(x(X), y(X)),
+        lambda x, y: k.extrapolate(x(X), y(X), 0.5),
         lambda x, y: k.weighted_kmeans(x(CENTERS), y(WEIGHTS), 3),
         lambda x, y: k.grid_symbols(x(X), y(X), 0.5),
         lambda x, y: k.residual_symbols(x(X), np.ones(1, "f4"), np.ones(X.size, "f4"), 0, 2, y(LEVELS)),

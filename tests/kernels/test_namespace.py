@@ -60,7 +60,7 @@ def test_nothing_is_compiled_or_loaded_before_it_is_used() -> None:
     assert fresh(code) == []
 
 
-@pytest.mark.parametrize("subject", ["assign", "distortion"])
+@pytest.mark.parametrize("subject", ["assign", "distortion", "extrapolate"])
 def test_a_module_of_its_functions_name_is_both_in_any_order_of_imports(subject: str) -> None:
     forms = {
         "name": f"from shrinkpoint.kernels import {subject} as it",
@@ -84,3 +84,4 @@ def test_the_callable_modules_compute() -> None:
     x = np.array([0.0, 0.9], np.float32)
     assert kernels.assign(x, kernels.Thresholds(), np.array([0.0, 1.0])).tolist() == [2, 3]
     assert kernels.distortion(x, x).squared_error == 0.0
+    assert kernels.extrapolate(x, x, 1.0).tolist() == x.tolist()

@@ -200,3 +200,12 @@ def test_bad_arguments(fresh: np.random.Generator) -> None:
         settled_bounds(codebook[::-1].copy(), prices)
     with pytest.raises(BadArgumentError, match="price"):
         settled_bounds(codebook, -prices)
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_beyond_float32_are_infinite_without_a_warning() -> None:
+    x, codebook, prices = np.array([1e300, 0.4]), np.float32([0.0, 1.0]), np.zeros((4, 4), np.float32)
+    levels = np.array([1, 2], np.uint8)
+    with np.errstate(all="warn"):
+        assert rate_distortion_levels(x, levels, levels, codebook, prices).tolist() == [1, 2]
+        assert unsettled(x, levels, levels, settled_bounds(codebook, prices)).at.size == 0

@@ -1,0 +1,59 @@
+"""Arrays continued the way they went: where a value would be after as much, or more, of the same change again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import make_callable
+from .arguments import check_arrays, number, same_device
+from .arrays import back_end, dtype_name
+from .errors import BadArgumentError
+from .floats import format_named
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
+    """Each value moved on from x by `factor` times its way from `earlier` to x.
+
+        out = x + (x - earlier) * factor;  x itself where that is not finite
+
+    in float32, in float64 where x is: both arrays are converted first (a float64 `earlier` beside a narrower x is
+    rounded to float32), as is the factor; then each operation is rounded once, in this order, without fused
+    multiply-add. A NaN in x is the positive quiet NaN in the result, whatever its payload.
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64.
+        earlier: the same shape, any of these dtypes, on the same device.
+        factor: 0 (x stays) to the largest float32; 1: as far again.
+
+    Returns:
+        float32, float64 where x is, of the shape, library and device of x.
+
+    Raises:
+        BadArgumentError: no such dtype, the shapes or devices differ, or a factor out of range.
+
+    Example:
+        >>> extrapolate(np.array([1.0, 2.0, np.inf]), np.array([0.5, 2.0, 0.0]), 3.0).tolist()
+        [2.5, 2.0, inf]
+
+    Source: the extrapolation of Nesterov 1983; here for an encoder that aims ahead of where a training takes its
+        weights (docs/decisions/drift.md).
+    """
+    check_arrays(x=x, earlier=earlier)
+    format_named(dtype_name(x))
+    format_named(dtype_name(earlier))
+    if tuple(x.shape) != tuple(earlier.shape):
+        raise BadArgumentError(
+            f"x has shape {tuple(x.shape)} and earlier {tuple(earlier.shape)}; they must be the same"
+        )
+    same_device("x", x, "earlier", earlier)
+    return back_end(x, "extrapolate").extrapolate(x, earlier, number("factor", factor, 0, _LARGEST))
+
+
+make_callable(__name__, extrapolate)
