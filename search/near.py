@@ -22,7 +22,7 @@ def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice
     if last.point is None:
         return Choice(None, {})
     origin = normal(last.point)
-    around: list[list[Point]] = []
+    points = list(dict.fromkeys(normal(p) for p in space.cube.neighbours(origin, steps, relax=relax)))
     twin, patience = _twin(space, origin, last), max(0, last.patience - 1)
     metric = origin.metric
     tried: dict[Point, Trial] = {}
@@ -31,14 +31,9 @@ def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice
         # Whoever asks for more aggressive points gets them before the last choice itself.
         order = [p for p in (twin, None if relax else origin) if p is not None and p not in tried]
         if len(order) < trials.at_once:
-            around, discarded = around or _around(space, origin, steps, relax=relax), {}
-            for points in around:
-                own = [p for p in points if (not p.prune or p.metric == metric) and p not in tried and p not in order]
-                queue, left_out = _queue(space, own, last.trials)
-                order += queue
-                discarded = {why: n + discarded.get(why, 0) for why, n in left_out.items()}
-                if len(order) >= trials.at_once:
-                    break
+            own = [p for p in points if (not p.prune or p.metric == metric) and p not in tried and p not in order]
+            queue, discarded = _queue(space, own, last.trials)
+            order += queue
         if not order:
             break
         for trial in space.round(order[: trials.at_once], last.trials):
@@ -60,19 +55,6 @@ def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice
         if not passing and relax:
             space.check()
     return Choice(None, discarded)
-
-
-def _around(space: Space, origin: Point, steps: int, *, relax: bool) -> list[list[Point]]:
-    """The points so many steps from the last choice, none more aggressive; first those that are so on no axis, then
-    those of which no larger error is predicted: axes alone do not say what is milder. With `relax` all of them.
-    """
-    every = list(dict.fromkeys(normal(p) for p in space.cube.neighbours(origin, steps, relax=True)))
-    if relax:
-        return [every]
-    milder = list(dict.fromkeys(normal(p) for p in space.cube.neighbours(origin, steps)))
-    limit, *errors = (c.error for c in space.trials.candidates([origin, *every]))
-    others = [p for p, error in zip(every, errors, strict=True) if error <= limit and p not in milder]
-    return [milder, others]
 
 
 def _twin(space: Space, origin: Point, last: SearchResult) -> Point | None:

@@ -109,10 +109,11 @@ def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tup
         before += size
     found = []
     for members in groups.values():
-        # One of the size in which most elements are: tables and records are as many as the arrays, not as the elements.
+        # One of the size in which most elements are, for tables and records are as many as the arrays; in the middle by
+        # scale.
         sizes = [leaves[i].spec.size for i in members]
-        usual = sum(n * n for n in sizes) / sum(sizes)
-        best = min(members, key=lambda i: abs(leaves[i].spec.size - usual))
+        usual, middle = sum(n * n for n in sizes) / sum(sizes), (len(members) - 1) / 2
+        best = members[min(range(len(members)), key=lambda k: (abs(sizes[k] - usual), abs(k - middle)))]
         found.append((best, sum(leaves[i].spec.size for i in members) / leaves[best].spec.size))
     return found
 

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.search.cube import Cube, Point, normal
+from shrinkpoint.search.estimate import Estimate, Estimator
 from shrinkpoint.search.result import SearchResult, Trial
 from shrinkpoint.search.sample import energy
 
@@ -283,6 +284,20 @@ def test_the_neighbourhood_is_never_more_aggressive_unless_relaxed() -> None:
     assert relaxed.point is not None
     assert relaxed.nbytes < held.nbytes
     assert not relaxed.point.at_least(held.point or relaxed.point)
+
+
+def test_where_the_last_choice_passes_nothing_else_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, asked = random_state(), set()
+    last = searched(state, Point(32, 0.0, "magnitude", 0.0005, 0.0, 32))
+    estimate = Estimator.__call__
+
+    def listed(self: Estimator, points: Sequence[Point]) -> list[Estimate]:
+        asked.update(points)
+        return estimate(self, points)
+
+    monkeypatch.setattr(Estimator, "__call__", listed)
+    assert sp.search(state, Loss(state), 0.05, last=last).point == last.point
+    assert asked == {last.point}
 
 
 def test_milder_neighbours_by_falling_ratio() -> None:
