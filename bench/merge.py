@@ -8,7 +8,7 @@ In a result of `bench ratio`, of one model, rows of a system that was measured t
 say at which commit they were measured, and rows of systems that `bench ratio` no longer has go. What compares systems
 (the targets, our weights beside the published ones') is made again from all of them. `--measure` takes names of
 `SYSTEMS`, "alone" and "peers". In any other result an experiment, what stands before the colon of a row, is replaced as
-a whole, and its rows say at which commit.
+a whole, and its rows say at which commit; targets of `bench training` are made again from all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from . import ratio, workloads
+from . import ratio, training, workloads
 from .__main__ import result
 from .harness import Row
-from .outcomes import System, outcome_of, summary_rows, to_json
+from .outcomes import TABLE, System, outcome_of, summary_rows, to_json
 from .provenance import MARK, ON
 
 Json = dict[str, Any]
@@ -126,7 +126,11 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
         where = "" if cpu == old["machine"].get("cpu") else f"{ON}{cpu}"
         marked = [_marked(row, document["commit"]) for row in document["rows"]]
         rows |= _experiments([row | {"note": f"{row['note']}{where}"} for row in marked])
-    return {**old, "rows": [row for found in rows.values() for row in found]}
+    together = [row for found in rows.values() for row in found]
+    if any(map(training.is_target, together)):
+        measured = [row for row in together if not training.is_target(row)]
+        together = [*measured, *(dataclasses.asdict(row) for row in training.targets(measured))]
+    return {**old, "rows": together}
 
 
 def _experiments(rows: Iterable[Json]) -> dict[str, list[Json]]:
@@ -139,6 +143,12 @@ def _experiments(rows: Iterable[Json]) -> dict[str, list[Json]]:
 def _models(document: Json) -> set[str]:
     """What its rows begin with; in a result of `bench ratio` these are workloads."""
     return {row["row"].partition(": ")[0].partition(", ")[0] for row in document["rows"]}
+
+
+def _is_ratio(document: Json) -> bool:
+    """Whether it is a result of `bench ratio`; of `bench training` rows begin with a model, too."""
+    labels = {label for label, _, _ in TABLE}
+    return any(row["row"].rpartition(": ")[2] in labels for row in document["rows"])
 
 
 def _full(name: str, model: str) -> str:
@@ -193,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.measure is not None:
             names = [name.strip() for name in asked.measure.split(";") if name.strip()]
             new.append(measure(model_of(old), names, lambda what: print(what, file=sys.stderr, flush=True)))
-        document = merged(old, new) if _models(old) <= workloads.WORKLOADS.keys() else replaced(old, new)
+        document = merged(old, new) if _is_ratio(old) else replaced(old, new)
     except (BadArgumentError, OSError) as error:
         print(f"bench.merge: {error}", file=sys.stderr)
         return 2

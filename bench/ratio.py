@@ -71,6 +71,7 @@ SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "rate 0.004": lambda: sp.Config(rate=0.004),
     "rate 0.0005, 16 bins": lambda: _coarse(0.0005, 16),
     "rate 0.001, 12 bins": lambda: _coarse(0.001, 12),
+    "rate 0.004, 12 bins": lambda: _coarse(0.004, 12),
     "weights, rate 0": lambda: _weights(0.0),
     "weights, rate 0, 16 bins": lambda: _weights(0.0, 16),
     "weights, rate 0, 10 bins": lambda: _weights(0.0, 10),
