@@ -11,6 +11,10 @@ checkpoint, the part of the drift that is missing,
 until none is; the next delta finds it in the metadata of its parent. Where first moments are lost, too, so are the
 steps that they would still have brought about: then the restored weights shall lead by those (`codec.drift`). The
 decoder does not know, and errors are stated against the true weights.
+
+After a jump (a layer that is initialised anew, a learning rate raised thirtyfold) an aim that was right leads far
+astray: by as much again as the weights jumped. So an array whose error is to a good part an overshoot is coded again,
+with an aim that is lower by that much, or none; and no lead is longer than the rest of the error is.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from .ratedistortion import cheapest_levels
 
 _GAIN = 0.5
 """Part of the lag found by which the aim is moved."""
+_BORNE, _TRIES = 0.25, 2
+"""Part of the squared error that an overshoot may be; aims that are tried before none."""
 _NONE = Distortion(0.0, 0.0, 0.0)
 
 
@@ -76,10 +82,28 @@ def assigned(
         before: the parent, or None.
         scale: of the distortion, see `codebook.scaled_distortion`.
     """
+    aim = 0.0 if before is None else before.aim
+    for _ in range(_TRIES):
+        memory, met, over = _coded(leaf, limits, trade, codebook, before, scale, aim)
+        if not over:
+            return memory, met
+        aim = _rounded(aim - over)
+    return _coded(leaf, limits, trade, codebook, before, scale, 0.0)[:2]
+
+
+def _coded(
+    leaf: Leaf,
+    limits: Thresholds,
+    trade: Trade,
+    codebook: NpArray,
+    before: LevelsMemory | None,
+    scale: float,
+    aim: float,
+) -> tuple[LevelsMemory, Distortion, float]:
+    """As `assigned`, with an aim; beside it by how much that was too far, 0 where it will do."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
     keeps = bool(trade.price) and codebook.size > 0
-    aim = 0.0 if before is None else before.aim
 
     def one(start: int) -> _Part:
         part = slice(start, start + CHUNK)
@@ -108,7 +132,8 @@ def assigned(
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
     met, drift, made = (sum((getattr(p, name) for p in parts), _NONE) for name in ("met", "drift", "made"))
-    return LevelsMemory(levels, codebook, protected, limits, moved(aim, met, drift, made, leaf.lead)), met
+    memory = LevelsMemory(levels, codebook, protected, limits, moved(aim, met, drift, made, leaf.lead))
+    return memory, met, overshoot(aim, met, drift, made, leaf.lead)
 
 
 def moved(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float:
@@ -123,12 +148,32 @@ def moved(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead
         made: of w~ as an approximation of earlier.
         lead: part of the drift by which w~ shall be ahead.
     """
+    missing = _missing(met, drift, made, lead)
+    return aim if missing is None else _rounded(aim + _GAIN * missing)
+
+
+def overshoot(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float:
+    """By how much an aim was too far, where much of the squared error comes of that; else 0. Arguments as `moved`."""
+    missing = _missing(met, drift, made, lead)
+    if not aim or missing is None or missing >= 0:
+        return 0.0
+    return -missing if missing**2 * drift.squared_error > _BORNE * met.squared_error else 0.0
+
+
+def _missing(met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float | None:
+    """The lag and what lead is wanted; None where there is no drift, or none that can be summed."""
     if not drift.squared_error > 0:
-        return aim
+        return None
     lag = (met.squared_error + drift.squared_error - made.squared_error) / (2 * drift.squared_error)
     if not math.isfinite(lag):
-        return aim
-    return round(AIM_STEPS * min(FARTHEST_AIM, max(0.0, aim + _GAIN * (lag + lead)))) / AIM_STEPS
+        return None
+    rest = max(0.0, met.squared_error / drift.squared_error - min(0.0, lag) ** 2)
+    return lag + min(lead, math.sqrt(rest))
+
+
+def _rounded(aim: float) -> float:
+    """In range, and so coarse that the order in which distortions are summed decides nothing."""
+    return round(AIM_STEPS * min(FARTHEST_AIM, max(0.0, aim))) / AIM_STEPS
 
 
 def _where_protected(x: Array, levels: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[
 
 def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, Any]:
     """A tree of arrays beside the weights, by path; each must belong to an array of the state, if only to the second
-    name of a tied one.
+    name of a tied one. What has the path of one array is for no other of which it is a tail.
 
     Args:
         given: the tree, or None.
@@ -58,12 +58,18 @@ def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, 
         return {}
     _, arrays = tree.flatten(given, is_array)
     table = {a.path: a.value for a in arrays}
-    matches = (by_path(table, node.path) for node in found)
-    used = {match[0] for match in matches if match is not None}
+    entry = _entries(table, found)
+    used = {match[0] for match in (entry(node.path) for node in found) if match is not None}
     for path in table:
         if path not in used:
             raise BadArgumentError(f"{name}/{path}: the state has no such weight")
     return table
+
+
+def _entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], tuple[str, Any] | None]:
+    """What finds the entry for an array's path: that of this path, else of a tail of it that is no array's own path."""
+    others = {path: table[path] for path in table.keys() - {node.path for node in found}}
+    return lambda path: (path, table[path]) if path in table else by_path(others, path) if others else None
 
 
 def matched(
@@ -97,18 +103,19 @@ def matched(
         kind = kind_of(node.path, spec, kinds)
         leaves.append(Leaf(node.path, node.key, spec, kind, flat, None, touched=touched.get(node.path)))
     leaves = _by_values(leaves)
+    gradient_of, earlier_of = _entries(grads, found), _entries(earlier, found)
     for i, (node, leaf) in enumerate(zip(found, leaves, strict=True)):
         codec = with_targets(Exact() if node.exact else cfg.codec_for(node.path, leaf.spec, leaf.kind), cfg)
         codecs.append(codec)
-        gradient, before = _companion(leaf, grads, "grads"), _companion(leaf, earlier, "earlier")
+        gradient, before = _companion(leaf, gradient_of, "grads"), _companion(leaf, earlier_of, "earlier")
         if isinstance(codec, Quantize):
             leaves[i] = dataclasses.replace(leaf, gradient=gradient, earlier=before)
     return leaves, codecs
 
 
-def _companion(leaf: Leaf, given: dict[str, Any], name: str) -> Any:
+def _companion(leaf: Leaf, entry: Callable[[str], tuple[str, Any] | None], name: str) -> Any:
     """What stands beside a weight in an argument, flat and where the weight is; None where there is nothing for it."""
-    match = by_path(given, leaf.path) if given and leaf.kind.role == "weight" else None
+    match = entry(leaf.path) if leaf.kind.role == "weight" else None
     if match is None:
         return None
     path = f"{name}/{match[0]}"

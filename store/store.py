@@ -305,7 +305,7 @@ class Store:
         """
         step = check_step(step)
         metric = _check_metric(metric)
-        asked = self.cfg if cfg is None else check_config(cfg)
+        asked = self.cfg if cfg is None else replace(check_config(cfg), chain=self.cfg.chain)
         file = record = None
         try:
             # Held from before the parent is looked at until the manifest is there: no collector removes it meanwhile.
@@ -353,7 +353,7 @@ class Store:
         if self._trail is not None:
             try:
                 self._trail.follow(state, ckpt, step)
-            except MemoryError:
+            except (MemoryError, RuntimeError):  # torch's for want of memory is the latter
                 self._trail = None  # the step is there: no reason to say that it is not
         self._at = None
         if record is not None:

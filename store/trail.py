@@ -7,8 +7,12 @@ begins with what the chain restores to.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ..codec.base import CHUNK
 from ..codec.checkpoint import Checkpoint
@@ -18,11 +22,13 @@ from ..codec.leaves import is_array, read_leaf
 from ..codec.matching import beside
 from ..codec.quantize import Quantize
 from ..codec.tree import flatten
-from ..kernels.arrays import is_torch
+from ..kernels.arrays import is_torch, on_gpu
 
 Array = Any
 _SHARE = 0.1
 """Part of the way to the weights that the average goes at each checkpoint."""
+_BLOCK = 1 << 16
+"""Elements moved at once on the host: what is made on the way stays in the cache."""
 
 
 def aims(cfg: Config) -> bool:
@@ -66,6 +72,9 @@ class Trail:
         Args:
             state: which will be compressed.
             step: its training step; None: not known.
+
+        Returns:
+            What `compress(earlier=)` takes; its arrays are the average itself, which the next `follow` changes.
         """
         arrays = _by_path(state)
         means = {path: mean for path, mean in self._means.items() if _shape(arrays.get(path)) == _shape(mean)}
@@ -95,21 +104,37 @@ class Trail:
 
 
 def _by_path(state: Any) -> Mapping[str, Array]:
-    return {node.path: node.value for node in flatten(state, is_array)[1]}
+    """The arrays of a state; of those that share a path (keys 0 and "0") none, for it does not tell which is meant."""
+    nodes = flatten(state, is_array)[1]
+    times = Counter(node.path for node in nodes)
+    return {node.path: node.value for node in nodes if times[node.path] == 1}
 
 
 def _shape(x: Array) -> tuple[int, ...] | None:
     return None if x is None else tuple(x.shape)
 
 
+@np.errstate(over="ignore")
 def _copied(flat: Array) -> Array:
     """As float32 of its own."""
-    return flat.float().clone() if is_torch(flat) else flat.astype("float32")
+    if not is_torch(flat):
+        return flat.astype("float32")
+    import torch
+
+    # What is made in inference mode cannot be moved on outside of it.
+    with torch.inference_mode(False):
+        return flat.float().clone()
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _moved(mean: Array, flat: Array) -> Array:
-    """The mean, a part of the way nearer."""
-    for start in range(0, mean.shape[0], CHUNK):
-        own, new = mean[start : start + CHUNK], flat[start : start + CHUNK]
-        own += _SHARE * ((new.float() if is_torch(new) else new.astype("float32")) - own)
+    """The mean, a part of the way nearer; begun anew where a value was not finite, which no mean would forget."""
+    block = CHUNK if on_gpu(flat) else _BLOCK
+    for start in range(0, mean.shape[0], block):
+        own, new = mean[start : start + block], flat[start : start + block]
+        new = new.float() if is_torch(new) else new.astype("float32", copy=False)
+        own += _SHARE * (new - own)
+        if not math.isfinite(float(own.sum())):
+            lost = ~(own - own == 0)
+            own[lost] = new[lost]
     return mean

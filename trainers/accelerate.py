@@ -171,8 +171,8 @@ def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
 
     Raises:
         BadArgumentError: not an Accelerator, or one whose states are compressed already; no Saver or Store; a Saver
-            with a `total_limit` of 1: Accelerate removes the old folder first, and a run that is then killed would
-            have none.
+            with `keep`, which would remove steps that folders point to; a Saver with a `total_limit` of 1: Accelerate
+            removes the old folder first, and a run that is then killed would have none.
 
     Example:
         >>> compress_states(None, None)

@@ -54,7 +54,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             by whoever made it.
 
     Raises:
-        BadArgumentError: no Saver and no Store.
+        BadArgumentError: no Saver and no Store; a Saver with `keep`, which would remove steps that folders point to.
 
     Example:
         >>> import tempfile

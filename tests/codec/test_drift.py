@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.assigning import moved
+from shrinkpoint.codec.assigning import moved, overshoot
 from shrinkpoint.codec.levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory
 from shrinkpoint.kernels.distortion import distortion
 
@@ -77,6 +77,34 @@ def test_protected_values_are_the_true_ones() -> None:
     assert at.sum() > 100
     want = torch.from_numpy(now[at]).bfloat16().float().numpy()
     np.testing.assert_array_equal(sp.decompress(ckpt)["w"][at], want)
+
+
+@pytest.mark.parametrize("cfg", [RATED, sp.Config(max_rel_error=0.05, ahead=True)])
+def test_an_aim_does_not_follow_a_jump(cfg: sp.Config) -> None:
+    """Weights that are something else all at once, a part of them, or all: errors are what they are without an aim."""
+    for size in (0.3, 1.0):
+        plain = aimed = None
+        for step in range(24):
+            now, old = drifting(step), drifting(max(0, step - 10))
+            if step >= 20:
+                now = np.float32(1 - size) * now + np.float32(size) * drifting(step)[::-1]
+            plain = sp.compress({"w": now}, plain, cfg)
+            aimed = sp.compress({"w": now}, aimed, cfg, earlier=sp.Earlier({"w": old}, 90) if step else None)
+            errors = [ckpt.summary()[0].error for ckpt in (aimed, plain)]
+            assert errors[0] < 1.15 * errors[1], (size, step)
+            assert aimed.records[0].stream == "levels"
+            if step == 19:
+                assert memory(aimed).aim > 0.3
+
+
+def test_a_lead_is_no_longer_than_the_rest_of_the_error() -> None:
+    """Weights that come out of nowhere at each checkpoint, with moments that say where they go."""
+    prev = None
+    for step in range(12):
+        now, old = (np.random.default_rng(s).standard_normal((160, 160)).astype("f4") for s in (step, step - 1 + 99))
+        given = sp.Earlier({"w": old}, 30) if step else None
+        prev = sp.compress({"model": {"w": now}, **adam(now, step)}, prev, RATED, earlier=given)
+        assert prev.summary()[0].error < 0.1
 
 
 @pytest.mark.parametrize("cfg", [sp.presets.lossless(), sp.presets.lc_checkpoint(), sp.presets.bitsnap()])
@@ -166,10 +194,40 @@ def test_what_first_moments_lose_is_made_up_for() -> None:
     assert -0.13 < statistics.fmean(ended[90.0][-5:]) < -0.07
 
 
+def test_of_a_short_way_a_fifth_is_made_up_for_and_no_more() -> None:
+    now, old, prev = drifting(9), drifting(2), None
+    for step in range(8):
+        prev = sp.compress({"model": {"w": drifting(step)}, **adam(now, 9)}, prev, RATED)
+    made = [
+        sp.compress({"model": {"w": now}, **adam(now, 9)}, prev, RATED, earlier=sp.Earlier({"w": old}, steps))
+        for steps in (1, 15, 30, 90, None)
+    ]
+    aims = [memory(ckpt).aim for ckpt in made]
+    assert aims[0] == aims[1] == aims[2] > aims[3] > aims[4] > 0
+    assert aims[0] - aims[4] == pytest.approx(0.1, abs=1 / AIM_STEPS)
+
+
 def test_without_moments_nothing_is_made_up_for() -> None:
     now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
     made = [sp.compress({"w": now}, prev, RATED, earlier=sp.Earlier({"w": old}, s)).to_bytes() for s in (None, 9)]
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("name", ["earlier", "grads"])
+def test_what_has_the_path_of_one_weight_is_not_for_another(name: str) -> None:
+    """Not even where it is the tail of the other's; one that has no such path of its own is for all that end so."""
+    now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
+    state = {"w": now, "sub": {"w": now[:, :80]}, "norm": {"w": now[0]}}
+    prev = sp.compress({**state, "w": drifting(4)}, prev, RATED)
+    made = sp.compress(state, prev, RATED, **{name: {"w": old}})
+    if name == "earlier":
+        alone = {row.path: row for row in sp.compress(state, prev, RATED).summary()}
+        assert [row.path for row in made.summary() if row != alone[row.path]] == ["w"]
+        base = None
+        for step in range(6):
+            both = {"a": {"w": drifting(step)}, "b": {"w": drifting(step) + np.float32(0.001)}}
+            base = sp.compress(both, base, RATED, earlier={"w": drifting(max(0, step - 3))})
+        assert all(record.meta.get("a", 0) > 0 for record in base.records)
 
 
 @pytest.mark.parametrize(
@@ -234,14 +292,23 @@ def test_any_values_at_all(data: Any) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 99), st.floats(0, FARTHEST_AIM), st.floats(0, 0.2), st.floats(-6, 6))
+@given(st.integers(0, 99), st.floats(0, FARTHEST_AIM), st.floats(0, 0.4), st.floats(-6, 6))
 def test_the_aim_moves_by_half_of_the_lag(seed: int, aim: float, lead: float, share: float) -> None:
-    """Against the definition, in float64: the three distortions give the dot product."""
+    """Against the definition, in float64: the three distortions give the dot product. No lead is longer than the
+    error is without it."""
     rng = np.random.default_rng(seed)
     w, way, noise = rng.standard_normal((3, 500))
     restored, old = w - share * way + 0.1 * noise, w - way
     behind = float(((w - restored) * way).sum() / (way * way).sum())
-    got = moved(aim, distortion(w, restored), distortion(w, old), distortion(old, restored), lead)
+    found = distortion(w, restored), distortion(w, old), distortion(old, restored)
+    rest = float(np.linalg.norm(w - restored - min(0.0, behind) * way) / np.linalg.norm(way))
+    lead = min(lead, rest)
+    got = moved(aim, *found, lead)
+    assert got == moved(aim, *found, 1.0 + lead) or lead < rest
+    far, most = -behind - lead, 0.5 * math.sqrt(found[0].squared_error / found[1].squared_error)
+    if aim and abs(far - most) > 1e-9:
+        assert overshoot(aim, *found, lead) == (pytest.approx(far) if far > most else 0.0)
+    assert overshoot(0.0, *found, lead) == 0.0
     assert got == pytest.approx(min(FARTHEST_AIM, max(0.0, aim + 0.5 * (behind + lead))), abs=0.51 / AIM_STEPS)
     assert got * AIM_STEPS == round(got * AIM_STEPS)
 

@@ -302,6 +302,27 @@ def test_a_table_without_symbols_decodes_nothing(n: int, with_contexts: bool) ->
             decode(data, contexts, np.zeros((1, 3), np.uint32), 12, n)
 
 
+@pytest.mark.parametrize("loop", ["quiet", "busy", "alone"])
+@pytest.mark.parametrize("missing", [0, 1, 4, 8])
+def test_no_loop_reads_beyond_the_words_that_may_be_read(loop: str, missing: int) -> None:
+    """Uncompiled, where an index beyond the end is an error; each symbol takes a word."""
+    n, precision = 16, 16
+    frequencies = np.asarray([[(1 << precision) - 255, *[1] * 255]], np.uint32)
+    symbol_of = np.zeros(1 << precision, np.uint8)
+    table, peaks = np.empty(256, np.uint64), np.empty(1, np.uint64)
+    cpu._decode_table(frequencies, precision, symbol_of, table, peaks)
+    words = np.full(n - missing + 4, 0xFFFF, np.uint16)
+    states, out, contexts = np.full(4, START, np.uint64), np.empty(n, np.uint8), np.zeros(n, np.uint8)
+    if loop == "quiet":
+        run, arguments = cpu._decode_quiet, (words, contexts, symbol_of, table, peaks, 256, precision, states, out)
+    elif loop == "busy":
+        run, arguments = cpu._decode_busy, (words, contexts, symbol_of, table, 256, precision, states, out)
+    else:
+        run, arguments = cpu._decode_alone, (words, symbol_of, table, precision, states, out)
+    read = getattr(run, "py_func", run)(*arguments)
+    assert read == (n if not missing else -1)
+
+
 @given(st.binary(min_size=14, max_size=60), st.integers(0, 90), st.booleans())
 def test_any_bytes(data: bytes, n: int, with_contexts: bool) -> None:
     table = np.asarray([[200, 50, 6], [0, 0, 0], [1, 0, 255], [0, 256, 0]], np.uint32)

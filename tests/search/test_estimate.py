@@ -9,11 +9,15 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.levels import LevelsMemory
+from shrinkpoint.codec import entropy
+from shrinkpoint.codec.leaves import blocks
+from shrinkpoint.codec.levels import LevelsMemory, references
+from shrinkpoint.kernels.assign import Thresholds
 from shrinkpoint.search import sample as sampling
 from shrinkpoint.search.cube import Cube, Point
 from shrinkpoint.search.estimate import Estimator
 from shrinkpoint.search.subject import Subject
+from shrinkpoint.search.written import nbytes_of_levels, nbytes_of_protected
 
 from .common import perceptron
 
@@ -143,6 +147,61 @@ def test_many_small_arrays(system: str, delta: bool, dtype: torch.dtype, monkeyp
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.04)
 
 
+@pytest.mark.parametrize("coder", ["smallest", "published"])
+@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "parent"), [(256, "none"), (18, "none"), (66, "another"), (34, "near")], ids=lambda v: str(v)
+)
+def test_levels_take_what_the_coder_writes_tables_too(size: int, parent: str, scale: int, coder: str) -> None:
+    """Of all of them, and from the first half: symbols, tables, and whether the parent's levels are of any use."""
+    rng = np.random.default_rng(0)
+
+    def drawn() -> Any:
+        return np.clip(rng.normal(size / 2, size / 6, 20_000), 2, size - 1).astype(np.uint8)
+
+    levels = drawn()
+    near = np.where(rng.random(levels.size) < 0.1, np.maximum(levels, 3) - 1, levels).astype(np.uint8)
+    before = {"none": None, "another": drawn(), "near": near}[parent]
+    written = len(entropy.encode_levels(levels, size, before, 0 if before is None else size, coder))
+    some = slice(levels.size // scale)
+    memory = None
+    if before is not None:
+        nothing = Thresholds(np.inf, np.inf, 0.0, 0.0)
+        memory = LevelsMemory(before[some], np.zeros(size - 2), np.empty(0, np.uint8), nothing)
+    x = np.zeros(levels[some].size, np.float32)
+    part = sampling.Sample(x, None, x, 1.0, 0.0, memory, float(scale))
+    close = 0.001 if coder == "published" and scale == 1 else 0.01
+    if coder == "published" and memory is not None and scale > 1:
+        close = 0.06  # runs are coded on half of the sample and on all of it, and two blocks of 1,024 are not alike
+    assert nbytes_of_levels(levels[some], size, part, coder) == pytest.approx(written, rel=close)
+
+
+def test_protected_values_take_what_is_written_of_them() -> None:
+    """Against those of the parent a tenth of what they take without; a sample tells within a tenth."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 400, generator=generator)
+    point = Point(8, 0.0, "magnitude", 0.05, 0.0, 32)
+    prev = sp.compress({"w": x}, cfg=point.config())
+    moved = {"w": x * (1 + 0.001 * torch.randn(x.shape, generator=generator))}
+    (before,) = Subject.of(moved, point, prev, None, None).parents
+    assert isinstance(before, LevelsMemory)
+    for parent in (None, before):
+        ckpt = sp.compress(moved, None if parent is None else prev, point.config())
+        subject = Subject.of(moved, point, ckpt, None, None)
+        (leaf,), (memory,) = subject.leaves, subject.parents
+        assert isinstance(memory, LevelsMemory)
+        none = LevelsMemory(memory.levels[:0], memory.codebook, memory.protected[:0], memory.thresholds)
+        written = len(references(memory, leaf.spec, parent)) - len(references(none, leaf.spec, parent))
+        part = sampling.sample(leaf, parent, leaf.spec.size)
+        assert part.scale == 1.0
+        assert nbytes_of_protected(memory.levels, part, leaf.spec) == written
+        part = sampling.sample(leaf, parent, sampling.SAMPLE * leaf.spec.size // (1 << 15))
+        levels = np.ascontiguousarray(memory.levels[blocks(leaf.spec.size, 1 << 15, sampling.BLOCK)])
+        assert part.scale > 2
+        assert nbytes_of_protected(levels, part, leaf.spec) == pytest.approx(written, rel=0.1)
+    assert 0 < 5 * written < memory.protected.size
+
+
 def test_few_arrays_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     state = {f"{i}.weight": torch.randn(32, 48 + 16 * (i % 3), generator=generator) * (1 + i % 5) for i in range(40)}
@@ -162,15 +221,12 @@ def test_few_arrays_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_is_spoken_for_by_one_of_its_usual_size_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables and records are as many as there are arrays; and what is pruned of one depends on the others' scale."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [32, 32, 32, 32, 40, 32, 32, 32, 32, 40]
-    state = {f"{i}.weight": 10.0 ** (i > 4) * torch.randn(64, n, generator=generator) for i, n in enumerate(sizes)}
+    sizes = [17, 17, 17, 31, 31, 17, 31, 17, 31, 17]
+    state = {f"{i}.weight": torch.randn(64, n, generator=generator) for i, n in enumerate(sizes)}
     monkeypatch.setattr(sampling, "GROUPS", 2)
     leaves = Subject.of(state, SOME[0], None, None, None).leaves
-    scales = [float(leaf.flat.abs().median()) for leaf in leaves]
-    (small, a), (large, b) = sampling.representatives(leaves, scales)
-    assert {small, large} <= {0, 1, 2, 3, 5, 6, 7, 8}
-    assert small < 5 <= large
-    assert a == b == 168 / 32
+    scales = [0.1, 0.3, 0.4, 0.2, 0.5, 1.0, 3.0, 2.0, 5.0, 4.0]  # of the larger ones 3 and 6 are nearer to the middle
+    assert sampling.representatives(leaves, scales) == [(3, 113 / 31), (6, 113 / 31)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -164,3 +164,111 @@ def test_steps_that_nobody_told_make_nothing_up() -> None:
     assert trail.earlier(state, 10).steps is None
     trail.follow(state, ckpt, 10)
     assert trail.earlier(state, 30).steps == 20
+
+
+def follow(trail: sp.Trail, w: Any, step: int) -> Any:
+    state = {"w": w}
+    trail.follow(state, sp.compress(state, cfg=RATED, earlier=trail.earlier(state, step)), step)
+    return trail.earlier(state).weights["w"]
+
+
+def test_a_name_that_other_weights_end_in(tmp_path: Path) -> None:
+    """What is known of `w` is not taken for `sub/w`, be it new, exact or of another shape."""
+    store = sp.Store(tmp_path, RATED)
+    for step in range(0, 30, 10):
+        w = drifting(step)["model"]["w"]
+        store.save(
+            step, {"w": w, "norm": {"w": w[0]}, "list": {"w": np.arange(5)}, **({"sub": {"w": w.T}} if step else {})}
+        )
+    assert store.verify() == {}
+
+
+@pytest.mark.parametrize("names", [(0, "0"), ("a", "b")])
+def test_paths_that_do_not_tell_weights_apart(tmp_path: Path, names: Any) -> None:
+    """Keys 0 and "0", or a slash in one: which average is whose is not guessed."""
+    store = sp.Store(tmp_path, RATED)
+    for step in range(0, 30, 10):
+        w = drifting(step)["model"]["w"]
+        store.save(step, {0: w, "0": w.T} if names[0] == 0 else {"a": {"b": w}, "a/b": w.T})
+    assert store.verify() == {}
+
+
+def test_saves_in_inference_mode_and_out_of_it(tmp_path: Path) -> None:
+    """As Lightning's, which validates in it."""
+    stores = [sp.Store(tmp_path / name, RATED) for name in "ab"]
+    for step in range(0, 40, 10):
+        made = set()
+        for store, inside in zip(stores, (step % 20 == 0, False), strict=True):
+            with torch.inference_mode(inside):
+                state = {"w": torch.from_numpy(drifting(step)["model"]["w"]) * 1}
+                made.add(store.save(step, state).checkpoint.to_bytes())
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("library", [np.array, torch.tensor])
+def test_a_value_that_was_not_finite_is_forgotten(library: Any) -> None:
+    trail, w = sp.Trail(), drifting(0)["model"]["w"]
+    follow(trail, library(w), 0)
+    for bad in (np.inf, np.nan, -np.inf):
+        broken = w.copy()
+        broken[3, 4] = bad
+        follow(trail, library(broken), 10)
+        found = np.asarray(follow(trail, library(w), 20))
+        np.testing.assert_allclose(found, w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_a_trail_that_has_no_room_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """The step is stored; the next one begins a new trail. (torch's for want of memory is a RuntimeError.)"""
+    store = sp.Store(tmp_path, RATED)
+    store.save(0, drifting(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(sp.Trail, "follow", lambda *a: (_ for _ in ()).throw(error("no room")))
+        store.save(10, drifting(10))
+    saved = store.save(20, drifting(20)).checkpoint
+    again = sp.Store(tmp_path, RATED)
+    again.follow(10)
+    assert again.save(20, drifting(20)).checkpoint.to_bytes() == saved.to_bytes()
+
+
+def test_whether_one_save_is_aimed_is_a_matter_of_the_stores_chain(tmp_path: Path) -> None:
+    """As is when to take a base: a chain in the configuration of one save says nothing."""
+    based = sp.ChainPolicy(against="base")
+    plain, ahead = sp.Config(rate=0.002), sp.Config(rate=0.002, chain=based)
+    for name, own, given, other in (("a", based, plain, ahead), ("b", RATED.chain, ahead, plain)):
+        stores = [sp.Store(tmp_path / name / n, sp.Config(chain=own)) for n in "xy"]
+        for step in range(0, 50, 10):
+            made = [s.save(step, drifting(step), cfg=c) for s, c in zip(stores, (given, other), strict=True)]
+            assert made[0].checkpoint.to_bytes() == made[1].checkpoint.to_bytes()
+        assert (made[0].checkpoint.records[0].meta.get("a", 0) > 0) is (name == "b")
+    with pytest.raises(sp.BadArgumentError, match=r"chain\.against"):
+        sp.Store(tmp_path / "c", sp.Config(chain=based)).save(0, drifting(0), cfg=sp.Config(ahead=True))
+
+
+@pytest.mark.parametrize("how", ["load", "follow"])
+def test_who_goes_back_begins_a_new_trail(tmp_path: Path, how: str) -> None:
+    """As a store that is opened anew does: what came after is no past of what is restored."""
+    made = []
+    for name in "ab":
+        store = sp.Store(tmp_path / name, RATED)
+        for step in range(0, 40, 10):
+            store.save(step, drifting(step))
+        store = store if name == "a" else sp.Store(tmp_path / name, RATED)
+        getattr(store, how)(30)
+        made.append([store.save(step, drifting(step)).checkpoint.to_bytes() for step in (40, 50)])
+    assert made[0] == made[1]
+
+
+def test_a_save_that_is_not_aimed_ends_the_trail(tmp_path: Path) -> None:
+    made = []
+    for name in "ab":
+        store = sp.Store(tmp_path / name, RATED)
+        for step in range(0, 40, 10):
+            store.save(step, drifting(step), cfg=sp.Config(rate=0.002, ahead=False) if step == 30 else None)
+        if name == "b":
+            store = sp.Store(tmp_path / name, RATED)
+            store.follow(30)
+        made.append([store.save(step, drifting(step)).checkpoint.to_bytes() for step in (40, 50)])
+    assert made[0] == made[1]

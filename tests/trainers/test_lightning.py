@@ -32,6 +32,7 @@ from shrinkpoint.trainers.loop import RanksChangedWarning
 
 from .killing import run_and_kill
 from .lightning_run import AVERAGES, Model, Normed, Searching, averaged, fit
+from .watching import bounds_handed_to_savers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("lightning_run.py")
@@ -139,9 +140,11 @@ def test_a_fit_in_the_background_leaves_all_durable(tmp_path: Path) -> None:
     assert store.describe(store.steps()[-1]).is_delta
 
 
-def test_chains_are_compacted_between_saves(tmp_path: Path) -> None:
+def test_chains_are_compacted_between_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = bounds_handed_to_savers(monkeypatch, adapter)
     cfg = sp.presets.lossless(chain=sp.ChainPolicy(None))
     model = fit(tmp_path / "run", 6, plugin=CompressedIO(cfg, background=True, compact=1.0))
+    assert bounds == [1.0]
     store = sp.Store(tmp_path / "run" / "shrinkpoint")
     assert len(store.steps()) == 2
     assert store.verify() == {}

@@ -18,6 +18,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed; `make fra
 
 from transformers import AutoModelForCausalLM, Trainer
 
+from shrinkpoint.trainers import transformers as adapter
 from shrinkpoint.trainers.transformers import (
     CompressCallback,
     CompressedCheckpoints,
@@ -29,6 +30,7 @@ from shrinkpoint.trainers.transformers import (
 
 from .killing import run_and_kill, torchrun
 from .transformers_run import BackgroundTrainer, SmallTrainer, make
+from .watching import bounds_handed_to_savers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("transformers_run.py")
@@ -116,13 +118,16 @@ def test_in_the_background_all_is_durable_in_the_end(tmp_path: Path) -> None:
     assert args.save_total_limit == trainer.args.save_total_limit == 2
 
 
-def test_chains_are_compacted_between_saves(tmp_path: Path) -> None:
+def test_chains_are_compacted_between_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = bounds_handed_to_savers(monkeypatch, adapter)
+
     class Compacting(BackgroundTrainer):
         compact = 1.0
         compression = sp.presets.lossless(chain=sp.ChainPolicy(None))
 
     make(tmp_path / "run", 24, Compacting, save_total_limit=2).train()
     make(tmp_path / "run", 32, Compacting, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert bounds == [1.0, 1.0]
     store = sp.Store(tmp_path / "run" / "shrinkpoint")
     assert len(store.steps()) == 2
     assert store.verify() == {}

@@ -33,6 +33,7 @@ def tree(rank: int) -> dict[str, Any]:
         "mean": torch.randn(64, generator=own).bfloat16(),
         "rng": [np.arange(5) + rank, torch.randn(3, generator=own)][: 2 - rank],
         "step": torch.tensor(7),
+        "zeros": torch.zeros(3, dtype=(torch.float32, torch.int32)[rank]),
         "name": f"rank {rank}",
         ("a", 1): {"time": rank / 3, "none": None, "empty": torch.empty(0, 2)},
     }
@@ -47,7 +48,7 @@ def main(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "broadcast_object_list", lambda o, *a, **k: (sent.append(1), broadcast(o, *a, **k)))
         found = of_first(team, mine, group)
-    assert len(sent) == 3, "the mean and two generators"
+    assert len(sent) == 4, "the mean, two generators, zeros of another dtype"
     assert found is mine or rank == 1
     expected = tree(0)
     same = sp.compress([found], cfg=sp.presets.lossless()).id == sp.compress([expected], cfg=sp.presets.lossless()).id
