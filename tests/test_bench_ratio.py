@@ -328,7 +328,7 @@ def test_our_weights_are_held_against_the_published_ones_strictly_and_within_cha
         "weights, a": system(weight_bits=0.5, later=(0.1, 0.2, 0.3)),
         "weights, b": system(weight_bits=0.4, later=(0.0, 0.3, 0.4)),  # +0.03 +- 0.07
         "weights, c": system(weight_bits=0.1, later=(0.2, 0.3, 0.4)),
-        "rate 0.1": system(weight_bits=0.01, later=-1.0),
+        "bitsnap": system(weight_bits=0.01, later=-1.0),
     }
     strict, within = weights_rows("M", 1, found, "inshrinkerator 16")
     assert (strict.row, within.row) == (f"M: {EQUAL} inshrinkerator 16", f"M: {WITHIN} inshrinkerator 16")
@@ -336,6 +336,11 @@ def test_our_weights_are_held_against_the_published_ones_strictly_and_within_cha
     assert within.value == pytest.approx(0.4)
     assert "ours: weights, b; loss later above the published one's by +0.03 +- 0.07 points" in within.note
     assert strict.met is within.met is None
+    # A setting for whole states counts too: what it loses, its lossier moments lose as well.
+    for name in ("default", "rate 0.1"):
+        strict, _ = weights_rows("M", 1, {**found, name: system(weight_bits=0.2, later=0.1)}, "inshrinkerator 16")
+        assert (strict.value, strict.ratio) == (0.2, 5.0)
+        assert strict.note.startswith(f"ours: {name};")
 
 
 def test_seeds_that_are_not_known_are_not_paired() -> None:
