@@ -37,7 +37,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Pattern = np.ndarray[Any, np.dtype[np.float32]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
-SAMPLES = 512
+SAMPLES = 1024
 LATE, _SURE = 3, 0.8
 """With so few rounds left and nothing that passed, only what passes with this probability is tried. What passes with it
 is also what savings are counted from as long as nothing has."""

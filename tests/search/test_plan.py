@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint.search.cube import Cube, Point, normal
 from shrinkpoint.search.plan import (
+    SAMPLES,
     Candidate,
     Known,
     chances,
@@ -278,11 +279,11 @@ def test_draws_follow_the_trials() -> None:
     candidates, losses = signed(3, 0.03)
     known = [Known(c, x, False) for c, x in zip(candidates[::20], losses[::20], strict=True)]
     found = draws([k.candidate for k in known], known, 1e-5)
-    assert found.shape == (512, len(known))
+    assert found.shape == (SAMPLES, len(known))
     assert (found == draws([k.candidate for k in known], known, 1e-5)).all()
     near = np.abs(np.median(found, axis=0) - [k.degradation for k in known])
     assert (near <= 0.2 * np.abs([k.degradation for k in known]) + 0.003).all()
-    assert draws([], known, 1e-5).shape == (512, 0)
+    assert draws([], known, 1e-5).shape == (SAMPLES, 0)
 
 
 def test_chances_fall_with_aggressiveness_and_what_is_no_number_fails() -> None:
