@@ -30,6 +30,7 @@ class CompressedStates:
         self.accelerator = accelerator
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
+        self._failed: Exception | None = None
         self._stand_ins: list[tuple[Any, str]] = []
         self._handles = [
             accelerator.register_save_state_pre_hook(self._save),
@@ -53,6 +54,9 @@ class CompressedStates:
         Raises:
             Exception: what the save raised.
         """
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
         if self._background is not None:
             self._background.wait()
 
@@ -70,9 +74,13 @@ class CompressedStates:
     def _load_state(self, *args: Any, **keywords: Any) -> Any:
         """`load_state`, whichever way it ends: optimizers answer for themselves afterwards.
 
-        The main process saves, and no other one may look before it has.
+        The main process saves, and no other one may look before it has. A save that failed is told by the next one: what
+        is there can be loaded, and no other process is left waiting.
         """
-        self.wait()
+        try:
+            self.wait()
+        except Exception as e:
+            self._failed = e
         self.accelerator.wait_for_everyone()
         try:
             return type(self.accelerator).load_state(self.accelerator, *args, **keywords)
