@@ -65,6 +65,11 @@ class LevelsMemory:
         return out
 
 
+def beneath(parent: Memory | None, spec: LeafSpec) -> LevelsMemory | None:
+    """The parent where levels of an array can be a delta against it."""
+    return parent if isinstance(parent, LevelsMemory) and parent.levels.size == spec.size else None
+
+
 def _beside(levels: NpArray, other: Array) -> Array:
     """Levels in the library of `other`."""
     if is_torch(other):
@@ -91,6 +96,8 @@ def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
 
 
 def level_chunks(memory: LevelsMemory, before: LevelsMemory | None, coder: str) -> list[bytes]:
+    """The pieces from the second on: the levels of each chunk, in the context of the parent's where there is one."""
+
     def one(start: int) -> bytes:
         part = slice(start, start + CHUNK)
         parent = None if before is None else before.levels[part]
@@ -106,11 +113,12 @@ def restate_levels(
     """The same levels, codebook and protected values against another parent, see `codec.restate`."""
     if not isinstance(memory, LevelsMemory):
         raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
-    before = parent if isinstance(parent, LevelsMemory) and parent.levels.size == spec.size else None
+    before = beneath(parent, spec)
     return meta, [references(memory, spec, before), *level_chunks(memory, before, "smallest")]
 
 
 def references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None) -> bytes:
+    """The first piece: what the levels refer to."""
     out = Writer()
     out.varint(memory.codebook.size)
     if before is not None and np.array_equal(before.codebook, memory.codebook):
@@ -149,6 +157,7 @@ def _multiples(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
 
 
 def widened(codebook: Array) -> NpArray:
+    """Values on the host, of any float dtype, as float64."""
     with np.errstate(invalid="ignore"):
         wide: NpArray = codebook.double().numpy() if is_torch(codebook) else codebook.astype(np.float64)
     return wide
@@ -178,7 +187,7 @@ def decode_levels(
     """The stream format "levels"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"levels: {spec.dtype} has none")
-    before = parent if isinstance(parent, LevelsMemory) and parent.levels.size == spec.size else None
+    before = beneath(parent, spec)
     starts = range(0, spec.size, CHUNK)
     if len(pieces) != len(starts) + 1:
         raise CorruptDataError(f"levels: {len(pieces)} pieces for {len(starts)} chunks")

@@ -33,7 +33,7 @@ from .errors import BadArgumentError
 from .exact import Exact
 from .importance import mean_root
 from .leaves import LeafSpec, NpArray
-from .levels import MAX_BINS, LevelsMemory, level_chunks, metadata, references
+from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
 from .multiples import store_multiples
 from .parallel import map_chunks
 from .partition import Sketch, kept, protection, pruning, share_at_or_above
@@ -208,7 +208,7 @@ class Quantize:
             problems = {}
             if self.max_error is None and on_gpu(place):
                 for i in numbers:
-                    before = _before(leaves[i], parents[i])
+                    before = beneath(parents[i], leaves[i].spec)
                     problem = problem_of(cells[i], self._fit(self._bins(leaves[i])), _codebook(before))
                     if problem is not None and problem.method == "exact" and problem.start is None:
                         problems[i] = problem
@@ -307,7 +307,7 @@ class Quantize:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: Plan) -> Stored:
         """Encode one array; `error` is the relative L2 error met."""
-        before = _before(leaf, parent)
+        before = beneath(parent, leaf.spec)
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
         for limits, codebook, reason, may_err in self._attempts(leaf, plan, before):
@@ -363,11 +363,6 @@ class Quantize:
             if reason != "frozen":
                 codebook = held_codebook(codebook, cells, how, leaf.spec)
             yield plan.thresholds, codebook, reason, np.inf
-
-
-def _before(leaf: Leaf, parent: Memory | None) -> LevelsMemory | None:
-    """The parent where levels can be a delta against it."""
-    return parent if isinstance(parent, LevelsMemory) and parent.levels.size == leaf.spec.size else None
 
 
 def _codebook(before: LevelsMemory | None) -> NpArray | None:

@@ -143,4 +143,5 @@ def _check(asked: Asked, evaluate: Any) -> None:
 
 
 def hashed(text: str) -> str:
+    """A text in 32 hexadecimal digits, for comparison."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

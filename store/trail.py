@@ -61,8 +61,10 @@ class Trail:
     def __init__(self, checkpoint: Checkpoint | None = None, step: float | None = None) -> None:
         self._means: dict[str, Array] = {}
         self._step = step
-        for record in checkpoint.records if checkpoint is not None else ():
-            if checkpoint is not None and record.stream == "levels":
+        if checkpoint is None:
+            return
+        for record in checkpoint.records:
+            if record.stream == "levels":
                 values = _copied(checkpoint.memory_of(record).values(record.spec))
                 self._means[record.path] = values.reshape(record.spec.shape)
 
@@ -76,8 +78,7 @@ class Trail:
         Returns:
             What `compress(earlier=)` takes; its arrays are the average itself, which the next `follow` changes.
         """
-        arrays = _by_path(state)
-        means = {path: mean for path, mean in self._means.items() if _shape(arrays.get(path)) == _shape(mean)}
+        means = self._fitting(_by_path(state))
         since = None if self._step is None or step is None else step - self._step
         return Earlier(means, since if since is not None and since > 0 else None)
 
@@ -89,7 +90,8 @@ class Trail:
             checkpoint: what it was compressed to.
             step: its training step; None: not known.
         """
-        arrays, means = _by_path(state), self.earlier(state).weights
+        arrays = _by_path(state)
+        means = self._fitting(arrays)
         if step is None:
             self._step = None
         else:
@@ -101,6 +103,10 @@ class Trail:
                 mean = means.get(record.path)
                 now = _copied(flat) if mean is None else _moved(beside(mean.reshape(-1), flat), flat)
                 self._means[record.path] = now.reshape(record.spec.shape)
+
+    def _fitting(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """The averages of those arrays that have the shape they had."""
+        return {path: mean for path, mean in self._means.items() if _shape(arrays.get(path)) == _shape(mean)}
 
 
 def _by_path(state: Any) -> Mapping[str, Array]:
