@@ -48,7 +48,7 @@ CONFIGS: dict[str, Callable[[], sp.Config]] = {
     "inshrinkerator": sp.presets.inshrinkerator,
     "lossless": sp.presets.lossless,
 }
-FLOOR, ZSTD, TORCH = "memcpy", "zstd -3", "torch.save"
+FLOOR, FRESH, ZSTD, TORCH = "memcpy", "memcpy, fresh", "zstd -3", "torch.save"
 COMPRESS, DECOMPRESS = at_least(400, "value"), at_least(900, "value")
 EXACT = at_least(400, "value")
 FORMATS = ("float32", "bfloat16")
@@ -87,7 +87,8 @@ class Plan:
                 ("compress", work.compress, self.target or (COMPRESS if own else None)),
                 ("decompress", work.decompress, self.target or (DECOMPRESS if own else None)),
             ):
-                names = (FLOOR, ZSTD, TORCH) if self.peers else (FLOOR,)
+                floors = (FLOOR, FRESH) if name == "decompress" else (FLOOR,)
+                names = (*floors, ZSTD, TORCH) if self.peers else floors
                 case = Case(
                     f"{name} {kind}, {self.config}, {self.label}",
                     parameters(self.pair),
@@ -159,11 +160,14 @@ class Work:
 
     def _peers(self, *, decode: bool) -> list[Peer]:
         arrays = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for _, x in data.arrays(self.state)]
-        floor = Peer(FLOOR, lambda: _copies(arrays, self.plan.threads))
+        floors = [Peer(FLOOR, lambda: _copies(arrays, self.plan.threads))]
+        if decode:
+            note = "into arrays allocated anew, as what is decompressed comes in"
+            floors.append(Peer(FRESH, lambda: _copies(arrays, self.plan.threads, fresh=True), note=note))
         if not self.plan.peers:
-            return [floor]
+            return floors
         return [
-            floor,
+            *floors,
             Peer(ZSTD, lambda: _zstd(arrays, self.plan.threads, decode=decode), note="lossless"),
             Peer(TORCH, lambda: _torch(self.state, decode=decode), note="no compression, to and from memory"),
         ]
@@ -199,21 +203,24 @@ def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
     return f"{exact} arrays exact, {len(before) - exact} within the stated error, same bytes again"
 
 
-def _copies(arrays: list[Any], count: int) -> Callable[[], object]:
-    """Copying all arrays, each thread its share of every one."""
-    into = [np.empty_like(x) for x in arrays]
-    for x in into:
-        x.fill(1)
+def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
+    """Copying all arrays, each thread its share of every one; `fresh`: to memory allocated anew each time."""
+    used = [np.ones_like(x) for x in arrays]
 
-    def part(number: int) -> None:
+    def part(number: int, into: list[Any]) -> None:
         for source, target in zip(arrays, into, strict=True):
             cut = slice(number * source.size // count, (number + 1) * source.size // count)
             np.copyto(target[cut], source[cut])
 
-    if count == 1:
-        return lambda: part(0)
+    def call() -> None:
+        into = [np.empty_like(x) for x in arrays] if fresh else used
+        if count == 1:
+            part(0, into)
+        else:
+            list(pool.map(part, range(count), [into] * count))
+
     pool = ThreadPoolExecutor(count)
-    return lambda: list(pool.map(part, range(count)))
+    return call
 
 
 def _zstd(arrays: list[Any], count: int, *, decode: bool) -> Callable[[], object]:

@@ -22,7 +22,7 @@ def speed() -> str:
         if row["device"] == "cpu, 1 thread":
             cells[row["peer"]] = row["peer_value"]
     columns = {"1 thread": "1 thread", "2 threads": "2 threads", "zstd -3": "zstd -3", "torch.save": "torch.save"}
-    columns |= {"memcpy": "memory copy"}
+    columns |= {"memcpy": "memory copy", "memcpy, fresh": "copy to new memory"}
     lines = [[what, *(number(cells.get(c)) for c in columns)] for what, cells in found.items()]
     title = f"MB/s of raw state, {size / 1e6:.0f} M parameters, commit {commit_of('codec.json')}"
     return markdown([title, *columns.values()], lines)
