@@ -43,7 +43,7 @@ MINUTES = 30.0
 """How long it takes unless `--minutes` says otherwise."""
 STUDY = Study(
     1,
-    ("default", "rate 0.0005", "no compression", "inshrinkerator", "rate 0.0005, 16 bins, bases every 100", YARDSTICK),
+    ("default", "rate 0.0005", "no compression", "inshrinkerator", "rate 0.004, 12 bins, bases every 100", YARDSTICK),
     spacing=50,
 )
 """In this order, so that a limit cuts the least wanted ones."""

@@ -91,9 +91,8 @@ def _coarse(rate: float, bins: int) -> Make:
 
 
 RARE_BASES: dict[str, Make] = {
-    "rate 0.0005, bases every 100": _config(lambda: sp.Config(rate=0.0005, chain=RARE)),
-    "rate 0.0005, 16 bins, bases every 100": _coarse(0.0005, 16),
-    "rate 0.001, 12 bins, bases every 100": _coarse(0.001, 12),
+    "rate 0.004, 12 bins, bases every 100": _coarse(0.004, 12),
+    "rate 0.008, 12 bins, bases every 100": _coarse(0.008, 12),
 }
 """For chains of hundreds of checkpoints, of which bases take more than late deltas do: fewer bases, fewer bins."""
 
@@ -160,7 +159,7 @@ _SHORT = (
     "ExCP",
     YARDSTICK,
 )
-_SHORTEST = ("default", "rate 0.0005", "inshrinkerator", "QD-compressor", YARDSTICK)
+_SHORTEST = ("default", "rate 0.0005", "rate 0.002, 16 bins", "inshrinkerator", "QD-compressor", YARDSTICK)
 STUDIES = {
     "MLP": Study(3, None, _FEW, thresholds=1, ablation=1),
     "embedding": Study(2, _SHORT),
@@ -168,21 +167,13 @@ STUDIES = {
     "ViT": Study(1, _SHORT),
     "GPT": Study(1, _SHORTEST, spacing=30, batches=1),
 }
-_COARSE = "rate 0.0005, 16 bins, bases every 100"
-_LONG_SYSTEMS = (
-    "default",
-    _COARSE,
-    "rate 0.001, 12 bins, bases every 100",
-    "inshrinkerator, one base",
-    "QD-compressor",
-    YARDSTICK,
-)
-_LONG_SHORT = ("default", "rate 0.0005, bases every 100", _COARSE, "QD-compressor", YARDSTICK)
+_COARSE = tuple(RARE_BASES)
+_LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
 LONG = {
-    "MLP long": Study(1, _LONG_SHORT, steps=3600),
-    "MLP longer": Study(2, (_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
+    "MLP long": Study(3, ("default", *_COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
+    "MLP longer": Study(2, (*_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
     "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
-    "GPT long": Study(1, ("default", _COARSE, YARDSTICK), batches=1, every=3, steps=1800),
+    "GPT long": Study(1, ("default", *_COARSE, YARDSTICK), batches=1, every=3, steps=1800),
 }
 """Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days."""
 QUICK = Study(1, ("default", "rate 0.0005", "inshrinkerator", "lossless", YARDSTICK), steps=120)

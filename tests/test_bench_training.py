@@ -419,7 +419,7 @@ def test_quick_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "STUDIES", {})
-    name = "rate 0.001, 12 bins, bases every 100"
+    name = "rate 0.004, 12 bins, bases every 100"
     monkeypatch.setattr(training, "LONG", {"MLP long": training.Study(1, (name,), steps=120)})
     rows = training.run(Options(only="MLP long failures"))
     assert len(rows) == len(training.COLUMNS) + 2  # nobody to be beaten by
