@@ -8,7 +8,8 @@ In a result of `bench ratio`, of one model, rows of a system that was measured t
 say at which commit they were measured, and rows of systems that `bench ratio` no longer has go. What compares systems
 (the targets, our weights beside the published ones') is made again from all of them. `--measure` takes names of
 `SYSTEMS`, "alone" and "peers". In any other result an experiment, what stands before the colon of a row, is replaced as
-a whole, and its rows say at which commit; targets of `bench training` are made again from all of them.
+a whole, and its rows say at which commit; of `bench training` rows of systems that it no longer has go, and targets are
+made again from all of them.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
     Raises:
         BadArgumentError: a newer one is of other versions, which the result could not say.
     """
-    rows = _experiments(old["rows"])
+    rows = _experiments(row for row in old["rows"] if not training.is_dropped(row))
     for document in new:
         # What is not installed everywhere has no part in the rows that are there.
         both = (old["versions"].keys() & document["versions"].keys()) - {"shrinkpoint"}

@@ -400,6 +400,17 @@ def is_target(row: Mapping[str, Any]) -> bool:
     return TARGET in row["row"]
 
 
+def is_dropped(row: Mapping[str, Any]) -> bool:
+    """Whether a row in a JSON document is of a system that is compared no more.
+
+    Example:
+        >>> [is_dropped({"row": f"MLP, 10 failures, {of}: rework"}) for of in ("default", "best guess")]
+        [False, True]
+    """
+    _, failures, system = row["row"].partition(": ")[0].partition(" failures, ")
+    return bool(failures) and not is_searched(system) and system not in SYSTEMS | RARE_BASES
+
+
 def is_other(system: str) -> bool:
     """Whether it is somebody else's lossy system."""
     return not is_own(system) and not system.startswith("ablation, own") and system not in (*EXACT, YARDSTICK)
