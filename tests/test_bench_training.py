@@ -496,7 +496,8 @@ def test_a_variant_differs_from_the_whole_in_one_thing() -> None:
                 for f in dataclasses.fields(sp.Quantize)
                 if getattr(ours[0], f.name) != getattr(theirs[0], f.name)
             ]
-            parts = len(changed) + (variant.config().rate != whole.config().rate)
+            of, all_parts = variant.config(), whole.config()
+            parts = len(changed) + (of.rate != all_parts.rate) + (of.ahead != all_parts.ahead)
             parts += variant.searching is not whole.searching
             expected = 2 if name.endswith("codebook kept") else 1
             if name.endswith("no sensitivity"):
