@@ -79,12 +79,14 @@ class Searching:
         cube: what is chosen from.
         batches: of the held-out set, that `evaluate` sees.
         every: checkpoints from one search to the next.
+        ahead: code weights ahead of their drift, in trials and in what is stored.
     """
 
     threshold: float
     cube: Cube
     batches: int = 5
     every: int = 5
+    ahead: bool = False
 
 
 _numbers = itertools.count()
@@ -150,13 +152,14 @@ class InStore:
 
         found = sp.search(
             state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds,
+            earlier=self.store.earlier(state, run.step) if how.ahead else None,
             cube=how.cube, direction="lower", progress=False,
         )  # fmt: skip
         self.last = found
         self.evaluations += found.evaluations
         self.unmet += not found.met
         rate = found.point.rate if found.point is not None else 0.0
-        return sp.Config(found.config.rules, rate=rate, chain=self.store.cfg.chain, ahead=False)
+        return sp.Config(found.config.rules, rate=rate, chain=self.store.cfg.chain, ahead=found.config.ahead)
 
     def restore(self) -> State:
         self._stop()

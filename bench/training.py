@@ -112,6 +112,9 @@ def searched(threshold: float) -> dict[str, Make]:
     """The systems whose configuration is searched for under a threshold per checkpoint, relative."""
     return {
         f"default, searched for {threshold:.1%}": _config(sp.Config, searching=Searching(threshold, OWN_CUBE)),
+        f"default, searched for {threshold:.1%}, ahead": _config(
+            sp.Config, searching=Searching(threshold, OWN_CUBE, ahead=True)
+        ),
         f"inshrinkerator, searched for {threshold:.1%}": _config(
             sp.presets.inshrinkerator, grads=True, searching=Searching(threshold, PAPER_CUBE)
         ),

@@ -73,7 +73,7 @@ class Asked:
 
 
 def opened(
-    team: Team, asked: Asked, state: Any, evaluate: Any, prev: Any, grads: Any, kinds: Any
+    team: Team, asked: Asked, state: Any, evaluate: Any, prev: Any, grads: Any, kinds: Any, earlier: Any
 ) -> tuple[Given, Watched | None, str]:
     """Check all arguments, on every process before any does something that others must join in.
 
@@ -88,7 +88,7 @@ def opened(
 
     def opening() -> dict[str, Any] | None:
         _check(asked, evaluate)
-        given = Given.of(state, prev, grads, kinds)
+        given = Given.of(state, prev, grads, kinds, earlier)
         if evaluate is None and team.size == 1:
             taken.append((given, None))
             return None
@@ -109,7 +109,7 @@ def opened(
             )
     # Of what is in parts each process has its own values; a trial belongs to all of them.
     point = next(iter(asked.where))
-    names = ("state", "prev", "grads", "kinds")
+    names = ("state", "prev", "grads", "kinds", "earlier")
     common = [told[0]["same"][n] for n in names] + [t["own"] for t in told if taken[0][0].is_sharded]
     return *taken[0], hashed(json.dumps([common, point.config().to_json()]))
 

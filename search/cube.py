@@ -81,19 +81,20 @@ class Point:
             rate=self.rate,
         )
 
-    def config(self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None) -> Config:
+    def config(
+        self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None, ahead: bool = False
+    ) -> Config:
         """The whole configuration: the point's codec for weights, the rest as its system has it.
-
-        It is stored as it was evaluated, not ahead of the drift.
 
         Args:
             embedding_bins: entries for embeddings instead of the point's own.
             chain: when a store takes a base; default `ChainPolicy()`.
+            ahead: whether a store codes weights ahead of their drift; default False.
         """
         point = self if embedding_bins is None else dataclasses.replace(self, embedding_bins=embedding_bins)
         rules = inshrinkerator().rules if self.system == "inshrinkerator" else ()
         weights = Rule("weight", point.codec())
-        return Config([weights, *(r for r in rules if r.match != "weight")], chain=chain, ahead=False)
+        return Config([weights, *(r for r in rules if r.match != "weight")], chain=chain, ahead=ahead)
 
     def expected_bits(self) -> float:
         """Bits a weight that a base would take if all levels were equally likely: the order of the cube."""

@@ -54,7 +54,7 @@ def concluded(space: Space, choice: Choice, method: str, fell_back: bool) -> Sea
         notes.append("no state compressed beyond use evaluated to a number: the direction is not looked for again")
     point = None if best is None else best.point
     return SearchResult(
-        config=presets.lossless() if point is None else point.config(),
+        config=presets.lossless() if point is None else trials.subject.config(point),
         point=point,
         trials=tuple(trials.found),
         met=point is not None,
@@ -84,13 +84,13 @@ def _untried(config: Config, allowed: float, cube: Cube, method: str, note: str)
     )  # fmt: skip
 
 
-def by_error(allowed: float, cube: Cube) -> SearchResult:
+def by_error(allowed: float, cube: Cube, *, ahead: bool) -> SearchResult:
     """Without `evaluate`: the number of bins follows from the error target, array by array, when it is compressed."""
     mildest = max(cube, key=Point.expected_bits)
-    config = dataclasses.replace(mildest, prune=0.0, rate=0.0).config()
+    config = dataclasses.replace(mildest, prune=0.0, rate=0.0).config(ahead=ahead)
     note = f"no evaluate: every array keeps a relative error of {allowed:g}, with as few bins as that takes"
     return _untried(
-        Config(config.rules, max_rel_error=allowed, chain=config.chain, ahead=False),
+        Config(config.rules, max_rel_error=allowed, chain=config.chain, ahead=ahead),
         allowed,
         cube,
         "error target",

@@ -183,10 +183,10 @@ def _codebook(
 def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: float) -> NpArray:
     """Levels of the sample, as the codec would choose them."""
     before = part.before
-    own = assign(part.x, limit, codebook, gradient=part.gradient)
+    own = assign(part.wanted, limit, codebook, gradient=part.gradient)
     if trade and codebook.size:
         parent, contexts = (None, 1) if before is None else (before.levels, before.size)
-        own = cheapest_levels(part.x, own, parent, contexts, codebook, trade)
+        own = cheapest_levels(part.wanted, own, parent, contexts, codebook, trade)
     levels: NpArray = own.numpy() if is_torch(own) else own
     return levels
 

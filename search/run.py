@@ -32,6 +32,7 @@ def search(
     last: SearchResult | None = None,
     grads: Any = None,
     kinds: Mapping[str, Any] | None = None,
+    earlier: Any = None,
     group: Any = None,
     cube: Cube | None = None,
     direction: str | None = None,
@@ -62,6 +63,8 @@ def search(
         grads: gradient averages, as `SensitivityTracker.grads` gives them; default None, which leaves pruning by
             sensitivity out.
         kinds: as for `compress`.
+        earlier: as for `compress`, of `Store.earlier` or a `Trail`: every trial is then coded ahead of the weights'
+            drift, and so is what is stored with the configuration found (`Config.ahead`). Default None: neither is.
         group: `torch.distributed` process group whose members all call this with the same arguments: trials run beside
             each other, in rounds of its size. Collectives within `evaluate` are then only right for sharded states
             (DTensor), which all processes try together.
@@ -108,14 +111,14 @@ def search(
         asked = Asked(
             threshold, last, cube, direction, baseline, expected_restores, steps, relax, budget, resume, progress
         )
-        given, watched, fingerprint = opened(team, asked, state, evaluate, prev, grads, kinds)
+        given, watched, fingerprint = opened(team, asked, state, evaluate, prev, grads, kinds, earlier)
         cube, allowed = asked.where, asked.allowed
         if last is not None and asked.is_spent:
             return finished(budget_spent(last, allowed, cube), last, begin)
         if evaluate is None or watched is None:
             if not given.is_sharded:
                 Subject.made(given, next(iter(cube)))
-            return finished(by_error(allowed, cube), last, begin)
+            return finished(by_error(allowed, cube, ahead=earlier is not None), last, begin)
         subject = Subject.made(given, next(iter(cube)))
         if not subject.leaves:
             return finished(nothing_to_choose(allowed, cube, subject), last, begin)

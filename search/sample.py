@@ -12,6 +12,7 @@ from ..codec.base import Array, Leaf
 from ..codec.codebook import unit
 from ..codec.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
 from ..codec.levels import LevelsMemory
+from ..kernels.extrapolate import extrapolate
 
 BLOCK = 1024
 SAMPLE = 1 << 19
@@ -27,6 +28,7 @@ class Sample:
 
     Args:
         x, gradient: values and their gradients, on the host.
+        wanted: what is coded in place of the values: they themselves, or where they are going.
         wide: finite values as NumPy float32 or float64, times `unit`; 0 for the rest.
         unit: a power of two that keeps squares in range.
         norm: sum of squares of `wide`.
@@ -35,6 +37,7 @@ class Sample:
     """
 
     x: Array
+    wanted: Array
     gradient: Array | None
     wide: NpArray
     unit: float
@@ -61,8 +64,10 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
     finite = np.isfinite(wide)
     power = unit(float(np.abs(wide[finite]).max(initial=0.0)))
     wide = np.where(finite, wide, 0) * wide.dtype.type(power)
+    aim = 0.0 if leaf.earlier is None or before is None else before.aim
     return Sample(
         x,
+        extrapolate(x, taken(leaf.earlier, at), aim) if aim else x,
         None if leaf.gradient is None else taken(leaf.gradient, at),
         wide,
         power,

@@ -17,6 +17,7 @@ from ..codec.base import Array, Leaf, Memory
 from ..codec.checkpoint import Checkpoint, check_resolved, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
+from ..codec.drift import Earlier
 from ..codec.kinds import check_kinds, check_used, kinds_for
 from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
 from ..codec.matching import by_weights, matched, tie
@@ -43,6 +44,7 @@ class Given:
         gradients: by path.
         prev: the parent checkpoint, or None.
         kinds: as given.
+        earlier: the weights as they were, by path; None: not given.
     """
 
     state: Any
@@ -52,9 +54,12 @@ class Given:
     gradients: dict[str, Array]
     prev: Checkpoint | None
     kinds: Mapping[str, Any] | None
+    earlier: Earlier | None = None
 
     @staticmethod
-    def of(state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None) -> Given:
+    def of(
+        state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None, earlier: Any = None
+    ) -> Given:
         """Take a state apart; the arguments are those of `compress`, and so are the errors."""
         if prev is not None:
             check_resolved(prev)
@@ -62,8 +67,11 @@ class Given:
         nodes, found = tree.flatten(state, is_array)
         check_used(kinds, [node.path for node in found])
         gradients = by_weights(grads, found, "grads")
+        if earlier is not None:
+            before = earlier if isinstance(earlier, Earlier) else Earlier(earlier)
+            earlier = Earlier(by_weights(before.weights, found, "earlier"), before.steps)
         nodes, unique = tie(nodes, found)
-        return Given(state, grads, nodes, unique, gradients, prev, kinds)
+        return Given(state, grads, nodes, unique, gradients, prev, kinds, earlier)
 
     @property
     def is_sharded(self) -> bool:
@@ -83,6 +91,7 @@ class Given:
             "prev": "" if self.prev is None else self.prev.id,
             "grads": "" if watched.grads is None else _hashed(watched.grads.shared),
             "kinds": _hashed(sorted(kinds.items())),
+            "earlier": "" if self.earlier is None else _hashed(_told(self.earlier)),
         }
 
 
@@ -169,6 +178,10 @@ def _places(nodes: Sequence[Any]) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: (-item[0].count("/"), item[0])))
 
 
+def _told(earlier: Earlier) -> list[Any]:
+    return [repr(earlier.steps), Leaves.of(earlier.weights, "earlier/").shared]
+
+
 def _of_kind(kind: Any) -> list[Any]:
     rows = (kind.rows, kind.rows_since_base)
     return [repr(kind), *(None if r is None else xxhash.xxh3_128_hexdigest(np.ascontiguousarray(r).data) for r in rows)]
@@ -204,6 +217,7 @@ class Subject:
         prev: the parent checkpoint, or None.
         grads: gradients by full path.
         kinds: as given.
+        earlier: as the weights were, by full path; None: not given, and nothing is coded ahead of a drift.
     """
 
     nodes: list[Any]
@@ -219,6 +233,7 @@ class Subject:
     prev: Checkpoint | None
     grads: dict[str, Array]
     kinds: Mapping[str, Any] | None
+    earlier: Earlier | None
 
     @staticmethod
     def of(state: Any, point: Point, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None) -> Subject:
@@ -235,16 +250,25 @@ class Subject:
         """
         cfg, prev, kinds = point.config(), given.prev, given.kinds
         unique = [dataclasses.replace(node, value=_whole(node.value)) for node in given.arrays]
-        leaves, codecs = matched(unique, cfg, kinds, prev is None or not prev.is_delta, given.gradients, {})
+        before = {} if given.earlier is None else given.earlier.weights
+        leaves, codecs = matched(unique, cfg, kinds, prev is None or not prev.is_delta, given.gradients, before)
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
         small = tuple(i for i, x in enumerate(leaves) if x.spec.nbytes <= _SMALL and "moment" not in x.kind.role)
         chosen = [leaves[i] for i in numbers]
         parents = [None if prev is None else prev.parent_memory(leaf.key, leaf.spec) for leaf in chosen]
         own = {x.path: x.gradient.reshape(x.spec.shape) for x in chosen if x.gradient is not None}
+        earlier = None
+        if given.earlier is not None:
+            were = {x.path: x.earlier.reshape(x.spec.shape) for x in chosen if x.earlier is not None}
+            earlier = Earlier(were, given.earlier.steps)
         return Subject(
             given.nodes, unique, given.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg,
-            prev, own, kinds,
+            prev, own, kinds, earlier,
         )  # fmt: skip
+
+    def config(self, point: Point) -> Config:
+        """The configuration of a point, by which it is stored as it was evaluated."""
+        return point.config(ahead=self.earlier is not None)
 
     @property
     def sensitive(self) -> bool:
@@ -297,11 +321,12 @@ class Subject:
     def restored(self, cfg: Config) -> Restored:
         """The state compressed and decompressed; the arrays are fresh each time, so the caller may change them."""
         numbers = [*self.quantized, *sorted(self._beside)]
-        if any(getattr(rule.codec, "rate", None) for rule in cfg.rules):
-            # The rate-distortion encoder also looks at the second moments beside the weights.
+        if self.earlier is not None or any(getattr(rule.codec, "rate", None) for rule in cfg.rules):
+            # The rate-distortion encoder also looks at the second moments beside the weights, and how far these are
+            # ahead of their drift depends on the first.
             numbers = list(range(len(self.arrays)))
-        beside = self._kinds(numbers)
-        ckpt = compress(self._part(numbers), self.prev, cfg, grads=self.grads or None, kinds=beside)
+        beside, grads = self._kinds(numbers), self.grads or None
+        ckpt = compress(self._part(numbers), self.prev, cfg, grads=grads, kinds=beside, earlier=self.earlier)
         rest, others = self._others
         made = self._by_number(decompress(ckpt), numbers)
         apart = {i: value for i, value in others.items() if i not in made}

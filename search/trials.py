@@ -194,7 +194,7 @@ class Trials:
             if place >= len(points):
                 return None
             begin = time.perf_counter()
-            restored = self.subject.restored(points[place].config())
+            restored = self.subject.restored(self.subject.config(points[place]))
             quality = self._quality(points[place], restored.state)
             return [repr(quality), restored.nbytes, time.perf_counter() - begin]
 

@@ -15,6 +15,7 @@ from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint, Row, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
+from ..codec.drift import Earlier
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.partial import check_patterns, decompress_only
 from . import branches, labels, restores
@@ -205,14 +206,36 @@ class Store:
         return self._head
 
     @property
+    def loaded(self) -> int | None:
+        """The step that was loaded last, and that the next save goes on from; None from the first save on."""
+        return None if self._at is None else self._at[0]
+
+    @property
     def parent(self) -> Checkpoint | None:
         """What the next save will be a delta against, as `prev` for `search`; None: it will be a base, as `cfg.chain`
         has it now. With `cfg.chain.only_smaller` (default) a delta that then turns out to spare next to nothing is
         saved as a base all the same."""
-        head = self._current_head()
-        if head is None or wants_base(self.cfg.chain, head.last, _next_cost(head)):
-            return None
-        return head.checkpoint
+        head = self._next_head()
+        return None if head is None else head.checkpoint
+
+    def earlier(self, state: Any, step: int | None = None) -> Earlier:
+        """The weights as they were, a slow average of what was saved: what a save of this state is coded ahead of where
+        the configuration says so (`Config.ahead`), for `search(earlier=)`. The next save changes the arrays.
+
+        Args:
+            state: the state that will be saved.
+            step: its training step; None: not known.
+
+        Example:
+            >>> import numpy as np
+            >>> import shrinkpoint as sp
+            >>> store = sp.Store("memory://earlier-example", sp.Config(ahead=True))
+            >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+            >>> _ = store.save(1, {"w": w})
+            >>> store.earlier({"w": 1.01 * w}, 2).steps
+            1.0
+        """
+        return self._trail_from(self._next_head()).earlier(state, step)
 
     def follow(self, step: int | str, identity: str | None = None) -> None:
         """Let the next delta build on a step, as after `load`, without restoring its state; it is read from storage.
@@ -310,15 +333,11 @@ class Store:
         try:
             # Held from before the parent is looked at until the manifest is there: no collector removes it meanwhile.
             with self._lock.shared() as lease:
-                head = self._current_head()
-                if head is not None and wants_base(self.cfg.chain, head.last, _next_cost(head)):
-                    head = None
+                head = self._next_head()
                 parent, cfg = None if head is None else head.checkpoint, self._config(asked)
                 if not aims(cfg):
                     self._trail = None
-                elif self._trail is None:
-                    self._trail = Trail() if head is None else Trail(head.checkpoint, head.manifest.step)
-                earlier = None if self._trail is None else self._trail.earlier(state, step)
+                earlier = self._trail_from(head).earlier(state, step) if aims(cfg) else None
                 ckpt = compress(state, parent, cfg, grads=grads, kinds=kinds, earlier=earlier)
                 if head is None:
                     self._whole = Size.of(ckpt)
@@ -426,6 +445,17 @@ class Store:
             message = f"step {now.manifest.step}: {names} is gone: a new chain begins; verify() says what is lost"
             warnings.warn(message, StoreWarning, stacklevel=3)
         return None if gone else now
+
+    def _next_head(self) -> Head | None:
+        """What the next save builds on; None: a base is due."""
+        head = self._current_head()
+        return None if head is None or wants_base(self.cfg.chain, head.last, _next_cost(head)) else head
+
+    def _trail_from(self, head: Head | None) -> Trail:
+        """The trail so far, else one that begins with what the next save builds on."""
+        if self._trail is None:
+            self._trail = Trail() if head is None else Trail(head.checkpoint, head.manifest.step)
+        return self._trail
 
     def _advance(self, manifest: Manifest, ckpt: Checkpoint, head: Head | None) -> None:
         """Let the next delta build on what was just saved over `head` (or as a base), or on its base."""

@@ -442,8 +442,8 @@ def test_every_system_of_the_plan_is_there() -> None:
         assert study.steps is not None
         assert study.steps > workloads.mlp().steps
     assert {name for t in training.THRESHOLDS for name in training.searched(t)} == {
-        f"{system}, searched for {threshold}%"
-        for system in ("default", "inshrinkerator")
+        system.format(f"searched for {threshold}%")
+        for system in ("default, {}", "default, {}, ahead", "inshrinkerator, {}")
         for threshold in ("0.1", "1.0", "5.0")
     }
 
