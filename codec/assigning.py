@@ -14,7 +14,8 @@ decoder does not know, and errors are stated against the true weights.
 
 After a jump (a layer that is initialised anew, a learning rate raised thirtyfold) an aim that was right leads far
 astray: by as much again as the weights jumped. So an array whose error is to a good part an overshoot is coded again,
-with an aim that is lower by that much, or none; and no lead is longer than the rest of the error is.
+with an aim that is lower by that much, or none; and no lead is longer than the rest of the error is. Weights that have
+gone farther than they are long (a layer set to zero) are on no way that could be aimed along, whatever the error is.
 """
 
 from __future__ import annotations
@@ -153,7 +154,12 @@ def moved(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead
 
 
 def overshoot(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float:
-    """By how much an aim was too far, where much of the squared error comes of that; else 0. Arguments as `moved`."""
+    """By how much an aim was too far, where much of the squared error comes of that; else 0. Arguments as `moved`.
+
+    All of it, where the drift is longer than the weights: that was a jump.
+    """
+    if drift.squared_error > drift.squared_norm:
+        return aim
     missing = _missing(met, drift, made, lead)
     if not aim or missing is None or missing >= 0:
         return 0.0

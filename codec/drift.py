@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Codec, Leaf, check_range
+from ..kernels.arguments import number
+from .base import Codec, Leaf
 from .importance import second_moments
 from .optimizer import FirstMoment
 from .siblings import siblings
@@ -42,7 +43,7 @@ class Earlier:
 
     def __post_init__(self) -> None:
         if self.steps is not None:
-            check_range("steps", self.steps, 0, math.inf, open_low=True, open_high=True)
+            number("steps", self.steps, 0, math.inf, open_low=True, open_high=True)
 
 
 def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], steps: float | None) -> list[Leaf]:
@@ -59,5 +60,5 @@ def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], steps: float | None) 
         codec = codecs[firsts[second]] if second in firsts else None
         if isinstance(codec, FirstMoment) and codec.step is not None and leaves[weight].earlier is not None:
             lost = codec.step**2 / (1 + codec.step**2)
-            found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / steps))
+            found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / float(steps)))
     return found

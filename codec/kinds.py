@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..kernels.arguments import shown
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -77,10 +78,14 @@ class Kind:
     rows_since_base: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.layer not in LAYERS:
-            raise BadArgumentError(f"kind {self.layer!r} is unknown; one of {', '.join(LAYERS)}")
-        if self.role not in ROLES:
-            raise BadArgumentError(f"role {self.role!r} is unknown; one of {', '.join(ROLES)}")
+        if not isinstance(self.layer, str) or self.layer not in LAYERS:
+            raise BadArgumentError(f"kind {shown(self.layer)} is unknown; one of {', '.join(LAYERS)}")
+        if not isinstance(self.role, str) or self.role not in ROLES:
+            raise BadArgumentError(f"role {shown(self.role)} is unknown; one of {', '.join(ROLES)}")
+        for name in ("parameter", "optimizer"):
+            text = getattr(self, name)
+            if not isinstance(text, str | None):
+                raise BadArgumentError(f"{name} is {shown(text)}; a string or None is needed")
         for name in ("rows", "rows_since_base"):
             bits = getattr(self, name)
             if bits is not None and not (isinstance(bits, np.ndarray) and bits.dtype == np.uint8 and bits.ndim == 1):

@@ -14,7 +14,7 @@ from . import tree
 from .base import CHUNK, Codec, Leaf
 from .clusters import Clusters
 from .config import Config
-from .errors import BadArgumentError
+from .errors import BadArgumentError, UnsupportedLeafError
 from .exact import Exact
 from .exponent import ExponentDelta
 from .kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
@@ -56,7 +56,10 @@ def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, 
     """
     if given is None:
         return {}
-    _, arrays = tree.flatten(given, is_array)
+    try:
+        _, arrays = tree.flatten(given, is_array, name=name)
+    except UnsupportedLeafError as e:
+        raise UnsupportedLeafError(f"{name}/{e}") from None
     table = {a.path: a.value for a in arrays}
     entry = _entries(table, found)
     used = {match[0] for match in (entry(node.path) for node in found) if match is not None}

@@ -157,7 +157,7 @@ def bitsnap(
     states = Clusters(clusters, "published")
     exact = Changed("published")
     rules = [Rule("first moment", states), Rule("second moment", states)]
-    if master == "known":
+    if isinstance(master, str) and master == "known":
         rules += _masters(states, exact)
     else:
         rules += [Rule(match, states, _WIDE) for match in arguments.strings("master", master)]

@@ -312,7 +312,11 @@ class Quantize:
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
         for limits, codebook, reason, may_err in self._attempts(leaf, plan, before):
             note, goal = f"codebook {reason}{self._moved(limits, before)}", min(may_err, target)
-            memory, met = assigned(leaf, limits, plan.trade, codebook, before, scale)
+            trade = plan.trade
+            memory, met = assigned(leaf, limits, trade, codebook, before, scale)
+            if met.relative_l2 > target and trade.price:  # the target bounds the rate
+                trade = Trade(0.0)
+                memory, met = assigned(leaf, limits, trade, codebook, before, scale)
             if target == np.inf or met.relative_l2 <= target:
                 break
         else:
@@ -321,7 +325,7 @@ class Quantize:
             if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
                 return twice
             return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}")
-        if self._chooses and not plan.trade.price:
+        if not trade.price and (self._chooses or plan.trade.price):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
         pieces = [references(memory, leaf.spec, before), *level_chunks(memory, before, self.coder)]

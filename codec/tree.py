@@ -153,13 +153,16 @@ def _encode_key(key: Any, place: Place) -> Json:
         ) from None
 
 
-def flatten(state: Any, is_array: Callable[[Any], bool], *, spell: bool = True) -> tuple[list[Json], list[ArrayNode]]:
+def flatten(
+    state: Any, is_array: Callable[[Any], bool], *, spell: bool = True, name: str = "the state"
+) -> tuple[list[Json], list[ArrayNode]]:
     """Take a state apart.
 
     Args:
         state: dict, list or tuple, any nesting.
         is_array: says which values are arrays; every other leaf must be a plain scalar.
         spell: give each array its path and key; without, they are "", which takes half the time.
+        name: what messages call the root.
 
     Returns:
         The nodes in preorder, and the arrays in the order of their `{"a": i}` nodes.
@@ -170,7 +173,7 @@ def flatten(state: Any, is_array: Callable[[Any], bool], *, spell: bool = True) 
     """
     if type(state) not in _DICTS and type(state) not in _SEQUENCES:
         raise BadArgumentError(
-            f"the state must be a tree (dict, list or tuple of arrays and scalars), not {type(state).__qualname__}"
+            f"{name} must be a tree (dict, list or tuple of arrays and scalars), not {type(state).__qualname__}"
             f"{_hint(state)}"
         )
     nodes: list[Json] = []

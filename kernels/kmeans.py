@@ -74,7 +74,6 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     return weights
 
 
-@np.errstate(all="ignore")
 def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
     """What every back end solves: strictly ascending centers with positive weights, scaled by powers of two.
 
@@ -82,9 +81,30 @@ def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
     [0.5, 1)), weights likewise by a power of two of their own, so that no square overflows; both are exact, up to
     underflow. Then equal centers become one, their weights added in order.
 
+    Args:
+        centers: float64 [n], ascending, finite, on the host.
+        weights: float64 [n], finite, >= 0, on the host.
+
     Returns:
         centers float64 [m] scaled, weights float64 [m] scaled, exponent. NumPy, host.
+
+    Raises:
+        BadArgumentError: an argument out of its range, or on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> prepare(np.array([-2.0, 1.0, 1.0, 6.0]), np.array([2.0, 1.0, 3.0, 0.0]))
+        (array([-0.5 ,  0.25]), array([0.5, 1. ]), 2)
     """
+    _check(centers, weights)
+    if on_gpu(centers):
+        raise BadArgumentError("centers are on a GPU; this runs on the CPU only, so move them there first")
+    return prepared(centers, weights)
+
+
+@np.errstate(all="ignore")
+def prepared(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
+    """`prepare` of arguments that were checked."""
     x, w = to_numpy(centers).astype(np.float64), to_numpy(weights).astype(np.float64)
     x, w = x[w > 0.0], w[w > 0.0]
     if x.size == 0:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import CHUNK
-from ..codec.checkpoint import Checkpoint
+from ..codec.checkpoint import Checkpoint, check_resolved
 from ..codec.config import Config
 from ..codec.drift import Earlier
 from ..codec.leaves import is_array, read_leaf
 from ..codec.matching import beside
 from ..codec.quantize import Quantize
 from ..codec.tree import flatten
+from ..kernels import arguments
 from ..kernels.arrays import is_torch, on_gpu
 
 Array = Any
@@ -45,6 +46,10 @@ class Trail:
         checkpoint: resolved; the average begins with its weights. None (default): with those of the first `follow`.
         step: training step at which they were; None: not known.
 
+    Raises:
+        BadArgumentError: no checkpoint, or a step that is no number.
+        MissingParentError: the checkpoint is not resolved.
+
     Example:
         >>> import numpy as np
         >>> import shrinkpoint as sp
@@ -60,15 +65,16 @@ class Trail:
 
     def __init__(self, checkpoint: Checkpoint | None = None, step: float | None = None) -> None:
         self._means: dict[str, Array] = {}
-        self._step = step
+        self._step = _checked(step)
         if checkpoint is None:
             return
+        check_resolved(arguments.instance("checkpoint", checkpoint, Checkpoint))
         for record in checkpoint.records:
             if record.stream == "levels":
                 values = _copied(checkpoint.memory_of(record).values(record.spec))
                 self._means[record.path] = values.reshape(record.spec.shape)
 
-    def earlier(self, state: Any, step: int | None = None) -> Earlier:
+    def earlier(self, state: Any, step: float | None = None) -> Earlier:
         """The average of those weights that a state has, in the same shapes, and how long ago they were.
 
         Args:
@@ -77,28 +83,37 @@ class Trail:
 
         Returns:
             What `compress(earlier=)` takes; its arrays are the average itself, which the next `follow` changes.
+
+        Raises:
+            BadArgumentError: the state is no tree, or the step no number.
         """
+        step = _checked(step)
         means = self._fitting(_by_path(state))
         since = None if self._step is None or step is None else step - self._step
         return Earlier(means, since if since is not None and since > 0 else None)
 
-    def follow(self, state: Any, checkpoint: Checkpoint, step: int | None = None) -> None:
+    def follow(self, state: Any, checkpoint: Checkpoint, step: float | None = None) -> None:
         """Go a tenth of the way to the weights of a state that was compressed.
 
         Args:
             state: the state.
             checkpoint: what it was compressed to.
             step: its training step; None: not known.
+
+        Raises:
+            BadArgumentError: the state is no tree, the checkpoint none, or the step no number.
         """
+        step = _checked(step)
+        arguments.instance("checkpoint", checkpoint, Checkpoint)
         arrays = _by_path(state)
         means = self._fitting(arrays)
-        if step is None:
-            self._step = None
+        if step is None or self._step is None:
+            self._step = step
         else:
-            self._step = float(step) if self._step is None else self._step + _SHARE * (step - self._step)
+            self._step += _SHARE * (step - self._step)
         self._means = {}
         for record in checkpoint.records:
-            if record.stream == "levels" and record.path in arrays:
+            if record.stream == "levels" and _shape(arrays.get(record.path)) == record.spec.shape:
                 flat = read_leaf(arrays[record.path], record.path)[1]
                 mean = means.get(record.path)
                 now = _copied(flat) if mean is None else _moved(beside(mean.reshape(-1), flat), flat)
@@ -107,6 +122,11 @@ class Trail:
     def _fitting(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The averages of those arrays that have the shape they had."""
         return {path: mean for path, mean in self._means.items() if _shape(arrays.get(path)) == _shape(mean)}
+
+
+def _checked(step: Any) -> float | None:
+    """A step's number, also one of NumPy's; None where it is not known."""
+    return None if step is None else arguments.number("step", step, -math.inf, math.inf, open_low=True, open_high=True)
 
 
 def _by_path(state: Any) -> Mapping[str, Array]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like, to_numpy
-from ..kmeans import prepare
+from ..kmeans import prepared
 from .jit import njit
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _loss(x: Any, w: Any, codes: Any) -> float:
 def _solve(
     centers: Array, weights: Array, k: int, method: str, initial: Array | None, seed: int, iterations: int
 ) -> Vector:
-    x, w, exponent = prepare(centers, weights)
+    x, w, exponent = prepared(centers, weights)
     if initial is not None:
         start = np.ldexp(to_numpy(initial).astype(np.float64), -exponent)
         codes = _lloyd(x, w, start, iterations)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kmeans import prepare
+from ..kmeans import prepared
 from .launch import Launch, like, on, tensor
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ class _Problem:
 
 def _prepared(centers: Vector, weights: Vector, k: int, method: str, initial: Vector | None, seed: int) -> _Problem:
     """The problem as a kernel takes it, solved already where there is nothing to choose."""
-    x, w, exponent = prepare(centers, weights)
+    x, w, exponent = prepared(centers, weights)
     if initial is not None and x.size:
         return _Problem(x, w, np.ldexp(initial, -exponent), exponent, "lloyd")
     if initial is not None:

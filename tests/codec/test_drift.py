@@ -97,6 +97,21 @@ def test_an_aim_does_not_follow_a_jump(cfg: sp.Config) -> None:
                 assert memory(aimed).aim > 0.3
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_weights_that_have_gone_farther_than_they_are_long_are_not_aimed(factor: float) -> None:
+    """Set to zero, turned round: with moments, whose lead would add to them what is no way."""
+    plain = aimed = None
+    for step in range(8):
+        now = drifting(step) if step < 7 else np.float32(factor) * drifting(step)
+        given = sp.Earlier({"w": drifting(max(0, step - 10))}, 30) if step else None
+        state = {"model": {"w": now}, **adam(drifting(step), step)}
+        plain, aimed = sp.compress(state, plain, RATED), sp.compress(state, aimed, RATED, earlier=given)
+        assert step != 6 or memory(aimed).aim > 0.3
+    errors = [ckpt.summary()[0].error for ckpt in (aimed, plain) if ckpt]
+    assert errors[0] <= 1.02 * errors[1]
+    assert factor or not sp.decompress(aimed)["model"]["w"].any()
+
+
 def test_a_lead_is_no_longer_than_the_rest_of_the_error() -> None:
     """Weights that come out of nowhere at each checkpoint, with moments that say where they go."""
     prev = None
@@ -236,12 +251,20 @@ def test_what_has_the_path_of_one_weight_is_not_for_another(name: str) -> None:
         ({"v": np.zeros((160, 160), "f4")}, "earlier/v: the state has no such weight"),
         ({"w": np.zeros((160, 161), "f4")}, r"w: earlier/w has shape \(160, 161\), not \(160, 160\)"),
         ({"w": np.zeros((160, 160), "i4")}, "w: earlier/w has dtype int32"),
-        (np.zeros((160, 160), "f4"), "tree"),
+        (np.zeros((160, 160), "f4"), "earlier must be a tree"),
+        ({"w": {1}}, "earlier/w: builtins.set cannot be stored"),
     ],
 )
 def test_earlier_weights_that_do_not_fit(given: Any, words: str) -> None:
     with pytest.raises(sp.ShrinkpointError, match=words):
         sp.compress({"w": drifting(1)}, cfg=RATED, earlier=given)
+
+
+@pytest.mark.parametrize("given", [5, "w", [{1}]])
+def test_a_message_names_the_argument(given: Any) -> None:
+    for name in ("earlier", "grads"):
+        with pytest.raises(sp.ShrinkpointError, match=f"^{name}"):
+            sp.compress({"w": drifting(1)}, cfg=RATED, **{name: given})
 
 
 @pytest.mark.parametrize("steps", [0, -1, math.inf, math.nan, "9", True])
@@ -306,7 +329,9 @@ def test_the_aim_moves_by_half_of_the_lag(seed: int, aim: float, lead: float, sh
     got = moved(aim, *found, lead)
     assert got == moved(aim, *found, 1.0 + lead) or lead < rest
     far, most = -behind - lead, 0.5 * math.sqrt(found[0].squared_error / found[1].squared_error)
-    if aim and abs(far - most) > 1e-9:
+    if found[1].squared_error > found[1].squared_norm:
+        assert overshoot(aim, *found, lead) == aim
+    elif aim and abs(far - most) > 1e-9:
         assert overshoot(aim, *found, lead) == (pytest.approx(far) if far > most else 0.0)
     assert overshoot(0.0, *found, lead) == 0.0
     assert got == pytest.approx(min(FARTHEST_AIM, max(0.0, aim + 0.5 * (behind + lead))), abs=0.51 / AIM_STEPS)

@@ -1,4 +1,4 @@
-"""What the presets refuse: every wrong argument is named with its value, none goes through."""
+"""What presets and kinds refuse: every wrong argument is named with its value, none goes through."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (
         bitsnap,
         "master",
-        [None, 3, True, "optim*", b"optim*", [1], ["a", None], [""], np.array(3), torch.tensor(1.0), str],
+        [None, 3, True, "optim*", b"optim*", [1], ["a", None], [""], np.array(3), np.zeros(2), torch.tensor(1.0), str],
     ),
+    (sp.Kind, "parameter", [5, ["w"], b"w", np.zeros(2), str]),
+    (sp.Kind, "optimizer", [5, ["Adam"], np.zeros(2), torch.optim.Adam]),
     (check_n_run, "policy", [["one_shot"], {}, None, "always", np.zeros(2), ("one_shot", "consecutive")]),
     (check_n_run, "bits", [None, 5, [4], "4", np.zeros(2), np.array(4)]),
     (check_n_run, "moment_bits", [5, 0, True, "4", "auto", 4.0, [4], np.zeros(2)]),
@@ -43,6 +45,13 @@ def test_a_number_of_nodes_out_of_range_is_refused(nodes: Any) -> None:
         expected_failures(0.1, nodes, 5)
 
 
+@pytest.mark.parametrize("value", [None, 3, [], np.zeros(2), torch.zeros(2), "second"])
+def test_a_kind_that_is_unknown_is_shown(value: Any) -> None:
+    for name, said in (("layer", "kind"), ("role", "role")):
+        with pytest.raises(sp.BadArgumentError, match=f"^{said} .* is unknown; one of "):
+            sp.Kind(**{name: value})
+
+
 def test_the_limits_themselves_are_taken() -> None:
     assert expected_failures(1, 10**15, 1e15) == int(1e30)
     assert expected_failures(0, 1, 0) == 0
@@ -51,7 +60,7 @@ def test_the_limits_themselves_are_taken() -> None:
 
 
 def test_patterns_of_any_iterable() -> None:
-    for master in (["a/*", "b"], ("a/*", "b"), iter(["a/*", "b"]), {"a/*": 1, "b": 2}):
+    for master in (["a/*", "b"], ("a/*", "b"), np.array(["a/*", "b"]), iter(["a/*", "b"]), {"a/*": 1, "b": 2}):
         assert [r.match for r in bitsnap(master=master).rules[2:4]] == ["a/*", "b"]
     assert len(bitsnap(master=()).rules) == 3
 

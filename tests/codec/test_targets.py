@@ -247,6 +247,23 @@ def test_a_rate_that_is_asked_for_is_the_rate() -> None:
     assert row(asked).error < 0.047
 
 
+@pytest.mark.parametrize("solver", ["uniform", "exact"])
+@pytest.mark.parametrize(("target", "asked"), [(0.02, 0.002), (0.02, 1.0), (0.01, 0.0005)])
+def test_a_rate_that_the_target_has_no_room_for_costs_no_bytes(target: float, asked: float, solver: str) -> None:
+    """Levels that it would keep back are beyond the target: then it is as without, and never exact for that."""
+    rng, rules, stored = np.random.default_rng(4), [("weight", sp.Quantize(solver=solver))], []
+    weights = [drawn(rng, "normal", (100, 120)).astype("f4") for _ in range(5)]
+    for rate in (0.0, asked):
+        prev, rows = None, []
+        for i in range(5):
+            x = weights[0] + np.float32(0.01 * i) * weights[i]
+            prev = sp.compress({"w": x}, prev, sp.Config(rules, max_rel_error=target, rate=rate))
+            rows.append(row(prev))
+        assert all(r.codec == "levels" and r.error <= target for r in rows)
+        stored.append(sum(r.stored_bytes for r in rows))
+    assert stored[1] < 1.05 * stored[0]
+
+
 def test_narrow_weights_are_not_flattened() -> None:
     """An error of 0.1 % of the norm would allow it; two entries are the least there is."""
     x = drawn(np.random.default_rng(5), "narrow", (100, 100)).astype("f4")

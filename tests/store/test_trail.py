@@ -59,6 +59,41 @@ def test_ahead_is_a_truth_value(ahead: Any) -> None:
         sp.Config(ahead=True, chain=sp.ChainPolicy(against="base"))
 
 
+@pytest.mark.parametrize("step", ["10", float("nan"), float("inf"), True, [10], np.ones(2)])
+def test_steps_that_are_no_numbers(step: Any) -> None:
+    state = drifting(0)
+    ckpt = sp.compress(state)
+    with pytest.raises(sp.BadArgumentError, match="step is "):
+        sp.Trail(ckpt, step)
+    trail = sp.Trail(ckpt, 0)
+    with pytest.raises(sp.BadArgumentError, match="step is "):
+        trail.earlier(state, step)
+    with pytest.raises(sp.BadArgumentError, match="step is "):
+        trail.follow(state, ckpt, step)
+    assert trail.earlier(state, np.int64(10)).steps == 10.0  # and nothing was followed
+
+
+@pytest.mark.parametrize("ckpt", [b"", {}, 5, np.ones(3)])
+def test_a_trail_of_what_is_no_checkpoint(ckpt: Any) -> None:
+    with pytest.raises(sp.BadArgumentError, match=r"checkpoint is .* a Checkpoint is needed"):
+        sp.Trail(ckpt)
+    for no in (ckpt, None):
+        with pytest.raises(sp.BadArgumentError, match=r"checkpoint is .* a Checkpoint is needed"):
+            sp.Trail().follow(drifting(0), no)
+
+
+def test_a_trail_of_a_delta_without_its_parent() -> None:
+    delta = sp.compress(drifting(10), sp.compress(drifting(0)))
+    with pytest.raises(sp.MissingParentError, match="read without its parent"):
+        sp.Trail(sp.Checkpoint.from_bytes(delta.to_bytes()))
+
+
+def test_a_checkpoint_of_other_shapes_is_not_followed() -> None:
+    trail = sp.Trail()
+    trail.follow(drifting(0), sp.compress(drifting(0, (70, 100))), 0)
+    assert trail.earlier(drifting(0)).weights == {}
+
+
 def test_a_store_saves_what_compress_makes_of_the_trail(tmp_path: Path) -> None:
     cfg = sp.Config(rate=0.002, chain=sp.ChainPolicy(base_every=8))
     store, trail, parent = sp.Store(tmp_path, cfg), sp.Trail(), None
@@ -67,7 +102,8 @@ def test_a_store_saves_what_compress_makes_of_the_trail(tmp_path: Path) -> None:
         parent = None if number % 8 == 0 else parent
         ckpt = sp.compress(state, parent, cfg, earlier=trail.earlier(state, step))
         trail.follow(state, ckpt, step)
-        assert store.save(step, state).checkpoint.to_bytes() == ckpt.to_bytes()
+        told = sp.compress(state, store.parent, cfg, earlier=store.earlier(state, step))
+        assert told.to_bytes() == store.save(step, state).checkpoint.to_bytes() == ckpt.to_bytes()
         parent = ckpt
 
 
