@@ -35,11 +35,13 @@ class Origin:
         step: which.
         identity: `Manifest.identity` that it must have.
         head: the same in this process's memory, where it is there.
+        back: the run has gone back to it: this save builds on it, too, if it is not the first.
     """
 
     step: int
     identity: str
     head: Head | None = None
+    back: bool = False
 
 
 class Place(Protocol):
@@ -58,7 +60,7 @@ class Place(Protocol):
     def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """Finish that save; what came of it and the warnings nobody has seen. Raises what it raised.
 
-        The first one builds on `origin`.
+        The first one builds on `origin`, and so does one that goes back to it.
         """
         ...
 
@@ -98,7 +100,7 @@ class ThreadPlace:
     def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """See Place."""
         self._handed = False
-        if origin is not None and origin.head is not None and self._store.head is None:
+        if origin is not None and origin.head is not None and (origin.back or self._store.head is None):
             self._store.go_on(origin.head)
         return described(perform(self._store, step, snapshot, self.arena, lambda: self._stop, alone=True)), []
 
@@ -173,7 +175,7 @@ class ProcessPlace:
         """
         assert self.arena.fd is not None
         self.arena.stop = False
-        follows = None if origin is None else [origin.step, origin.identity]
+        follows = None if origin is None else [origin.step, origin.identity, origin.back]
         words = {"step": step, "snapshot": snapshot.to_json(), "origin": follows}
         text = memoryview(json.dumps(words, check_circular=False).encode())
         at = 0

@@ -30,7 +30,7 @@ from .manifest import check_step
 from .process import Origin, Place, ProcessPlace, ThreadPlace
 from .retention import Retention
 from .snapshot import Snapshot, plan, take
-from .store import Store
+from .store import Head, Store
 from .upkeep import Upkeep
 from .worker import kinds_tree
 
@@ -209,7 +209,8 @@ class Saver:
     `save` copies the state and returns. A worker, a fresh process with a low priority, compresses the copy and commits
     it to the store, as `Store.save` would: the files are the same. It keeps what the next delta needs, so only the copy
     of the state crosses. The first save goes on from what `store` has saved or loaded by then, as `store.save` would:
-    after `state = store.load()` with a delta, with an untouched store with a base.
+    after `state = store.load()` with a delta, with an untouched store with a base. So does a save whose step is not
+    above the last one's, where `store` has loaded one meanwhile: the run has gone back.
 
     What goes wrong with a save is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
     returned; what goes wrong between saves (`compact`, `keep`) is a SaverWarning. If the worker is killed that is a
@@ -299,6 +300,8 @@ class Saver:
         self._last: SaveResult | None = None
         self._saved: SaveResult | None = None
         self._barren = 0
+        self._handed: tuple[int, Head | None] | None = None
+        """Step of the newest save, and the store's head then."""
         self._start()
 
     def __repr__(self) -> str:
@@ -381,18 +384,27 @@ class Saver:
                 self._raise(runner)
             waited = time.perf_counter() - waiting
             snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
-            runner.submit(_Job(step, snapshot, future, begin, waited, self._origin()))
+            runner.submit(_Job(step, snapshot, future, begin, waited, self._origin(step)))
+            self._handed = step, self.store.head
             if planned.nbytes >= copying.STREAMED:
                 copying.load_beside()
             return future
 
-    def _origin(self) -> Origin | None:
-        """What a worker that has saved nothing yet builds on: the last save of the one before, or the store's head."""
+    def _origin(self, step: int) -> Origin | None:
+        """What a worker that has saved nothing yet builds on: the last save of the one before, or the store's head.
+
+        The latter for any worker where the run has gone back: the store has loaded a step since the newest save, and
+        this one's is not above that. (What is loaded to be looked at is followed by a higher one.)
+        """
+        head = self.store.head
+        if head is not None and self.store.loaded is not None and self._handed is not None:
+            newest, before = self._handed
+            if step <= newest and head is not before:
+                return Origin(head.last.step, head.last.identity, head, back=True)
         if self._barren >= _BARREN:
             return None
         if self._saved is not None:
             return Origin(self._saved.step, self._saved.id)
-        head = self.store.head
         return None if head is None else Origin(head.last.step, head.last.identity, head)
 
     def wait(self, timeout: float | None = None) -> SaveResult | None:

@@ -371,6 +371,11 @@ class HostArray:
     def __init__(self, library: str, values: npt.NDArray[Any]) -> None:
         self._library, self._values = library, values
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As that of the array."""
+        return self._values.shape
+
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
         return _Namespace(self._library)
 

@@ -213,7 +213,7 @@ def main() -> None:
 def _save(store: Store, job: dict[str, Any], arena: Arena) -> dict[str, Any]:
     def save() -> dict[str, Any]:
         snapshot = Snapshot.from_json(job["snapshot"])
-        if job["origin"] is not None and store.head is None:
+        if job["origin"] is not None:
             _follow(store, *job["origin"])
         return described(perform(store, job["step"], snapshot, arena, lambda: arena.stop, alone=False))
 
@@ -237,14 +237,17 @@ def _noting(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     return {**answer, "warnings": [(w.category.__name__, str(w.message)) for w in caught]}
 
 
-def _follow(store: Store, step: int, identity: str) -> None:
-    """Go on with the chain that the trainer loaded, if it is still there as it was."""
+def _follow(store: Store, step: int, identity: str, back: bool) -> None:
+    """Go on with the chain that the trainer loaded, if it is still there as it was; see `process.Origin`."""
     from ..codec.errors import ShrinkpointError
 
+    if store.head is not None and not back:
+        return
     try:
         store.follow(step, identity)
     except ShrinkpointError as e:
-        warnings.warn(f"a new chain begins, the one of step {step} cannot be gone on with: {e}", stacklevel=2)
+        what = "a new chain begins" if store.head is None else "the chain of the last save is gone on with"
+        warnings.warn(f"{what}, the one of step {step} cannot be gone on with: {e}", stacklevel=2)
 
 
 def store_options(store: Store) -> dict[str, Any]:

@@ -218,6 +218,47 @@ def test_a_saver_that_goes_back(tmp_path: Path) -> None:
     assert newest(tmp_path) == 1060
 
 
+def told(saver: sp.Saver, step: int) -> None:
+    """Save at the second end, and wait for the warnings."""
+    saver.save(step, second(step))
+    saver.wait()
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_saver_that_is_at_work_goes_back(mode: str, tmp_path: Path) -> None:
+    """As `trainers.resume(saver, ..., step=50)` in the middle of a run; what is only looked at changes nothing."""
+    store = sp.Store(tmp_path / "run", lossless())
+    with sp.Saver(store, mode=mode) as saver:
+        for step in TENS[:-1]:
+            saver.save(step, state(step)).result()
+        store.load(30)
+        saver.save(100, state(100))
+        store.load(50)
+        with pytest.warns((StoreWarning, SaverWarning), match=LEFT):
+            told(saver, 60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            told(saver, 70)
+    over = {step: [int(name[:12]) for name in store.describe(step).parents[:1]] for step in (60, 70, 100)}
+    assert over == {60: [50], 70: [60], 100: [90]}
+    assert newest(store.url) == 1070
+    assert store.verify() == {}
+
+
+def test_going_back_to_what_is_gone_is_told(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "run", lossless())
+    with sp.Saver(store, mode="process") as saver:
+        for step in (10, 20):
+            saver.save(step, state(step)).result()
+        store.load(10)
+        sp.Store(store.url).drop(10)
+        with pytest.warns(SaverWarning) as caught:
+            told(saver, 15)
+    why = "the chain of the last save is gone on with, the one of step 10 cannot be"
+    assert any(why in str(warning.message) for warning in caught)
+    assert store.describe(15).parents[0] == store.describe(20).file
+
+
 def test_copies_have_the_same_end(gone_back: sp.Store, tmp_path: Path) -> None:
     other = gone_back.copy(tmp_path / "copy")
     assert newest(other.url) == 1070

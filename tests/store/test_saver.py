@@ -239,6 +239,23 @@ def test_arrays_of_other_libraries_give_the_same_bytes() -> None:
     arena.close()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_arrays_of_other_libraries_are_coded_ahead_too(dtype: Any) -> None:
+    """A trail follows what stands for them in the worker; its lag is in the bytes from the third save on."""
+    weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    cfg, arena = sp.Config(rate=0.01), Arena()
+    given, rebuilt = sp.Store(memory_url(), cfg), sp.Store(memory_url(), cfg)
+    for step in range(4):
+        tree = {"w": jnp.asarray(weights * (1 + 0.02 * step), dtype)}
+        expected = given.save(step, tree).checkpoint.to_bytes()
+        assert rebuilt.save(step, through_arena(tree, arena)).checkpoint.to_bytes() == expected
+    arena.close()
+    plain = sp.Store(memory_url(), sp.Config(rate=0.01, ahead=False))
+    for step in range(4):
+        last = plain.save(step, {"w": jnp.asarray(weights * (1 + 0.02 * step), dtype)})
+    assert last.checkpoint.to_bytes() != expected
+
+
 _scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
 _arrays = st.builds(
     lambda dtype, shape, torch_too: (torch.from_numpy if torch_too else np.asarray)(
@@ -635,7 +652,7 @@ def test_a_chain_that_is_no_more_is_left_with_a_warning(what: str, tmp_path: Pat
             path.write_bytes(path.read_bytes()[:-1])
     worker, arena = sp.Store(tmp_path / "run", LOSSLESS), Arena()
     assert store.head is not None
-    job: dict[str, Any] = {"origin": [store.head.last.step, store.head.last.identity]}
+    job: dict[str, Any] = {"origin": [store.head.last.step, store.head.last.identity, False]}
     answers = []
     for step in (2, 3):
         trees = {"state": state(step), "beside": [None, None, None], "kinds": {}}
