@@ -1,10 +1,12 @@
 """Lightning: compressed checkpoints with `Trainer` and `ModelCheckpoint` as they are.
 
-`Trainer(plugins=[CompressedIO()])` is all. Needs `lightning` (or `pytorch_lightning`).
+`Trainer(plugins=[CompressedIO()])` is all. Needs `lightning` or `pytorch_lightning`, and goes
+with the Trainer of either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -12,7 +14,9 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import new_class
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
@@ -38,25 +42,31 @@ from .state import capture_rng, plain, restore_rng
 from .together import agreed, of_first
 from .wrappers import bare_name
 
+_OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
+
+
+def _of_both(folder: str, module: str, name: str) -> tuple[type, ...]:
+    """A class of Lightning from each copy of it that is installed.
+
+    `lightning.pytorch` and `pytorch_lightning` are two copies of one library. The package `lightning` brings both, and
+    a Trainer of the one takes nothing that is of the other.
+    """
+    found = []
+    for place in (folder, _OTHER[folder]):
+        with contextlib.suppress(ImportError):
+            found.append(getattr(import_module(f"{place}.{module}"), name))
+    if not found:
+        raise ImportError(f"this adapter needs Lightning: {install('lightning')}")
+    return tuple(found)
+
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins.io import CheckpointIO
     from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
 else:
-    try:
-        import lightning.pytorch as pl
-        from lightning.fabric.plugins.io import CheckpointIO
-        from lightning.pytorch.callbacks import Callback
-        from lightning.pytorch.plugins.io import AsyncCheckpointIO
-    except ImportError:
-        try:
-            import pytorch_lightning as pl
-            from lightning_fabric.plugins.io import CheckpointIO
-            from pytorch_lightning.callbacks import Callback
-            from pytorch_lightning.plugins.io import AsyncCheckpointIO
-        except ImportError:
-            raise ImportError(f"this adapter needs Lightning: {install('lightning')}") from None
+    CheckpointIO = new_class("CheckpointIO", _of_both("lightning.fabric", "plugins.io", "CheckpointIO"))
+    Callback = new_class("Callback", _of_both("lightning.pytorch", "callbacks", "Callback"))
 
 FOLDER = "shrinkpoint"
 _TEMPORARY = re.compile(r"\.((lr_find|scale_batch_size)_[0-9a-f-]{36}|temp)\.ckpt")
@@ -277,7 +287,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning."""
         self._failed = False
-        if self.search is not None and any(isinstance(p, AsyncCheckpointIO) for p in self._plugins(trainer)):
+        threads = _of_both("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
+        if self.search is not None and any(isinstance(p, threads) for p in self._plugins(trainer)):
             # It would search in a thread, and put the generators back by which training draws meanwhile.
             raise BadArgumentError("search: not within AsyncCheckpointIO; take CompressedIO(background=True) instead")
         io_plugin = self._io(trainer)
@@ -454,18 +465,10 @@ def _shared(path: PathLike, step: int) -> bool:
 
 
 def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    from_torch: Any = _torch_io()
+    from_torch: Any = _of_both("lightning.fabric", "plugins.io", "TorchCheckpointIO")[0]()
     keywords = {} if map_location is None else {"map_location": map_location}
     found: dict[str, Any] = from_torch.load_checkpoint(path, weights_only=weights_only, **keywords)
     return found
-
-
-def _torch_io() -> Any:
-    try:
-        from lightning.fabric.plugins.io import TorchCheckpointIO
-    except ImportError:
-        from lightning_fabric.plugins.io import TorchCheckpointIO
-    return TorchCheckpointIO()
 
 
 def _moved(tree: Any, map_location: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointError
 from ..kernels.errors import BadArgumentError
+from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult
 from ..store.store import Saved, Store
 from . import parts
@@ -50,8 +51,8 @@ def training_state(
     Args: as `save`.
 
     Raises:
-        BadArgumentError: an argument of the wrong kind; an optimizer with a parameter that is not the model's, or that
-            another one has too.
+        BadArgumentError: an argument of the wrong kind; a step out of range; an optimizer with a parameter that is not
+            the model's, or that another one has too.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -60,7 +61,7 @@ def training_state(
     """
     optimizers = parts.optimizers_of(optimizer)
     _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
-    state: dict[str, Any] = {"step": step, "model": parts.model_state(model)}
+    state: dict[str, Any] = {"step": check_step(step), "model": parts.model_state(model)}
     if optimizers:
         state["optimizers"] = [type(one).__qualname__ for one in optimizers]
         state["optimizer"] = parts.optimizer_state(model, optimizers)
@@ -131,7 +132,7 @@ def save(
 
     Args:
         saver: a Saver: returns as soon as training may go on; or a Store: returns when it is durable.
-        step: training steps done, 0 or more.
+        step: training steps done, 0 or more; also an integer of NumPy's or torch's.
         model: the module, wrapped or not.
         optimizer: one optimizer or several.
         scheduler: learning-rate scheduler, or anything with `state_dict` and `load_state_dict`; so are the next three.
@@ -169,6 +170,7 @@ def save(
     Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
     """
     _store_of(saver)
+    step = check_step(step)
     _check_tracker(tracker, model)
     _check_sensitivity(sensitivity, grads)
     if sensitivity is not None:

@@ -36,6 +36,7 @@ from .watching import bounds_handed_to_savers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("lightning_run.py")
+DATA = torch.randn(16, 64, generator=torch.Generator().manual_seed(5))
 
 
 def finals(folder: Path) -> list[str]:
@@ -80,6 +81,46 @@ def test_checkpoints_are_deltas_and_rotate(tmp_path: Path) -> None:
     CompressedIO().remove_checkpoint(files[0])
     assert not files[0].exists()
     assert store.steps() == [held[files[1]]]
+
+
+def test_a_trainer_of_pytorch_lightning_takes_them_too(tmp_path: Path) -> None:
+    other = pytest.importorskip("pytorch_lightning", reason="only Lightning's other name is installed")
+
+    class Small(other.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    def run(epochs: int, resume: Path | None = None) -> torch.Tensor:
+        torch.manual_seed(epochs if resume else 0)
+        trainer = other.Trainer(
+            accelerator="cpu",
+            max_epochs=epochs,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[CompressedIO(sp.presets.lossless())],
+            callbacks=[
+                other.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1),
+                CompressedCheckpoints(sensitivity=2),
+            ],
+        )
+        model = Small()
+        trainer.fit(model, DataLoader(TensorDataset(DATA), batch_size=4, shuffle=True), ckpt_path=resume)
+        return model.layer.weight.detach()
+
+    assert other.Trainer is not pl.Trainer
+    whole = run(3)
+    (second,) = tmp_path.glob("epoch=1-*.ckpt")
+    assert sp.Store(tmp_path / "shrinkpoint").describe(1).is_delta
+    assert torch.equal(run(3, second), whole)
+    assert not torch.equal(load_from_checkpoint(Small, second).layer.weight, whole)
 
 
 def test_saving_in_a_thread(tmp_path: Path) -> None:

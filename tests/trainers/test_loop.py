@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -286,6 +287,17 @@ def test_an_empty_store_is_the_beginning(store: sp.Store) -> None:
     assert trainers.resume(store, **job.parts()) == 0
     assert difference(before, job.state()) == ""
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_a_step_may_be_an_integer_of_numpy_or_torch(store: sp.Store, kind: Any) -> None:
+    """As loops have it that count with them: what was saved is resumed."""
+    job = Job(1)
+    trainers.save(store, kind(7), **job.parts())
+    assert type(trainers.training_state(kind(7), job.model)["step"]) is int  # type: ignore[index]
+    assert trainers.resume(store, **Job(2).parts()) == 7
+    with pytest.raises(sp.BadArgumentError, match=r"step is 3\.0; it must be an integer"):
+        trainers.save(store, 3.0, job.model)  # type: ignore[arg-type]
 
 
 def test_a_saver_takes_it_in_the_background(tmp_path: Path) -> None:
