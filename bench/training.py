@@ -92,7 +92,7 @@ def _coarse(rate: float, bins: int) -> Make:
 
 RARE_BASES: dict[str, Make] = {
     "rate 0.004, 12 bins, bases every 100": _coarse(0.004, 12),
-    "rate 0.008, 12 bins, bases every 100": _coarse(0.008, 12),
+    "rate 0.01, 12 bins, bases every 100": _coarse(0.01, 12),
 }
 """For chains of hundreds of checkpoints, of which bases take more than late deltas do: fewer bases, fewer bins."""
 
