@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -523,19 +524,23 @@ def plot(rows: Sequence[Any], path: Path) -> None:
     if not models:
         raise BadArgumentError("no rows of trainings with failures to draw; take `--only failures`")
     plt = pyplot()
-    figure, axes = plt.subplots(3, len(models), figsize=(4.8 * len(models), 11.0), layout="constrained", squeeze=False)
+    markers = dict(zip(dict.fromkeys(s for systems in models.values() for s in systems), cycle(_MARKERS), strict=False))
+    figure, axes = plt.subplots(3, len(models), figsize=(4.0 * len(models), 11.0), layout="constrained", squeeze=False)
+    drawn: dict[str, Any] = {}
     for column, (name, systems) in enumerate(models.items()):
         for axis, label in zip(axes[:2, column], ("weights", "whole state"), strict=True):
-            _scatter(axis, systems, f"{label}, all checkpoints")
-            axis.set_xlabel(f"{label}: times smaller, all checkpoints")
+            drawn |= _scatter(axis, systems, f"{label}, all checkpoints", markers)
+            axis.set_xlabel(f"{label}: times smaller")
         axes[0][column].set_title(name, loc="left")
         _saves(axes[2][column], systems)
     axes[0][0].set_ylabel("held-out loss at the end, change in %")
     axes[1][0].set_ylabel("held-out loss at the end, change in %")
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(6, 2 * len(models)), fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
+_MARKERS = "os^vDPX<>hp*d"
 _COLORS = {"own": "#2a6f97", "other": "#b5651d", "exact": "#8a8f98"}
 
 
@@ -554,19 +559,24 @@ def interval(row: Mapping[str, Any]) -> tuple[float, float]:
     return (float(found[1]), float(found[2])) if found else (row["value"], row["value"])
 
 
-def _scatter(axis: Any, systems: Mapping[str, Mapping[str, Any]], label: str) -> None:
+def _scatter(
+    axis: Any, systems: Mapping[str, Mapping[str, Any]], label: str, markers: Mapping[str, str]
+) -> dict[str, Any]:
+    """The points of a panel; by system, for the legend."""
+    found = {}
     for system, columns in systems.items():
         x, y = (columns.get(what, {}).get("value") for what in (label, COLUMNS[0][0]))
         if x is None or y is None:
             continue
         axis.plot([x, x], interval(columns[COLUMNS[0][0]]), color=_color(system), linewidth=0.8)
-        axis.plot(x, y, "o", color=_color(system), markersize=5)
-        axis.annotate(system, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=6.5)
+        style = {"color": _color(system), "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.5}
+        (found[system],) = axis.plot(x, y, markers[system], linestyle="none", **style)
     axis.axhline(0, color="#999999", linewidth=0.6)
     axis.axhline(BOUND, color="#999999", linewidth=0.6, linestyle=":")
     axis.set_xscale("log")
-    axis.margins(x=0.22)
+    axis.margins(x=0.08)
     axis.spines[["top", "right"]].set_visible(False)
+    return found
 
 
 def _saves(axis: Any, systems: Mapping[str, Mapping[str, Any]]) -> None:
