@@ -23,7 +23,7 @@ def speed() -> str:
             cells[row["peer"]] = row["peer_value"]
     columns = {"1 thread": "1 thread", "2 threads": "2 threads", "zstd -3": "zstd -3", "torch.save": "torch.save"}
     columns |= {"memcpy": "memory copy", "memcpy, fresh": "copy to new memory"}
-    lines = [[what, *(number(cells.get(c)) for c in columns)] for what, cells in found.items()]
+    lines = [[what, *(number(cells[c]) if c in cells else "" for c in columns)] for what, cells in found.items()]
     title = f"MB/s of raw state, {size / 1e6:.0f} M parameters, commit {commit_of('codec.json')}"
     return markdown([title, *columns.values()], lines)
 
@@ -64,7 +64,7 @@ def two_runs() -> str:
     runs = f"commit {commit_of('training-cost.json')}, the README's table of 100 M one of {commit_of('codec.json')}"
     factor = f"{max(one, two) / min(one, two):.1f} times ({worst}: {number(two)} and {number(one)} MB/s)"
     return (
-        f"This is a run of {runs}, both on a machine that others were using.\n"
+        f"This is a run of {runs}.\n"
         f"Their speeds of the same state differ by up to {factor}, so compare within a table only."
     )
 
