@@ -79,7 +79,10 @@ def test_speeds_have_their_copy_of_memory_and_their_commit(results: Any) -> None
     results("codec.json", SPEEDS[:3])
     header, _, line = speeds.speed().splitlines()
     assert header.startswith("| MB/s of raw state, 100 M parameters, commit `abcdef0+` | 1 thread |")
-    assert line == "| compress base | 500 | 800 | not measured | 1,200 | 9,000 |"
+    assert line == "| compress base | 500 | 800 | not measured | 1,200 | 9,000 |  |"
+    new = [{**row, "peer": "memcpy, fresh", "peer_value": 2e3} for row in SPEEDS[:1]]
+    results("codec.json", [*SPEEDS[:3], *new])
+    assert speeds.speed().splitlines()[2].endswith("| 9,000 | 2,000 |")
 
 
 def test_two_runs_of_one_state_are_told_apart(results: Any) -> None:
