@@ -37,27 +37,13 @@ from .leaves import Array, NpArray, from_bytes, on_host
 from .levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory, codebook_array
 from .parallel import map_chunks
 from .ratedistortion import cheapest_levels
+from .trade import Trade
 
 _GAIN = 0.5
 """Part of the lag found by which the aim is moved."""
 _BORNE, _TRIES = 0.25, 2
 """Part of the squared error that an overshoot may be; aims that are tried before none."""
 _NONE = Distortion(0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Trade:
-    """What the rate-distortion encoder weighs: `importance * error**2 + price * bits`.
-
-    Args:
-        price: of a bit; 0: every weight gets its nearest level.
-        mean: mean root of the second moment that is the importance; 0 where none is known.
-        scale: makes the importances of all arrays 1 on average.
-    """
-
-    price: float
-    mean: float = 0.0
-    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

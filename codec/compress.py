@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.floats import FORMATS
 from . import container, tree
 from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored, rounded_error
 from .checkpoint import Checkpoint, check_resolved
@@ -16,10 +15,9 @@ from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
 from .drift import Earlier, with_lead
 from .fields import parts_of
-from .importance import second_moments, squared
 from .kinds import check_kinds, check_used
 from .leaves import is_array
-from .matching import beside, by_weights, matched, overlooked, tie
+from .matching import by_weights, matched, overlooked, tie, with_importance
 from .optimizer import FirstMoment, square_of
 from .parallel import map_arrays
 from .quantize import Quantize
@@ -88,7 +86,7 @@ def compress(
         by_weights(before.weights, found, "earlier"),
     )
     leaves = with_lead(leaves, codecs, before.steps)
-    leaves = _with_importance(leaves, codecs)
+    leaves = with_importance(leaves, [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs])
     parents: list[Memory | None] = [None] * len(leaves)
     if prev is not None:
         parents = [prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
@@ -109,27 +107,6 @@ def compress(
         if s.memory is not None and s.stream in DELTA_STREAMS
     }
     return Checkpoint(data, memory)
-
-
-def _with_importance(leaves: list[Leaf], codecs: list[Codec]) -> list[Leaf]:
-    """Beside each weight that the rate-distortion encoder will code, the second moment of its parameter.
-
-    Where none of them has one, the squares of the gradients that were given: an estimate of the same, from few batches.
-    """
-    wanted = [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs]
-    if not any(wanted):
-        return leaves
-    pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
-    if not pairs:
-        squares = squared([leaf.gradient if want else None for leaf, want in zip(leaves, wanted, strict=True)])
-        return [
-            leaf if square is None else dataclasses.replace(leaf, importance=square)
-            for leaf, square in zip(leaves, squares, strict=True)
-        ]
-    return [
-        dataclasses.replace(leaf, importance=beside(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
-        for i, leaf in enumerate(leaves)
-    ]
 
 
 def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None]) -> list[Stored]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from .config import Config
 from .errors import BadArgumentError, UnsupportedLeafError
 from .exact import Exact
 from .exponent import ExponentDelta
+from .importance import second_moments, squared
 from .kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
 from .leaves import is_array, read_leaf, same_storage_key
 from .moments import LogBuckets
@@ -194,6 +195,30 @@ def with_targets(codec: Codec, cfg: Config) -> Codec:
     if isinstance(codec, _TARGETED) and codec.max_error is None:
         return dataclasses.replace(codec, max_error=cfg.max_rel_error)
     return codec
+
+
+def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
+    """Beside each weight that the rate-distortion encoder will code, the second moment of its parameter.
+
+    Where none of them has one, the squares of the gradients that were given: an estimate of the same, from few batches.
+
+    Args:
+        leaves: all arrays of a state.
+        wanted: which of them the encoder will code.
+    """
+    if not any(wanted):
+        return leaves
+    pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
+    if not pairs:
+        squares = squared([leaf.gradient if want else None for leaf, want in zip(leaves, wanted, strict=True)])
+        return [
+            leaf if square is None else dataclasses.replace(leaf, importance=square)
+            for leaf, square in zip(leaves, squares, strict=True)
+        ]
+    return [
+        dataclasses.replace(leaf, importance=beside(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 def beside(gradient: Any, flat: Any) -> Any:

@@ -14,7 +14,7 @@ from ..kernels.arrays import on_gpu
 from ..kernels.assign import Thresholds
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.histogram import Histogram, kept_histogram_many, log_histogram_many
-from .assigning import Trade, assigned
+from .assigning import assigned
 from .base import Leaf, Memory, Stored, check_range, rounded_error
 from .batches import map_batches
 from .cells import few_values, fit_closely, held_codebook
@@ -27,17 +27,15 @@ from .codebook import (
     problem_of,
     solve_together,
     unit,
-    variance,
 )
 from .errors import BadArgumentError
 from .exact import Exact
-from .importance import mean_root
 from .leaves import LeafSpec, NpArray
 from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
 from .multiples import store_multiples
-from .parallel import map_chunks
 from .partition import Sketch, kept, protection, pruning, share_at_or_above
 from .targets import LADDER, choices, spent
+from .trade import Trade, mean_roots, spread, trades
 
 FINEST_SKETCH = 2.0**-13
 _STEP = 8
@@ -228,21 +226,9 @@ class Quantize:
         return bits_for(self.alpha, FORMATS["float64"])
 
     def trades(self, leaves: Sequence[Leaf], histograms: Sequence[Histogram]) -> list[Trade]:
-        """One slope for all arrays whose importance is known, in their mean weighted variance; else one for each."""
-        # The kernel works in float32.
-        usable = [1e-15 < largest_of(h) < 1e15 for h in histograms]
-        variances = [variance(h) if u else 0.0 for h, u in zip(histograms, usable, strict=True)]
-        known = [i for i, leaf in enumerate(leaves) if usable[i] and leaf.importance is not None]
-        roots = dict(zip(known, map_chunks(lambda i: mean_root(leaves[i].importance), known), strict=True))
-        roots = {i: mean for i, mean in roots.items() if 1e-100 < mean < 1e100}
-        rate = self.rate or 0.0
-        elements = sum(leaves[i].spec.size for i in roots)
-        total = sum(leaves[i].spec.size * mean for i, mean in roots.items())
-        weighted = sum(leaves[i].spec.size * mean * variances[i] for i, mean in roots.items())
-        return [
-            Trade(rate * weighted / total, roots[i], elements / total) if i in roots else Trade(rate * variances[i])
-            for i in range(len(leaves))
-        ]
+        """What a bit is worth in each array, of which these are the values that will be coded."""
+        sizes = [leaf.spec.size for leaf in leaves]
+        return trades(self.rate or 0.0, sizes, [spread(h) for h in histograms], mean_roots(leaves))
 
     def check_gradients(self, leaves: Sequence[Leaf]) -> None:
         """Refuse to prune by sensitivity what has no gradient."""

@@ -20,7 +20,7 @@ import numpy as np
 from ..kernels.assign import Thresholds
 from ..kernels.distortion import Distortion
 from ..kernels.histogram import Histogram
-from .assigning import Trade, assigned
+from .assigning import assigned
 from .base import Leaf
 from .cells import fit_closely, held_codebook
 from .codebook import MOST, Cells, Fit, Floats, multiples, predicted_error, to_8_bits
@@ -28,6 +28,7 @@ from .leaves import NpArray, blocks, taken
 from .levels import LevelsMemory, rounded_codebook
 from .partition import upper_threshold
 from .ratedistortion import dearest_price
+from .trade import Trade
 
 SHARE = 0.9
 """Share of the target that nearest levels take when a codebook is fitted; the encoder has the rest."""

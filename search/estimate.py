@@ -17,13 +17,15 @@ import numpy as np
 
 from ..codec.base import Leaf, Memory
 from ..codec.cells import few_values, fit_closely, held_codebook
-from ..codec.codebook import Cells, Fit, fit, largest_of, variance
+from ..codec.codebook import Cells, Fit, fit
+from ..codec.importance import weights_of
 from ..codec.leaves import NpArray
 from ..codec.levels import MAX_BINS, LevelsMemory
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
 from ..codec.quantize import Quantize
 from ..codec.ratedistortion import cheapest_levels
+from ..codec.trade import Trade, mean_roots, spread, trades
 from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign
 from ..kernels.histogram import Histogram, kept_histogram
@@ -78,6 +80,8 @@ class Estimator:
         self._found: dict[Quantize, Estimate] = {}
         self._few: dict[int, NpArray | None] = {}
         self._header: float | None = None
+        self._roots: dict[int, float] | None = None
+        self._spreads: dict[tuple[Thresholds, ...], list[float | None]] = {}
 
     def __call__(self, points: Sequence[Point]) -> list[Estimate]:
         """One estimate a point."""
@@ -85,7 +89,8 @@ class Estimator:
         missing = [c for c in dict.fromkeys(codecs) if c not in self._found]
         if missing:
             limits = [self._thresholds(c) for c in missing]
-            rows = map_chunks(lambda c: self._of_leaf(c[0], missing, limits), self._chosen)
+            slopes = [self._trades(c, by_layer) for c, by_layer in zip(missing, limits, strict=True)]
+            rows = map_chunks(lambda c: self._of_leaf(c[0], missing, limits, slopes), self._chosen)
             sums = np.sum([scale * row for (_, scale), (row, _) in zip(self._chosen, rows, strict=True)], axis=0)
             patterns = np.concatenate([part for _, part in rows], axis=1) / np.float32(len(rows) ** 0.5)
             size = sum(leaf.spec.size for leaf in self._leaves)
@@ -107,8 +112,25 @@ class Estimator:
         protect, prune = self._protect[codec.protect], self._prune[key]
         return {s.layer: Thresholds(*protect, *prune.get(s.layer, (0.0, 0.0))) for s in self._sketches}
 
+    def _trades(self, codec: Quantize, by_layer: dict[str, Thresholds]) -> list[Trade]:
+        """What a bit is worth in each array, as `Quantize.prepare` has it."""
+        if not codec.rate:
+            return [Trade(0.0)] * len(self._leaves)
+        if self._roots is None:
+            self._roots = mean_roots(self._leaves)
+        limits = tuple(by_layer[s.layer] for s in self._sketches)
+        if limits not in self._spreads:
+            pairs = zip(self._sketches, limits, strict=True)
+            self._spreads[limits] = map_chunks(lambda p: spread(kept(p[0].signed, p[1])), list(pairs))
+        sizes = [leaf.spec.size for leaf in self._leaves]
+        return trades(codec.rate, sizes, self._spreads[limits], self._roots)
+
     def _of_leaf(
-        self, i: int, codecs: Sequence[Quantize], limits: Sequence[dict[str, Thresholds]]
+        self,
+        i: int,
+        codecs: Sequence[Quantize],
+        limits: Sequence[dict[str, Thresholds]],
+        slopes: Sequence[Sequence[Trade]],
     ) -> tuple[NpArray, NpArray]:
         """[codecs, 3]: bytes, error and pruned part of the error, both times the number of elements; and patterns."""
         leaf, part, before = self._leaves[i], self._samples[i], self._parents[i]
@@ -119,19 +141,17 @@ class Estimator:
         protected: dict[tuple[float, float], float] = {}
         places = _places(part.wide.size, max(_SHORTEST, _PATTERN // len(self._chosen)))
         patterns = np.zeros((len(codecs), places.size), np.float32)
-        for row, pattern, codec, by_layer in zip(out, patterns, codecs, limits, strict=True):
-            limit = by_layer[leaf.kind.layer]
+        for row, pattern, codec, by_layer, of_all in zip(out, patterns, codecs, limits, slopes, strict=True):
+            limit, trade = by_layer[leaf.kind.layer], of_all[i]
             if limit not in histograms:
                 histograms[limit] = self._histogram(i, limit)
             bins = codec.embedding_bins if codec.embedding_bins and leaf.kind.layer == "embedding" else codec.bins
             how = Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
-            key = how, limit, codec.coder, codec.rate
+            key = how, limit, codec.coder, trade
             if key not in counted:
                 histogram = histograms[limit]
                 few = self._all_values(i, histogram, bins) if codec.coder == "smallest" else None
                 codebook = _codebook(Cells.of(histogram), how, before, leaf, limit, few)
-                rate = codec.rate if codec.rate and 1e-15 < largest_of(histogram) < 1e15 else 0.0
-                trade = rate * variance(histogram) if rate else 0.0
                 levels = _levels(part, limit, codebook, trade)
                 if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in protected:
                     protected[shares] = nbytes_of_protected(levels, part, leaf.spec)
@@ -180,13 +200,16 @@ def _codebook(
     return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec)
 
 
-def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: float) -> NpArray:
+def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: Trade) -> NpArray:
     """Levels of the sample, as the codec would choose them."""
     before = part.before
     own = assign(part.wanted, limit, codebook, gradient=part.gradient)
-    if trade and codebook.size:
+    if trade.price and codebook.size:
         parent, contexts = (None, 1) if before is None else (before.levels, before.size)
-        own = cheapest_levels(part.wanted, own, parent, contexts, codebook, trade)
+        matters = None
+        if trade.mean and part.importance is not None:
+            matters = weights_of(part.importance, trade.mean, trade.scale)
+        own = cheapest_levels(part.wanted, own, parent, contexts, codebook, trade.price, matters)
     levels: NpArray = own.numpy() if is_torch(own) else own
     return levels
 

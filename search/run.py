@@ -119,7 +119,7 @@ def search(
             if not given.is_sharded:
                 Subject.made(given, next(iter(cube)))
             return finished(by_error(allowed, cube, ahead=earlier is not None), last, begin)
-        subject = Subject.made(given, next(iter(cube)))
+        subject = Subject.made(given, next(iter(cube)), rated=any(cube.rate))
         if not subject.leaves:
             return finished(nothing_to_choose(allowed, cube, subject), last, begin)
         with Report(progress, budget, silent=team.rank != 0) as report:

@@ -27,7 +27,7 @@ class Sample:
     """Blocks of an array at even distances: all of it where it is small.
 
     Args:
-        x, gradient: values and their gradients, on the host.
+        x, gradient, importance: values, their gradients, and what an error in each matters, on the host.
         wanted: what is coded in place of the values: they themselves, or where they are going.
         wide: finite values as NumPy float32 or float64, times `unit`; 0 for the rest.
         unit: a power of two that keeps squares in range.
@@ -39,6 +39,7 @@ class Sample:
     x: Array
     wanted: Array
     gradient: Array | None
+    importance: Array | None
     wide: NpArray
     unit: float
     norm: float
@@ -69,6 +70,7 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
         x,
         extrapolate(x, taken(leaf.earlier, at), aim) if aim else x,
         None if leaf.gradient is None else taken(leaf.gradient, at),
+        None if leaf.importance is None else taken(leaf.importance, at),
         wide,
         power,
         energy(wide),

@@ -20,7 +20,7 @@ from ..codec.config import Config
 from ..codec.drift import Earlier
 from ..codec.kinds import check_kinds, check_used, kinds_for
 from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
-from ..codec.matching import by_weights, matched, tie
+from ..codec.matching import by_weights, matched, tie, with_importance
 from ..codec.parallel import map_chunks
 from ..codec.quantize import Quantize
 from ..kernels.arrays import is_torch
@@ -241,18 +241,21 @@ class Subject:
         return Subject.made(Given.of(state, prev, grads, kinds), point)
 
     @staticmethod
-    def made(given: Given, point: Point) -> Subject:
+    def made(given: Given, point: Point, *, rated: bool = True) -> Subject:
         """Gather what is in parts (collectively), and see what the points of a cube would do to it.
 
         Args:
             given: the state and what belongs to it.
             point: any point of the cube: which arrays it changes is the same for all.
+            rated: whether some point has a rate, for which it matters how much an error in each weight does; default
+                True.
         """
         cfg, prev, kinds = point.config(), given.prev, given.kinds
         unique = [dataclasses.replace(node, value=_whole(node.value)) for node in given.arrays]
         before = {} if given.earlier is None else given.earlier.weights
         leaves, codecs = matched(unique, cfg, kinds, prev is None or not prev.is_delta, given.gradients, before)
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
+        leaves = with_importance(leaves, [rated and isinstance(codec, Quantize) for codec in codecs])
         small = tuple(i for i, x in enumerate(leaves) if x.spec.nbytes <= _SMALL and "moment" not in x.kind.role)
         chosen = [leaves[i] for i in numbers]
         parents = [None if prev is None else prev.parent_memory(leaf.key, leaf.spec) for leaf in chosen]

@@ -42,8 +42,8 @@ def searched(store: sp.Store, step: int, last: SearchResult | None = None, **mor
     return sp.search(state, loss, 0.02, last=last, direction="lower", progress=False, **more), loss
 
 
-@pytest.mark.parametrize(("rate", "least", "most"), [(0.0, 0.996, 1.004), (0.002, 0.99, 1.1)])
-def test_what_is_evaluated_is_what_is_stored(rate: float, least: float, most: float) -> None:
+@pytest.mark.parametrize("rate", [0.0, 0.002])
+def test_what_is_evaluated_is_what_is_stored(rate: float) -> None:
     store = sp.Store(f"memory://search-ahead-{rate}", sp.Config(chain=CHAIN, ahead=True))
     found, aims = None, []
     cube = dataclasses.replace(CUBE, rate=(rate,))
@@ -53,7 +53,7 @@ def test_what_is_evaluated_is_what_is_stored(rate: float, least: float, most: fl
         stored = store.save(step, drifting(step), cfg=found.config).checkpoint
         assert stored.nbytes == found.nbytes
         chosen = [trial for trial in found.trials if trial.point == found.point]
-        assert least < chosen[-1].estimated / found.nbytes < most
+        assert chosen[-1].estimated == pytest.approx(found.nbytes, rel=0.004)
         if found.trials[-1] is chosen[-1]:
             assert (loss.given["model"]["w"] == store.load(step)["model"]["w"]).all()
         aims.append(stored.parent_memory(*next((r.key, r.spec) for r in stored.records if r.path == "model/w")).aim)

@@ -169,7 +169,7 @@ def test_levels_take_what_the_coder_writes_tables_too(size: int, parent: str, sc
         nothing = Thresholds(np.inf, np.inf, 0.0, 0.0)
         memory = LevelsMemory(before[some], np.zeros(size - 2), np.empty(0, np.uint8), nothing)
     x = np.zeros(levels[some].size, np.float32)
-    part = sampling.Sample(x, x, None, x, 1.0, 0.0, memory, float(scale))
+    part = sampling.Sample(x, x, None, None, x, 1.0, 0.0, memory, float(scale))
     close = 0.001 if coder == "published" and scale == 1 else 0.01
     if coder == "published" and memory is not None and scale > 1:
         close = 0.06  # runs are coded on half of the sample and on all of it, and two blocks of 1,024 are not alike
