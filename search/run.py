@@ -32,9 +32,9 @@ def search(
     last: SearchResult | None = None,
     grads: Any = None,
     kinds: Mapping[str, Any] | None = None,
-    earlier: Any = None,
     group: Any = None,
     cube: Cube | None = None,
+    earlier: Any = None,
     direction: str | None = None,
     baseline: float | None = None,
     expected_restores: float | None = None,
@@ -63,12 +63,12 @@ def search(
         grads: gradient averages, as `SensitivityTracker.grads` gives them; default None, which leaves pruning by
             sensitivity out.
         kinds: as for `compress`.
-        earlier: as for `compress`, of `Store.earlier` or a `Trail`: every trial is then coded ahead of the weights'
-            drift, and so is what is stored with the configuration found (`Config.ahead`). Default None: neither is.
         group: `torch.distributed` process group whose members all call this with the same arguments: trials run beside
             each other, in rounds of its size. Collectives within `evaluate` are then only right for sharded states
             (DTensor), which all processes try together.
         cube: what to choose from; default `last`'s, else `Cube()`.
+        earlier: as for `compress`, of `Store.earlier` or a `Trail`: every trial is then coded ahead of the weights'
+            drift, and so is what is stored with the configuration found (`Config.ahead`). Default None: neither is.
         direction: "lower" or "higher" is better; None: as `last` has it, else inferred from a state that is compressed
             beyond use, which takes one call (two, where the first is NaN).
         baseline: what `evaluate` says of `state` itself, where that is known, as by the training's own evaluation on
