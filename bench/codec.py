@@ -205,7 +205,7 @@ def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
 
 def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
     """Copying all arrays, each thread its share of every one; `fresh`: to memory allocated anew each time."""
-    used = [np.ones_like(x) for x in arrays]
+    used = [] if fresh else [np.ones_like(x) for x in arrays]
 
     def part(number: int, into: list[Any]) -> None:
         for source, target in zip(arrays, into, strict=True):

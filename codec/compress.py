@@ -76,7 +76,7 @@ def compress(
     nodes, found = tree.flatten(state, is_array)
     check_used(kinds, [node.path for node in found])
     nodes, unique = tie(nodes, found)
-    before = earlier if isinstance(earlier, Earlier) else Earlier(earlier)
+    before = Earlier.of(earlier)
     leaves, codecs = matched(
         unique,
         cfg,

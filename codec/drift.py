@@ -41,6 +41,11 @@ class Earlier:
     weights: Any
     steps: float | None = None
 
+    @staticmethod
+    def of(given: Any) -> Earlier:
+        """What was given as `earlier`: an `Earlier` as it is, a tree of weights without its steps."""
+        return given if isinstance(given, Earlier) else Earlier(given)
+
     def __post_init__(self) -> None:
         if self.steps is not None:
             number("steps", self.steps, 0, math.inf, open_low=True, open_high=True)

@@ -20,7 +20,7 @@ from ..codec.cells import few_values, fit_closely, held_codebook
 from ..codec.codebook import Cells, Fit, fit
 from ..codec.importance import weights_of
 from ..codec.leaves import NpArray
-from ..codec.levels import MAX_BINS, LevelsMemory
+from ..codec.levels import MAX_BINS, LevelsMemory, beneath
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
 from ..codec.quantize import Quantize
@@ -66,10 +66,7 @@ class Estimator:
 
     def __init__(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None], codec: Quantize) -> None:
         self._leaves = list(leaves)
-        self._parents = [
-            p if isinstance(p, LevelsMemory) and p.levels.size == leaf.spec.size else None
-            for leaf, p in zip(leaves, parents, strict=True)
-        ]
+        self._parents = [beneath(parent, leaf.spec) for leaf, parent in zip(leaves, parents, strict=True)]
         self._sketches: list[Sketch] = codec.sketch(self._leaves)
         scales = [upper_threshold(s.signed.magnitude(), s.signed.total / 2) for s in self._sketches]
         self._chosen = representatives(self._leaves, scales)

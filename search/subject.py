@@ -68,7 +68,7 @@ class Given:
         check_used(kinds, [node.path for node in found])
         gradients = by_weights(grads, found, "grads")
         if earlier is not None:
-            before = earlier if isinstance(earlier, Earlier) else Earlier(earlier)
+            before = Earlier.of(earlier)
             earlier = Earlier(by_weights(before.weights, found, "earlier"), before.steps)
         nodes, unique = tie(nodes, found)
         return Given(state, grads, nodes, unique, gradients, prev, kinds, earlier)

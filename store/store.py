@@ -335,9 +335,10 @@ class Store:
             with self._lock.shared() as lease:
                 head = self._next_head()
                 parent, cfg = None if head is None else head.checkpoint, self._config(asked)
-                if not aims(cfg):
-                    self._trail = None
-                earlier = self._trail_from(head).earlier(state, step) if aims(cfg) else None
+                if aims(cfg):
+                    earlier = self._trail_from(head).earlier(state, step)
+                else:
+                    self._trail = earlier = None
                 ckpt = compress(state, parent, cfg, grads=grads, kinds=kinds, earlier=earlier)
                 if head is None:
                     self._whole = Size.of(ckpt)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from .. import cost
+from ..codec import FRESH
 from . import trainings
 from .cells import NONE, Json, markdown, number, shown
 from .results import commit_of, rows_of
-
-_FRESH = "memcpy, fresh"
 
 
 def speed() -> str:
@@ -27,7 +26,7 @@ def speed() -> str:
     columns |= {"memcpy": "memory copy"}
     # Only what is decompressed goes to new memory.
     lines = [
-        [what, *(number(cells.get(c)) for c in columns), number(cells[_FRESH]) if _FRESH in cells else ""]
+        [what, *(number(cells.get(c)) for c in columns), number(cells[FRESH]) if FRESH in cells else ""]
         for what, cells in found.items()
     ]
     title = f"MB/s of raw state, {size / 1e6:.0f} M parameters, commit {commit_of('codec.json')}"

@@ -34,9 +34,9 @@ def rows(pattern: str) -> list[dict[str, Any]]:
 TRAINED = training.table(rows("training*"))
 """Model -> system -> column -> row, of trainings with ten failures."""
 END, WEIGHTS, WHOLE = "degradation at the end", "weights, all checkpoints", "whole state, all checkpoints"
-COARSE = "rate 0.01, 12 bins, bases every 100"
+HIGH = "rate 0.01, 12 bins, bases every 100"
 SIXTEEN = "rate 0.002, 16 bins"
-TWELVE = "rate 0.004, 12 bins, bases every 100"
+LOW = "rate 0.004, 12 bins, bases every 100"
 
 
 def of(model: str, system: str, column: str) -> float:
@@ -100,9 +100,9 @@ def alternatives() -> Iterator[str]:
 
 def killed() -> Iterator[str]:
     for name in ("embedding long", "GPT long"):
-        assert 0 < of(name, COARSE, END) <= training.BOUND
-        assert min(of(name, COARSE, WEIGHTS), of(name, COARSE, WHOLE)) >= training.WANTED
-    missed = of("MLP long", TWELVE, END) - training.BOUND
+        assert 0 < of(name, HIGH, END) <= training.BOUND
+        assert min(of(name, HIGH, WEIGHTS), of(name, HIGH, WHOLE)) >= training.WANTED
+    missed = of("MLP long", LOW, END) - training.BOUND
     assert missed > 0
     yield f"On the MLP it is missed by {missed:.1f} points (mean of three seeds at 3,600 steps)"
     apart = [abs(of(model, training.YARDSTICK, END)) for model in ("MLP", "CNN", "ViT")]
@@ -167,10 +167,10 @@ def long() -> Iterator[str]:
     """The long schedules of the evidence page."""
     name = "embedding long"
     yield (
-        f"12 bins at a rate of 0.004 end {of(name, TWELVE, END):+.2f} % on the mean of two seeds "
-        f"({seeds(name, TWELVE)[1]:+.2f} % the worse one) at {of(name, TWELVE, WEIGHTS):.0f} times on the weights and "
-        f"{of(name, TWELVE, WHOLE):.0f} on the whole state, at 0.01 {of(name, COARSE, END):+.2f} % at "
-        f"{of(name, COARSE, WEIGHTS):.0f} and {of(name, COARSE, WHOLE):.0f} times"
+        f"12 bins at a rate of 0.004 end {of(name, LOW, END):+.2f} % on the mean of two seeds "
+        f"({seeds(name, LOW)[1]:+.2f} % the worse one) at {of(name, LOW, WEIGHTS):.0f} times on the weights and "
+        f"{of(name, LOW, WHOLE):.0f} on the whole state, at 0.01 {of(name, HIGH, END):+.2f} % at "
+        f"{of(name, HIGH, WEIGHTS):.0f} and {of(name, HIGH, WHOLE):.0f} times"
     )
     yield f"Another order of the data costs {of(name, training.YARDSTICK, END):+.2f} %"
     base = "inshrinkerator, one base"
@@ -182,24 +182,24 @@ def long() -> Iterator[str]:
     low, high = seeds("MLP long", training.YARDSTICK)
     yield (
         f"Four times the length (three seeds): the default ends {often:+.1f} %, 12 bins at 0.004 "
-        f"{of('MLP long', TWELVE, END):+.1f} % at {of('MLP long', TWELVE, WEIGHTS):.0f} and "
-        f"{of('MLP long', TWELVE, WHOLE):.0f} times, at 0.01 {of('MLP long', COARSE, END):+.1f} % at "
-        f"{of('MLP long', COARSE, WEIGHTS):.0f} and {of('MLP long', COARSE, WHOLE):.0f}; another order of the data "
+        f"{of('MLP long', LOW, END):+.1f} % at {of('MLP long', LOW, WEIGHTS):.0f} and "
+        f"{of('MLP long', LOW, WHOLE):.0f} times, at 0.01 {of('MLP long', HIGH, END):+.1f} % at "
+        f"{of('MLP long', HIGH, WEIGHTS):.0f} and {of('MLP long', HIGH, WHOLE):.0f}; another order of the data "
         f"{low:+.1f} to {high:+.1f} %"
     )
     low, high = seeds("MLP longer", training.YARDSTICK)
     yield (
-        f"Twelve times (two seeds): {of('MLP longer', TWELVE, END):+.1f} % at "
-        f"{of('MLP longer', TWELVE, WEIGHTS):.0f} and {of('MLP longer', TWELVE, WHOLE):.0f} times, "
-        f"{of('MLP longer', COARSE, END):+.1f} % at {of('MLP longer', COARSE, WEIGHTS):.0f} and "
-        f"{of('MLP longer', COARSE, WHOLE):.0f}; another order of the data {low:+.1f} and {high:+.1f} %"
+        f"Twelve times (two seeds): {of('MLP longer', LOW, END):+.1f} % at "
+        f"{of('MLP longer', LOW, WEIGHTS):.0f} and {of('MLP longer', LOW, WHOLE):.0f} times, "
+        f"{of('MLP longer', HIGH, END):+.1f} % at {of('MLP longer', HIGH, WEIGHTS):.0f} and "
+        f"{of('MLP longer', HIGH, WHOLE):.0f}; another order of the data {low:+.1f} and {high:+.1f} %"
     )
     name = "GPT long"
     yield (
         f"The default ends {of(name, 'default', END):+.1f} % at {of(name, 'default', WEIGHTS):.0f} and "
-        f"{of(name, 'default', WHOLE):.0f} times, 12 bins at 0.004 {of(name, TWELVE, END):+.2f} % at "
-        f"{of(name, TWELVE, WEIGHTS):.0f} and {of(name, TWELVE, WHOLE):.0f}, at 0.01 {of(name, COARSE, END):+.2f} % at "
-        f"{of(name, COARSE, WEIGHTS):.0f} and {of(name, COARSE, WHOLE):.0f}"
+        f"{of(name, 'default', WHOLE):.0f} times, 12 bins at 0.004 {of(name, LOW, END):+.2f} % at "
+        f"{of(name, LOW, WEIGHTS):.0f} and {of(name, LOW, WHOLE):.0f}, at 0.01 {of(name, HIGH, END):+.2f} % at "
+        f"{of(name, HIGH, WEIGHTS):.0f} and {of(name, HIGH, WHOLE):.0f}"
     )
 
 
