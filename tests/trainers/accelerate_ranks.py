@@ -59,6 +59,8 @@ def main(folder: Path, background: bool) -> None:
             "own": drawn.tolist(),
         }
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(found))
+    # Without, gloo's threads may abort a process that ends (PyTorch issue 190489).
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

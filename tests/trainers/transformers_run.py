@@ -82,6 +82,8 @@ if __name__ == "__main__":
         settings: dict[str, Any] = {"save_total_limit": 2, "lr_scheduler_type": "constant_with_warmup"}
         trainer = make(Path(sys.argv[1]), int(sys.argv[2]), kind, ddp_backend="gloo", **settings)
         trainer.train(resume_from_checkpoint=newest_complete(sys.argv[1]))
+        # Without, gloo's threads may abort a process that ends (PyTorch issue 190489).
+        torch.distributed.destroy_process_group()
     elif sys.argv[3:]:
         make(Path(sys.argv[1]), int(sys.argv[2]), BackgroundTrainer, save_total_limit=1).train()
     else:
