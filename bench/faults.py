@@ -12,6 +12,7 @@ idle. `warm_up` has to come first, or the first system of a process pays for wha
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import math
@@ -138,7 +139,7 @@ class InStore:
         )
 
     def _search(self, run: Run, state: State, grads: Any, kinds: Any) -> sp.Config:
-        """The configuration from here on; the moments' grid follows the rate that was chosen for the weights."""
+        """The configuration from here on."""
         how = self.searching
         if how is None:
             return self.store.cfg
@@ -158,8 +159,7 @@ class InStore:
         self.last = found
         self.evaluations += found.evaluations
         self.unmet += not found.met
-        rate = found.point.rate if found.point is not None else 0.0
-        return sp.Config(found.config.rules, rate=rate, chain=self.store.cfg.chain, ahead=found.config.ahead)
+        return dataclasses.replace(found.config, chain=self.store.cfg.chain)
 
     def restore(self) -> State:
         self._stop()

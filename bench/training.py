@@ -165,7 +165,7 @@ _SHORT = (
 )
 _SHORTEST = ("default", "rate 0.0005", "rate 0.002, 16 bins", "inshrinkerator", "QD-compressor", YARDSTICK)
 STUDIES = {
-    "MLP": Study(3, None, _FEW, thresholds=1, ablation=2),
+    "MLP": Study(3, None, _FEW, thresholds=3, ablation=2),
     "embedding": Study(2, _SHORT),
     "CNN": Study(2, _SHORT, thresholds=1),
     "ViT": Study(1, _SHORT),

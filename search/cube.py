@@ -29,7 +29,7 @@ class Point:
         prune: fraction pruned, in [0, 1).
         metric: pruning metric, "magnitude" or "sensitivity"; of no meaning where nothing is pruned.
         protect: fraction protected, in [0, 1).
-        rate: lambda of the rate-distortion encoder, in variances a bit, >= 0; default 0.
+        rate: as `Config.rate`, which moments follow, >= 0; default 0.
         embedding_bins: codebook entries of embeddings; default None, as `bins`.
         system: what the point is a configuration of: "default", this project's own coder as in `Config()`, or
             "inshrinkerator", the published one as in `presets.inshrinkerator`.
@@ -84,7 +84,7 @@ class Point:
     def config(
         self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None, ahead: bool = False
     ) -> Config:
-        """The whole configuration: the point's codec for weights, the rest as its system has it.
+        """The whole configuration: the point's codec for weights, the rest as its system has it at such a rate.
 
         Args:
             embedding_bins: entries for embeddings instead of the point's own.
@@ -94,7 +94,8 @@ class Point:
         point = self if embedding_bins is None else dataclasses.replace(self, embedding_bins=embedding_bins)
         rules = inshrinkerator().rules if self.system == "inshrinkerator" else ()
         weights = Rule("weight", point.codec())
-        return Config([weights, *(r for r in rules if r.match != "weight")], chain=chain, ahead=ahead)
+        others = [r for r in rules if r.match != "weight"]
+        return Config([weights, *others], rate=self.rate, chain=chain, ahead=ahead)
 
     def expected_bits(self) -> float:
         """Bits a weight that a base would take if all levels were equally likely: the order of the cube."""

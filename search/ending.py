@@ -101,7 +101,7 @@ def by_error(allowed: float, cube: Cube, *, ahead: bool) -> SearchResult:
 def nothing_to_choose(allowed: float, cube: Cube, subject: Subject) -> SearchResult:
     """Where every point comes to the same."""
     note = "the state has no array that the cube would change"
-    return _untried(subject.rest, allowed, cube, "nothing to choose", note)
+    return _untried(subject.others, allowed, cube, "nothing to choose", note)
 
 
 def budget_spent(last: SearchResult, allowed: float, cube: Cube) -> SearchResult:

@@ -61,7 +61,7 @@ def _left_out(candidates: Sequence[Candidate], trials: Trials, floor: float, sta
     """How many points were never tried, by reason."""
     known = trials.known(stale)
     state = open_points(candidates, known, trials.allowed, _TOLERANCE, floor)
-    seen = {normal(t.point) for t in trials.found if t.point is not None}
+    seen = {normal(t.point) for t in trials.tried if t.point is not None}
     untried = np.array([c.point not in seen for c in candidates], bool)
     hopeless = chances(candidates, known, trials.allowed, floor) <= HOPELESS
     counts = {

@@ -40,7 +40,7 @@ def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice
             if trial.point is not None:
                 tried[trial.point] = trial
         # What was learned since may have changed how they are judged.
-        tried = {t.point: t for t in trials.found if t.point in tried}
+        tried = {t.point: t for t in trials.tried if t.point in tried}
         if twin is not None and twin in tried and origin in tried:
             other, same = tried[twin].degradation, tried[origin].degradation
             patience = _PATIENCE

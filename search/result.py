@@ -38,6 +38,7 @@ class Trial:
         rank: process that ran it.
         state: fingerprint of the state it was tried on.
         seconds: time to compress, restore and evaluate; not compared.
+        ahead: whether some weights were coded ahead of their drift; default False.
     """
 
     point: Point | None
@@ -54,6 +55,7 @@ class Trial:
     rank: int
     state: str
     seconds: float = field(default=0.0, compare=False)
+    ahead: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON (what is not finite as text); `from_json` gives an equal trial."""
@@ -237,7 +239,7 @@ def outcome(trials: Sequence[Trial]) -> list[Any]:
     That is what they exchanged and what follows from it. Estimates each makes by itself, and their last bit is its
     processor's.
     """
-    names = ("point", "nbytes", "quality", "passed", "round", "rank", "state")
+    names = ("point", "nbytes", "quality", "passed", "round", "rank", "state", "ahead")
     return [[t.to_json()[name] for name in names] for t in trials]
 
 

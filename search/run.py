@@ -17,7 +17,7 @@ from .near import near
 from .quality import Evaluate
 from .report import Progress, Report
 from .result import SearchResult, Trial, outcome
-from .space import Space
+from .space import Choice, Space
 from .subject import Subject
 from .team import Team
 from .trials import Trials
@@ -67,8 +67,9 @@ def search(
             each other, in rounds of its size. Collectives within `evaluate` are then only right for sharded states
             (DTensor), which all processes try together.
         cube: what to choose from; default `last`'s, else `Cube()`.
-        earlier: as for `compress`, of `Store.earlier` or a `Trail`: every trial is then coded ahead of the weights'
-            drift, and so is what is stored with the configuration found (`Config.ahead`). Default None: neither is.
+        earlier: as for `compress`, of `Store.earlier` or a `Trail`: trials are then coded ahead of the weights' drift,
+            and so is what is stored with the configuration found (`Config.ahead`); where that fails even at the mildest
+            point, weights are coded where they are, this time. Default None: they always are.
         direction: "lower" or "higher" is better; None: as `last` has it, else inferred from a state that is compressed
             beyond use, which takes one call (two, where the first is NaN).
         baseline: what `evaluate` says of `state` itself, where that is known, as by the training's own evaluation on
@@ -133,11 +134,20 @@ def search(
 
 
 def _search(trials: Trials, asked: Asked) -> SearchResult:
-    """Baseline, neighbourhood where there is a last choice, and the whole cube where that finds nothing."""
-    last = asked.last
-    trials.baseline(last, asked.direction, asked.baseline)
+    """Baseline, then what passes ahead of the drift, where that is known, and what passes without where nothing does."""
+    trials.baseline(asked.last, asked.direction, asked.baseline)
     space = Space(asked.where, trials, asked.budget)
-    choice, fell_back = None, False
+    choice, method, fell_back = _chosen(space, asked)
+    if choice.trial is None and trials.is_ahead:
+        trials.where_they_are()
+        space.notes.append(f"ahead of the drift nothing keeps {trials.allowed:.3%}: weights are coded where they are")
+        choice, method, fell_back = _chosen(space, asked)
+    return concluded(space, choice, method, fell_back)
+
+
+def _chosen(space: Space, asked: Asked) -> tuple[Choice, str, bool]:
+    """Neighbourhood where there is a last choice, and the whole cube where that finds nothing."""
+    last, choice, fell_back = asked.last, None, False
     if last is not None and last.point is not None and space.has(last.point):
         choice = near(space, last, asked.steps, relax=asked.relax)
         fell_back = choice.trial is None
@@ -145,11 +155,12 @@ def _search(trials: Trials, asked: Asked) -> SearchResult:
             # Neighbours are milder than what passed before. Whoever tries all others until one passes finds what passes
             # by chance, if there is chance.
             space.check()
-    method = "neighbourhood"
-    if choice is None or choice.trial is None:
-        method = "exhaustive"
-        choice = everywhere(space, () if last is None else last.trials, soon=fell_back)
-    return concluded(space, choice, method, fell_back)
+    if choice is not None and choice.trial is not None:
+        return choice, "neighbourhood", False
+    stale = () if last is None else last.trials
+    if space.trials.is_ahead and not space.keeps_mildest(stale):
+        return Choice(None, {}), "exhaustive", fell_back
+    return everywhere(space, stale, soon=fell_back), "exhaustive", fell_back
 
 
 def _agreed(team: Team, found: SearchResult) -> SearchResult:

@@ -84,7 +84,15 @@ class Space:
             self.check()
             if trials.gain > trials.beyond and trials.is_inherited:
                 self.probe()
-        return [t for t in trials.found if t.point in asked]
+        return [t for t in trials.tried if t.point in asked]
+
+    def keeps_mildest(self, stale: Sequence[Trial]) -> bool:
+        """Whether the mildest point of the cube passes: it is tried, unless it was before."""
+        mildest = normal(max(self.cube, key=Point.expected_bits))
+        tried = [t for t in self.trials.tried if t.point == mildest]
+        if not tried and self.left > 0:
+            tried = self.round([mildest], stale)
+        return any(t.passed for t in tried)
 
     def probe(self, spare: int = 0) -> None:
         """See which direction is worse, from a state compressed beyond use; a milder one, where that is no number.

@@ -213,7 +213,7 @@ class Subject:
         parents: what a delta of each of them is coded against.
         codec: what encodes them, at some point of the cube.
         system: the cube's.
-        rest: the configuration of all others, the same at every point.
+        others: the configuration of all others, but for its rate; the same at every point.
         prev: the parent checkpoint, or None.
         grads: gradients by full path.
         kinds: as given.
@@ -229,7 +229,7 @@ class Subject:
     parents: list[Memory | None]
     codec: Quantize
     system: str
-    rest: Config
+    others: Config
     prev: Checkpoint | None
     grads: dict[str, Array]
     kinds: Mapping[str, Any] | None
@@ -273,6 +273,17 @@ class Subject:
         """The configuration of a point, by which it is stored as it was evaluated."""
         return point.config(ahead=self.earlier is not None)
 
+    def where_they_are(self) -> Subject:
+        """The same, with nothing known of a drift: weights are coded where they are."""
+        leaves = [dataclasses.replace(leaf, earlier=None) for leaf in self.leaves]
+        return dataclasses.replace(self, leaves=leaves, earlier=None)
+
+    @property
+    def leads(self) -> bool:
+        """Whether some array is coded ahead of its drift: none is where no delta before it has found by how much."""
+        pairs = zip(self.leaves, self.parents, strict=True)
+        return any(leaf.earlier is not None and getattr(before, "aim", 0.0) > 0 for leaf, before in pairs)
+
     @property
     def sensitive(self) -> bool:
         """Whether pruning by sensitivity can be done: every array that may be pruned has its gradient."""
@@ -303,23 +314,29 @@ class Subject:
         return kinds_for(self.kinds, (self.arrays[i].path for i in numbers))
 
     @cached_property
-    def _others(self) -> tuple[Checkpoint, dict[int, Array]]:
-        """What is the same at every point, compressed, and of it the arrays that trials take over as they are."""
-        chosen = set(self.quantized)
-        numbers = [i for i in range(len(self.arrays)) if i not in chosen]
-        ckpt = compress(self._part(numbers), self.prev, self.rest, kinds=self._kinds(numbers))
-        found = self._by_number(decompress(ckpt), numbers)
-        return ckpt, {i: found[i] for i in numbers if i not in self._beside}
+    def _found(self) -> dict[float, tuple[Checkpoint, dict[int, Array]]]:
+        """What `_rest` found before, by rate."""
+        return {}
+
+    def _rest(self, rate: float) -> tuple[Checkpoint, dict[int, Array]]:
+        """What is the same at every point with this rate, compressed, and of it the arrays that trials take over."""
+        if rate not in self._found:
+            chosen = set(self.quantized)
+            numbers = [i for i in range(len(self.arrays)) if i not in chosen]
+            cfg = dataclasses.replace(self.others, rate=rate)
+            ckpt = compress(self._part(numbers), self.prev, cfg, kinds=self._kinds(numbers))
+            found = self._by_number(decompress(ckpt), numbers)
+            self._found[rate] = ckpt, {i: found[i] for i in numbers if i not in self._beside}
+        return self._found[rate]
 
     @cached_property
     def _beside(self) -> frozenset[int]:
         """Small arrays that are compressed anew at every point, which is cheaper than keeping them apart."""
         return frozenset(self.small) - frozenset(self.quantized)
 
-    @property
-    def rest_nbytes(self) -> int:
-        """Bytes of everything that no point changes, the header included."""
-        return self._others[0].nbytes
+    def rest_nbytes(self, rate: float) -> int:
+        """Bytes of everything that is the same at every point with this rate, the header included."""
+        return self._rest(rate)[0].nbytes
 
     def restored(self, cfg: Config) -> Restored:
         """The state compressed and decompressed; the arrays are fresh each time, so the caller may change them."""
@@ -330,7 +347,7 @@ class Subject:
             numbers = list(range(len(self.arrays)))
         beside, grads = self._kinds(numbers), self.grads or None
         ckpt = compress(self._part(numbers), self.prev, cfg, grads=grads, kinds=beside, earlier=self.earlier)
-        rest, others = self._others
+        rest, others = self._rest(cfg.rate)
         made = self._by_number(decompress(ckpt), numbers)
         apart = {i: value for i, value in others.items() if i not in made}
         made.update({i: _copy(value) for i, value in apart.items()})

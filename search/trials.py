@@ -57,15 +57,14 @@ class Trials:
         done: Sequence[Trial],
         cube: Cube,
     ) -> None:
-        self.subject, self._evaluate, self.allowed = subject, evaluate, allowed
+        self._evaluate, self.allowed = evaluate, allowed
         self._given, self._watched, self.state = given, watched, fingerprint
         self._team, self._report, self._cube = team, report, cube
         for trial in done:
             if trial.state != self.state:
                 raise BadArgumentError(f"resume: a trial ({trial.point}) is of another state than this one")
         self._done = list(done)
-        self._estimate = Estimator(subject.leaves, subject.parents, subject.codec)
-        self._candidates: dict[Point, Candidate] = {}
+        self._about(subject)
         self.found: list[Trial] = []
         self.rounds = 0
         self.scale = Scale(1.0, 0.0, None)
@@ -75,6 +74,26 @@ class Trials:
         self._is_given = self._was_in_vain = False
         self.notes: list[str] = []
 
+    def _about(self, subject: Subject) -> None:
+        """Try this from here on: what was estimated of another does not count."""
+        self.subject = subject
+        self._estimate = Estimator(subject.leaves, subject.parents, subject.codec)
+        self._candidates: dict[Point, Candidate] = {}
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether some weights are coded ahead of their drift."""
+        return self.subject.leads
+
+    def where_they_are(self) -> None:
+        """From here on code weights where they are; trials ahead of their drift are recorded and tell nothing."""
+        self._about(self.subject.where_they_are())
+
+    @property
+    def tried(self) -> list[Trial]:
+        """Trials of points, as weights are coded now."""
+        return [t for t in self.found if t.point is not None and t.ahead == self.is_ahead]
+
     @property
     def at_once(self) -> int:
         """Trials of a round. Processes that each hold a part of the state can only try one point together."""
@@ -83,7 +102,7 @@ class Trials:
     @property
     def passing(self) -> list[Trial]:
         """Trials of points that may be chosen."""
-        return [t for t in self.found if t.passed and t.point is not None and not self._is_apart(t.point)]
+        return [t for t in self.tried if t.passed and t.point is not None and not self._is_apart(t.point)]
 
     @property
     def has_seen_itself(self) -> bool:
@@ -157,21 +176,23 @@ class Trials:
         """Estimate what has not been yet."""
         missing = [p for p in dict.fromkeys(normal(p) for p in points) if p not in self._candidates]
         for point, found in zip(missing, self._estimate(missing), strict=True):
-            nbytes = found.nbytes + self.subject.rest_nbytes
+            nbytes = found.nbytes + self.subject.rest_nbytes(point.rate)
             self._candidates[point] = Candidate(point, nbytes, found.error, found.pruned, found.pattern)
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
         """What the trials tell the plan; `stale` ones are of an earlier checkpoint."""
-        tried = [(t, normal(t.point)) for t in self.found if t.point is not None and not self._is_apart(t.point)]
+        tried = [(t, normal(t.point)) for t in self.tried if t.point is not None and not self._is_apart(t.point)]
         self._expect([p for _, p in tried])
         return [_known(t, stale=False, pattern=self._candidates[p].pattern) for t, p in tried] + [
-            _known(t, stale=True) for t in stale if t.point is not None and not self._is_apart(t.point)
+            _known(t, stale=True)
+            for t in stale
+            if t.point is not None and t.ahead == self.is_ahead and not self._is_apart(t.point)
         ]
 
     def round(self, points: Sequence[Point], expected: Sequence[float | None]) -> list[Trial]:
         """Try up to `at_once` points beside each other; those of an interrupted search are only read."""
         points = [normal(p) for p in points]
-        before = {normal(t.point): t for t in self._done if t.point is not None}
+        before = {normal(t.point): t for t in self._done if t.point is not None and t.ahead == self.is_ahead}
         missing = [p for p in points if p not in before]
         found = [before[p] for p in points if p in before]
         if missing:
@@ -184,7 +205,7 @@ class Trials:
         self.rounds += 1
         for trial in scored:
             self._add(trial, replayed=trial.point in before)
-        return [t for t in self.found if t.point in places]
+        return [t for t in self.tried if t.point in places]
 
     def _run(self, points: Sequence[Point]) -> list[Trial]:
         """Each process its own point, or all of them the same one."""
@@ -353,6 +374,7 @@ class Trials:
             rank,
             self.state,
             seconds,
+            point is not None and self.is_ahead,
         )
 
     def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:

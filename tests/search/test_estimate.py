@@ -44,7 +44,7 @@ def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> 
     ratios = []
     for point, found in zip(points, estimator(subject)(points), strict=True):
         ckpt = sp.compress(chain.states[2], prev, point.config(), grads=chain.grads[2])
-        ratios.append((found.nbytes + subject.rest_nbytes) / ckpt.nbytes)
+        ratios.append((found.nbytes + subject.rest_nbytes(point.rate)) / ckpt.nbytes)
         back = sp.decompress(ckpt)
         true = {leaf.path: leaf.spec.size for leaf in subject.leaves}
         weight, key = chain.states[2]["model"], "model/"
@@ -68,7 +68,7 @@ def test_narrow_arrays_of_sixteen_bits(dtype: torch.dtype, mean: float, deviatio
         ckpt = sp.compress({"w": x}, cfg=point.config())
         met = relative_error(x.double(), sp.decompress(ckpt)["w"].double())
         assert found.error == pytest.approx(met, rel=0.03)
-        assert found.nbytes + subject.rest_nbytes == pytest.approx(ckpt.nbytes, rel=0.025)
+        assert found.nbytes + subject.rest_nbytes(point.rate) == pytest.approx(ckpt.nbytes, rel=0.025)
 
 
 def test_patterns_say_how_alike_errors_are() -> None:
@@ -140,7 +140,7 @@ def test_many_small_arrays(system: str, delta: bool, dtype: torch.dtype, monkeyp
     monkeypatch.setattr(sampling, "GROUPS", 1000)
     ratios = []
     for point, all_of_them, some in zip(points, estimator(subject)(points), few, strict=True):
-        real = sp.compress(after, prev, point.config()).nbytes - subject.rest_nbytes
+        real = sp.compress(after, prev, point.config()).nbytes - subject.rest_nbytes(point.rate)
         # What notes say, and so how long they are, is not known before.
         assert all_of_them.nbytes == pytest.approx(real, abs=5 * len(state))
         ratios.append(some.nbytes / real)
@@ -263,7 +263,7 @@ def test_rate_lowers_the_size_and_raises_the_error() -> None:
         assert found[0].error < found[1].error < found[2].error
         for e, point in zip(found, points, strict=True):
             nbytes = sp.compress(state, parent, point.config()).nbytes
-            assert e.nbytes + subject.rest_nbytes == pytest.approx(nbytes, rel=0.02, abs=100)
+            assert e.nbytes + subject.rest_nbytes(point.rate) == pytest.approx(nbytes, rel=0.02, abs=100)
 
 
 def few_values(values: list[float], shares: list[float], size: int) -> torch.Tensor:
@@ -305,7 +305,7 @@ def test_arrays_of_few_different_values(tensor: torch.Tensor, delta: bool) -> No
         met = sum(state[k].numel() * relative_error(state[k], back[k]) for k in state) / sum(
             x.numel() for x in state.values()
         )
-        assert found.nbytes + subject.rest_nbytes == pytest.approx(ckpt.nbytes, rel=0.03)
+        assert found.nbytes + subject.rest_nbytes(point.rate) == pytest.approx(ckpt.nbytes, rel=0.03)
         assert found.error == pytest.approx(met, rel=0.05, abs=1e-5)
 
 

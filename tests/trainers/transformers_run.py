@@ -6,6 +6,7 @@ can; losses in `FOLDER/RANK/losses.txt`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -76,13 +77,18 @@ def make(folder: Path, steps: int, cls: type[Trainer] = SmallTrainer, callbacks:
     return cls(GPT2LMHeadModel(config), arguments, train_dataset=Text(), eval_dataset=Text(), callbacks=extra)
 
 
+def one_of_several(folder: Path, steps: int, kind: type[Trainer]) -> None:
+    """The process of one rank; with what it made goes what keeps the process group."""
+    settings: dict[str, Any] = {"save_total_limit": 2, "lr_scheduler_type": "constant_with_warmup"}
+    trainer = make(folder, steps, kind, ddp_backend="gloo", **settings)
+    trainer.train(resume_from_checkpoint=newest_complete(folder))
+
+
 if __name__ == "__main__":
     if sys.argv[3:4] == ["ranks"]:
-        kind = BackgroundTrainer if sys.argv[4:] else SmallTrainer
-        settings: dict[str, Any] = {"save_total_limit": 2, "lr_scheduler_type": "constant_with_warmup"}
-        trainer = make(Path(sys.argv[1]), int(sys.argv[2]), kind, ddp_backend="gloo", **settings)
-        trainer.train(resume_from_checkpoint=newest_complete(sys.argv[1]))
-        # Without, gloo's threads may abort a process that ends (PyTorch issue 190489).
+        one_of_several(Path(sys.argv[1]), int(sys.argv[2]), BackgroundTrainer if sys.argv[4:] else SmallTrainer)
+        # Threads of gloo that live on may abort a process that ends (PyTorch issue 190489).
+        gc.collect()
         torch.distributed.destroy_process_group()
     elif sys.argv[3:]:
         make(Path(sys.argv[1]), int(sys.argv[2]), BackgroundTrainer, save_total_limit=1).train()
