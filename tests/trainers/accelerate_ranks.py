@@ -5,6 +5,7 @@ FOLDER [background]`. Each says what it found in `FOLDER/RANK.json`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 import time
@@ -59,9 +60,10 @@ def main(folder: Path, background: bool) -> None:
             "own": drawn.tolist(),
         }
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(found))
-    # Without, gloo's threads may abort a process that ends (PyTorch issue 190489).
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:] == ["background"])
+    # Threads of gloo that live on may abort a process that ends (PyTorch issue 190489).
+    gc.collect()
+    torch.distributed.destroy_process_group()
