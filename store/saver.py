@@ -90,6 +90,20 @@ class _Job:
     stall: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """A save that was handed over: its step, the store's head then, and what comes of it."""
+
+    step: int
+    head: Head | None
+    future: Future[SaveResult]
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether it is done, and neither lost nor cancelled."""
+        return self.future.done() and self.future.exception() is None and self.future.result().status == "saved"
+
+
 class _Runner:
     """The thread that hands jobs to a place and fulfils their futures. It knows nothing of its Saver."""
 
@@ -300,8 +314,8 @@ class Saver:
         self._last: SaveResult | None = None
         self._saved: SaveResult | None = None
         self._barren = 0
-        self._handed: tuple[int, Head | None] | None = None
-        """Step of the newest save, and the store's head then."""
+        self._handed: _Handed | None = None
+        self._durable: _Handed | None = None
         self._start()
 
     def __repr__(self) -> str:
@@ -383,9 +397,11 @@ class Saver:
                 runner.wait()
                 self._raise(runner)
             waited = time.perf_counter() - waiting
+            if self._handed is not None and self._handed.is_durable:
+                self._durable = self._handed
             snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
             runner.submit(_Job(step, snapshot, future, begin, waited, self._origin(step)))
-            self._handed = step, self.store.head
+            self._handed = _Handed(step, self.store.head, future)
             if planned.nbytes >= copying.STREAMED:
                 copying.load_beside()
             return future
@@ -394,13 +410,15 @@ class Saver:
         """What a worker that has saved nothing yet builds on: the last save of the one before, or the store's head.
 
         The latter for any worker where the run has gone back: the store has loaded a step since the newest save, and
-        this one's is not above that. (What is loaded to be looked at is followed by a higher one.)
+        this one's is not above that. (What is loaded to be looked at is followed by a higher one.) It has not while the
+        save that would have told of it is lost, so the newest one that is durable is asked, too.
         """
         head = self.store.head
-        if head is not None and self.store.loaded is not None and self._handed is not None:
-            newest, before = self._handed
-            if step <= newest and head is not before:
-                return Origin(head.last.step, head.last.identity, head, back=True)
+        barren = self._barren >= _BARREN and (self._runner is None or self._runner.saved is None)
+        if not barren and head is not None and self.store.loaded is not None:
+            for before in (self._handed, self._durable):
+                if before is not None and step <= before.step and head is not before.head:
+                    return Origin(head.last.step, head.last.identity, head, back=True)
         if self._barren >= _BARREN:
             return None
         if self._saved is not None:

@@ -6,7 +6,6 @@ with the Trainer of either.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import json
@@ -14,7 +13,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import new_class
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,47 +24,32 @@ import torch.distributed as dist
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
+from ..codec.drift import Earlier
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
-from ..codec.extras import install
 from ..codec.kinds import kinds
 from ..codec.presets import lossless
 from ..search.result import SearchResult
 from ..search.team import Team
 from ..store.store import Store
+from ..store.trail import aims
 from .background import Background, check_compact
 from .loop import RanksChangedWarning
-from .pointers import PathLike, drop, grads_within, kinds_within, load_at, read_pointer, save_at, store_of
+from .parts import gathered
+from .pointers import PathLike, drop, grads_within, kinds_within, load_at, next_step, read_pointer, save_at, store_of
 from .sensitivity import SensitivityTracker
 from .spread import rank, world
 from .state import capture_rng, plain, restore_rng
+from .strategies import of_both, plugins, watch
 from .together import agreed, of_first
 from .wrappers import bare_name
-
-_OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
-
-
-def _of_both(folder: str, module: str, name: str) -> tuple[type, ...]:
-    """A class of Lightning from each copy of it that is installed.
-
-    `lightning.pytorch` and `pytorch_lightning` are two copies of one library. The package `lightning` brings both, and
-    a Trainer of the one takes nothing that is of the other.
-    """
-    found = []
-    for place in (folder, _OTHER[folder]):
-        with contextlib.suppress(ImportError):
-            found.append(getattr(import_module(f"{place}.{module}"), name))
-    if not found:
-        raise ImportError(f"this adapter needs Lightning: {install('lightning')}")
-    return tuple(found)
-
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins.io import CheckpointIO
     from lightning.pytorch.callbacks import Callback
 else:
-    CheckpointIO = new_class("CheckpointIO", _of_both("lightning.fabric", "plugins.io", "CheckpointIO"))
-    Callback = new_class("Callback", _of_both("lightning.pytorch", "callbacks", "Callback"))
+    CheckpointIO = new_class("CheckpointIO", of_both("lightning.fabric", "plugins.io", "CheckpointIO"))
+    Callback = new_class("Callback", of_both("lightning.pytorch", "callbacks", "Callback"))
 
 FOLDER = "shrinkpoint"
 _TEMPORARY = re.compile(r"\.((lr_find|scale_batch_size)_[0-9a-f-]{36}|temp)\.ckpt")
@@ -85,6 +68,9 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     durable, and only then is removed what Lightning removes after it: a run that is killed at any moment has one to go
     on from. When `fit` returns, all of it is there. Lightning's `AsyncCheckpointIO` removes before it has saved.
 
+    Of the sharded strategies FSDP2 is for it, `ModelParallelStrategy(save_distributed_checkpoint=False)`: the first
+    process gets the whole state. Those that save by themselves are refused when fitting begins.
+
     The files by which Lightning's tuner (`lr_find`, `scale_batch_size`) rolls a model back, and by which spawned
     processes hand it over, are exact whatever `cfg` is, and gone afterwards.
 
@@ -95,6 +81,8 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 
     Raises:
         BadArgumentError: `compact` without `background`, or out of range.
+        BadArgumentError: when fitting begins, in an `FSDPStrategy`, a `DeepSpeedStrategy`, or a `ModelParallelStrategy`
+            that saves distributed checkpoints.
         UnsupportedLeafError: on saving, hyperparameters or a callback's state that cannot be stored without pickle;
             the path is named.
 
@@ -105,6 +93,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 
     def __init__(self, cfg: Config | None = None, *, background: bool = False, compact: float | None = None) -> None:
         super().__init__()
+        watch(CompressedIO)
         self.cfg = Config() if cfg is None else check_config(cfg)
         self.background = background
         self.compact = check_compact(compact, background=background)
@@ -184,6 +173,14 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         team.all(following)
         return found[0]
 
+    def earlier(self, path: PathLike, state: Any) -> Earlier | None:
+        """The weights as they were, where a save to this path is to be coded ahead of their drift (`Config.ahead`), so
+        that a search can do the same; None: it is not, or only the worker in the background knows them."""
+        if self.background or not aims(self.cfg):
+            return None
+        store = self._store(path)
+        return store.earlier(state, next_step(store))
+
     def _followed(self, path: PathLike, step: int, identity: str) -> Checkpoint:
         store = self._store(path)
         try:
@@ -247,7 +244,9 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             whole checkpoint as it would be restored, weights under "state_dict". The result goes into the checkpoint; a
             run that resumes searches on from it, and the restore counts (`SearchResult.restored`). Under several
             processes (DDP) all search the first one's state together, and `group` is given too; `evaluate` must not
-            talk to the others. None (default): all are compressed as `CompressedIO` says.
+            talk to the others. Where the plugin's configuration is for it (`Config.ahead`, a rate) and it does not save
+            in the background, `earlier` is given, too: trials and checkpoints are coded ahead of the weights' drift.
+            None (default): all are compressed as `CompressedIO` says.
 
     Raises:
         BadArgumentError: when fitting begins, `search` without `CompressedIO`, or with it in an `AsyncCheckpointIO`,
@@ -270,25 +269,18 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self.found: SearchResult | None = None
         self._tracker: SensitivityTracker | None = None
         self._restored: Any = None
+        self._fitting = False
         self._failed = False
 
     @staticmethod
-    def _plugins(trainer: pl.Trainer) -> list[Any]:
-        """What saves: wrappers (`AsyncCheckpointIO` and its like) first."""
-        found: list[Any] = [trainer.strategy.checkpoint_io]
-        while (inner := getattr(found[-1], "checkpoint_io", None)) is not None:
-            found.append(inner)
-        return found
-
-    @classmethod
-    def _io(cls, trainer: pl.Trainer) -> Any:
-        return next((plugin for plugin in cls._plugins(trainer) if isinstance(plugin, CompressedIO)), None)
+    def _io(trainer: pl.Trainer) -> Any:
+        return next((plugin for plugin in plugins(trainer.strategy) if isinstance(plugin, CompressedIO)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning."""
         self._failed = False
-        threads = _of_both("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
-        if self.search is not None and any(isinstance(p, threads) for p in self._plugins(trainer)):
+        threads = of_both("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
+        if self.search is not None and any(isinstance(p, threads) for p in plugins(trainer.strategy)):
             # It would search in a thread, and put the generators back by which training draws meanwhile.
             raise BadArgumentError("search: not within AsyncCheckpointIO; take CompressedIO(background=True) instead")
         io_plugin = self._io(trainer)
@@ -300,12 +292,20 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
                 trainer.strategy.save_checkpoint = functools.partial(self._save, self.search, io_plugin, save)
         elif self.search is not None:
             raise BadArgumentError("search: what it finds is for CompressedIO, which is not among the plugins")
-        if self.sensitivity is not None:
-            self._tracker = SensitivityTracker(pl_module, self.sensitivity, done=trainer.global_step)
-        if self._restored is not None:
-            # Before the loop draws the order of the epoch, which it does before `on_train_start`.
+        self._fitting = True
+        self._restore()
+
+    def _restore(self) -> None:
+        """Before the loop draws the order of the epoch, which it does before `on_train_start`. Of a sharded model a
+        checkpoint is loaded after `on_fit_start`, of others before."""
+        if self._fitting and self._restored is not None:
             restore_rng(self._restored)
             self._restored = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called by Lightning, once a checkpoint is loaded."""
+        if self.sensitivity is not None:
+            self._tracker = SensitivityTracker(pl_module, self.sensitivity, done=trainer.global_step)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -321,7 +321,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         io_plugin = self._io(trainer)
         if io_plugin is not None and self._tracker is not None:
             self._tracker.at(trainer.global_step)
-            grads = self._tracker.grads() or {}
+            grads = gathered(self._tracker.grads()) or {}
             # A state of Lightning's has the names of `torch.compile`d layers as they are.
             named = {n: grads.get(bare_name(pl_module, n)) for n, _ in pl_module.named_parameters()}
             io_plugin.grads = {n: g for n, g in named.items() if g is not None} or None
@@ -362,9 +362,17 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             more["group"] = dist.group.WORLD
             team = Team(dist.group.WORLD)
         prev = io_plugin.parent(path) if team is None else io_plugin.parent_of_all(path, team)
-        if team is not None:
-            state, grads = of_first(team, [state, grads], dist.group.WORLD)
+        told: list[Any] = [state, grads, None]
+
+        def leading() -> None:
+            earlier = None if rank() else io_plugin.earlier(path, state)
+            told[2] = earlier and [earlier.weights, earlier.steps]
+
+        (team or Team()).all(leading)
+        state, grads, before = told if team is None else of_first(team, told, dist.group.WORLD)
         more |= {"prev": prev, "grads": grads_within(state, grads), "kinds": kinds_within(state, io_plugin.kinds)}
+        if before is not None:
+            more["earlier"] = Earlier(*before)
         found = search(state, last=self.found, **more)
         return found if team is None else agreed(team, found)
 
@@ -379,7 +387,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self._close(trainer)
 
     def _close(self, trainer: pl.Trainer) -> None:
-        self._restored = None
+        self._restored, self._fitting = None, False
         io_plugin = self._io(trainer)
         if io_plugin is not None:
             io_plugin.grads = None
@@ -413,6 +421,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             warnings.warn(message, RanksChangedWarning, stacklevel=2)
             return
         self._restored = found[rank()]
+        self._restore()
 
 
 def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> Module:
@@ -465,7 +474,7 @@ def _shared(path: PathLike, step: int) -> bool:
 
 
 def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    from_torch: Any = _of_both("lightning.fabric", "plugins.io", "TorchCheckpointIO")[0]()
+    from_torch: Any = of_both("lightning.fabric", "plugins.io", "TorchCheckpointIO")[0]()
     keywords = {} if map_location is None else {"map_location": map_location}
     found: dict[str, Any] = from_torch.load_checkpoint(path, weights_only=weights_only, **keywords)
     return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import uuid
 import warnings
 from collections.abc import Callable
@@ -243,6 +246,64 @@ def test_a_saver_that_is_at_work_goes_back(mode: str, tmp_path: Path) -> None:
     assert over == {60: [50], 70: [60], 100: [90]}
     assert newest(store.url) == 1070
     assert store.verify() == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stops and kills a process")
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_saver_that_goes_back_does_so_after_its_worker_was_killed(saved: bool, tmp_path: Path) -> None:
+    """Before the first save after going back is durable, and after."""
+    store = sp.Store(tmp_path / "run", lossless())
+    with sp.Saver(store, mode="process") as saver:
+        for step in TENS:
+            saver.save(step, state(step)).result()
+        store.load(50)
+        if saved:
+            with pytest.warns(SaverWarning, match=LEFT):
+                told(saver, 60)
+        assert saver.pid is not None
+        os.kill(saver.pid, signal.SIGSTOP)
+        lost = saver.save(70 if saved else 60, second(70 if saved else 60))
+        os.kill(saver.pid, signal.SIGKILL)
+        with pytest.raises(ChildProcessError, match="killed by SIGKILL"):
+            saver.wait()
+        assert lost.exception() is not None
+        if not saved:
+            with pytest.warns(SaverWarning, match=LEFT):
+                told(saver, 60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if saved else "error")
+            told(saver, 70)
+            told(saver, 80)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            told(saver, 110)  # it has gone back once, not again and again
+    over = {step: [int(name[:12]) for name in store.describe(step).parents[:1]] for step in (60, 70, 80, 110)}
+    assert over == {60: [50], 70: [60], 80: [70], 110: [80]}
+    assert sp.Store(store.url).candidates() == [110, 80, 70, 60, 50, 40, 30, 20, 10, 100, 90]
+    assert store.verify() == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stops and kills a process")
+def test_a_saver_whose_way_back_was_lost_may_go_on_at_the_end(tmp_path: Path) -> None:
+    """The load of the end again is what counts, not the one of the save that was lost."""
+    store = sp.Store(tmp_path / "run", lossless())
+    with sp.Saver(store, mode="process") as saver:
+        for step in TENS:
+            saver.save(step, state(step)).result()
+        store.load(50)
+        assert saver.pid is not None
+        os.kill(saver.pid, signal.SIGSTOP)
+        saver.save(60, second(60))
+        os.kill(saver.pid, signal.SIGKILL)
+        with pytest.raises(ChildProcessError, match="killed by SIGKILL"):
+            saver.wait()
+        store.load(100)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            told(saver, 110)
+    assert store.describe(110).parents[0] == store.describe(100).file
+    assert same(sp.Store(store.url).load(60), 60)
+    assert store.candidates()[:2] == [110, 100]
 
 
 def test_going_back_to_what_is_gone_is_told(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 `python lightning_run.py FOLDER EPOCHS ddp [CHECKPOINT]`: two processes, losses in `FOLDER/RANK/losses.txt`.
 `python lightning_run.py FOLDER EPOCHS search HOW [CHECKPOINT]`: the same with a search at each checkpoint; what each
-process found is in `FOLDER/RANK/found.json`. HOW: none (no search), plain, background; fails, dies, alone, elsewhere:
-what is wrong there.
+process found is in `FOLDER/RANK/found.json`. HOW: none (no search), plain, ahead, background; fails, dies, alone,
+elsewhere: what is wrong there.
 `python lightning_run.py FOLDER EPOCHS average WHICH [CHECKPOINT]`: two processes, with an average of the weights.
+`python lightning_run.py FOLDER EPOCHS sharded HOW [CHECKPOINT]`: two processes, each with a part of the model (FSDP2).
+HOW: background, search; distributed (Lightning would save by itself).
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import shrinkpoint as sp
@@ -71,6 +75,15 @@ class Normed(Model):
         return torch.tanh(self.norm(self.first(batch)))
 
 
+class Sharded(Model):
+    """One of which each process has a part."""
+
+    def configure_model(self) -> None:
+        for layer in (self.first, self.last):
+            if not isinstance(layer, FSDPModule):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
 class Searching:
     """Searches under a threshold, and keeps what it was given and what it found."""
 
@@ -106,6 +119,7 @@ def fit(
     rng: bool = True,
     top: int = 2,
     ddp: bool = False,
+    strategy: Any = "ddp",
     width: int = 64,
     kind: type[Model] = Model,
     callbacks: Any = (),
@@ -123,7 +137,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2 if ddp else 1,
-        strategy="ddp" if ddp else "auto",
+        strategy=strategy if ddp else "auto",
         max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
@@ -171,7 +185,8 @@ def search_together(folder: Path, epochs: int, how: str, resume: Path | None) ->
     home = folder / str(rank)
     searching = Faulty(Normed, 3 + rank * (how == "alone"))
     searching.how = how
-    plugin = Elsewhere() if how == "elsewhere" else CompressedIO(background=how == "background")
+    cfg = sp.Config(ahead=True) if how == "ahead" else None
+    plugin = Elsewhere() if how == "elsewhere" else CompressedIO(cfg, background=how == "background")
     search = None if how == "none" else searching
     keep = ModelCheckpoint(folder, save_top_k=1, monitor="epoch", mode="max")
     try:
@@ -179,6 +194,28 @@ def search_together(folder: Path, epochs: int, how: str, resume: Path | None) ->
             folder, epochs, resume, plugin=plugin, checkpoint=keep, search=search,
             sensitivity=4, ddp=True, width=256, kind=Normed,
         )  # fmt: skip
+    except BaseException as e:
+        (home / "error.txt").write_text(f"{type(e).__name__}: {e}")
+        raise
+    finally:
+        (home / "found.json").write_text(json.dumps([one.to_json() for one in searching.found]))
+
+
+def sharded(folder: Path, epochs: int, how: str, resume: Path | None) -> None:
+    """Two processes with a model in parts; `error.txt` and `found.json` as above."""
+    home = folder / os.environ.get("LOCAL_RANK", "0")
+    searching = Searching()
+    plugin = CompressedIO(None if how == "search" else sp.presets.lossless(), background=how == "background")
+    parts = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=how == "distributed"
+    )
+    try:
+        fit(
+            folder, epochs, resume, plugin=plugin, top=1 if how == "background" else 2, kind=Sharded, ddp=True,
+            strategy=parts, sensitivity=2, width=256 if how == "search" else 64,
+            search=searching if how == "search" else None,
+        )  # fmt: skip
+        assert not plugin._savers, "what is in flight is waited for"
     except BaseException as e:
         (home / "error.txt").write_text(f"{type(e).__name__}: {e}")
         raise
@@ -205,6 +242,8 @@ if __name__ == "__main__":
     place, number, *how = sys.argv[1:]
     if how[:1] == ["search"]:
         search_together(Path(place), int(number), how[1], Path(how[2]) if how[2:] else None)
+    elif how[:1] == ["sharded"]:
+        sharded(Path(place), int(number), how[1], Path(how[2]) if how[2:] else None)
     elif how[:1] == ["average"]:
         averaged(Path(place), int(number), how[1], Path(how[2]) if how[2:] else None, ddp=True)
     elif how[:1] == ["ddp"]:

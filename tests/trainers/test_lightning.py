@@ -275,12 +275,15 @@ def test_layer_types_and_gradients_are_handed_over(tmp_path: Path) -> None:
     assert kinds["first.weight"].layer == "linear"
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(tmp_path: Path, background: bool) -> None:
+@pytest.mark.parametrize(("background", "ahead"), [(False, None), (True, None), (False, True), (True, True)])
+def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(
+    tmp_path: Path, background: bool, ahead: bool | None
+) -> None:
     searching, folder = Searching(), tmp_path / "run"
+    cfg = sp.Config(ahead=ahead)
     every = ModelCheckpoint(folder, save_top_k=-1, monitor="epoch", mode="max")
     how: dict[str, Any] = {"search": searching, "sensitivity": 4, "width": 256}
-    fit(folder, 3, plugin=CompressedIO(background=background), checkpoint=every, **how)
+    fit(folder, 3, plugin=CompressedIO(cfg, background=background), checkpoint=every, **how)
     fit(tmp_path / "plain", 3, width=256)
     # Whatever is tried meanwhile, the run is the same.
     assert finals(folder) == finals(tmp_path / "plain")
@@ -290,6 +293,10 @@ def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(tmp_path: P
     parents = [None if g["prev"] is None else g["prev"].id for g in searching.given]
     assert parents == [None, *(store.read(step).id for step in store.steps()[:-1])]
     assert all(len(g["grads"]) == 4 and g["kinds"]["first.weight"].layer == "linear" for g in searching.given)
+    # Ahead of the drift where the plugin is to be, and the average is not in another process.
+    known = ahead and not background
+    assert found[1].config.ahead is bool(known)
+    assert [g["earlier"].steps for g in searching.given if "earlier" in g] == ([None, 1.0, 1.9] if known else [])
     for step, one in zip(store.steps(), found, strict=True):
         state = store.load(step, count=False)
         assert one.met
@@ -299,7 +306,14 @@ def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(tmp_path: P
     # A run that resumes goes on from the search of the checkpoint that it resumed, and counts the restore.
     newest = max(folder.glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
     again = Searching()
-    fit(folder, 4, newest, plugin=CompressedIO(background=background), checkpoint=every, **(how | {"search": again}))
+    fit(
+        folder,
+        4,
+        newest,
+        plugin=CompressedIO(cfg, background=background),
+        checkpoint=every,
+        **(how | {"search": again}),
+    )
     assert len(again.found) == 1
     assert again.given[0]["last"] == found[-1].restored()
     assert again.given[0]["prev"].id == store.read(store.steps()[2]).id
@@ -452,15 +466,17 @@ def test_averages_are_compressed_as_the_weights_that_they_are_of(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_two_processes_search_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["background", "ahead"])
+def test_two_processes_search_together(tmp_path: Path, how: str) -> None:
     """Their buffers differ; what is searched, by both, and saved is the state of the first."""
     folder = tmp_path / "run"
-    for where, epochs, how in (("run", 2, "background"), ("plain", 3, "none")):
-        done = two_processes(tmp_path / where, epochs, "search", how)
+    for where, epochs, what in (("run", 2, how), ("plain", 3, "none")):
+        done = two_processes(tmp_path / where, epochs, "search", what)
         assert done.returncode == 0, done.stderr[-3000:]
     found = found_by(folder)
     assert len(found) == 2
     assert all(one.met and {t.rank for t in one.trials} == {0, 1} for one in found)
+    assert [one.config.ahead for one in found] == [how == "ahead"] * 2
     (newest,) = folder.glob("*.ckpt")
     state = CompressedIO().load_checkpoint(newest)
     assert sp.SearchResult.from_json(json.loads(state["callbacks"]["CompressedCheckpoints"]["search"])) == found[-1]
@@ -474,6 +490,87 @@ def test_two_processes_search_together(tmp_path: Path) -> None:
     assert again.restores == 1
     for rank in "01":  # until it resumed what is lossy the run is that without a search
         assert finals(folder / rank)[:4] == finals(tmp_path / "plain" / rank)[:4]
+
+
+@pytest.mark.slow
+def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+    """FSDP2, two real processes: weights, moments and each one's generators."""
+    killed, how = tmp_path / "killed", "background"
+
+    def is_enough() -> bool:
+        return len(list(killed.glob("*.ckpt"))) >= 1 and all(
+            (killed / rank / "losses.txt").exists() and len(finals(killed / rank)) >= 9 for rank in "01"
+        )
+
+    run_and_kill(RUN, killed, 5000, "sharded", how, once=is_enough)
+    epochs = max(len(by_step(killed / rank)) for rank in "01") // 2 + 2
+    newest = max(killed.glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
+    for folder, more in ((killed, [newest]), (tmp_path / "whole", [])):
+        done = two_processes(folder, epochs, "sharded", how, *more)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for rank in "01":
+        assert by_step(killed / rank) == by_step(tmp_path / "whole" / rank)
+    # All of it is there when `fit` returns, whole, and the raw file that Lightning was given is gone.
+    assert list(killed.glob("*.raw")) == []
+    (last,) = killed.glob(f"epoch={epochs - 1}-*.ckpt")
+    state = CompressedIO().load_checkpoint(last)
+    other = CompressedIO().load_checkpoint(next((tmp_path / "whole").glob(last.name)))
+    assert list(state["state_dict"]) == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    for name, value in state["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name])
+    for number, value in state["optimizer_states"][0]["state"].items():
+        assert torch.equal(value["exp_avg"], other["optimizer_states"][0]["state"][number]["exp_avg"])
+    # What the first process cannot load is an error on both.
+    broken = killed / "broken.ckpt"
+    broken.write_text(last.read_text().replace('"step": ', '"step": 9'))
+    assert two_processes(killed, epochs + 1, "sharded", how, broken).returncode != 0
+    for rank, what in (("0", "MissingParentError: .*points to step 9"), ("1", "the first process cannot load it")):
+        assert re.search(what, (killed / rank / "error.txt").read_text())
+    # One process alone, whose model is not in parts, goes on with it.
+    fit(tmp_path / "alone", epochs + 1, last)
+    assert finals(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_sharded_model_is_searched(tmp_path: Path) -> None:
+    """The whole state is the first process's alone; the other is sent it, and the averages of all gradients."""
+    done = two_processes(tmp_path, 2, "sharded", "search")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = found_by(tmp_path)
+    assert all(one.met and {t.rank for t in one.trials} == {0, 1} for one in found)
+    store = sp.Store(tmp_path / "shrinkpoint")
+    for step, one in zip(store.steps(), found, strict=True):
+        state = store.load(step, count=False)
+        assert Searching().evaluate(state) / one.baseline - 1 == pytest.approx(one.degradation, abs=1e-6)
+
+
+REFUSED = "writes or reads checkpoints by itself, past CompressedIO; take ModelParallelStrategy"
+
+
+@pytest.mark.slow
+def test_what_saves_past_the_plugin_is_refused_before_it_trains(tmp_path: Path) -> None:
+    done = two_processes(tmp_path, 1, "sharded", "distributed")
+    assert done.returncode != 0
+    for rank in "01":
+        error = (tmp_path / rank / "error.txt").read_text()
+        assert error.startswith(f"BadArgumentError: strategy: ModelParallelStrategy {REFUSED}")
+    assert list(tmp_path.rglob("*.ckpt")) == list(tmp_path.rglob("losses.txt")) == []
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
+@pytest.mark.parametrize("plugin", [CompressedIO, lambda: AsyncCheckpointIO(CompressedIO())])
+def test_strategies_that_need_a_gpu_are_refused(package: str, name: str, plugin: Any) -> None:
+    """By the very method that Lightning calls when fitting begins; what they are made with is not looked at."""
+    kind: Any = getattr(pytest.importorskip(f"{package}.strategies"), name)
+    strategy = object.__new__(kind)
+    strategy._checkpoint_io = plugin()
+    with pytest.raises(sp.BadArgumentError, match=f"strategy: {name} {REFUSED}"):
+        strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="fit")))
+    # Without the plugin it is Lightning's own, which then misses what it was not made with.
+    strategy._checkpoint_io = TorchCheckpointIO()
+    with pytest.raises(AttributeError):
+        strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="fit")))
 
 
 @pytest.mark.slow

@@ -1,0 +1,129 @@
+"""Lightning's sharded strategies, which write or read checkpoints by themselves, past the plugin that is to do it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..codec.extras import install
+from .pointers import PathLike, read_pointer
+
+_OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
+
+def of_both(folder: str, module: str, name: str) -> tuple[type, ...]:
+    """A class of Lightning from each copy of it that is installed.
+
+    `lightning.pytorch` and `pytorch_lightning` are two copies of one library. The package `lightning` brings both, and
+    a Trainer of the one takes nothing that is of the other.
+    """
+    found = []
+    for place in (folder, _OTHER[folder]):
+        with contextlib.suppress(ImportError):
+            found.append(getattr(import_module(f"{place}.{module}"), name))
+    if not found:
+        raise ImportError(f"this adapter needs Lightning: {install('lightning')}")
+    return tuple(found)
+
+
+def plugins(strategy: Any) -> list[Any]:
+    """What saves for a strategy: wrappers (`AsyncCheckpointIO` and its like) first."""
+    found: list[Any] = [strategy.checkpoint_io]
+    while (inner := getattr(found[-1], "checkpoint_io", None)) is not None:
+        found.append(inner)
+    return found
+
+
+@functools.cache
+def watch(plugin: type) -> None:
+    """See to it that a sharded strategy with such a plugin uses it or is refused when fitting begins.
+
+    A plugin is told neither of the strategy nor of what that saves without it, so the strategies' own methods are
+    wrapped; one without such a plugin is what it was. FSDP2 puts the whole state together for the plugin, where told
+    to (`save_distributed_checkpoint=False`), but would read its file by `torch.load`, and not end it.
+
+    Args:
+        plugin: a class with `load_checkpoint`.
+
+    Raises:
+        BadArgumentError: when fitting begins, the strategy's states do not come to the plugin.
+    """
+
+    def is_meant(strategy: Any) -> bool:
+        return any(isinstance(one, plugin) for one in plugins(strategy))
+
+    def wrap(cls: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        before = getattr(cls, name)
+
+        @functools.wraps(before)
+        def method(strategy: Any, *args: Any, **named: Any) -> Any:
+            if not is_meant(strategy):
+                return before(strategy, *args, **named)
+            return wrapper(functools.partial(before, strategy), strategy, *args, **named)
+
+        setattr(cls, name, method)
+
+    for name in _SHARDED:
+        for cls in of_both("lightning.pytorch", "strategies", name):
+            wrap(cls, "setup", _setup)
+            if name == "ModelParallelStrategy":
+                wrap(cls, "load_checkpoint", _load)
+                wrap(cls, "teardown", _teardown)
+
+
+def _setup(setup: Callable[..., None], strategy: Any, trainer: Any) -> None:
+    """Refuse what saves by itself."""
+    whole = getattr(strategy, "_save_distributed_checkpoint", None) is False  # of ModelParallelStrategy alone
+    if trainer.state.fn == "fit" and not whole:
+        raise BadArgumentError(
+            f"strategy: {type(strategy).__name__} writes or reads checkpoints by itself, past CompressedIO; take "
+            "ModelParallelStrategy(save_distributed_checkpoint=False), which is FSDP2, or leave the plugin out"
+        )
+    setup(trainer)
+
+
+def _load(
+    load: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: PathLike, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Let it read a raw file, which is there for that long."""
+    with _raw(strategy, strategy.broadcast(checkpoint_path)) as raw:
+        return load(checkpoint_path, weights_only) if raw is None else load(raw, False)
+
+
+@contextlib.contextmanager
+def _raw(strategy: Any, path: PathLike) -> Iterator[str | None]:
+    """A checkpoint as `torch.save` has it, beside its own file, where all processes see it; None: it is raw already."""
+    raw, error, told = os.fspath(path) + ".raw", None, ""
+    try:
+        try:
+            if strategy.is_global_zero and read_pointer(path) is not None:
+                torch.save(strategy.checkpoint_io.load_checkpoint(path), raw)
+                told = raw
+        except Exception as e:
+            error = e
+        # What fails on the first process fails on all: they would wait for it.
+        found, why = strategy.broadcast((told, f"{type(error).__name__}: {error}" if error is not None else ""))
+        if error is not None:
+            raise error
+        if why:
+            raise ShrinkpointError(f"{os.fspath(path)}: the first process cannot load it: {why}")
+        yield found or None
+        strategy.barrier()  # nobody reads it any more
+    finally:
+        if strategy.is_global_zero:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(raw)
+
+
+def _teardown(teardown: Callable[[], None], strategy: Any) -> None:
+    """Its own leaves the plugin's out."""
+    teardown()
+    strategy.checkpoint_io.teardown()
