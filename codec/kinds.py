@@ -120,7 +120,8 @@ def moment_place(path: str) -> tuple[str, str, str]:
     return "/".join(parts[:-1]), parts[-1], ""
 
 
-def _role(path: str) -> str:
+def role_of(path: str) -> str:
+    """The role of an array, as its path tells it."""
     above, last, below = moment_place(path)
     if below:
         return "first moment" if last == "mu" else "second moment"
@@ -211,7 +212,7 @@ def is_update(first: str, kind: Kind, second: str) -> bool:
 
 def guess(path: str, spec: LeafSpec) -> Kind:
     """The kind of an array by its name and shape alone."""
-    role = _role(path)
+    role = role_of(path)
     dims = len(spec.shape)
     last = re.split(r"[./]", path)[-1]
     layer = "other"
@@ -240,7 +241,7 @@ def kind_of(path: str, spec: LeafSpec, kinds: Mapping[str, Any] | None) -> Kind:
     kind = found[1]
     if isinstance(kind, Kind):
         return kind
-    return Kind(kind, _role(path))
+    return Kind(kind, role_of(path))
 
 
 def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_base: bool) -> dict[str, Any]:
@@ -384,7 +385,7 @@ def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
                 name = names.get(id(parameter))
                 layer = table[name].layer if name is not None else "other"
                 for entry, value in optimizer.state.get(parameter, {}).items():
-                    role = _role(f"state/{number}/{entry}") if getattr(value, "ndim", 0) else "state"
+                    role = role_of(f"state/{number}/{entry}") if getattr(value, "ndim", 0) else "state"
                     if role == "weight":
                         role = "state"
                     kind = Kind(layer, role, name, owner)

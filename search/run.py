@@ -134,7 +134,7 @@ def search(
 
 
 def _search(trials: Trials, asked: Asked) -> SearchResult:
-    """Baseline, then what passes ahead of the drift, where that is known, and what passes without where nothing does."""
+    """Baseline, then what passes ahead of the drift, where that is known; where nothing does, what passes without."""
     trials.baseline(asked.last, asked.direction, asked.baseline)
     space = Space(asked.where, trials, asked.budget)
     choice, method, fell_back = _chosen(space, asked)

@@ -314,7 +314,8 @@ class Store:
         an old step that is added late, and `load()` takes the highest as ever. `gc` keeps either end.
 
         Args:
-            step: training step, 0 to 10**12 - 1. A step that exists is replaced in one atomic step.
+            step: training step, 0 to 10**12 - 1. A step that exists is replaced in one atomic step. It may number
+                anything that grows: how many steps were taken is read from the optimizer's state where that counts them.
             state: see `compress`.
             grads: see `compress`.
             kinds: see `compress`.

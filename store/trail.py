@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from ..codec.base import CHUNK
 from ..codec.checkpoint import Checkpoint, check_resolved
 from ..codec.config import Config
 from ..codec.drift import Earlier
-from ..codec.leaves import is_array, read_leaf
+from ..codec.leaves import is_array, is_sharded, read_leaf
 from ..codec.matching import beside
 from ..codec.quantize import Quantize
+from ..codec.steps import steps_taken
 from ..codec.tree import flatten
 from ..kernels import arguments
 from ..kernels.arrays import is_torch, on_gpu
@@ -39,12 +41,44 @@ def aims(cfg: Config) -> bool:
     return cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)
 
 
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """A training step, which moves on as the weights do.
+
+    Args:
+        step: None: not known.
+        counted: whether the optimizer's state says so, in whose steps it is then.
+    """
+
+    step: float | None
+    counted: bool = False
+
+    @staticmethod
+    def of(arrays: Mapping[str, Array], step: float | None) -> _Clock:
+        """As a state's own count has it, else as given."""
+        counted = steps_taken(arrays, lambda path: _number(arrays[path]))
+        return _Clock(step) if counted is None else _Clock(counted, counted=True)
+
+    def until(self, now: _Clock) -> float | None:
+        """Steps from here; None where they are not known, or none."""
+        if self.step is None or now.step is None or self.counted is not now.counted:
+            return None
+        return now.step - self.step if now.step > self.step else None
+
+    def moved(self, now: _Clock) -> _Clock:
+        """A part of the way nearer; there, where the way is not known."""
+        if self.step is None or now.step is None or self.counted is not now.counted:
+            return now
+        return _Clock(self.step + _SHARE * (now.step - self.step), now.counted)
+
+
 class Trail:
     """A slow average of the weights that are stored as levels, each on its weight's device: 4 bytes a weight.
 
     Args:
         checkpoint: resolved; the average begins with its weights. None (default): with those of the first `follow`.
-        step: training step at which they were; None: not known.
+        step: training step at which they were; None: not known. Where the state of the optimizer counts its own steps
+            (`step` beside a second moment), that count is taken instead, here and below.
 
     Raises:
         BadArgumentError: no checkpoint, or a step that is no number.
@@ -65,10 +99,16 @@ class Trail:
 
     def __init__(self, checkpoint: Checkpoint | None = None, step: float | None = None) -> None:
         self._means: dict[str, Array] = {}
-        self._step = _checked(step)
+        self._clock = _Clock(_checked(step))
         if checkpoint is None:
             return
         check_resolved(arguments.instance("checkpoint", checkpoint, Checkpoint))
+        records = {record.path: record for record in checkpoint.records if record.spec.size == 1}
+        paths = [record.path for record in checkpoint.records]
+        counted = steps_taken(
+            paths, lambda p: _number(checkpoint.memory_of(records[p]).values(records[p].spec)) if p in records else None
+        )
+        self._clock = self._clock if counted is None else _Clock(counted, counted=True)
         for record in checkpoint.records:
             if record.stream == "levels":
                 values = _copied(checkpoint.memory_of(record).values(record.spec))
@@ -87,10 +127,8 @@ class Trail:
         Raises:
             BadArgumentError: the state is no tree, or the step no number.
         """
-        step = _checked(step)
-        means = self._fitting(_by_path(state))
-        since = None if self._step is None or step is None else step - self._step
-        return Earlier(means, since if since is not None and since > 0 else None)
+        arrays = _by_path(state)
+        return Earlier(self._fitting(arrays), self._clock.until(_Clock.of(arrays, _checked(step))))
 
     def follow(self, state: Any, checkpoint: Checkpoint, step: float | None = None) -> None:
         """Go a tenth of the way to the weights of a state that was compressed.
@@ -107,10 +145,7 @@ class Trail:
         arguments.instance("checkpoint", checkpoint, Checkpoint)
         arrays = _by_path(state)
         means = self._fitting(arrays)
-        if step is None or self._step is None:
-            self._step = step
-        else:
-            self._step += _SHARE * (step - self._step)
+        self._clock = self._clock.moved(_Clock.of(arrays, step))
         self._means = {}
         for record in checkpoint.records:
             if record.stream == "levels" and _shape(arrays.get(record.path)) == record.spec.shape:
@@ -134,6 +169,11 @@ def _by_path(state: Any) -> Mapping[str, Array]:
     nodes = flatten(state, is_array)[1]
     times = Counter(node.path for node in nodes)
     return {node.path: node.value for node in nodes if times[node.path] == 1}
+
+
+def _number(x: Array) -> float | None:
+    """A single number; None for anything else, and for what is spread over devices."""
+    return float(x.reshape(())) if _shape(x) in ((), (1,)) and not is_sharded(x) else None
 
 
 def _shape(x: Array) -> tuple[int, ...] | None:

@@ -202,6 +202,47 @@ def test_steps_that_nobody_told_make_nothing_up() -> None:
     assert trail.earlier(state, 30).steps == 20
 
 
+def counting(step: int, count: Any) -> Any:
+    state = drifting(step)
+    state["optimizer"]["state"][0]["step"] = count
+    return state
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, np.float32, lambda n: np.array([n], "i8")])
+def test_an_optimizer_that_counts_its_steps_is_believed(kind: Any) -> None:
+    """Whatever a store numbers its checkpoints by: what a lost moment costs is steps of its optimizer."""
+    stores = {spacing: sp.Store(f"memory://counting-{kind}-{spacing}", RATED) for spacing in (1, 40, 1000)}
+    for number in range(6):
+        state = counting(40 * number, kind(40 * number))
+        told = {s: store.earlier(state, s * number).steps for s, store in stores.items()}
+        files = {s: store.save(s * number, state).checkpoint.to_bytes() for s, store in stores.items()}
+        if kind is not float:
+            assert len(set(told.values())) == len(set(files.values())) == 1
+        elif number:
+            assert len(set(told.values())) == 3  # a plain number beside the arrays is not looked for
+    # Who goes on from a checkpoint knows it from there.
+    again = sp.Store(stores[1].url, RATED)
+    again.load()
+    assert again.earlier(counting(300, kind(300)), 8).steps == (100 if kind is not float else 3)
+
+
+def test_counts_of_another_kind_begin_anew() -> None:
+    trail = sp.Trail()
+    for step, count in ((10, None), (20, 500.0), (30, 600.0), (40, float("nan")), (50, None), (60, 700.0)):
+        state = drifting(step) if count is None else counting(step, np.array(count))
+        found = trail.earlier(state, step).steps
+        assert found == {30: 100.0, 50: 10.0}.get(step)
+        trail.follow(state, sp.compress(state, cfg=RATED), step)
+
+
+def test_what_is_no_single_number_is_no_count() -> None:
+    state = counting(10, np.array([5.0, 6.0]))
+    state["step"], state["data"] = np.array(7.0), {"count": np.array(8)}
+    trail = sp.Trail()
+    trail.follow(state, sp.compress(state, cfg=RATED), 10)
+    assert trail.earlier(state, 12).steps == 2.0
+
+
 def follow(trail: sp.Trail, w: Any, step: int) -> Any:
     state = {"w": w}
     trail.follow(state, sp.compress(state, cfg=RATED, earlier=trail.earlier(state, step)), step)

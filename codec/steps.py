@@ -1,0 +1,40 @@
+"""How many steps an optimizer has taken, as it counts them itself.
+
+A store's numbers may count epochs, samples or checkpoints. What a lost first moment costs is steps of its optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from .kinds import moment_place, role_of
+
+_COUNTS = ("step", "count", "iterations")
+"""Names of the count: PyTorch's, Optax's, Keras's."""
+
+
+def counting(paths: Iterable[str]) -> list[str]:
+    """Those of the paths at which an optimizer counts its steps: beside a second moment.
+
+    Example:
+        >>> counting(["step", "optimizer/state/0/step", "optimizer/state/0/exp_avg_sq", "data/count"])
+        ['optimizer/state/0/step']
+    """
+    named = [(path, *moment_place(path)[:2]) for path in paths]
+    places = {above for path, above, _ in named if role_of(path) == "second moment"}
+    return [path for path, above, last in named if last in _COUNTS and above in places]
+
+
+def steps_taken(paths: Iterable[str], value: Callable[[str], float | None]) -> float | None:
+    """The largest count; parameters that had no gradient are behind.
+
+    Args:
+        paths: of all arrays.
+        value: of the array at one of them; None: it is no single number.
+
+    Returns:
+        The steps, or None where nothing is counted.
+    """
+    counts = [value(path) for path in counting(paths)]
+    return max((x for x in counts if x is not None and math.isfinite(x)), default=None)
