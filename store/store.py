@@ -315,7 +315,7 @@ class Store:
 
         Args:
             step: training step, 0 to 10**12 - 1. A step that exists is replaced in one atomic step. It may number
-                anything that grows: how many steps were taken is read from the optimizer's state where that counts them.
+                anything that grows: how many steps were taken says the optimizer's state, where it counts them.
             state: see `compress`.
             grads: see `compress`.
             kinds: see `compress`.
