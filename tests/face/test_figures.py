@@ -208,15 +208,21 @@ def thresholds() -> Iterator[str]:
     plain = [of("MLP", name, END) for name in of_all.values()]
     assert all(of("MLP", name, "loss change at a restore") < 0 for name in of_all.values())
     yield f"the training ends {min(plain):.1f} to {max(plain):.1f} % worse"
-    ahead = [of("MLP", f"{name}, ahead", END) for name in of_all.values()]
-    assert 0.3 < max(ahead) < 0.4
-    yield "it ends within 0.4 %"
     best = f"{of_all[0.05]}, ahead"
+    assert of("MLP", best, "loss change at a restore") > 0
     losses, ratios, _ = zip(*(row for name, row in training.PUBLISHED.items() if "1 %" not in name), strict=True)
     yield (
-        f"At 5 % it is {of('MLP', best, END):+.2f} % at {of('MLP', best, WEIGHTS):.0f} times on the weights and "
+        f"the training ends {of('MLP', best, END):+.2f} % at {of('MLP', best, WEIGHTS):.0f} times on the weights and "
         f"{of('MLP', best, WHOLE):.0f} on the whole state; the paper has {min(ratios):.0f} to {max(ratios):.0f} times "
         f"on the weights, at {min(losses):+.1f} to {max(losses):+.1f} %"
+    )
+    middle, least = (f"{of_all[t]}, ahead" for t in (0.01, 0.001))
+    published, mildest = (f"inshrinkerator, searched for {t}" for t in ("1.0%", "0.1%"))
+    yield (
+        f"the training ends {of('MLP', middle, END):+.1f} and {of('MLP', least, END):+.1f} %: at 1 % better than the "
+        f"published pipeline, which ends {of('MLP', published, END):+.1f} % at {of('MLP', published, WEIGHTS):.0f} and "
+        f"{of('MLP', published, WHOLE):.1f} times, by size too ({of('MLP', middle, WEIGHTS):.0f} and "
+        f"{of('MLP', middle, WHOLE):.0f} times), at 0.1 % worse than it ({of('MLP', mildest, END):+.1f} %)"
     )
 
 
