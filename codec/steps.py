@@ -10,20 +10,28 @@ from collections.abc import Callable, Iterable
 
 from .kinds import moment_place, role_of
 
-_COUNTS = ("step", "count", "iterations")
-"""Names of the count: PyTorch's, Optax's, Keras's."""
+_BESIDE = ("step", "count")
+"""Names of the count beside a second moment: PyTorch's, Optax's."""
+_BELOW = ("iteration", "iterations")
+"""Anywhere below an optimizer: Keras's."""
 
 
 def counting(paths: Iterable[str]) -> list[str]:
-    """Those of the paths at which an optimizer counts its steps: beside a second moment.
+    """Those of the paths at which an optimizer counts its steps.
 
     Example:
         >>> counting(["step", "optimizer/state/0/step", "optimizer/state/0/exp_avg_sq", "data/count"])
         ['optimizer/state/0/step']
+        >>> counting(["optimizer/adam/iteration", "data/iteration"])
+        ['optimizer/adam/iteration']
     """
     named = [(path, *moment_place(path)[:2]) for path in paths]
     places = {above for path, above, _ in named if role_of(path) == "second moment"}
-    return [path for path, above, last in named if last in _COUNTS and above in places]
+
+    def counts(above: str, last: str) -> bool:
+        return (last in _BESIDE and above in places) or (last in _BELOW and "optimizer" in above.split("/"))
+
+    return [path for path, above, last in named if counts(above, last)]
 
 
 def steps_taken(paths: Iterable[str], value: Callable[[str], float | None]) -> float | None:

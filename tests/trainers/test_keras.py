@@ -71,6 +71,18 @@ def test_an_optimizers_variables_are_known_for_what_they_are(tmp_path: Path, opt
     assert all(rows[path] == "bytes" for path in rows if path.endswith(("iteration", "learning_rate", "bias")))
 
 
+def test_steps_are_those_of_the_optimizer(tmp_path: Path) -> None:
+    """Epochs number the checkpoints; weights are coded ahead of their drift by steps."""
+    model = unnamed(64)
+    with sp.Saver(sp.Store(tmp_path, sp.Config(rate=0.002))) as saver:
+        fitted(model, CompressedBackup(saver), epochs=3)
+    store = sp.Store(tmp_path, sp.Config(rate=0.002))
+    state = store.load(3)
+    store.load(2)
+    assert int(model.optimizer.iterations) % 3 == 0
+    assert store.earlier(state, 3).steps == int(model.optimizer.iterations) / 3 > 1
+
+
 def test_another_model_is_refused_with_a_list(tmp_path: Path) -> None:
     store = main(tmp_path, 1)
     model = build(32)
