@@ -261,8 +261,8 @@ def crashes() -> Iterator[str]:
     assert not told["wrong"]
     assert not found["failures"]
     yield (
-        f"Of {told['planned']} system calls at which processes were killed or told ENOSPC or EIO, and {killed} kills at "
-        "random moments, none lost a step"
+        f"Of {told['planned']} system calls at which processes were killed or told ENOSPC or EIO, and {killed} kills "
+        "at random moments, none lost a step"
     )
 
 
