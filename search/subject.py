@@ -313,21 +313,24 @@ class Subject:
         """The kinds of a part of the state."""
         return kinds_for(self.kinds, (self.arrays[i].path for i in numbers))
 
-    @cached_property
-    def _found(self) -> dict[float, tuple[Checkpoint, dict[int, Array]]]:
-        """What `_rest` found before, by rate."""
-        return {}
+    def _rest(self, rate: float) -> tuple[Checkpoint, list[int]]:
+        """What is the same at every point with this rate, compressed, and the numbers of its arrays."""
+        chosen = set(self.quantized)
+        numbers = [i for i in range(len(self.arrays)) if i not in chosen]
+        cfg = dataclasses.replace(self.others, rate=rate)
+        return compress(self._part(numbers), self.prev, cfg, kinds=self._kinds(numbers)), numbers
 
-    def _rest(self, rate: float) -> tuple[Checkpoint, dict[int, Array]]:
-        """What is the same at every point with this rate, compressed, and of it the arrays that trials take over."""
-        if rate not in self._found:
-            chosen = set(self.quantized)
-            numbers = [i for i in range(len(self.arrays)) if i not in chosen]
-            cfg = dataclasses.replace(self.others, rate=rate)
-            ckpt = compress(self._part(numbers), self.prev, cfg, kinds=self._kinds(numbers))
-            found = self._by_number(decompress(ckpt), numbers)
-            self._found[rate] = ckpt, {i: found[i] for i in numbers if i not in self._beside}
-        return self._found[rate]
+    @cached_property
+    def _taken_over(self) -> tuple[Checkpoint, dict[int, Array]]:
+        """The rest at a rate of 0, and of it the arrays that trials take over as they are."""
+        ckpt, numbers = self._rest(0.0)
+        found = self._by_number(decompress(ckpt), numbers)
+        return ckpt, {i: found[i] for i in numbers if i not in self._beside}
+
+    @cached_property
+    def _sizes(self) -> dict[float, int]:
+        """Bytes of the rest, by rate."""
+        return {}
 
     @cached_property
     def _beside(self) -> frozenset[int]:
@@ -336,25 +339,27 @@ class Subject:
 
     def rest_nbytes(self, rate: float) -> int:
         """Bytes of everything that is the same at every point with this rate, the header included."""
-        return self._rest(rate)[0].nbytes
+        if rate not in self._sizes:
+            self._sizes[rate] = (self._rest(rate) if rate else self._taken_over)[0].nbytes
+        return self._sizes[rate]
 
     def restored(self, cfg: Config) -> Restored:
         """The state compressed and decompressed; the arrays are fresh each time, so the caller may change them."""
-        numbers = [*self.quantized, *sorted(self._beside)]
-        if self.earlier is not None or any(getattr(rule.codec, "rate", None) for rule in cfg.rules):
-            # The rate-distortion encoder also looks at the second moments beside the weights, and how far these are
-            # ahead of their drift depends on the first.
-            numbers = list(range(len(self.arrays)))
+        # The rate-distortion encoder also looks at the second moments beside the weights, moments follow the rate, and
+        # how far weights are ahead of their drift depends on the first.
+        whole = self.earlier is not None or cfg.rate > 0
+        numbers = list(range(len(self.arrays))) if whole else [*self.quantized, *sorted(self._beside)]
         beside, grads = self._kinds(numbers), self.grads or None
         ckpt = compress(self._part(numbers), self.prev, cfg, grads=grads, kinds=beside, earlier=self.earlier)
-        rest, others = self._rest(cfg.rate)
         made = self._by_number(decompress(ckpt), numbers)
-        apart = {i: value for i, value in others.items() if i not in made}
-        made.update({i: _copy(value) for i, value in apart.items()})
-        kept = {self.arrays[i].key for i in apart}
-        nbytes = sum(r.nbytes + _RECORD for r in rest.records if r.key in kept)
+        nbytes = ckpt.nbytes
+        if not whole:
+            rest, others = self._taken_over
+            made.update({i: _copy(value) for i, value in others.items()})
+            kept = {self.arrays[i].key for i in others}
+            nbytes += sum(r.nbytes + _RECORD for r in rest.records if r.key in kept)
         state = tree.unflatten(self.nodes, lambda number, _place: made[number], rebuild=True)
-        return Restored(state, ckpt.nbytes + nbytes)
+        return Restored(state, nbytes)
 
     def _part(self, numbers: Sequence[int]) -> Any:
         """The state with None in place of all other arrays; what remains keeps its keys, so parents are found."""
