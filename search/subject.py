@@ -20,6 +20,7 @@ from ..codec.config import Config
 from ..codec.drift import Earlier
 from ..codec.kinds import check_kinds, check_used, kinds_for
 from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
+from ..codec.levels import beneath
 from ..codec.matching import by_weights, matched, tie, with_importance
 from ..codec.parallel import map_chunks
 from ..codec.quantize import Quantize
@@ -282,7 +283,8 @@ class Subject:
     def leads(self) -> bool:
         """Whether some array is coded ahead of its drift: none is where no delta before it has found by how much."""
         pairs = zip(self.leaves, self.parents, strict=True)
-        return any(leaf.earlier is not None and getattr(before, "aim", 0.0) > 0 for leaf, before in pairs)
+        held = [beneath(parent, leaf.spec) for leaf, parent in pairs if leaf.earlier is not None]
+        return any(before is not None and before.aim > 0 for before in held)
 
     @property
     def sensitive(self) -> bool:

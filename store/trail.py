@@ -103,11 +103,13 @@ class Trail:
         if checkpoint is None:
             return
         check_resolved(arguments.instance("checkpoint", checkpoint, Checkpoint))
-        records = {record.path: record for record in checkpoint.records if record.spec.size == 1}
-        paths = [record.path for record in checkpoint.records]
-        counted = steps_taken(
-            paths, lambda p: _number(checkpoint.memory_of(records[p]).values(records[p].spec)) if p in records else None
-        )
+        records = {record.path: record for record in checkpoint.records}
+
+        def value(path: str) -> float | None:
+            record = records[path]
+            return _number(checkpoint.memory_of(record).values(record.spec)) if record.spec.size == 1 else None
+
+        counted = steps_taken(records, value)
         self._clock = self._clock if counted is None else _Clock(counted, counted=True)
         for record in checkpoint.records:
             if record.stream == "levels":
