@@ -27,6 +27,7 @@ I64 = np.int64
 THREE, FOUR, TWELVE = I64(3), I64(4), I64(12)
 
 WHOLE, SURE = U64(1 << 32), U64(65535)
+LOWER, LEAST = U64(0xFFFFFFFF), U64(1 << 24)
 
 # Where each family of models begins. Those of `_frequencies`:
 EMPTY, DIAGONAL, SAME, SINGLE, PRESENT = I64(0), I64(2), I64(5), I64(8), I64(9)
@@ -37,23 +38,21 @@ L_PRESENT, L_EQUAL, L_UP, L_STEP, L_FIRST = I64(0), I64(4), I64(5), I64(6), I64(
 C_FAR, C_UP, C_TREE, C_MODELS = I64(0), I64(32), I64(64), 320
 SIX, EIGHT = I64(6), I64(8)
 
-LOW, RANGE, AT, DECODING, FAILED = 0, 1, 2, 3, 4
-"""Places of the coder's state: low (encoding) or code (decoding), range, next byte, and two flags."""
+Coder = Any  # (low when encoding, code less low when decoding; range; next byte; whether it decodes)
+"""The coder's state is handed on as a tuple, not kept in an array: so it stays in registers from bit to bit."""
+
+
+def _reciprocals() -> NumPy:
+    """2**32 / (2 t + 3), rounded up: times a number below 2**18, shifted by 32, it gives the quotient exactly."""
+    return np.asarray([-(-(1 << 32) // (2 * t + 3)) for t in range(PATIENCE + 1)], np.int64)
+
+
+RECIPROCALS = _reciprocals()
 
 
 @njit
-def _emit(state: NumPy, data: NumPy, byte: Int) -> None:
-    at = np.int64(state[AT])
-    if at >= data.size:
-        state[FAILED] = U64(1)
-        return
-    data[at] = np.uint8(byte)
-    state[AT] = U64(at + 1)
-
-
-@njit
-def _carry(state: NumPy, data: NumPy) -> None:
-    at = np.int64(state[AT]) - 1
+def _carry(data: NumPy, at: Int) -> None:
+    at = min(at, np.int64(data.size)) - 1  # beyond the end nothing was written, and all of it will be written again
     while at > 0 and data[at] == 255:
         data[at] = np.uint8(0)
         at -= 1
@@ -62,87 +61,94 @@ def _carry(state: NumPy, data: NumPy) -> None:
 
 
 @njit
-def _split(state: NumPy, data: NumPy, bound: Any, bit: Int) -> Int:
+def _split(coder: Coder, data: NumPy, bound: Any, bit: Int) -> Any:
     """Takes the part of the range that belongs to `bit`, or finds out which part it is; `bound` belongs to 0."""
-    if state[DECODING]:
-        bit = np.int64(state[LOW] >= bound)
+    low, width, at, decoding = coder
+    if decoding:
+        bit = np.int64(low >= bound)
         if bit:
-            state[LOW] -= bound
-            state[RANGE] -= bound
+            low -= bound
+            width -= bound
         else:
-            state[RANGE] = bound
-        while state[RANGE] < U64(1 << 24):
-            at = np.int64(state[AT])
+            width = bound
+        while width < LEAST:
             byte = U64(0)  # the bytes after the last are zeros
             if at < data.size:
                 byte = U64(data[at])
-            state[LOW] = ((state[LOW] << U64(8)) | byte) & U64(0xFFFFFFFF)
-            state[RANGE] <<= U64(8)
-            state[AT] = U64(at + 1)
-        return bit
-    if bit:
-        state[LOW] += bound
-        state[RANGE] -= bound
-        if state[LOW] >> U64(32):
-            _carry(state, data)
-            state[LOW] &= U64(0xFFFFFFFF)
+            low = ((low << U64(8)) | byte) & LOWER
+            width <<= U64(8)
+            at += 1
     else:
-        state[RANGE] = bound
-    while state[RANGE] < U64(1 << 24):
-        _emit(state, data, np.int64(state[LOW] >> U64(24)))
-        state[LOW] = (state[LOW] << U64(8)) & U64(0xFFFFFFFF)
-        state[RANGE] <<= U64(8)
-    return bit
+        if bit:
+            low += bound
+            width -= bound
+        else:
+            width = bound
+        if low >> U64(32):
+            _carry(data, at)
+            low &= LOWER
+        while width < LEAST:
+            if at < data.size:
+                data[at] = np.uint8(low >> U64(24))
+            low = (low << U64(8)) & LOWER
+            width <<= U64(8)
+            at += 1
+    return bit, (low, width, at, decoding)
 
 
 @njit
-def _bit(state: NumPy, data: NumPy, models: NumPy, model: Int, bit: Int) -> Int:
-    zero = np.int64(models[model, 0])
-    seen = np.int64(models[model, 1])
-    bit = _split(state, data, (state[RANGE] >> U64(16)) * U64(zero), bit)
+def _bit(coder: Coder, data: NumPy, models: NumPy, model: Int, bit: Int) -> Any:
+    zero, seen = models[model, 0], models[model, 1]
+    bit, coder = _split(coder, data, (coder[1] >> U64(16)) * U64(zero), bit)
     if bit:
-        zero -= 2 * zero // (2 * seen + 3)
+        zero -= (2 * zero * RECIPROCALS[seen]) >> 32
     else:
-        zero += 2 * (65536 - zero) // (2 * seen + 3)
+        zero += (2 * (65536 - zero) * RECIPROCALS[seen]) >> 32
     models[model, 0] = zero  # rounding keeps it from 0 and 65536
     models[model, 1] = min(seen + 1, PATIENCE)
-    return bit
+    return bit, coder
 
 
 @njit
-def _plain(state: NumPy, data: NumPy, bits: Int, value: Int) -> Int:
+def _plain(coder: Coder, data: NumPy, bits: Int, value: Int) -> Any:
     """`bits` bits of `value`, the highest first, without a model."""
     out = np.int64(0)
     for k in range(bits - 1, -1, -1):
-        out |= _split(state, data, (state[RANGE] >> U64(16)) * U64(EVEN), (value >> k) & 1) << k
-    return out
+        bit, coder = _split(coder, data, (coder[1] >> U64(16)) * U64(EVEN), (value >> k) & 1)
+        out |= bit << k
+    return out, coder
 
 
 @njit
-def _count(state: NumPy, data: NumPy, models: NumPy, base: Int, most: Int, limit: Int, value: Int) -> Int:
+def _count(coder: Coder, data: NumPy, models: NumPy, base: Int, most: Int, limit: Int, value: Int) -> Any:
     """`value` in 0 ... limit as so many ones and a zero (no zero after `limit` ones), in `most` + 1 models."""
     out = np.int64(0)
     while out < limit:
-        if _bit(state, data, models, base + min(out, most), np.int64(value > out)) == 0:
+        bit, coder = _bit(coder, data, models, base + min(out, most), np.int64(value > out))
+        if bit == 0:
             break
         out += 1
-    return out
+    return out, coder
 
 
 @njit
 def _near(
-    state: NumPy, data: NumPy, models: NumPy, equal: Int, up: Int, step: Int, near: Int, highest: Int, value: Int
-) -> Int:
+    coder: Coder, data: NumPy, models: NumPy, equal: Int, up: Int, step: Int, near: Int, highest: Int, value: Int
+) -> Any:
     """`value` in 1 ... highest, by how far it is from `near`; 0 if the bytes say that it is outside."""
-    if _bit(state, data, models, equal, np.int64(value != near)) == 0:
-        return near
-    if _bit(state, data, models, up, np.int64(value > near)) == 1:
-        if near >= highest:
-            return 0
-        return near + 1 + _count(state, data, models, step + FOUR, THREE, highest - near - 1, value - near - 1)
-    if near <= 1:
-        return 0
-    return near - 1 - _count(state, data, models, step, THREE, near - 2, near - value - 1)
+    out = np.int64(0)
+    other, coder = _bit(coder, data, models, equal, np.int64(value != near))
+    if other == 0:
+        return near, coder
+    above, coder = _bit(coder, data, models, up, np.int64(value > near))
+    if above == 1:
+        if near < highest:
+            more, coder = _count(coder, data, models, step + FOUR, THREE, highest - near - 1, value - near - 1)
+            out = near + 1 + more
+    elif near > 1:
+        less, coder = _count(coder, data, models, step, THREE, near - 2, near - value - 1)
+        out = near - 1 - less
+    return out, coder
 
 
 @njit
@@ -155,7 +161,7 @@ def _width(value: Int) -> Int:
 
 
 @njit
-def _lengths(state: NumPy, data: NumPy, models: NumPy, lengths: NumPy, highest: Int) -> Int:
+def _lengths(coder: Coder, data: NumPy, models: NumPy, lengths: NumPy, highest: Int) -> Any:
     """The code lengths; whether they are those of a complete code (or of none)."""
     size = lengths.size
     left = np.int64(1) << highest  # of the code space
@@ -166,7 +172,7 @@ def _lengths(state: NumPy, data: NumPy, models: NumPy, lengths: NumPy, highest: 
     for s in range(size):
         present += np.int64(lengths[s] > 0)
     for s in range(size):
-        there = _bit(state, data, models, L_PRESENT + before, np.int64(lengths[s] > 0))
+        there, coder = _bit(coder, data, models, L_PRESENT + before, np.int64(lengths[s] > 0))
         before = before // 2 + 2 * there
         if there == 0:
             lengths[s] = 0
@@ -176,69 +182,87 @@ def _lengths(state: NumPy, data: NumPy, models: NumPy, lengths: NumPy, highest: 
             given = np.int64(lengths[s])
             if present == 1:
                 given = np.int64(0)
-            near = _count(state, data, models, L_FIRST, highest, highest, given)
+            near, coder = _count(coder, data, models, L_FIRST, highest, highest, given)
             lengths[s] = max(near, np.int64(1))
         else:
-            near = _near(state, data, models, L_EQUAL, L_UP, L_STEP, near, highest, np.int64(lengths[s]))
+            near, coder = _near(coder, data, models, L_EQUAL, L_UP, L_STEP, near, highest, np.int64(lengths[s]))
             if near == 0:
-                return False
+                return False, coder
             lengths[s] = near
         left -= whole >> near
         if left <= 0:
             for k in range(s + 1, size):
                 lengths[k] = 0
-            return left == 0
-    return left == whole
+            return left == 0, coder
+    return left == whole, coder
 
 
 @njit
-def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precision: Int) -> Int:
-    """The frequencies; whether each row is what it has to be."""
+def _digits(table: NumPy) -> Int:
+    """Significant bits of the frequencies that are not the greatest of their rows, at most."""
+    digits = np.int64(0)
+    for c in range(table.shape[0]):
+        peak = np.argmax(table[c])
+        for s in range(table.shape[1]):
+            if s != peak and table[c, s] > 0:
+                value = np.int64(table[c, s])
+                while value & 1 == 0:
+                    value >>= 1
+                digits = max(digits, _width(value))
+    return digits
+
+
+@njit
+def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precision: Int) -> Any:
+    """The frequencies; whether each row is what it has to be, and said as the encoder says it."""
     rows, columns = table.shape
     total = np.int64(1) << precision
     wide = _width(columns - 1)
-    digits = np.int64(0)  # significant bits of the frequencies that are not the greatest of their rows
-    if not state[DECODING]:
-        for c in range(rows):
-            peak = np.argmax(table[c])
-            for s in range(columns):
-                if s != peak and table[c, s] > 0:
-                    value = np.int64(table[c, s])
-                    while value & 1 == 0:
-                        value >>= 1
-                    digits = max(digits, _width(value))
-    digits = _plain(state, data, FOUR, digits)
+    decoding = coder[3]
+    digits = np.int64(0)
+    if not decoding:
+        digits = _digits(table)
+    digits, coder = _plain(coder, data, FOUR, digits)
+    # Bits of each frequency of this row and of the last one that is not empty; those of a peak only in the latter.
+    own, before = np.zeros(columns, np.int64), np.zeros(columns, np.int64)
     empty = np.int64(0)
     kind = np.int64(0)
     last, last_peak = np.int64(-1), np.int64(-1)  # the row before that is not empty
     for c in range(rows):
         peak = np.int64(0)
         is_empty, single = np.int64(0), np.int64(0)
-        if not state[DECODING]:
+        if not decoding:
             peak = np.int64(np.argmax(table[c]))
             is_empty = np.int64(table[c, peak] == 0)
             single = np.int64(table[c, peak] == total)
-        empty = _bit(state, data, models, EMPTY + empty, is_empty)
+        empty, coder = _bit(coder, data, models, EMPTY + empty, is_empty)
         if empty:
             for s in range(columns):
                 table[c, s] = 0
             continue
         diagonal = last_peak + c - last
-        if _bit(state, data, models, DIAGONAL + kind, np.int64(peak != diagonal)) == 0:
+        off, coder = _bit(coder, data, models, DIAGONAL + kind, np.int64(peak != diagonal))
+        if off == 0:
             peak, kind = diagonal, np.int64(0)
-        elif _bit(state, data, models, SAME + kind, np.int64(peak != last_peak)) == 0:
-            peak, kind = last_peak, np.int64(1)
         else:
-            peak, kind = _plain(state, data, wide, peak), np.int64(2)
+            other, coder = _bit(coder, data, models, SAME + kind, np.int64(peak != last_peak))
+            if other == 0:
+                peak, kind = last_peak, np.int64(1)
+            else:
+                peak, coder = _plain(coder, data, wide, peak)
+                kind = np.int64(2)
+                if peak in (diagonal, last_peak):
+                    return False, coder
         if peak < 0 or peak >= columns:
-            return False
+            return False, coder
         if digits > 0:
-            single = _bit(state, data, models, SINGLE, single)
+            single, coder = _bit(coder, data, models, SINGLE, single)
         else:
             single = np.int64(1)
         rest = total
-        greatest = np.int64(0)
+        greatest = np.int64(1)
         for s in range(columns):
+            own[s] = 0
             if s == peak:
                 continue
             if single:
@@ -246,16 +270,17 @@ def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precisi
                 continue
             above = np.int64(0)
             if last >= 0 and 0 <= s - peak + last_peak < columns:
-                above = _width(np.int64(table[last, s - peak + last_peak]))
+                above = before[s - peak + last_peak]
             left = np.int64(0)
-            if s > 0 and s - 1 != peak:
-                left = _width(np.int64(table[c, s - 1]))
+            if s > 0:
+                left = own[s - 1]
             model = PRESENT + min(abs(s - peak), np.int64(3)) - 1
             if left > 0 or s - 1 == peak:
                 model += 3
             if above > 0:
                 model += 6
-            if _bit(state, data, models, model, np.int64(table[c, s] > 0)) == 0:
+            there, coder = _bit(coder, data, models, model, np.int64(table[c, s] > 0))
+            if there == 0:
                 table[c, s] = 0
                 continue
             value = np.int64(table[c, s])
@@ -263,29 +288,34 @@ def _frequencies(state: NumPy, data: NumPy, models: NumPy, table: NumPy, precisi
             if above > 0:
                 near = above
             if near > 0:
-                bits = _near(state, data, models, EQUAL, UP, STEP, near, precision, _width(value))
+                bits, coder = _near(coder, data, models, EQUAL, UP, STEP, near, precision, _width(value))
                 if bits == 0:
-                    return False
+                    return False, coder
             else:
-                bits = 1 + _count(state, data, models, FIRST, TWELVE, precision - 1, _width(value) - 1)
+                bits, coder = _count(coder, data, models, FIRST, TWELVE, precision - 1, _width(value) - 1)
+                bits += 1
             out = np.int64(1)
             for k in range(1, bits):
                 digit = np.int64(0)
                 if k < digits:
-                    digit = _bit(state, data, models, MANTISSA + k, (value >> (bits - 1 - k)) & 1)
+                    digit, coder = _bit(coder, data, models, MANTISSA + k, (value >> (bits - 1 - k)) & 1)
                 out = 2 * out + digit
             table[c, s] = out
+            own[s] = bits
             rest -= out
-            greatest = max(greatest, out)
-        if rest < max(greatest, np.int64(1)):
-            return False
+            # Of equal ones the lowest is the peak: one before it must stay below it.
+            greatest = max(greatest, out + np.int64(s < peak))
+        if rest < greatest or (single == 0 and rest == total):
+            return False, coder
         table[c, peak] = rest
+        own[peak] = _width(rest)
+        own, before = before, own
         last, last_peak = np.int64(c), peak
-    return True
+    return not decoding or digits == _digits(table), coder
 
 
 @njit
-def _gap(state: NumPy, data: NumPy, left: Int, changes: Int, gap: Int) -> Int:
+def _gap(coder: Coder, data: NumPy, left: Int, changes: Int, gap: Int) -> Any:
     """How many of the elements left come before the next of so many changes, -1 if that is too many.
 
     Unchanged with probability q each, the gap has independent binary digits: digit j is 1 as q**(2**j) to 1. Those
@@ -298,131 +328,181 @@ def _gap(state: NumPy, data: NumPy, left: Int, changes: Int, gap: Int) -> Int:
     for j in range(width):
         zero = (WHOLE << U64(16)) // (WHOLE + q)
         if zero >= SURE:
-            if _split(state, data, (state[RANGE] >> U64(16)) * SURE, np.int64(gap >> j > 0)):
-                out |= _plain(state, data, width - j, gap >> j) << j
+            some, coder = _split(coder, data, (coder[1] >> U64(16)) * SURE, np.int64(gap >> j > 0))
+            if some:
+                upper, coder = _plain(coder, data, width - j, gap >> j)
+                if upper == 0:
+                    return np.int64(-1), coder
+                out |= upper << j
             break
-        out |= _split(state, data, (state[RANGE] >> U64(16)) * zero, (gap >> j) & 1) << j
+        digit, coder = _split(coder, data, (coder[1] >> U64(16)) * zero, (gap >> j) & 1)
+        out |= digit << j
         q = (q * q) >> U64(32)
-    return np.int64(-1) if out > most else out
+    return (np.int64(-1) if out > most else out), coder
 
 
 @njit
-def _changed(state: NumPy, data: NumPy, models: NumPy, usual: Int, symbol: Int) -> Int:
+def _changed(coder: Coder, data: NumPy, models: NumPy, usual: Int, symbol: Int) -> Any:
     """What a symbol has become; -1 if the bytes say what would be said otherwise."""
     group = usual >> 3
-    if _bit(state, data, models, C_FAR + group, np.int64(abs(symbol - usual) != 1)) == 0:
+    far, coder = _bit(coder, data, models, C_FAR + group, np.int64(abs(symbol - usual) != 1))
+    if far == 0:
         if usual == 0:
-            return np.int64(1)
+            return np.int64(1), coder
         if usual == 255:
-            return np.int64(254)
-        return usual - 1 + 2 * _bit(state, data, models, C_UP + group, np.int64(symbol > usual))
+            return np.int64(254), coder
+        up, coder = _bit(coder, data, models, C_UP + group, np.int64(symbol > usual))
+        return usual - 1 + 2 * up, coder
     node = np.int64(1)
     for k in range(7, -1, -1):
-        node = 2 * node + _bit(state, data, models, C_TREE + node, (symbol >> k) & 1)
+        bit, coder = _bit(coder, data, models, C_TREE + node, (symbol >> k) & 1)
+        node = 2 * node + bit
     if abs(node - 256 - usual) <= 1:
-        return np.int64(-1)
-    return node - 256
+        return np.int64(-1), coder
+    return node - 256, coder
 
 
 @njit
-def _encode_changes(state: NumPy, data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n: Int) -> Int:
-    models = np.zeros((C_MODELS, 2), np.int64)
-    _open(state, data, models, False)
+def _encode_changes(data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n: Int) -> Int:
+    """Returns the size of the data, -1 if `data` is too small."""
+    models = _models(C_MODELS)
+    coder = _open(data, False)
     width = _width(np.int64(places.size))
-    _plain(state, data, SIX, width)
-    _plain(state, data, width - 1, np.int64(places.size))
+    _, coder = _plain(coder, data, SIX, width)
+    _, coder = _plain(coder, data, width - 1, np.int64(places.size))
     at = np.int64(0)
     for i in range(places.size):
-        _gap(state, data, n - at, places.size - i, np.int64(places[i]) - at)
+        _, coder = _gap(coder, data, n - at, places.size - i, np.int64(places[i]) - at)
         at = np.int64(places[i]) + 1
-        _changed(state, data, models, np.int64(usual[i]), np.int64(symbols[i]))
-    size = _close(state, data)
-    if state[FAILED]:
-        return np.int64(-1)
-    return size
+        _, coder = _changed(coder, data, models, np.int64(usual[i]), np.int64(symbols[i]))
+    return _close(coder, data)
 
 
 @njit
-def _count_changes(state: NumPy, data: NumPy, models: NumPy) -> Int:
-    """Begins to decode: how many changes there are; -1 if that is no number."""
-    _open(state, data, models, True)
-    width = _plain(state, data, SIX, np.int64(0))
+def _number_of_changes(coder: Coder, data: NumPy) -> Any:
+    """How many changes there are; -1 if that is no number."""
+    width, coder = _plain(coder, data, SIX, np.int64(0))
     if width < 1 or width > 32:
-        return np.int64(-1)
-    return (np.int64(1) << (width - 1)) | _plain(state, data, width - 1, np.int64(0))
+        return np.int64(-1), coder
+    rest, coder = _plain(coder, data, width - 1, np.int64(0))
+    return (np.int64(1) << (width - 1)) | rest, coder
 
 
 @njit
-def _decode_changes(state: NumPy, data: NumPy, models: NumPy, usual: NumPy, places: NumPy, out: NumPy) -> Int:
-    """Goes on after `_count_changes`: fills `places`, one for each change, and `out` there; whether that can be."""
+def _decode_changes(data: NumPy, usual: NumPy, out: NumPy) -> Int:
+    """Puts the changes into `out`; whether the data are what `_encode_changes` writes of them."""
+    models = _models(C_MODELS)
+    coder = _open(data, True)
+    count, coder = _number_of_changes(coder, data)
+    if count < 1 or count > usual.size:
+        return False
     at = np.int64(0)
-    for i in range(places.size):
-        gap = _gap(state, data, usual.size - at, places.size - i, np.int64(0))
+    for i in range(count):
+        gap, coder = _gap(coder, data, usual.size - at, count - i, np.int64(0))
         if gap < 0:
             return False
         at += gap
-        symbol = _changed(state, data, models, np.int64(usual[at]), np.int64(0))
+        symbol, coder = _changed(coder, data, models, np.int64(usual[at]), np.int64(0))
         if symbol < 0:
             return False
-        places[i], out[at] = at, symbol
+        out[at] = symbol
         at += 1
-    return True
+    return _is_close(coder, data)
 
 
 @njit
-def _open(state: NumPy, data: NumPy, models: NumPy, decoding: Int) -> None:
-    state[LOW], state[RANGE], state[AT], state[FAILED] = U64(0), U64(0xFFFFFFFF), U64(0), U64(0)
-    state[DECODING] = U64(decoding)
+def _models(count: Int) -> NumPy:
+    models = np.zeros((count, 2), np.int64)
+    models[:, 0] = EVEN
+    return models
+
+
+@njit
+def _window(data: NumPy, at: Int) -> Any:
+    """The four bytes from `at` on as a number; zeros follow the last."""
+    value = U64(0)
+    for k in range(4):
+        value <<= U64(8)
+        if at + k < data.size:
+            value |= U64(data[at + k])
+    return value
+
+
+@njit
+def _open(data: NumPy, decoding: Int) -> Coder:
+    low, at = U64(0), np.int64(0)
     if decoding:
-        for k in range(4):
-            state[LOW] <<= U64(8)
-            if k < data.size:
-                state[LOW] |= U64(data[k])
-        state[AT] = U64(4)
-    for k in range(models.shape[0]):
-        models[k, 0] = EVEN
-        models[k, 1] = 0
+        low, at = _window(data, at), np.int64(4)
+    return low, LOWER, at, decoding
 
 
 @njit
-def _close(state: NumPy, data: NumPy) -> Int:
-    """The shortest end that lies in the range, without the zeros that a reader adds itself; returns the size."""
-    for size in range(5):
-        mask = (U64(1) << U64(32 - 8 * size)) - U64(1)
-        value = (state[LOW] + mask) & ~mask
-        if value - state[LOW] < state[RANGE]:
-            if value >> U64(32):
-                _carry(state, data)
-            for k in range(size):
-                _emit(state, data, np.int64((value >> U64(24 - 8 * k)) & U64(255)))
-            break
-    end = np.int64(state[AT])
+def _end(low: Any, width: Any) -> Any:
+    """The number in the range that takes the fewest bytes without the zeros at its end, and how many these are."""
+    for size in range(4):
+        mask = LOWER >> U64(8 * size)
+        value = (low + mask) & ~mask
+        if value - low < width:
+            return value, size
+    return low, 4
+
+
+@njit
+def _close(coder: Coder, data: NumPy) -> Int:
+    """Writes the end, without the zeros that a reader adds itself; returns the size, -1 if `data` is too small."""
+    low, width, at, _ = coder
+    value, size = _end(low, width)
+    if at + size > data.size:
+        return np.int64(-1)
+    if value >> U64(32):
+        _carry(data, at)
+    for k in range(size):
+        data[at + k] = np.uint8(value >> U64(24 - 8 * k))
+    end = at + size
     while end > 0 and data[end - 1] == 0:
         end -= 1
     return end
 
 
 @njit
-def _code(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy, decoding: Int) -> Int:
-    """Encodes `table` (two-dimensional) into `data` or fills it from there.
+def _is_close(coder: Coder, data: NumPy) -> Int:
+    """Whether these data, read to this point, are those that `_close` writes here: all else has another form.
 
-    Returns the size of the data, -1 if they are not such a table, -2 if `data` is too small to encode into.
+    What was read is `code` above the range's lower end. That end's last 32 bits follow, and from it what was written.
+    Only a code that starts beyond the range is ever beyond it.
     """
-    state = np.zeros(5, np.uint64)
-    models = np.zeros((MODELS, 2), np.int64)
-    _open(state, data, models, decoding)
+    code, width, at, _ = coder
+    low = (WHOLE + _window(data, at - 4) - code) & LOWER
+    value, _ = _end(low, width)
+    inside = _window(data, np.int64(0)) < LOWER
+    return inside and code == value - low and data.size <= at and (data.size == 0 or data[-1] > 0)
+
+
+@njit
+def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
+    """Returns the size of the data, -1 if the table is not one, -2 if `data` is too small."""
+    models = _models(MODELS)
+    coder = _open(data, False)
     if is_lengths:
-        fine = _lengths(state, data, models, table[0], parameter)
+        fine, coder = _lengths(coder, data, models, table[0], parameter)
     else:
-        fine = _frequencies(state, data, models, table, parameter)
+        fine, coder = _frequencies(coder, data, models, table, parameter)
     if not fine:
-        return -1
-    if decoding:
-        return data.size
-    size = _close(state, data)
-    if state[FAILED]:
-        return -2
-    return size
+        return np.int64(-1)
+    size = _close(coder, data)
+    return size if size >= 0 else np.int64(-2)
+
+
+@njit
+def _decode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
+    """Fills `table`; whether the data are what `_encode` writes of it."""
+    models = _models(MODELS)
+    coder = _open(data, True)
+    if is_lengths:
+        fine, coder = _lengths(coder, data, models, table[0], parameter)
+    else:
+        fine, coder = _frequencies(coder, data, models, table, parameter)
+    return fine and _is_close(coder, data)
 
 
 def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
@@ -430,7 +510,7 @@ def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
     room = max(256, table.size)
     while True:
         data = np.empty(room, np.uint8)
-        size = _code(table, parameter, lengths, data, False)
+        size = _encode(table, parameter, lengths, data)
         if size >= 0:
             return data[:size].tobytes()
         if size == -1:
@@ -441,8 +521,7 @@ def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
 def unpack(data: NumPy, rows: int, columns: int, parameter: int, lengths: bool) -> NumPy:
     """The inverse of `pack`; raises CorruptDataError for bytes that `pack` does not write."""
     table = np.zeros((rows, columns), np.uint32)
-    # A table has one form only: what is read must be what would be written.
-    if _code(table, parameter, lengths, data, True) < 0 or pack(table, parameter, lengths) != data.tobytes():
+    if not _decode(table, parameter, lengths, data):
         raise CorruptDataError(f"{data.size} bytes are not a table of {rows} x {columns}")
     return table
 
@@ -454,22 +533,12 @@ def pack_changes(symbols: NumPy, usual: NumPy, places: NumPy, n: int) -> NumPy:
     room = 64 + 8 * places.size
     while True:
         data = np.empty(room, np.uint8)
-        size = _encode_changes(np.zeros(5, np.uint64), data, symbols, usual, places, n)
+        size = _encode_changes(data, symbols, usual, places, n)
         if size >= 0:
             return data[:size].copy()
         room *= 4
 
 
 def unpack_changes(data: NumPy, usual: NumPy, out: NumPy) -> bool:
-    """Put the changes that `pack_changes` wrote into `out`, a copy of `usual`; whether the bytes are such."""
-    if data.size == 0:
-        return True
-    state, models = np.zeros(5, np.uint64), np.zeros((C_MODELS, 2), np.int64)
-    count = _count_changes(state, data, models)
-    if not 0 < count <= usual.size:
-        return False
-    places = np.empty(count, np.int64)
-    if not _decode_changes(state, data, models, usual, places, out):
-        return False
-    # Changes have one form only: what is read must be what would be written.
-    return bool(np.array_equal(pack_changes(out[places], usual[places], places, usual.size), data))
+    """Put the changes that `pack_changes` wrote into `out`, a copy of `usual`; whether it writes these bytes."""
+    return data.size == 0 or bool(_decode_changes(data, usual, out))
