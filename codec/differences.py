@@ -10,10 +10,13 @@ noise and are stored as they are (`kernels.categories`).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from ..kernels.categories import join_categories, most_bits, split_categories
 from ..kernels.classes import pattern_classes
+from ..kernels.levels import joint_counts
 from ..kernels.planes import difference, undifference
 from . import entropy
 from .errors import CorruptDataError
@@ -67,11 +70,11 @@ def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[fl
     Both arrays are a sample, as `entropy.sample` takes it.
     """
     categories, extra = split_categories(steps, most_bits(layout.width))
+    top = max(2, int(categories.max(initial=0)) + 1)
     bits = []
     for kind in (MAGNITUDE, MANTISSA):
         context, contexts = _contexts(before, layout, kind)
-        cells = np.bincount(context.astype(np.intp) << 8 | categories, minlength=contexts << 8)
-        bits.append(entropy.sampled_bits(cells.reshape(contexts, 256)))
+        bits.append(entropy.sampled_bits(joint_counts(context, categories, contexts, top)))
     kind = int(np.argmin(bits))
     return bits[kind] + 8.0 * int(extra.size), kind
 
@@ -85,11 +88,19 @@ def _contexts(before: NpArray, layout: Layout, kind: int) -> tuple[NpArray, int]
     """
     upper = layout.width - layout.mantissa  # bits of sign and exponent
     if kind == MANTISSA:
-        table = (np.arange(16 << upper) & 15).astype(np.uint8)
-        return pattern_classes(before, layout.mantissa - 4, table), 16
+        return pattern_classes(before, layout.mantissa - 4, _upper_bits(upper)), 16
     fields = 1 << (upper - 1)
     some = before[::_STRIDE] if before.size > entropy.SAMPLE else before
     counts = np.bincount((some >> some.dtype.type(layout.mantissa)).astype(np.int64) & (fields - 1), minlength=fields)
     group = (np.cumsum(counts) - counts) // max(_LEAST, -(-some.size // _CONTEXTS))
-    numbers, dense = np.unique(group, return_inverse=True)
-    return pattern_classes(before, layout.mantissa, np.tile(dense.astype(np.uint8), 2)), max(2, int(numbers.size))
+    number = np.zeros(fields, np.uint8)  # of each exponent's group, for groups ascend
+    np.cumsum(group[1:] != group[:-1], out=number[1:])
+    return pattern_classes(before, layout.mantissa, np.tile(number, 2)), max(2, int(number[-1]) + 1)
+
+
+@lru_cache(maxsize=4)
+def _upper_bits(upper: int) -> NpArray:
+    """The upper four bits of the mantissa, by those and the `upper` bits before them."""
+    table = np.tile(np.arange(16, dtype=np.uint8), 1 << upper)
+    table.flags.writeable = False
+    return table

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import zstandard
 
+from ..kernels.levels import joint_counts
 from ..kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
@@ -189,7 +190,9 @@ def _difference_or_xor(current: NpArray, before: NpArray) -> tuple[int, dict[int
 
 def _planes_bits(planes: NpArray) -> float:
     """Bits that byte planes of a sample take, about."""
-    return sum(entropy.sampled_bits(np.bincount(plane, minlength=256)) for plane in planes)
+    count, n = planes.shape
+    counts = joint_counts(np.repeat(np.arange(count, dtype=np.uint8), n), planes.reshape(-1), max(2, count), 256)
+    return entropy.sampled_bits(counts)
 
 
 def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:

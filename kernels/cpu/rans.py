@@ -43,7 +43,21 @@ def _peak(frequencies: NumPy) -> Int:
 
 
 @njit
-def _round_row(counts: NumPy, total: Int, out: NumPy) -> None:
+def _gain(count: Int, frequency: Int) -> Any:
+    """What one more is worth to a symbol; -1 for one that is absent."""
+    f = np.float64(frequency)
+    return np.float64(count) / np.sqrt(f * (f + 1.0)) if count > 0 else -1.0
+
+
+@njit
+def _loss(count: Int, frequency: Int) -> Any:
+    """What one less costs a symbol; infinite for one that is absent or has no more to give."""
+    f = np.float64(frequency)
+    return np.float64(count) / np.sqrt(f * (f - 1.0)) if count > 0 and f > 1.0 else np.inf
+
+
+@njit
+def _round_row(counts: NumPy, total: Int, out: NumPy, gains: NumPy, losses: NumPy) -> None:
     """`counts` scaled to the sum `total`, each present symbol at least 1 (see `rans_frequencies`)."""
     size = counts.size
     n = np.int64(0)
@@ -60,40 +74,36 @@ def _round_row(counts: NumPy, total: Int, out: NumPy) -> None:
                 floor += 1.0
             out[s] = np.int64(floor)
             left -= np.int64(floor)
+        gains[s], losses[s] = _gain(counts[s], out[s]), _loss(counts[s], out[s])
     if n == 0:
         return
     while True:
         # The symbol that gains most by one more, and the one that loses least by one less; of equals the first gets
         # and the last gives, so that the result does not depend on the start.
-        up, down = -1, -1
+        up: Int = -1
+        down: Int = -1
         gain, loss = -1.0, np.inf
         for s in range(size):
-            if counts[s] > 0:
-                f = np.float64(out[s])
-                g = np.float64(counts[s]) / np.sqrt(f * (f + 1.0))
-                if g > gain:
-                    gain, up = g, s
-                if f > 1.0:
-                    g = np.float64(counts[s]) / np.sqrt(f * (f - 1.0))
-                    if g <= loss:
-                        loss, down = g, s
-        if left > 0:
-            out[up] += 1
-            left -= 1
-        elif left < 0:
-            out[down] -= 1
-            left += 1
-        elif gain > loss or (gain == loss and up < down):
-            out[up] += 1
-            out[down] -= 1
-        else:
+            if gains[s] > gain:
+                gain, up = gains[s], s
+            if losses[s] <= loss:
+                loss, down = losses[s], s
+        if left == 0 and not (gain > loss or (gain == loss and up < down)):
             return
+        if left >= 0:
+            out[up] += 1
+            gains[up], losses[up] = _gain(counts[up], out[up]), _loss(counts[up], out[up])
+        if left <= 0:
+            out[down] -= 1
+            gains[down], losses[down] = _gain(counts[down], out[down]), _loss(counts[down], out[down])
+        left -= np.sign(left)
 
 
 @njit
 def _round_rows(counts: NumPy, total: Int, out: NumPy) -> None:
+    gains, losses = np.empty(counts.shape[1], np.float64), np.empty(counts.shape[1], np.float64)
     for row in range(counts.shape[0]):
-        _round_row(counts[row], total, out[row])
+        _round_row(counts[row], total, out[row], gains, losses)
 
 
 @njit
