@@ -223,16 +223,21 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
 
 
 def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:
-    """Bits that a sample takes by each method, about; and the kind of context for `SIZES`."""
+    """Bits that a sample takes by each method that may win, about; and the kind of context for `SIZES`."""
     some = entropy.sample(u.size)
     u, old = some(u), some(old)
     steps = difference_of(u, old, layout)
-    bits = {SCALED: _planes_bits(split_planes(u, layout.rotation)), DIFFERENCE: _planes_bits(split_planes(steps))}
-    bits[SIZES], kind = difference_bits(steps, old, layout)
-    # Training hardly ever flips bits: a quarter of the sample shows that, and only where it does not is all looked at.
-    flips = difference(u, old, "xor")
-    if _PART * _planes_bits(split_planes(flips[::_PART])) <= _LIKELY * min(bits.values()):
-        bits[XOR] = _planes_bits(split_planes(flips))
+    sizes, kind = difference_bits(steps, old, layout)
+    bits: dict[int, float] = {SIZES: sizes}
+    # The others seldom win. A quarter of the sample shows that, and only where it does not is all looked at.
+    for method, patterns, rotation in (
+        (SCALED, u, layout.rotation),
+        (DIFFERENCE, steps, 0),
+        (XOR, difference(u, old, "xor"), 0),
+    ):
+        part = patterns[::_PART]
+        if _PART * _planes_bits(split_planes(part, rotation)) <= _LIKELY * min(bits.values()):
+            bits[method] = _planes_bits(split_planes(patterns, rotation))
     return bits, kind
 
 
