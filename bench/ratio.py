@@ -24,6 +24,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.config import Rule
+from shrinkpoint.codec.moments import LogBuckets
 from shrinkpoint.codec.quantize import Quantize
 
 from . import workloads
@@ -86,6 +87,12 @@ SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "bitsnap": sp.presets.bitsnap,
     "lossless": sp.presets.lossless,
 }
+BESIDE_LOSSY: dict[str, Callable[[], sp.Config]] = {
+    "default": sp.Config,
+    "fine": lambda: sp.Config(rules=[("weight", Quantize(bins=128)), ("second moment", LogBuckets(alpha=0.25))]),
+    "lossless": sp.presets.lossless,
+}
+"""Our settings beside libraries that lose something: the smallest that loses no more than such a library counts."""
 ALONE = (8, 10, 12, 16, 24)
 """Bins at which weights are coded alone."""
 SEEDS = 3
@@ -293,14 +300,14 @@ def measured(
 
 
 def _peer_rows(name: str, size: int, trainings: list[Training], say: Callable[[str], None]) -> list[Row]:
-    """Our lossless preset beside other lossless libraries, our default beside lossy ones, on the same two states."""
+    """Our lossless preset beside other lossless libraries, our settings beside lossy ones, on the same two states."""
     rows = []
-    measures: tuple[tuple[sp.Config, Collection[str], Callable[[Training, str], Pair], list[Training]], ...] = (
-        (sp.presets.lossless(), PEERS, Training.lossless_peer, trainings[:1]),
-        (sp.Config(), LOSSY, Training.lossy_peer, trainings),
+    measures: tuple[tuple[Collection[str], Collection[str], Callable[[Training, str], Pair], list[Training]], ...] = (
+        (["lossless"], PEERS, Training.lossless_peer, trainings[:1]),
+        (BESIDE_LOSSY, LOSSY, Training.lossy_peer, trainings),
     )
-    for config, peers, measure, seeds in measures:
-        ours = [t.ours(config) for t in seeds]
+    for settings, peers, measure, seeds in measures:
+        ours = {setting: [t.ours(BESIDE_LOSSY[setting]()) for t in seeds] for setting in settings}
         for peer in peers:
             say(f"{name}: {peer}")
             try:

@@ -33,6 +33,7 @@ from shrinkpoint.bench.outcomes import (
     outcome_of,
     own,
     peer_rows,
+    setting_of,
     summary_rows,
     system_rows,
     to_json,
@@ -194,7 +195,7 @@ def test_a_measured_model_has_rows_and_outcomes(monkeypatch: pytest.MonkeyPatch)
     assert rows["MLP, against absent: whole state"].note == "not measured: absent is not installed"
     half = rows["MLP, against half: whole state, no parent"]
     assert half.met is False  # one byte is hard to beat
-    assert half.note.endswith("; 2 seeds")
+    assert half.note.endswith("; 2 seeds; ours: default")
     alone = rows["MLP, alone, 8 bins: weights"]
     assert "at once" in alone.note
     assert "later, staleness" in alone.note
@@ -271,15 +272,26 @@ def test_a_loss_is_no_more_within_the_standard_error_of_paired_seeds(
 def test_a_library_is_beaten_by_size_and_loss_both(times: float, later: float, met: bool) -> None:
     ours = [Pair(one, one) for one in restored(times, later)]
     theirs = [Pair(one, one) for one in restored(1.0, 0.05)] if later else [Pair(*restored(1.0, 0.0, 0.0))]
-    for row in peer_rows("M", 1, "other", ours, theirs):
+    for row in peer_rows("M", 1, "other", {"default": ours}, theirs):
         assert row.met is met
         assert (row.value, row.peer_value, row.ratio) == (times, 1.0, times)
+
+
+def test_the_smallest_of_our_settings_that_loses_no_more_speaks_for_us() -> None:
+    losses = {"coarse": (9.0, 0.3), "middle": (5.0, 0.04), "fine": (4.0, 0.0), "exact": (1.0, 0.0)}
+    ours = {setting: [Pair(*restored(times, later, later))] for setting, (times, later) in losses.items()}
+    cases = ((0.5, "coarse", True), (0.05, "middle", True), (0.01, "fine", True), (-1.0, "coarse", False))
+    for theirs, setting, met in cases:
+        (row, _) = peer_rows("M", 1, "other", ours, [Pair(*restored(2.0, theirs, theirs))])
+        assert (setting_of(row.note), row.met, row.value) == (setting, met, losses[setting][0])
+        assert lost_later(row.note)[0] == f"{losses[setting][1]:+.2f}"
+    assert setting_of("ours loses +0.10 % at once; theirs +0.10 %; one seed") == "default"
 
 
 def test_each_case_has_its_own_losses() -> None:
     ours = [Pair(Restored(4, 0.1, 0.2, 1), Restored(40, 0.3, 0.4, 2))]
     theirs = [Pair(Restored(1, 0.0, 0.0, 0), Restored(30, -1.0, NAN, NAN))]
-    single, delta = peer_rows("M", 1, "other", ours, theirs)
+    single, delta = peer_rows("M", 1, "other", {"default": ours}, theirs)
     assert single.row == "M, against other: whole state, no parent"
     assert (single.met, delta.met) == (False, True)
     assert lost_later(single.note) == ("+0.20", "+0.00")
@@ -425,7 +437,7 @@ def document(commit: str, systems: dict[str, list[Outcome]], *others: Row, outco
 
 
 def test_results_are_merged_by_system() -> None:
-    peers = peer_rows("MLP", 5, "other", [Pair(*restored(2, 0, 0))], [Pair(*restored(1, 0, 0))])
+    peers = peer_rows("MLP", 5, "other", {"default": [Pair(*restored(2, 0, 0))]}, [Pair(*restored(1, 0, 0))])
     first = {
         "default": [outcome(chain=90.0, late=400.0, later=0.4), outcome(chain=90.0, late=400.0, later=0.2)],
         "inshrinkerator 16": [outcome(weight_bits=0.6, later=0.1)] * 2,
@@ -445,7 +457,7 @@ def test_results_are_merged_by_system() -> None:
     assert rows["MLP, default: loss change later"]["note"].endswith("2 seeds; measured at aaaaaaa")
     assert rows["MLP, rate 0.0005: loss change later"]["note"].endswith("2 seeds; measured at bbbbbbb")
     assert rows["MLP, weights, rate 0: weights, late deltas"]["value"] == pytest.approx(0.3)
-    assert rows["MLP, against other: whole state, no parent"]["note"].endswith("one seed; measured at aaaaaaa")
+    assert rows["MLP, against other: whole state, no parent"]["note"].endswith("one seed; ours: default; measured at aaaaaaa")
     chain = rows["MLP: whole state, chain with its bases, loss <= 0.5 %"]
     assert (chain["value"], chain["met"]) == (100.0, True)
     strict = rows[f"MLP: {EQUAL} inshrinkerator 16"]
@@ -559,7 +571,7 @@ def test_a_note_without_losses_is_an_error_not_an_empty_cell(
 ) -> None:
     with pytest.raises(BadArgumentError, match="no losses"):
         lost_later(note)
-    (row, _) = peer_rows("MLP", 5, "other", [Pair(*restored(2, 0, 0))], [Pair(*restored(1, 0, 0))])
+    (row, _) = peer_rows("MLP", 5, "other", {"default": [Pair(*restored(2, 0, 0))]}, [Pair(*restored(1, 0, 0))])
     path = tmp_path / "ratio-mlp.json"
     path.write_text(json.dumps({"rows": [dataclasses.asdict(row) | {"note": note}]}), encoding="utf-8")
     monkeypatch.setattr("shrinkpoint.bench.evidence.results.RESULTS", tmp_path)
@@ -582,7 +594,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
         "lc_checkpoint": [outcome(chain=12.0, later=40.0)],
         "bitsnap": [outcome(chain=1.8, late=NAN, later=NAN, staleness=NAN)],
     }
-    ours = [Pair(Restored(14, 0.1, 0.15, 1), Restored(50, 0.1, 0.2, 1))]
+    ours = {"default": [Pair(Restored(14, 0.1, 0.15, 1), Restored(50, 0.1, 0.2, 1))]}
+    exactly = {"lossless": [Pair(*restored(1.5, 0, 0))]}
     peers = [
         row
         for name, theirs in (
@@ -590,7 +603,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
             ("coarse", Pair(Restored(1.1, 0, 0, 0), Restored(25, 0.1, NAN, NAN))),
             ("fine", Pair(*restored(5.0, 0.3, 0.3))),
         )
-        for row in peer_rows("MLP", 5, name, [Pair(*restored(1.5, 0, 0))] if name == "exact" else ours, [theirs])
+        for row in peer_rows("MLP", 5, name, exactly if name == "exact" else ours, [theirs])
     ]
     found = {name: System.of(outcomes) for name, outcomes in systems.items()}
     rows = document("c" * 40, systems, *peers, *summary_rows("MLP", 5, found))

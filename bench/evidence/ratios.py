@@ -11,10 +11,12 @@ from .. import ratio as bench_ratio
 from .. import training
 from ..harness import Row
 from ..lossypeers import LOSSY
-from ..outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent
+from ..outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
 from . import trainings
 from .cells import NONE, Json, aimed, markdown, number, order, system_name
 from .results import rows_of
+
+FINE = "*fine* has 128 bins and keeps second moments in half octaves"
 
 
 def measured() -> list[Json]:
@@ -159,7 +161,9 @@ def peers() -> str:
     single = [
         row["row"].partition(", ")[0] for row in measured() if row["peer"] in LOSSY and "; one seed" in row["note"]
     ]
-    return f"{table}\n\nLossy ones on one seed only: {', '.join(dict.fromkeys(single))}." if single else table
+    words = [f"In brackets our setting where it is not `Config()`: {FINE}."] if "(fine)" in table else []
+    words += [f"Lossy ones on one seed only: {', '.join(dict.fromkeys(single))}."] if single else []
+    return "\n\n".join([table, *words])
 
 
 def _pair(row: Json) -> str:
@@ -170,7 +174,9 @@ def _pair(row: Json) -> str:
     """
     if row["value"] is None:
         return NONE
-    text = f"{number(row['value'])} / {number(row['peer_value'])} x"
+    setting = setting_of(row["note"])
+    said = f" ({setting})" if row["peer"] in LOSSY and setting != "default" else ""
+    text = f"{number(row['value'])}{said} / {number(row['peer_value'])} x"
     ours, theirs = lost_later(row["note"])
     if {ours, theirs} != {"+0.00"}:
         text += f", {_change(ours)} / {_change(theirs)}"
