@@ -457,7 +457,8 @@ def test_results_are_merged_by_system() -> None:
     assert rows["MLP, default: loss change later"]["note"].endswith("2 seeds; measured at aaaaaaa")
     assert rows["MLP, rate 0.0005: loss change later"]["note"].endswith("2 seeds; measured at bbbbbbb")
     assert rows["MLP, weights, rate 0: weights, late deltas"]["value"] == pytest.approx(0.3)
-    assert rows["MLP, against other: whole state, no parent"]["note"].endswith("one seed; ours: default; measured at aaaaaaa")
+    against = rows["MLP, against other: whole state, no parent"]
+    assert against["note"].endswith("one seed; ours: default; measured at aaaaaaa")
     chain = rows["MLP: whole state, chain with its bases, loss <= 0.5 %"]
     assert (chain["value"], chain["met"]) == (100.0, True)
     strict = rows[f"MLP: {EQUAL} inshrinkerator 16"]
