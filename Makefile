@@ -47,10 +47,10 @@ FRAMEWORKS := .frameworks-venv
 FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Of the last four only what the tests touch is used; what they ask for beside it is large, or for GPUs.
-$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
-	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,keras,jax,orbax]' optax tyro pytest hypothesis
+	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,keras,jax,orbax]' optax tyro pytest pytest-xdist hypothesis
 	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan bitsandbytes torchao
 	@touch $@
 

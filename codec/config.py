@@ -202,11 +202,11 @@ class Config:
         """
         if type(restores) is not int or restores < 0:
             raise BadArgumentError(f"restores is {restores!r}; it must be an integer of at least 0")
-        rules = [
+        rules = tuple(
             replace(r, codec=r.codec.for_restores(restores)) if hasattr(r.codec, "for_restores") else r
             for r in self.rules
-        ]
-        return Config(rules, max_rel_error=self.max_rel_error, rate=self.rate, chain=self.chain, ahead=self.ahead)
+        )
+        return replace(self, rules=rules)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal Config."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..codec.errors import CorruptDataError, NewerFormatError
-from .catalog import Catalog
+from .catalog import Catalog, named
 from .files import Files
-from .manifest import MAX_STEP
+from .manifest import MAX_STEP, Manifest
 from .sealed import seal, unseal
 
 FOLDER = "left"
@@ -52,10 +52,59 @@ class Branch:
         """Of the record, relative to the store."""
         return f"{FOLDER}/{self.file}"
 
+    def told(self, root: str) -> str:
+        """What is said to whoever saves; `root` is where the store is."""
+        if self.passed:
+            return (
+                f"{root}: step {self.step} goes on from step {self.since} and leaves {named(self.left)} behind: "
+                "load() passes over them, gc keeps them for now; drop them when they are not needed"
+            )
+        return (
+            f"{root}: step {self.step} is saved below {named(self.left)}: load() still takes the highest; a run "
+            "that starts over should have a store of its own, or drop_after(step) first"
+        )
 
-def branch(catalog: Catalog, step: int, since: int | None, passed: bool, left: Iterable[int]) -> Branch:
-    """A new record of these steps, as they are now; those with an unreadable manifest are left out."""
-    return Branch(f"{step:012d}-{uuid.uuid4().hex[:16]}.json", step, since, passed, _identities(catalog, left))
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The step that was loaded, and what was above it then."""
+
+    step: int
+    above: frozenset[int]
+
+    @staticmethod
+    def of(catalog: Catalog, step: int) -> Loaded:
+        """As it is now."""
+        return Loaded(step, frozenset(s for s in catalog.steps() if s > step))
+
+
+def going_back(catalog: Catalog, manifest: Manifest, loaded: Loaded | None, told: Collection[int]) -> Branch | None:
+    """A record of the steps above the one that a new step goes on from, if it is to be below any of them.
+
+    Args:
+        catalog: of the store.
+        manifest: of the new step, which is not committed yet.
+        loaded: what was; None: nothing, or there was a save since.
+        told: steps that were left behind and written down already.
+    """
+    step, steps = manifest.step, catalog.steps()
+    if not steps or step >= steps[-1]:
+        return None
+    with contextlib.suppress(CorruptDataError, NewerFormatError):
+        present = catalog.get(step) if step in steps else None
+        if present is not None and present.manifest.identity == manifest.identity:
+            return None
+    since, beyond = None, frozenset[int]()
+    if loaded is not None and loaded.step < step:
+        # What another writer has added since is not left behind by this one.
+        since, beyond = loaded.step, loaded.above.intersection(steps).difference([step])
+    passed = bool(beyond) and max(beyond) > step
+    if not passed:
+        since, beyond = None, frozenset(s for s in steps if s > step)
+    beyond = beyond.difference(told)
+    if not beyond:
+        return None
+    return Branch(f"{step:012d}-{uuid.uuid4().hex[:16]}.json", step, since, passed, _identities(catalog, beyond))
 
 
 def _identities(catalog: Catalog, steps: Iterable[int]) -> dict[int, str]:
@@ -75,6 +124,12 @@ def write(files: Files, record: Branch) -> None:
     left = {str(step): identity for step, identity in record.left.items()}
     fields = {"version": 1, "step": record.step, "since": record.since, "passed": record.passed, "left": left}
     files.write(record.path, seal(fields))
+
+
+def forget(files: Files, record: Branch) -> None:
+    """Remove a record, if that can be."""
+    with contextlib.suppress(OSError):
+        files.remove([record.path])
 
 
 def read(files: Files) -> list[Branch]:
@@ -125,6 +180,31 @@ def behind(catalog: Catalog, records: Collection[Branch]) -> dict[int, Branch]:
         for step, identity in record.left.items()
         if now.get(step) == identity
     }
+
+
+def passed_over(files: Files, catalog: Catalog) -> dict[int, Branch]:
+    """The steps that `load()` passes over while there are others.
+
+    Raises:
+        CorruptDataError: as `read`.
+    """
+    return {step: record for step, record in behind(catalog, read(files)).items() if record.passed}
+
+
+def in_order(steps: Iterable[int], behind: Container[int]) -> list[int]:
+    """Steps as `load()` tries them: descending, but those last that were left behind."""
+    return sorted(steps, key=lambda s: (s not in behind, s), reverse=True)
+
+
+def not_taken(root: str, step: int, behind: Mapping[int, Branch]) -> str:
+    """What is said where `load()` took a step and passed over higher ones; "" where there are none."""
+    left = [s for s in behind if s > step]
+    if not left or step in behind:
+        return ""
+    return (
+        f"{root}: loaded step {step}; passed over {named(left)}, left behind when the run went back to step "
+        f"{behind[max(left)].since}: load one by its number, or drop them"
+    )
 
 
 def garbage(records: Collection[Branch], now: Mapping[int, str]) -> list[str]:

@@ -6,14 +6,30 @@ Nothing here is remembered between calls: another process may save, compact or c
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ..codec.errors import CorruptDataError, NewerFormatError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from .files import Files
 from .manifest import MAX_GENERATION, Manifest, manifest_name, parse_name
 
+T = TypeVar("T")
 FOLDER = "steps"
 _ATTEMPTS = 100
+
+
+def named(steps: Iterable[int]) -> str:
+    """Steps for a message, the lowest ones and the last."""
+    found = sorted(steps)
+    shown = found if len(found) <= 10 else [*found[:8], "...", found[-1]]
+    return f"step{'s' * (len(found) > 1)} {', '.join(map(str, shown))}"
+
+
+def unknown(files: Files, what: str, steps: Sequence[int]) -> BadArgumentError:
+    """That there is no such step or tag, with those that there are."""
+    shown = f"it has {'... ' if len(steps) > 10 else ''}{', '.join(map(str, steps[-10:]))}" if steps else "it is empty"
+    return BadArgumentError(f"{what} is not in {files.root}; {shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,29 @@ class Catalog:
                 # It was replaced, or removed, since the folder was listed.
                 generation = None
         raise CorruptDataError(f"step {step}: its manifest is listed but cannot be read")
+
+    def settled(self, step: int, work: Callable[[Entry], T]) -> T:
+        """Read a step; once more where its files went because compaction had moved it to others meanwhile.
+
+        Raises:
+            MissingParentError: a file of it is gone, or the step itself.
+        """
+        entry = self.present(step)
+        while True:
+            try:
+                return work(entry)
+            except MissingParentError:
+                now = self.present(step)
+                if now.generation == entry.generation:
+                    raise
+                entry = now
+
+    def present(self, step: int) -> Entry:
+        """As `get`, of a step that was there a moment ago; MissingParentError where it is not any more."""
+        entry = self.get(step)
+        if entry is None:
+            raise MissingParentError(f"step {step}: it was removed while it was read")
+        return entry
 
     def _read(self, step: int, generation: int) -> Manifest:
         try:

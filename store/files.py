@@ -8,12 +8,15 @@ other fsspec file system (`objects.ObjectFiles`), where an object appears whole 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+
+from ..codec.errors import BadArgumentError
 
 TEMPORARY = ".tmp-"
 """How a file begins that is being written; what a crash leaves of it is garbage."""
@@ -109,3 +112,42 @@ def open_files(url: str | os.PathLike[str]) -> Files:
     root = root.rstrip("/") or "/"
     # `~nobody` is no home of anyone's, and left as it is.
     return LocalFiles(os.path.join(os.getcwd(), root)) if isinstance(fs, LocalFileSystem) else ObjectFiles(fs, root)
+
+
+def opened(url: Any) -> Files:
+    """As `open_files`, whatever it is given.
+
+    Raises:
+        BadArgumentError: no path and no URL, one that cannot be opened, or the path of something that is no folder.
+    """
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else url
+    if not isinstance(text, str):
+        raise BadArgumentError(f"url must be a path or an fsspec URL, not {type(url).__qualname__}")
+    if not text or "\0" in text:
+        raise BadArgumentError(f"url is {text!r:.200}; it must name a folder, or be an fsspec URL")
+    try:
+        files = open_files(text)
+    except UNOPENED as e:
+        raise BadArgumentError(f"url {text!r}: {e}") from None
+    if files.local:
+        _check_folder(text, files.root)
+    return files
+
+
+def _check_folder(url: str, root: str) -> None:
+    """Raise BadArgumentError unless a path is that of a folder, or of nothing yet."""
+    if "::" in url:
+        # fsspec would take what stands before for a file system, and this for a folder of the rest's name.
+        raise BadArgumentError(f"url {url!r}: '::' chains file systems; no folder on the disk can be named so here")
+    path = root
+    while path != os.path.dirname(path):
+        try:
+            mode = os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            path = os.path.dirname(path)
+            continue
+        except OSError:
+            return  # whoever reads or writes there is told
+        if not stat.S_ISDIR(mode):
+            raise BadArgumentError(f"url {url!r}: {path} is no folder")
+        return

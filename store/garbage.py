@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ..codec.checkpoint import Checkpoint
-from ..codec.errors import ShrinkpointError
+from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.parallel import give_way
 from . import branches, labels, restores
 from .catalog import FOLDER as STEPS
-from .catalog import Catalog, Entry
+from .catalog import Catalog, Entry, unknown
 from .chain import FOLDER as DATA
 from .files import TEMPORARY, Files, StoreWarning
-from .lock import Lease
+from .lock import Lease, Lock
 from .manifest import Manifest, is_data, manifest_name
 from .retention import Retention
 
@@ -75,6 +76,31 @@ def collect(
                 give_way()
                 files.remove(names[start : start + _AT_ONCE])
     return [*manifests, *(name for names in garbage for name in names)]
+
+
+def drop(files: Files, catalog: Catalog, steps: Collection[int]) -> None:
+    """Remove steps, whatever the retention; the store must be held alone.
+
+    Raises:
+        BadArgumentError: one is not there, or is pinned or tagged.
+        CorruptDataError: what stands for one is no file.
+    """
+    generations = catalog.generations()
+    protected = labels.protected(files)
+    for step in steps:
+        if step not in generations:
+            raise unknown(files, f"step {step!r}", list(generations))
+        if step in protected:
+            raise BadArgumentError(f"step {step} is pinned or tagged")
+    catalog.drop({step: generations[step] for step in steps})
+
+
+def take_back(files: Files, catalog: Catalog, lock: Lock, file: str) -> None:
+    """Remove the data file of a save that failed, unless a step names it: the same bytes may have been saved. Nothing
+    happens where others write: it is garbage."""
+    with contextlib.suppress(OSError, ShrinkpointError), lock.alone(0.0):
+        if not any(file.endswith(name) for e in catalog.all().values() for name in e.manifest.chain):
+            files.remove([file])
 
 
 def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from ..codec.errors import BadArgumentError, CorruptDataError
+from .catalog import Catalog, unknown
 from .files import Files
-from .manifest import MAX_STEP
+from .manifest import MAX_STEP, check_step
 from .sealed import seal, unseal
 
 PINS, TAGS = "pins", "tags"
@@ -71,6 +73,22 @@ def tag_name(name: str) -> str:
 def tag_data(step: int) -> bytes:
     """What is in it."""
     return seal({"step": step})
+
+
+def meant(files: Files, catalog: Catalog, step: object) -> int:
+    """The step that is meant by a number or tag, which must be there.
+
+    Raises:
+        BadArgumentError: it is not.
+        CorruptDataError: the tag is not readable.
+    """
+    steps = catalog.steps()
+    found = step
+    with contextlib.suppress(BadArgumentError):
+        found = read_tag(files, check_tag(step)) if isinstance(step, str) else check_step(step)
+    if type(found) is not int or found not in steps:
+        raise unknown(files, f"{'tag' if isinstance(step, str) and type(found) is int else 'step'} {step!r}", steps)
+    return found
 
 
 def protected(files: Files) -> set[int]:

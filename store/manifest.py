@@ -126,6 +126,19 @@ def check_step(step: Any) -> int:
     return number
 
 
+def check_metric(metric: Any) -> float | None:
+    """How good a model is, as a float, or BadArgumentError."""
+    if metric is None:
+        return None
+    try:
+        value = float(metric)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if isinstance(metric, (bool, str)) or not math.isfinite(value):
+        raise BadArgumentError(f"metric is {metric!r:.80}; it must be a finite number or None")
+    return value
+
+
 def data_name(step: int, identity: str) -> str:
     """Name of a checkpoint's data file: the content hash keeps a step saved anew apart from its former self."""
     return f"{step:012d}-{identity[:16]}.spt"

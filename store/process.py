@@ -18,8 +18,9 @@ from typing import Any, Protocol
 from ..codec import errors
 from ..codec.errors import ShrinkpointError
 from .channel import close_all, high, receive, send
+from .head import Head
 from .snapshot import Arena, Snapshot, anonymous
-from .store import Head, Store
+from .store import Store
 from .upkeep import Keeper, Upkeep
 from .worker import Warned, described, open_store, perform, store_options
 

@@ -26,11 +26,12 @@ from ..codec.kinds import check_kinds
 from . import copying
 from .failing import fail_at_exit
 from .files import is_of_this_process
+from .head import Head
 from .manifest import check_step
 from .process import Origin, Place, ProcessPlace, ThreadPlace
 from .retention import Retention
 from .snapshot import Snapshot, plan, take
-from .store import Head, Store
+from .store import Store
 from .upkeep import Upkeep
 from .worker import kinds_tree
 

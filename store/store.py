@@ -5,39 +5,37 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint, Row, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
 from ..codec.drift import Earlier
-from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.partial import check_patterns, decompress_only
 from . import branches, labels, restores
 from .agent import InMemory, InMemoryWarning, check_keep
-from .catalog import Catalog, Entry
+from .catalog import Catalog, Entry, named, unknown
 from .chain import FOLDER as DATA
-from .chain import carried_by, forest, opener, resolve, walk
+from .chain import opener, resolve
+from .checking import Progress, problems
 from .compaction import Compaction
-from .files import UNOPENED, Files, StoreWarning, open_files
-from .garbage import collect
+from .files import StoreWarning, opened
+from .garbage import collect, drop, take_back
+from .head import Head, manifest_over
 from .inmemory import NearFiles, still_held
 from .lock import open_lock
-from .manifest import Manifest, check_step, data_name
-from .policy import Size, smaller, wants_base
+from .manifest import Manifest, check_metric, check_step
+from .policy import Size, smaller
 from .retention import Retention
 from .trail import Trail, aims
-from .transfer import copy_step
+from .transfer import Side, copy_all
 from .upkeep import TARGET
 
-Progress = Callable[[int, int, int], None]
-"""Called with (step, done, total) after each step."""
-T = TypeVar("T")
 DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
 
 
@@ -72,26 +70,6 @@ class Saved:
     def summary(self) -> list[Row]:
         """One row an array."""
         return self.checkpoint.summary()
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What the next delta builds on.
-
-    Args:
-        checkpoint: the parent to be, resolved.
-        manifest: of the parent.
-        last: of the checkpoint saved or loaded last: the parent itself, or one over it.
-    """
-
-    checkpoint: Checkpoint
-    manifest: Manifest
-    last: Manifest
-
-    @property
-    def base_size(self) -> Size:
-        """Of the chain's base, about: that its state was as large as the parent's is an assumption."""
-        return Size(self.last.base_nbytes, self.checkpoint.raw_nbytes)
 
 
 class SkippedCheckpointWarning(StoreWarning):
@@ -129,14 +107,14 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str], cfg: Config | None = None, *, in_memory: int = 0) -> None:
         self.cfg = Config() if cfg is None else check_config(cfg)
-        self._files = _opened(url)
+        self._files = opened(url)
         self._catalog = Catalog(self._files)
         self._lock = open_lock(self._files)
         self._head: Head | None = None
         self._trail: Trail | None = None
         """What weights are compared with to see where they go; None: the head's, once it is needed."""
-        self._at: tuple[int, frozenset[int]] | None = None
-        """The step that was loaded and what was above it then; None from the first save on."""
+        self._at: branches.Loaded | None = None
+        """The step that was loaded; None from the first save on."""
         self._beyond: set[int] = set()
         """Steps that were left behind, of which that is said already."""
         self._whole: Size | None = None
@@ -163,14 +141,7 @@ class Store:
         Raises:
             CorruptDataError: what was left behind cannot be read.
         """
-        steps = self.steps()
-        behind = self._passed()
-        return [*(s for s in reversed(steps) if s not in behind), *(s for s in reversed(steps) if s in behind)]
-
-    def _passed(self) -> dict[int, branches.Branch]:
-        """The steps that `load()` passes over while there are others."""
-        found = branches.behind(self._catalog, branches.read(self._files))
-        return {step: record for step, record in found.items() if record.passed}
+        return branches.in_order(self.steps(), branches.passed_over(self._files, self._catalog))
 
     def manifests(self) -> tuple[dict[int, Manifest], dict[int, str]]:
         """What the store knows of all steps, as `describe`, and of steps whose manifest is not readable, why."""
@@ -184,7 +155,7 @@ class Store:
             BadArgumentError: no such step.
             CorruptDataError, NewerFormatError: its manifest is not readable.
         """
-        return self._entry(self._step(step)).manifest
+        return self._catalog.present(self._step(step)).manifest
 
     def header(self, manifest: Manifest) -> Checkpoint:
         """The checkpoint of a manifest that `describe` or `manifests` gave, only its header read: for `summary()`.
@@ -195,7 +166,7 @@ class Store:
         try:
             return opener(self._files, manifest)(None)
         except MissingParentError:
-            now = self._entry(manifest.step).manifest
+            now = self._catalog.present(manifest.step).manifest
             if now.file == manifest.file:
                 raise
             return opener(self._files, now)(None)
@@ -208,7 +179,7 @@ class Store:
     @property
     def loaded(self) -> int | None:
         """The step that was loaded last, and that the next save goes on from; None from the first save on."""
-        return None if self._at is None else self._at[0]
+        return None if self._at is None else self._at.step
 
     @property
     def parent(self) -> Checkpoint | None:
@@ -248,16 +219,16 @@ class Store:
             MissingParentError: it was saved anew and has another identity. Else as `load`; the head is left as it was.
         """
         number = self._step(step)
-        entry, ckpt, base = self._settled(number, lambda e: (e, *resolve(self._files, e.manifest)))
+        entry, ckpt, base = self._catalog.settled(number, lambda e: (e, *resolve(self._files, e.manifest)))
         if identity not in (None, entry.manifest.identity):
             raise MissingParentError(f"step {number}: it was saved anew, it is not {str(identity)[:16]}... any more")
-        self._go_on_from(entry, ckpt, base)
-        self._is_at(number)
+        self._head, self._trail = Head.at(self.cfg.chain, entry.manifest, ckpt, base), None
+        self._at = branches.Loaded.of(self._catalog, number)
 
     def go_on(self, head: Head) -> None:
         """Let the next delta build on what another object for the same store has as its head, in this process."""
         self._head, self._trail = head, None
-        self._is_at(head.last.step)
+        self._at = branches.Loaded.of(self._catalog, head.last.step)
 
     def read(self, step: int | str) -> Checkpoint:
         """A step's (or tag's) checkpoint, resolved: for `summary()`, or as a parent.
@@ -272,25 +243,7 @@ class Store:
         return self._restores
 
     def _step(self, step: Any) -> int:
-        """The step that is meant by a number or tag, which must be there."""
-        steps = self.steps()
-        found = step
-        if not isinstance(step, str):
-            with contextlib.suppress(BadArgumentError):
-                found = check_step(step)
-        else:
-            with contextlib.suppress(BadArgumentError):
-                found = labels.read_tag(self._files, labels.check_tag(step))
-        if type(found) is not int or found not in steps:
-            what = f"tag {step!r}" if isinstance(step, str) and type(found) is int else f"step {step!r}"
-            raise BadArgumentError(f"{what} is not in {self._files.root}; {_listed(steps)}")
-        return found
-
-    def _entry(self, step: int) -> Entry:
-        entry = self._catalog.get(step)
-        if entry is None:
-            raise MissingParentError(f"step {step}: it was removed while it was read")
-        return entry
+        return labels.meant(self._files, self._catalog, step)
 
     # ------------------------------------------------------------------------------------------------------ saving
 
@@ -327,50 +280,27 @@ class Store:
             BadArgumentError, UnsupportedLeafError: see `compress`.
             OSError: the bytes could not be written.
         """
-        step = check_step(step)
-        metric = _check_metric(metric)
+        step, metric = check_step(step), check_metric(metric)
         asked = self.cfg if cfg is None else replace(check_config(cfg), chain=self.cfg.chain)
-        file = record = None
-        try:
+        with contextlib.ExitStack() as undo:
             # Held from before the parent is looked at until the manifest is there: no collector removes it meanwhile.
             with self._lock.shared() as lease:
-                head = self._next_head()
-                parent, cfg = None if head is None else head.checkpoint, self._config(asked)
-                if aims(cfg):
-                    earlier = self._trail_from(head).earlier(state, step)
-                else:
-                    self._trail = earlier = None
-                ckpt = compress(state, parent, cfg, grads=grads, kinds=kinds, earlier=earlier)
-                if head is None:
-                    self._whole = Size.of(ckpt)
-                else:
-                    ckpt, whole = smaller(
-                        self.cfg.chain,
-                        ckpt,
-                        self._whole or head.base_size,
-                        lambda: compress(state, None, cfg, grads=grads, kinds=kinds, earlier=earlier),
-                    )
-                    self._whole = whole or self._whole
-                    head = head if ckpt.is_delta else None
-                manifest = _manifest(step, ckpt, head, metric)
+                ckpt, head = self._compressed(state, step, self._config(asked), grads, kinds)
+                manifest = manifest_over(head, step, ckpt, metric)
                 file = f"{DATA}/{manifest.file}"
+                undo.callback(take_back, self._files, self._catalog, self._lock, file)
                 self._files.write(file, ckpt.to_bytes())
                 lease.renew()
                 branches.come_back(self._files, step, manifest.identity)
-                record = self._going_back(manifest)
+                record = branches.going_back(self._catalog, manifest, self._at, self._beyond)
                 if record is not None:
-                    warnings.warn(self._left_behind(record), StoreWarning, stacklevel=2)
+                    undo.callback(branches.forget, self._files, record)
+                    warnings.warn(record.told(self._files.root), StoreWarning, stacklevel=2)
                     # First: whoever is killed in between has gone back and saved nothing, not gone on from the end.
                     branches.write(self._files, record)
                 self._catalog.commit(manifest)
-        except BaseException:
-            if record is not None:
-                with contextlib.suppress(OSError):
-                    self._files.remove([record.path])
-            if file is not None:
-                self._take_back(file)
-            raise
-        self._advance(manifest, ckpt, head)
+            undo.pop_all()
+        self._head = Head.after(self.cfg.chain, manifest, ckpt, head)
         if self._trail is not None:
             try:
                 self._trail.follow(state, ckpt, step)
@@ -383,6 +313,28 @@ class Store:
             self._memory.put(step, manifest.file, manifest.parents, ckpt.to_bytes())
         return Saved(step, self._files.path(file), ckpt)
 
+    def _compressed(
+        self, state: Any, step: int, cfg: Config, grads: Any, kinds: Mapping[str, Any] | None
+    ) -> tuple[Checkpoint, Head | None]:
+        """What a state is saved as, and what that is a delta over; None: it is a base."""
+        head = self._next_head()
+        if aims(cfg):
+            earlier = self._trail_from(head).earlier(state, step)
+        else:
+            self._trail = earlier = None
+
+        def made(parent: Checkpoint | None) -> Checkpoint:
+            return compress(state, parent, cfg, grads=grads, kinds=kinds, earlier=earlier)
+
+        if head is None:
+            ckpt = made(None)
+            self._whole = Size.of(ckpt)
+            return ckpt, None
+        delta, size = made(head.checkpoint), self._whole or head.base_size
+        ckpt, whole = smaller(self.cfg.chain, delta, size, lambda: made(None))
+        self._whole = whole or self._whole
+        return ckpt, head if ckpt.is_delta else None
+
     def _config(self, asked: Config) -> Config:
         """A configuration, told how often this run was restored, by whatever process, where it depends on that."""
         if not any(hasattr(rule.codec, "for_restores") for rule in asked.rules):
@@ -390,81 +342,16 @@ class Store:
         known = self._restores or 0
         return asked.for_restores(max(known, self.restores()))
 
-    def _going_back(self, manifest: Manifest) -> branches.Branch | None:
-        """A record of the steps above the one that a new step goes on from, if it is to be below any of them."""
-        step, steps = manifest.step, self._catalog.steps()
-        if not steps or step >= steps[-1]:
-            return None
-        with contextlib.suppress(CorruptDataError, NewerFormatError):
-            present = self._catalog.get(step) if step in steps else None
-            if present is not None and present.manifest.identity == manifest.identity:
-                return None
-        since, above = self._at if self._at is not None and self._at[0] < step else (None, frozenset[int]())
-        # What another writer has added since is not left behind by this one.
-        beyond = above.intersection(steps).difference([step])
-        passed = bool(beyond) and max(beyond) > step
-        if not passed:
-            since, beyond = None, frozenset(s for s in steps if s > step)
-        beyond -= self._beyond
-        return branches.branch(self._catalog, step, since, passed, beyond) if beyond else None
-
-    def _is_at(self, step: int) -> None:
-        self._at = step, frozenset(s for s in self.steps() if s > step)
-
-    def _left_behind(self, record: branches.Branch) -> str:
-        steps = _named(record.left)
-        if record.passed:
-            return (
-                f"{self._files.root}: step {record.step} goes on from step {record.since} and leaves {steps} behind: "
-                "load() passes over them, gc keeps them for now; drop them when they are not needed"
-            )
-        return (
-            f"{self._files.root}: step {record.step} is saved below {steps}: load() still takes the highest; a run "
-            "that starts over should have a store of its own, or drop_after(step) first"
-        )
-
-    def _take_back(self, file: str) -> None:
-        """Remove the data file of a save that failed, unless a step names it: the same bytes may have been saved."""
-        with contextlib.suppress(OSError, ShrinkpointError), self._lock.alone(0.0):
-            if not any(file.endswith(name) for e in self._catalog.all().values() for name in e.manifest.chain):
-                self._files.remove([file])
-
-    def _current_head(self) -> Head | None:
-        """The head as the store has it now: compaction moves steps to other files, `gc` removes them."""
-        head = self._head
-        if head is None:
-            return None
-        try:
-            entry = self._catalog.get(head.manifest.step)
-        except (CorruptDataError, NewerFormatError):
-            entry = None
-        is_same = entry is not None and entry.manifest.identity == head.manifest.identity
-        now = replace(head, manifest=entry.manifest) if is_same and entry is not None else head
-        # Files of a step that was replaced or removed may still be there for others.
-        gone = set(now.manifest.chain).difference(self._files.list(DATA))
-        if gone and is_same:
-            names = ", ".join(self._files.path(f"{DATA}/{name}") for name in sorted(gone)[:3])
-            message = f"step {now.manifest.step}: {names} is gone: a new chain begins; verify() says what is lost"
-            warnings.warn(message, StoreWarning, stacklevel=3)
-        return None if gone else now
-
     def _next_head(self) -> Head | None:
         """What the next save builds on; None: a base is due."""
-        head = self._current_head()
-        return None if head is None or wants_base(self.cfg.chain, head.last, _next_cost(head)) else head
+        head = None if self._head is None else self._head.now(self._files, self._catalog)
+        return None if head is None else head.next(self.cfg.chain)
 
     def _trail_from(self, head: Head | None) -> Trail:
         """The trail so far, else one that begins with what the next save builds on."""
         if self._trail is None:
             self._trail = Trail() if head is None else Trail(head.checkpoint, head.manifest.step)
         return self._trail
-
-    def _advance(self, manifest: Manifest, ckpt: Checkpoint, head: Head | None) -> None:
-        """Let the next delta build on what was just saved over `head` (or as a base), or on its base."""
-        if self.cfg.chain.against == "base" and head is not None:
-            self._head = replace(head, last=manifest)
-        else:
-            self._head = Head(ckpt, manifest, manifest)
 
     # ----------------------------------------------------------------------------------------------------- loading
 
@@ -496,10 +383,10 @@ class Store:
         skipped: list[str] = []
         behind: Mapping[int, branches.Branch] = {}
         try:
-            behind = self._passed()
+            behind = branches.passed_over(self._files, self._catalog)
         except CorruptDataError as e:
             warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=2)
-        for candidate in sorted(steps, key=lambda s: (s not in behind, s), reverse=True):
+        for candidate in branches.in_order(steps, behind):
             try:
                 state = self._load(candidate, patterns, count)
             except DAMAGE as e:
@@ -508,13 +395,7 @@ class Store:
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
                 warnings.warn(message, SkippedCheckpointWarning, stacklevel=2)
-            left = [s for s in behind if s > candidate]
-            if left and candidate not in behind:
-                since = behind[max(left)].since
-                message = (
-                    f"{self._files.root}: loaded step {candidate}; passed over {_named(left)}, left behind when "
-                    f"the run went back to step {since}: load one by its number, or drop them"
-                )
+            if message := branches.not_taken(self._files.root, candidate, behind):
                 warnings.warn(message, StoreWarning, stacklevel=2)
             return state
         if patterns is None and self._near is None and (near := still_held(self._files, self.url)) is not None:
@@ -530,7 +411,7 @@ class Store:
 
     def _load(self, step: int, patterns: Sequence[str] | None, count: bool) -> Any:
         if patterns is not None:
-            return self._settled(step, lambda e: decompress_only(opener(self._files, e.manifest), patterns))
+            return self._catalog.settled(step, lambda e: decompress_only(opener(self._files, e.manifest), patterns))
         hits = self._near.hits if self._near is not None else 0
         entry, ckpt, base = self._resolve(step)
         state = decompress(ckpt)
@@ -538,19 +419,11 @@ class Store:
             # What was not read from storage may be damaged there: nothing is built on it.
             self._head = self._trail = None
         else:
-            self._go_on_from(entry, ckpt, base)
-        self._is_at(step)
+            self._head, self._trail = Head.at(self.cfg.chain, entry.manifest, ckpt, base), None
+        self._at = branches.Loaded.of(self._catalog, step)
         if count:
             self._count_restore(step)
         return state
-
-    def _go_on_from(self, entry: Entry, ckpt: Checkpoint, base: Checkpoint) -> None:
-        """Let the next delta build on what was just read, or on its base."""
-        self._trail = None
-        if self.cfg.chain.against == "previous" or base is ckpt:
-            self._head = Head(ckpt, entry.manifest, entry.manifest)
-        else:
-            self._head = Head(base, _manifest_of_base(entry.manifest, base), entry.manifest)
 
     def _count_restore(self, step: int) -> None:
         try:
@@ -561,19 +434,7 @@ class Store:
 
     def _resolve(self, step: int) -> tuple[Entry, Checkpoint, Checkpoint]:
         """A step's manifest, its checkpoint resolved by reading its chain from the base upwards, and that base."""
-        return self._settled(step, lambda e: (e, *resolve(self._near or self._files, e.manifest)))
-
-    def _settled(self, step: int, work: Callable[[Entry], T]) -> T:
-        """Read a step; once more where its files went because compaction had moved it to others meanwhile."""
-        entry = self._entry(step)
-        while True:
-            try:
-                return work(entry)
-            except MissingParentError:
-                now = self._entry(step)
-                if now.generation == entry.generation:
-                    raise
-                entry = now
+        return self._catalog.settled(step, lambda e: (e, *resolve(self._near or self._files, e.manifest)))
 
     # ---------------------------------------------------------------------------------------------------- checking
 
@@ -583,37 +444,7 @@ class Store:
         Args:
             progress: called with (step, done, total) after each step.
         """
-        entries, problems = self._catalog.readable()
-        total = len(entries) + len(problems)
-        done = len(problems)
-        for root in forest(entries.values()):
-            for found in walk(self._files, root):
-                entry = found.node.entry
-                if entry is None:
-                    continue
-                step = entry.manifest.step
-                if found.problem is not None:
-                    why = self._still_wrong(entry, found.problem)
-                    if why:
-                        problems[step] = why
-                done += 1
-                if progress is not None:
-                    progress(step, done, total)
-        return dict(sorted(problems.items()))
-
-    def _still_wrong(self, entry: Entry, problem: ShrinkpointError) -> str:
-        """What is wrong with a step; "" where it was only moved or removed since its manifest was read."""
-        step = entry.manifest.step
-        try:
-            now = self._catalog.get(step)
-            if now is not None and now.generation != entry.generation:
-                self._resolve(step)
-        except ShrinkpointError as e:
-            return str(e)
-        if now is None or now.generation != entry.generation:
-            return ""
-        text = str(problem)
-        return text if text.startswith(f"step {step}:") else f"step {step}: below it, {text}"
+        return problems(self._files, self._catalog, progress)
 
     # ----------------------------------------------------------------------------------------------- housekeeping
 
@@ -641,7 +472,7 @@ class Store:
             moved = work.run()
         if work.problems:
             told = "; ".join(why for _, why in sorted(work.problems.items())[:10])
-            message = f"{self._files.root}: {_named(work.problems)} not intact and not compacted: {told}"
+            message = f"{self._files.root}: {named(work.problems)} not intact and not compacted: {told}"
             warnings.warn(message, NotCompactedWarning, stacklevel=2)
         return moved
 
@@ -687,16 +518,9 @@ class Store:
         """
         numbers = [check_step(step) for step in steps]
         for step in set(numbers).difference(self.steps()):
-            raise BadArgumentError(f"step {step!r} is not in {self._files.root}; {_listed(self.steps())}")
+            raise unknown(self._files, f"step {step!r}", self.steps())
         with self._lock.alone(60.0):
-            generations = self._catalog.generations()
-            protected = labels.protected(self._files)
-            for step in numbers:
-                if step not in generations:
-                    raise BadArgumentError(f"step {step!r} is not in {self._files.root}; {_listed(self.steps())}")
-                if step in protected:
-                    raise BadArgumentError(f"step {step} is pinned or tagged")
-            self._catalog.drop({step: generations[step] for step in numbers})
+            drop(self._files, self._catalog, numbers)
 
     def drop_after(self, step: int | str) -> list[int]:
         """Remove all steps above one, to start over from it; the highest first, so that a crash leaves no gap.
@@ -723,12 +547,12 @@ class Store:
         Raises:
             BadArgumentError: no such step, or the metric is not finite.
         """
-        metric = _check_metric(metric)
+        metric = check_metric(metric)
         self._step(step)
         with self._lock.shared():
             number = self._step(step)
             while True:
-                entry = self._entry(number)
+                entry = self._catalog.present(number)
                 if entry.manifest.metric == metric:
                     return
                 if self._catalog.replace(entry, replace(entry.manifest, metric=metric)) is not None:
@@ -792,118 +616,11 @@ class Store:
         if isinstance(steps, (int, str)):
             raise BadArgumentError(f"steps is {steps!r}; it must be a list of steps, or None")
         asked = self.steps() if steps is None else [self._step(step) for step in steps]
-        chosen = {step: self._entry(step).manifest for step in asked}
-        tags = {name: step for name, step in self.tags().items() if step in chosen}
+        chosen = {step: self._catalog.present(step).manifest for step in asked}
         with target._lock.shared() as lease:
-            there = {step: e.manifest for step, e in target._catalog.all().items() if step in chosen}
-            for step, manifest in there.items():
-                if manifest.identity != chosen[step].identity:
-                    raise BadArgumentError(f"step {step}: {target.url} has another one of that number")
-            for name, step in target.tags().items():
-                if tags.get(name, step) != step:
-                    raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
-            for step in sorted(chosen):
-                if step not in there:
-                    self._settled(step, lambda e: copy_step(self._files, e.manifest, target._files, target._catalog))
-                lease.renew()
-            for step in sorted(labels.pins(self._files) & set(chosen)):
-                target._files.write(labels.pin_name(step), b"")
-            for name, step in tags.items():
-                target._files.write(labels.tag_name(name), labels.tag_data(step))
-            restores.copy(self._files, target._files)
-            for record in branches.read(self._files):
-                if chosen.keys() & record.left.keys():
-                    branches.write(target._files, record)
+            copy_all(self._side, chosen, target._side, lease)
         return target
 
-
-def _opened(url: Any) -> Files:
-    """The files at a path or URL, or BadArgumentError."""
-    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else url
-    if not isinstance(text, str):
-        raise BadArgumentError(f"url must be a path or an fsspec URL, not {type(url).__qualname__}")
-    if not text or "\0" in text:
-        raise BadArgumentError(f"url is {text!r:.200}; it must name a folder, or be an fsspec URL")
-    try:
-        files = open_files(text)
-    except UNOPENED as e:
-        raise BadArgumentError(f"url {text!r}: {e}") from None
-    if files.local:
-        _check_folder(text, files.root)
-    return files
-
-
-def _check_folder(url: str, root: str) -> None:
-    """Raise BadArgumentError unless a path is that of a folder, or of nothing yet."""
-    if "::" in url:
-        # fsspec would take what stands before for a file system, and this for a folder of the rest's name.
-        raise BadArgumentError(f"url {url!r}: '::' chains file systems; no folder on the disk can be named so here")
-    path = root
-    while path != os.path.dirname(path):
-        try:
-            mode = os.stat(path).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            path = os.path.dirname(path)
-            continue
-        except OSError:
-            return  # whoever reads or writes there is told
-        if not stat.S_ISDIR(mode):
-            raise BadArgumentError(f"url {url!r}: {path} is no folder")
-        return
-
-
-def _manifest(step: int, ckpt: Checkpoint, head: Head | None, metric: float | None) -> Manifest:
-    """The manifest of a checkpoint saved over `head`, or as a base."""
-    fields = (step, data_name(step, ckpt.id), ckpt.id, ckpt.identity, ckpt.nbytes, ckpt.raw_nbytes)
-    if head is None:
-        return Manifest(*fields, (), 0, since_base=0, base_nbytes=ckpt.nbytes, spent=0, metric=metric)
-    return Manifest(
-        *fields,
-        head.manifest.chain,
-        head.manifest.carried + carried_by(head.checkpoint),
-        since_base=head.last.since_base + 1,
-        base_nbytes=head.last.base_nbytes,
-        spent=head.last.spent + ckpt.nbytes,
-        metric=metric,
-    )
-
-
-def _manifest_of_base(manifest: Manifest, base: Checkpoint) -> Manifest:
-    """What the manifest of a chain's base says, read off one over it: the base's own may be gone."""
-    file = manifest.chain[-1]
-    size = base.nbytes
-    return Manifest(
-        int(file[:12]), file, base.id, base.identity, size, base.raw_nbytes, (), 0, 0, base_nbytes=size, spent=0
-    )
-
-
-def _next_cost(head: Head) -> float:
-    """Cost of restoring a delta over `head`, in multiples of a base."""
-    raw = head.checkpoint.raw_nbytes
-    return 1.0 + ((head.manifest.carried + carried_by(head.checkpoint)) / raw if raw else 0.0)
-
-
-def _check_metric(metric: Any) -> float | None:
-    if metric is None:
-        return None
-    try:
-        value = float(metric)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if isinstance(metric, (bool, str)) or not math.isfinite(value):
-        raise BadArgumentError(f"metric is {metric!r:.80}; it must be a finite number or None")
-    return value
-
-
-def _listed(steps: list[int]) -> str:
-    if not steps:
-        return "it is empty"
-    shown = ", ".join(map(str, steps[-10:]))
-    return f"it has {'... ' if len(steps) > 10 else ''}{shown}"
-
-
-def _named(steps: Iterable[int]) -> str:
-    """Steps for a message, the lowest ones and the last."""
-    found = sorted(steps)
-    shown = found if len(found) <= 10 else [*found[:8], "...", found[-1]]
-    return f"step{'s' * (len(found) > 1)} {', '.join(map(str, shown))}"
+    @property
+    def _side(self) -> Side:
+        return Side(self.url, self._files, self._catalog)

@@ -479,14 +479,17 @@ def _is_close(coder: Coder, data: NumPy) -> Int:
 
 
 @njit
+def _table(coder: Coder, data: NumPy, table: NumPy, parameter: Int, is_lengths: Int) -> Any:
+    models = _models(MODELS)
+    if is_lengths:
+        return _lengths(coder, data, models, table[0], parameter)
+    return _frequencies(coder, data, models, table, parameter)
+
+
+@njit
 def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
     """Returns the size of the data, -1 if the table is not one, -2 if `data` is too small."""
-    models = _models(MODELS)
-    coder = _open(data, False)
-    if is_lengths:
-        fine, coder = _lengths(coder, data, models, table[0], parameter)
-    else:
-        fine, coder = _frequencies(coder, data, models, table, parameter)
+    fine, coder = _table(_open(data, False), data, table, parameter, is_lengths)
     if not fine:
         return np.int64(-1)
     size = _close(coder, data)
@@ -496,12 +499,7 @@ def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
 @njit
 def _decode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
     """Fills `table`; whether the data are what `_encode` writes of it."""
-    models = _models(MODELS)
-    coder = _open(data, True)
-    if is_lengths:
-        fine, coder = _lengths(coder, data, models, table[0], parameter)
-    else:
-        fine, coder = _frequencies(coder, data, models, table, parameter)
+    fine, coder = _table(_open(data, True), data, table, parameter, is_lengths)
     return fine and _is_close(coder, data)
 
 

@@ -125,7 +125,7 @@ def lost(how: str, folder: Path, rank: int) -> None:
     try:
         trainers.save(store, 5, model)
     except RuntimeError as e:
-        print(e, *e.__notes__)
+        print(e, *e.__notes__, flush=True)
         assert store.steps() == []
         os._exit(3)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,23 @@ from shrinkpoint.store.compaction import Compaction  # noqa: E402
 from shrinkpoint.trainers.accelerate import compress_states  # noqa: E402
 
 from .accelerate_run import main  # noqa: E402
-from .killing import run_and_kill, torchrun  # noqa: E402
+from .forking import Script  # noqa: E402
+from .killing import run_and_kill  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-RUN = Path(__file__).with_name("accelerate_run.py")
+RUN, RANKS = (Path(__file__).with_name(f"accelerate_{name}.py") for name in ("run", "ranks"))
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with Script(RUN) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Script]:
+    with Script(RANKS) as found:
+        yield found
 
 
 def by_step(folder: Path) -> dict[int, str]:
@@ -36,9 +50,10 @@ def by_step(folder: Path) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
-def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
+def test_a_killed_run_resumed_equals_one_that_was_not(script: Script, tmp_path: Path, how: list[str]) -> None:
     killed = tmp_path / "killed"
-    run_and_kill(RUN, killed, 5000, *how, once=lambda: (killed / "losses.txt").exists() and len(by_step(killed)) >= 11)
+    begun = lambda: (killed / "losses.txt").exists() and len(by_step(killed)) >= 11  # noqa: E731
+    run_and_kill(script, killed, 5000, *how, once=begun)
     # A folder whose save was cut off: Accelerate itself refuses to write into it.
     for folder in (tmp_path / "killed" / "checkpoints").iterdir():
         if not (folder / "random_states_0.pkl").exists() or not (folder / "shrinkpoint.json").exists():
@@ -254,8 +269,8 @@ def test_renamed_and_resized_parameters_are_listed_and_nothing_is_changed(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
-def test_two_processes_load_what_was_saved_just_now(tmp_path: Path, how: list[str]) -> None:
-    torchrun(2, Path(__file__).with_name("accelerate_ranks.py"), tmp_path, *how)
+def test_two_processes_load_what_was_saved_just_now(ranks: Script, tmp_path: Path, how: list[str]) -> None:
+    ranks.together(2, tmp_path, *how)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in "01")
     for found in (first, second):
         assert found["weight"]

@@ -17,6 +17,7 @@ pytest.importorskip("keras", reason="keras is not installed; `make frameworks` h
 
 from shrinkpoint.trainers.keras import CompressedBackup
 
+from .forking import Script
 from .keras_run import build, main
 from .killing import run_and_kill
 
@@ -34,7 +35,9 @@ def by_epoch(folder: Path) -> dict[int, str]:
 @pytest.mark.slow
 def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
-    run_and_kill(RUN, killed, 5000, once=lambda: (killed / "losses.txt").exists() and len(by_epoch(killed)) >= 4)
+    with Script(RUN) as script:
+        begun = lambda: (killed / "losses.txt").exists() and len(by_epoch(killed)) >= 4  # noqa: E731
+        run_and_kill(script, killed, 5000, once=begun)
     epochs = len(by_epoch(tmp_path / "killed")) + 4
     main(tmp_path / "killed", epochs)
     main(tmp_path / "whole", epochs)

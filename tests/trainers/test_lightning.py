@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from shrinkpoint.trainers import lightning as adapter
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
 from shrinkpoint.trainers.loop import RanksChangedWarning
 
+from .forking import Script
 from .killing import run_and_kill
 from .lightning_run import AVERAGES, Model, Normed, Searching, averaged, fit
 from .watching import bounds_handed_to_savers
@@ -37,6 +39,12 @@ from .watching import bounds_handed_to_savers
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("lightning_run.py")
 DATA = torch.randn(16, 64, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with Script(RUN) as found:
+        yield found
 
 
 def finals(folder: Path) -> list[str]:
@@ -52,10 +60,10 @@ def by_step(folder: Path) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
-def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
+def test_a_killed_run_resumed_equals_one_that_was_not(script: Script, tmp_path: Path, how: list[str]) -> None:
     killed, kept = tmp_path / "killed", 1 if how else 2
     run_and_kill(
-        RUN, killed, 5000, *how, once=lambda: len(list(killed.glob("*.ckpt"))) >= kept and len(finals(killed)) >= 14
+        script, killed, 5000, *how, once=lambda: len(list(killed.glob("*.ckpt"))) >= kept and len(finals(killed)) >= 14
     )
     epochs = len(by_step(tmp_path / "killed")) // 4 + 2
     newest = max((tmp_path / "killed").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
@@ -376,13 +384,6 @@ def test_gradients_are_those_of_the_batch_and_counted_as_lightning_counts(tmp_pa
     assert counts == [(n, n) for n in range(1, 9)]
 
 
-def two_processes(folder: Path, epochs: int, *how: Any) -> subprocess.CompletedProcess[str]:
-    """Two real processes over gloo, which Lightning starts."""
-    command = [sys.executable, str(RUN), str(folder), str(epochs), *map(str, how)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
-
-
 def found_by(folder: Path) -> list[sp.SearchResult]:
     """What two processes found, which must be the same."""
     mine, other = (json.loads((folder / rank / "found.json").read_text()) for rank in "01")
@@ -408,13 +409,12 @@ def checkpoints(folder: Path, epoch: int) -> list[Path]:
         *(pytest.param(which, True, marks=pytest.mark.slow) for which in ("ema", "swa")),
     ],
 )
-def test_averages_of_weights_go_on_where_they_were(tmp_path: Path, which: str, ddp: bool) -> None:
+def test_averages_of_weights_go_on_where_they_were(script: Script, tmp_path: Path, which: str, ddp: bool) -> None:
     """Lightning's own callbacks: a resumed run has the losses and, in the end, the weights of one that was not."""
 
     def run(*resume: Path) -> None:
         if ddp:
-            done = two_processes(tmp_path, 6, "average", which, *resume)
-            assert done.returncode == 0, done.stderr[-3000:]
+            script.together(2, tmp_path, 6, "average", which, *resume)
         else:
             averaged(tmp_path, 6, which, *resume)
 
@@ -467,12 +467,11 @@ def test_averages_are_compressed_as_the_weights_that_they_are_of(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["background", "ahead"])
-def test_two_processes_search_together(tmp_path: Path, how: str) -> None:
+def test_two_processes_search_together(script: Script, tmp_path: Path, how: str) -> None:
     """Their buffers differ; what is searched, by both, and saved is the state of the first."""
     folder = tmp_path / "run"
     for where, epochs, what in (("run", 2, how), ("plain", 3, "none")):
-        done = two_processes(tmp_path / where, epochs, "search", what)
-        assert done.returncode == 0, done.stderr[-3000:]
+        script.together(2, tmp_path / where, epochs, "search", what)
     found = found_by(folder)
     assert len(found) == 2
     assert all(one.met and {t.rank for t in one.trials} == {0, 1} for one in found)
@@ -484,8 +483,7 @@ def test_two_processes_search_together(tmp_path: Path, how: str) -> None:
     assert store.describe(store.steps()[-1]).is_delta
     judge = Searching(Normed)
     assert judge.evaluate(state) / found[-1].baseline - 1 == pytest.approx(found[-1].degradation, abs=1e-6)
-    done = two_processes(folder, 3, "search", "plain", newest)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script.together(2, folder, 3, "search", "plain", newest)
     (again,) = found_by(folder)
     assert again.restores == 1
     for rank in "01":  # until it resumed what is lossy the run is that without a search
@@ -493,8 +491,8 @@ def test_two_processes_search_together(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    """FSDP2, two real processes: weights, moments and each one's generators."""
+def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(script: Script, tmp_path: Path) -> None:
+    """FSDP2, two real processes: weights, moments and each one's generators. Lightning starts the second one first."""
     killed, how = tmp_path / "killed", "background"
 
     def is_enough() -> bool:
@@ -502,12 +500,11 @@ def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(tmp_path: Pa
             (killed / rank / "losses.txt").exists() and len(finals(killed / rank)) >= 9 for rank in "01"
         )
 
-    run_and_kill(RUN, killed, 5000, "sharded", how, once=is_enough)
+    run_and_kill(script, killed, 5000, "sharded", how, once=is_enough)
     epochs = max(len(by_step(killed / rank)) for rank in "01") // 2 + 2
     newest = max(killed.glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
     for folder, more in ((killed, [newest]), (tmp_path / "whole", [])):
-        done = two_processes(folder, epochs, "sharded", how, *more)
-        assert done.returncode == 0, done.stderr[-3000:]
+        script.together(2, folder, epochs, "sharded", how, *more)
     for rank in "01":
         assert by_step(killed / rank) == by_step(tmp_path / "whole" / rank)
     # All of it is there when `fit` returns, whole, and the raw file that Lightning was given is gone.
@@ -523,7 +520,7 @@ def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(tmp_path: Pa
     # What the first process cannot load is an error on both.
     broken = killed / "broken.ckpt"
     broken.write_text(last.read_text().replace('"step": ', '"step": 9'))
-    assert two_processes(killed, epochs + 1, "sharded", how, broken).returncode != 0
+    script.together(2, killed, epochs + 1, "sharded", how, broken, fails=True)
     for rank, what in (("0", "MissingParentError: .*points to step 9"), ("1", "the first process cannot load it")):
         assert re.search(what, (killed / rank / "error.txt").read_text())
     # One process alone, whose model is not in parts, goes on with it.
@@ -532,10 +529,9 @@ def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_sharded_model_is_searched(tmp_path: Path) -> None:
+def test_a_sharded_model_is_searched(script: Script, tmp_path: Path) -> None:
     """The whole state is the first process's alone; the other is sent it, and the averages of all gradients."""
-    done = two_processes(tmp_path, 2, "sharded", "search")
-    assert done.returncode == 0, done.stderr[-3000:]
+    script.together(2, tmp_path, 2, "sharded", "search")
     found = found_by(tmp_path)
     assert all(one.met and {t.rank for t in one.trials} == {0, 1} for one in found)
     store = sp.Store(tmp_path / "shrinkpoint")
@@ -548,9 +544,8 @@ REFUSED = "writes or reads checkpoints by itself, past CompressedIO; take ModelP
 
 
 @pytest.mark.slow
-def test_what_saves_past_the_plugin_is_refused_before_it_trains(tmp_path: Path) -> None:
-    done = two_processes(tmp_path, 1, "sharded", "distributed")
-    assert done.returncode != 0
+def test_what_saves_past_the_plugin_is_refused_before_it_trains(script: Script, tmp_path: Path) -> None:
+    script.together(2, tmp_path, 1, "sharded", "distributed", fails=True)
     for rank in "01":
         error = (tmp_path / rank / "error.txt").read_text()
         assert error.startswith(f"BadArgumentError: strategy: ModelParallelStrategy {REFUSED}")
@@ -584,10 +579,9 @@ def test_strategies_that_need_a_gpu_are_refused(package: str, name: str, plugin:
     ],
 )
 def test_a_search_that_fails_on_one_process_fails_on_all(
-    tmp_path: Path, how: str, on_first: str, on_second: str | None
+    script: Script, tmp_path: Path, how: str, on_first: str, on_second: str | None
 ) -> None:
-    done = two_processes(tmp_path, 2, "search", how)
-    assert done.returncode != 0
+    script.together(2, tmp_path, 2, "search", how, fails=True)
     assert re.search(on_first, (tmp_path / "0" / "error.txt").read_text())
     if on_second is not None:
         assert re.search(on_second, (tmp_path / "1" / "error.txt").read_text())
@@ -596,16 +590,12 @@ def test_a_search_that_fails_on_one_process_fails_on_all(
 
 
 @pytest.mark.slow
-def test_each_process_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+def test_each_process_goes_on_with_its_own_random_numbers(script: Script, tmp_path: Path) -> None:
     """Two real processes over gloo; each drops others."""
-
-    def run(folder: str, epochs: int, *more: Any) -> None:
-        done = two_processes(tmp_path / folder, epochs, "ddp", *more)
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    run("whole", 4)
-    run("half", 2)
-    run("half", 4, max((tmp_path / "half").glob("*.ckpt"), key=lambda p: p.stat().st_mtime))
+    script.together(2, tmp_path / "whole", 4, "ddp")
+    script.together(2, tmp_path / "half", 2, "ddp")
+    newest = max((tmp_path / "half").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
+    script.together(2, tmp_path / "half", 4, "ddp", newest)
     lines = [by_step(tmp_path / "whole" / rank) for rank in "01"]
     assert lines[0] != lines[1]
     assert len(lines[0]) == 8

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from shrinkpoint.trainers.parts import StateMismatchWarning
 
 from ..codec.common import difference
 from . import rows_run
+from .forking import Script
 from .killing import run_and_kill
 from .loop_run import main
 
@@ -34,7 +34,8 @@ MULTI = Path(__file__).with_name("loop_ranks.py")
 def kill_at(at: int, script: Path, folder: Path, losses: Path, *more: int) -> None:
     """Kill a run that would go on for long once it has done so many steps."""
     once = lambda: losses.exists() and len(losses.read_text().splitlines()) >= at  # noqa: E731
-    run_and_kill(script, folder, losses, 100_000, *more, once=once)
+    with Script(script) as forking:
+        run_and_kill(forking, folder, losses, 100_000, *more, once=once)
 
 
 def by_step(losses: Path) -> list[str]:
@@ -639,12 +640,17 @@ def test_ranks_gone_start_their_random_numbers_anew(store: sp.Store) -> None:
         assert trainers.resume(store, job.model) == 4
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[Script]:
+    with Script(MULTI) as found:
+        yield found
+
+
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(two: Script, tmp_path: Path) -> None:
     """Trained by two over gloo (DDP and FSDP2), resumed by two bit for bit, and by one."""
-    command = [sys.executable, str(MULTI), str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
-    assert [rank.wait(900) for rank in ranks] == [0, 0]
+    ranks = [two.start(tmp_path, rank) for rank in (0, 1)]
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.said for rank in ranks]
     # However many processes load, that is one restore of the run.
     assert [sp.Store(tmp_path / name).restores() for name in ("ddp", "fsdp2", "pointed")] == [1, 1, 1]
     for kind in ("ddp", "fsdp2"):
@@ -659,15 +665,14 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "said"), [("lost", "peer"), ("stalled", "Timed out")])
-def test_a_process_that_is_lost_while_the_state_comes_together(tmp_path: Path, how: str, said: str) -> None:
-    command = [sys.executable, str(MULTI), str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank), how], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
-    text = ranks[0].communicate(timeout=900)[0]
+def test_a_process_that_is_lost_while_the_state_comes_together(
+    two: Script, tmp_path: Path, how: str, said: str
+) -> None:
+    ranks = [two.start(tmp_path, rank, how) for rank in (0, 1)]
+    assert ranks[0].wait() == 3, ranks[0].said
     ranks[1].kill()
-    ranks[1].communicate()
-    assert ranks[0].returncode == 3
-    assert said in text
-    assert "rank 0 of 2: step 5 was not saved; another process is gone or does not answer" in text
+    assert said in ranks[0].said
+    assert "rank 0 of 2: step 5 was not saved; another process is gone or does not answer" in ranks[0].said
 
 
 def test_fsdp2_in_one_process(tmp_path: Path, store: sp.Store) -> None:

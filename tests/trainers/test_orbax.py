@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +35,21 @@ from shrinkpoint.trainers import orbax as adapter  # noqa: E402
 from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave  # noqa: E402
 from tests.pages import run_page  # noqa: E402
 
+from .forking import Script  # noqa: E402
 from .killing import run_and_kill  # noqa: E402
 from .orbax_run import abstract, build, main, opened, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("orbax_run.py")
 DEVICES = 4
+with contextlib.suppress(RuntimeError):  # where other tests have used JAX
+    jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _devices() -> None:
-    """Several devices of the CPU, where no other test has used JAX yet."""
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-        os.environ["XLA_FLAGS"] = flags.strip()
-    jax.devices()
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with Script(RUN) as found:
+        yield found
 
 
 def by_step(folder: Path) -> dict[int, str]:
@@ -69,7 +71,7 @@ def bytes_in(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["store", "process"])
-def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: str) -> None:
+def test_a_killed_run_resumed_equals_one_that_was_not(script: Script, tmp_path: Path, how: str) -> None:
     killed, home = tmp_path / "killed", tmp_path / "killed" / "run"
 
     def saving() -> bool:
@@ -77,7 +79,7 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: str) 
         begun = (killed / "losses.txt").exists() and len(by_step(killed)) >= 14
         return begun and bool(list(home.glob("*orbax-checkpoint-tmp*")))
 
-    run_and_kill(RUN, killed, 50_000, how, once=saving, every=0.001)
+    run_and_kill(script, killed, 50_000, how, once=saving, every=0.001)
     steps = len(by_step(tmp_path / "killed")) + 7
     main(tmp_path / "killed", steps, how)
     main(tmp_path / "whole", steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,20 @@ from shrinkpoint.trainers.transformers import (
     newest_complete,
 )
 
-from .killing import run_and_kill, torchrun
+from .forking import Script
+from .killing import run_and_kill
 from .transformers_run import BackgroundTrainer, SmallTrainer, make
 from .watching import bounds_handed_to_savers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN = Path(__file__).with_name("transformers_run.py")
 RAW = {"model.safetensors", "optimizer.pt", "scheduler.pt", "pytorch_model.bin"}
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with Script(RUN) as found:
+        yield found
 
 
 def by_step(folder: Path) -> dict[int, str]:
@@ -50,10 +58,11 @@ def names(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
-def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[str]) -> None:
+def test_a_killed_run_resumed_equals_one_that_was_not(script: Script, tmp_path: Path, how: list[str]) -> None:
     # So many steps that the run cannot end before it is killed; the learning rate depends on the number.
     killed = tmp_path / "killed"
-    run_and_kill(RUN, killed, 5000, *how, once=lambda: (killed / "losses.txt").exists() and len(by_step(killed)) >= 13)
+    begun = lambda: (killed / "losses.txt").exists() and len(by_step(killed)) >= 13  # noqa: E731
+    run_and_kill(script, killed, 5000, *how, once=begun)
     steps = len(by_step(tmp_path / "killed")) + 6
 
     for folder, resume in (("killed", True), ("whole", None)):
@@ -64,10 +73,10 @@ def test_a_killed_run_resumed_equals_one_that_was_not(tmp_path: Path, how: list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
-def test_two_processes_go_on_where_they_were(tmp_path: Path, how: list[str]) -> None:
+def test_two_processes_go_on_where_they_were(script: Script, tmp_path: Path, how: list[str]) -> None:
     """DDP over gloo, each with batches and dropout of its own."""
     for folder, steps in (("half", 8), ("half", 16), ("whole", 16)):
-        torchrun(2, RUN, tmp_path / folder, steps, "ranks", *how)
+        script.together(2, tmp_path / folder, steps, "ranks", *how)
     for rank in "01":
         half, whole = (by_step(tmp_path / folder / rank) for folder in ("half", "whole"))
         assert half == whole

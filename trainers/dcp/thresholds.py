@@ -181,7 +181,7 @@ class _Under(Config):
     _table: Mapping[Quantize, WholeState]
 
     def __init__(self, cfg: Config, table: Mapping[Quantize, WholeState]) -> None:
-        super().__init__(cfg.rules, max_rel_error=cfg.max_rel_error, rate=cfg.rate, chain=cfg.chain, ahead=cfg.ahead)
+        super().__init__(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Config)})
         object.__setattr__(self, "_table", table)
 
     def codec_for(self, path: str, spec: Any, kind: Any) -> Any:
