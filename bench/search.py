@@ -28,6 +28,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.search.cube import Cube, Point, normal
+from shrinkpoint.trainers.sensitivity import batches_that_count
 
 from . import overhead, workloads
 from .devices import threads
@@ -283,18 +284,18 @@ def _spread(values: list[float]) -> str:
 def tracker_cost(workload: Workload, every: int, options: Options) -> list[Row]:
     """Time of a training step with the tracker recording, against one without, in turn.
 
-    Within the window every step pays it; spread over the batches from one checkpoint to the next, here and where they
-    are 500, the window's share of them does.
+    Of the window those batches pay it that are read; spread over the batches from one checkpoint to the next, here and
+    where they are 500, their share of them does.
     """
     options.say(f"{workload.name}: cost of the tracker")
     found = overhead.of_steps(
         lambda: Run(workload, 0), lambda run: sp.SensitivityTracker(run.model, every=None), quick=options.quick
     )
     size = sum(p.numel() for p in workload.model().parameters())
-    costs = {"batches of the window": found}
+    costs = {"batches that are read": found}
+    read = batches_that_count(50, 0.9)
     for batches in (every, 500):
-        window = min(50, batches)
-        costs[f"{window} of {batches} batches"] = found.times(window / batches)
+        costs[f"{min(read, batches)} of {batches} batches"] = found.times(min(read, batches) / batches)
     name, aim = f"{workload.name}: tracker", "<= 1 %"
     return [
         Row(f"{name}, {what}", _DEVICE, size, cost.share, "%", None, None, None, aim, cost.met(1.0), found.note)
@@ -302,29 +303,36 @@ def tracker_cost(workload: Workload, every: int, options: Options) -> list[Row]:
     ]
 
 
+def searches(workload: Workload, options: Options) -> list[Row]:
+    """Searches through one training, by threshold; but with `--quick` and for the GPT also against brute force."""
+    name = workload.name
+    begin = time.perf_counter()
+    options.say(f"training {name}")
+    training = trained(workload, 4 if options.quick else CHECKPOINTS)
+    options.say(f"trained in {time.perf_counter() - begin:.0f} s")
+    default = fixed(training)
+    rows: list[Row] = []
+    for threshold in (0.01,) if options.quick else THRESHOLDS:
+        found = chain(training, threshold, options.say)
+        rows += options.done(of_chain(training, threshold, found, default))
+    if not options.quick and name != "GPT":
+        rows += options.done(against_brute_force(training, options.say))
+    return rows
+
+
 def run(options: Options) -> list[Row]:
-    """All rows: of one small model, without brute force, with `--quick`."""
+    """All rows: of one small model, without brute force, with `--quick`; `--only tracker` for its cost alone."""
     rows: list[Row] = []
     for name in ("MLP",) if options.quick else ("MLP", "CNN", "embedding", "GPT"):
-        if not options.wanted(name):
-            continue
         workload = workloads.WORKLOADS[name]()
         if options.quick:
             workload = dataclasses.replace(workload, steps=80)
         with threads(1):
-            begin = time.perf_counter()
-            options.say(f"training {name}")
-            training = trained(workload, 4 if options.quick else CHECKPOINTS)
-            options.say(f"trained in {time.perf_counter() - begin:.0f} s")
-            default = fixed(training)
-            for threshold in (0.01,) if options.quick else THRESHOLDS:
-                found = chain(training, threshold, options.say)
-                rows += options.done(of_chain(training, threshold, found, default))
-            if not options.quick and name != "GPT":
-                rows += options.done(against_brute_force(training, options.say))
-            rows += options.done(
-                tracker_cost(workload, workload.steps // (4 if options.quick else CHECKPOINTS), options)
-            )
+            if options.wanted(name):
+                rows += searches(workload, options)
+            if options.wanted(f"{name}: tracker"):
+                every = workload.steps // (4 if options.quick else CHECKPOINTS)
+                rows += options.done(tracker_cost(workload, every, options))
     return rows
 
 

@@ -116,13 +116,13 @@ def test_the_tracker_is_held_to_its_target_within_the_window_too(monkeypatch: py
     monkeypatch.setattr(overhead, "of_steps", lambda *args, **named: Overhead(3.0, 0.1, "checked"))
     found = {r.row: r for r in search.tracker_cost(workloads.mlp(), 90, Options())}
     assert list(found) == [
-        f"MLP: tracker, {what}" for what in ("batches of the window", "50 of 90 batches", "50 of 500 batches")
+        f"MLP: tracker, {what}" for what in ("batches that are read", "13 of 90 batches", "13 of 500 batches")
     ]
-    assert [row.value for row in found.values()] == pytest.approx([3.0, 3.0 * 50 / 90, 0.3])
+    assert [row.value for row in found.values()] == pytest.approx([3.0, 3.0 * 13 / 90, 3.0 * 13 / 500])
     assert [row.target for row in found.values()] == ["<= 1 %"] * 3
-    assert [row.met for row in found.values()] == [False, False, True]
-    # Where checkpoints are nearer than the window is long, every batch is one of the window.
-    assert [r.value for r in search.tracker_cost(workloads.mlp(), 20, Options())][1] == 3.0
+    assert [row.met for row in found.values()] == [False, True, True]
+    # Where checkpoints are nearer than that, every batch is read.
+    assert [r.value for r in search.tracker_cost(workloads.mlp(), 10, Options())][1] == 3.0
 
 
 # Torch says so of its own optimizers' sparse tensors.

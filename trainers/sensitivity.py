@@ -13,6 +13,7 @@ loop: `at` tells.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ from ..codec.errors import BadArgumentError
 from .averages import Average, Transfer, gradient_of
 from .hooks import Nesting, after_closure, closure_of, remove, weak
 from .wrappers import bare_name
+
+_NOTHING, _FEWEST = -40, 12
 
 
 class SensitivityWarning(UserWarning):
@@ -58,11 +61,31 @@ class _Followed:
     clocks: list[_Clock]
 
 
+def batches_that_count(window: int, beta: float) -> int:
+    """How many of the last batches of a window its average tells from none: all others weigh too little together.
+
+    What came n batches before the end weighs (1 - beta)**n of the average then; from 2**-40 on that is less than a
+    hundred-thousandth of float32's last place. No fewer than twelve are read, so that an average is there for a
+    checkpoint that comes some batches early.
+
+    Args:
+        window: batches, 1 or more.
+        beta: weight of the newest gradient, in (0, 1].
+
+    Example:
+        >>> batches_that_count(50, 0.9), batches_that_count(50, 0.1), batches_that_count(5, 0.9)
+        (13, 50, 5)
+    """
+    kept = 1.0 - beta
+    return min(window, max(_FEWEST, math.ceil(_NOTHING / math.log2(kept)))) if kept > 0 else min(window, _FEWEST)
+
+
 class SensitivityTracker:
     """Gradient averages of the last batches before each checkpoint, for `compress(grads=)` and `search(grads=)`.
 
     EMA_t = beta * g_t + (1 - beta) * EMA_(t-1), EMA_0 = 0, over the last `window` batches before every `every`-th; beta
-    weighs the newest gradient. The sensitivity of a weight is then |EMA w|.
+    weighs the newest gradient. The sensitivity of a weight is then |EMA w|. Of the window only those batches are read
+    that float32 can tell at its end: 13 at the default beta, see `batches_that_count`.
 
     Names are those of the bare model, without what DDP, `torch.compile` and their like put before them, as in
     `trainers.save` and torch's `get_state_dict`. An element of an average that is not finite, as after one such
@@ -78,8 +101,8 @@ class SensitivityTracker:
         every: batches (optimizer steps) from one checkpoint to the next, 1 or more; the tracker must know the schedule,
             so that it records only before checkpoints. None: every batch is recorded.
         beta: weight of the newest gradient, in (0, 1]; default 0.9.
-        window: batches recorded before a checkpoint, 1 or more; default 50. With `every` no larger than it every batch
-            is recorded, and averages go on over checkpoints.
+        window: batches averaged before a checkpoint, 1 or more; default 50. With `every` no larger than what is read of
+            it every batch is recorded, and averages go on over checkpoints.
         done: batches the run has done already, as after a resume; default 0.
         squares: also average g**2 (the empirical Fisher information's diagonal), see `squares`; default False.
 
@@ -119,7 +142,8 @@ class SensitivityTracker:
         trained = [p for _, p in named if p.requires_grad]
         if not trained:
             raise BadArgumentError("model has no parameter that requires a gradient, but for complex ones")
-        self._every, self._window, self._beta, self._squares = every, window, beta, squares
+        self._every, self._window = every, batches_that_count(window, beta)
+        self._beta, self._squares = beta, squares
         self._names = {id(p): n for n, p in named}
         # By these a parameter is known from another one that has come to its place in memory.
         self._known = {id(p): weakref.ref(p) for _, p in named}

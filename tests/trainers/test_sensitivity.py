@@ -20,7 +20,7 @@ from torch.optim import optimizer as optimizers
 import shrinkpoint as sp
 from shrinkpoint import trainers
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.trainers.sensitivity import SensitivityWarning
+from shrinkpoint.trainers.sensitivity import SensitivityWarning, batches_that_count
 
 from . import sensitivity_worker as worker
 
@@ -93,6 +93,37 @@ def test_the_average_of_the_window_before_each_checkpoint(
                 assert close(tracker.grads(), average(history, beta))
             else:
                 assert tracker.grads() is None
+
+
+@pytest.mark.parametrize(("beta", "read"), [(0.9, 13), (0.5, 40), (0.3, 50), (1.0, 12)])
+def test_of_a_window_that_is_read_which_the_average_can_tell(beta: float, read: int) -> None:
+    """Gradients of wildly different sizes: what is left out changes no average by a float32's last place."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** torch.randint(-2, 3, (60,), generator=generator)
+    gradients = [size * torch.randn(7, generator=generator) for size in sizes]
+    weight = torch.nn.Parameter(torch.zeros(7))
+    model = nn.ParameterDict({"w": weight})
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with sp.SensitivityTracker(model, every=60, window=50, beta=beta) as tracker:
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        assert tracker.recorded == read == batches_that_count(50, beta)
+        found = tracker.grads()
+    assert found is not None
+    whole = torch.zeros(7, dtype=torch.float64)
+    for gradient in gradients[10:]:
+        whole = beta * gradient.double() + (1 - beta) * whole
+    torch.testing.assert_close(found["w"].double(), whole, rtol=2**-21, atol=1e-6 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.3, 0.6, 0.9, 0.999, 1.0])
+def test_what_a_window_leaves_out_weighs_nothing(beta: float) -> None:
+    for window in (1, 12, 13, 50, 1000):
+        read = batches_that_count(window, beta)
+        assert min(window, 12) <= read <= window
+        assert read == window or (1 - beta) ** read <= 2.0**-40
+        assert read <= 12 or (1 - beta) ** (read - 1) > 2.0**-40
 
 
 def test_no_micro_batch_is_taken_for_a_batch() -> None:
