@@ -87,9 +87,18 @@ SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "bitsnap": sp.presets.bitsnap,
     "lossless": sp.presets.lossless,
 }
+
+
+def _fine(bins: int, **moments: LogBuckets) -> sp.Config:
+    """More bins than the default has, and moments to a relative error of each element."""
+    kinds = [(f"{name} moment", codec) for name, codec in moments.items()]
+    return sp.Config(rules=[("weight", Quantize(bins=bins)), *kinds])
+
+
 BESIDE_LOSSY: dict[str, Callable[[], sp.Config]] = {
     "default": sp.Config,
-    "fine": lambda: sp.Config(rules=[("weight", Quantize(bins=128)), ("second moment", LogBuckets(alpha=0.25))]),
+    "fine": lambda: _fine(128, second=LogBuckets(alpha=1 / 4)),
+    "finer": lambda: _fine(128, first=LogBuckets(alpha=1 / 8), second=LogBuckets(alpha=1 / 8)),
     "lossless": sp.presets.lossless,
 }
 """Our settings beside libraries that lose something: the smallest that loses no more than such a library counts."""

@@ -16,7 +16,7 @@ from . import trainings
 from .cells import NONE, Json, aimed, markdown, number, order, system_name
 from .results import rows_of
 
-FINE = "*fine* has 128 bins and keeps second moments in half octaves"
+FINE = "*fine* has 128 bins and second moments to a quarter of each, *finer* both moments to an eighth"
 
 
 def measured() -> list[Json]:
@@ -161,7 +161,7 @@ def peers() -> str:
     single = [
         row["row"].partition(", ")[0] for row in measured() if row["peer"] in LOSSY and "; one seed" in row["note"]
     ]
-    words = [f"In brackets our setting where it is not `Config()`: {FINE}."] if "(fine)" in table else []
+    words = [f"In brackets our setting where it is not `Config()`: {FINE}."] if "(fine" in table else []
     words += [f"Lossy ones on one seed only: {', '.join(dict.fromkeys(single))}."] if single else []
     return "\n\n".join([table, *words])
 
