@@ -32,7 +32,7 @@ from .averages import Average, Transfer, gradient_of
 from .hooks import Nesting, after_closure, closure_of, remove, weak
 from .wrappers import bare_name
 
-_NOTHING, _FEWEST = -40, 12
+_NOTHING, _FEWEST = 40, 12
 
 
 class SensitivityWarning(UserWarning):
@@ -76,8 +76,8 @@ def batches_that_count(window: int, beta: float) -> int:
         >>> batches_that_count(50, 0.9), batches_that_count(50, 0.1), batches_that_count(5, 0.9)
         (13, 50, 5)
     """
-    kept = 1.0 - beta
-    return min(window, max(_FEWEST, math.ceil(_NOTHING / math.log2(kept)))) if kept > 0 else min(window, _FEWEST)
+    forgotten = math.inf if beta == 1 else -math.log1p(-beta) / math.log(2)  # bits a batch
+    return math.ceil(min(window, max(_FEWEST, _NOTHING / forgotten)))
 
 
 class SensitivityTracker:

@@ -124,6 +124,12 @@ def test_what_a_window_leaves_out_weighs_nothing(beta: float) -> None:
         assert min(window, 12) <= read <= window
         assert read == window or (1 - beta) ** read <= 2.0**-40
         assert read <= 12 or (1 - beta) ** (read - 1) > 2.0**-40
+        assert type(read) is int
+
+
+@pytest.mark.parametrize("beta", [5e-324, 1e-17, 1e-3])
+def test_where_all_batches_weigh_alike_all_are_read(beta: float) -> None:
+    assert batches_that_count(50, beta) == 50
 
 
 def test_no_micro_batch_is_taken_for_a_batch() -> None:
