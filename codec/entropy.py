@@ -30,6 +30,7 @@ from ..kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, p
 from ..kernels.levels import delta, joint_counts, merge_by_level, split_by_level, undelta
 from ..kernels.rans import (
     coding_cost,
+    entropy_bits,
     pack_frequencies,
     rans_decode,
     rans_encode,
@@ -70,13 +71,14 @@ def counts_of(symbols: U8) -> I64:
     return counts
 
 
-def encode(symbols: U8) -> bytes:
+def encode(symbols: U8, counts: I64 | None = None) -> bytes:
     """Code symbols without a context: constant, packed, huffman, rans, exceptions or stored, whichever is smallest.
 
     Args:
         symbols: uint8, shape (n,); n is not stored.
+        counts: int64 [256], how often each occurs, where that is known.
     """
-    return coded(symbols).done()
+    return (coded(symbols) if counts is None else _encode_plain(symbols, counts)).done()
 
 
 def coded(symbols: U8) -> Writer:
@@ -113,7 +115,7 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
     sizes = {STORED: float(n), PACKED: 1 + np.ceil(n * width / 8)}
     least = min(sizes.values())
     # What no table can win is not tried: noise (mantissas), and streams so short that a table costs more than it saves.
-    bits = entropy_bits(counts[present])
+    bits = entropy_bits(counts)
     if _SLACK * (bits / 8 + _least_table(present)) < least:
         if n < _MODEST or bits > _HIGH_ENTROPY * n:
             lengths = huffman_lengths(counts)
@@ -154,11 +156,11 @@ def _least_table(present: I64) -> float:
     return 8 + (1.5 * int(present.size) + 2.0 * int(runs)) / 8
 
 
-def entropy_bits(counts: I64) -> float:
-    """Bits that symbols with these counts take together by their entropy; of several rows, each in its own context."""
-    totals = counts.sum(axis=-1, keepdims=True)
-    cells, totals = counts[counts > 0], totals[totals > 0]
-    return float((totals * np.log2(totals)).sum() - (cells * np.log2(cells)).sum())
+def _least_of_contexts(counts: I64) -> float:
+    """The same of a table with a row a context. Of each frequency that is not the greatest of its row three bits, and
+    three more where no symbol occurs twice, so that nothing says which do: of 2,187 tables one stayed 8 % below it."""
+    cells = np.count_nonzero(counts)
+    return (3 + 3 * cells / int(counts.sum())) * (cells - np.count_nonzero(counts.any(axis=1))) / 8
 
 
 def sampled_bits(counts: I64) -> float:
@@ -293,15 +295,21 @@ def in_context(symbols: U8, context: U8, contexts: int, slack: float = _SLACK) -
         out.byte(UNCHANGED)
         return out, alone
     rare = rare_encode(symbols, context) if changes <= min(FEW, symbols.size // 2) else None
-    cost, model = math.inf if rare is None else float(rare.size), None
-    # A stream with a table takes its entropy, the states and a byte or two of table at least.
-    if slack * (entropy_bits(counts) / 8 + _STATES + 4) < cost:
-        model = _Model.best(counts, slack, contexts)
-        if rare is not None and slack * model.cost >= rare.size:
-            model = None
-        else:
-            cost = model.cost
-    if _plain_may_win(total, alone, cost) and len(plain := _encode_plain(symbols, total)) <= cost + 1:
+    cost, model, plain = math.inf if rare is None else float(rare.size), None, None
+    # What a stream with a table takes at least: none is made that loses to the symbols without their context.
+    least = entropy_bits(counts) / 8 + _STATES + 4 + _least_of_contexts(counts)
+    if slack * least < cost:
+        if _plain_may_win(total, alone, least):
+            plain = _encode_plain(symbols, total)
+        if plain is None or len(plain) > least + 1:
+            model = _Model.best(counts, slack, contexts)
+            if rare is not None and slack * model.cost >= rare.size:
+                model = None
+            else:
+                cost = model.cost
+    if plain is None and _plain_may_win(total, alone, cost):
+        plain = _encode_plain(symbols, total)
+    if plain is not None and len(plain) <= cost + 1:
         return plain, alone
     if model is not None:
         out.byte(CONDITIONAL)

@@ -102,20 +102,29 @@ class LogBuckets:
     def _at(self, bits: int, leaf: Leaf, parent: Memory | None, scale: float = 1.0) -> tuple[Stored, float]:
         """With `2**bits` buckets an octave; and the relative L2 error, taken of values times `scale`."""
         fmt = FORMATS[leaf.spec.dtype]
-        flat = leaf.flat
+        alone = leaf.spec.size <= CHUNK
 
-        def one(start: int) -> tuple[bytes | None, Distortion]:
-            x = flat[start : start + CHUNK]
+        def one(start: int) -> tuple[bytes, Distortion, Array | None] | None:
+            x = leaf.flat[start : start + CHUNK]
             index = bucket_index(x, bits)
-            met = scaled_distortion(x, bucket_value(index, bits, leaf.spec.dtype), scale)
-            return _encode_chunk(index, fmt.buckets(bits), bits, x), met
+            octaves = split_octaves(index, bits, fmt.buckets(bits))
+            if octaves is None:
+                return None
+            values = bucket_value(index, bits, leaf.spec.dtype)
+            met = scaled_distortion(x, values, scale)
+            if octaves.odd.size:
+                values[octaves.odd] = x[octaves.odd]
+            return _encode_chunk(octaves, x), met, values if alone else None
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
-        pieces = [p for p, _ in parts if p is not None]
-        if len(pieces) < len(parts):
+        done = [p for p in parts if p is not None]
+        if len(done) < len(parts):
             return _exactly(leaf, parent), 0.0
-        met = sum((d for _, d in parts), Distortion(0.0, 0.0, 0.0))
-        stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative")
+        pieces = [piece for piece, _, _ in done]
+        met = sum((d for _, d, _ in done), Distortion(0.0, 0.0, 0.0))
+        # The first moment beside a second one needs the decoded values: they are at hand here.
+        decoded = (lambda: done[0][2]) if alone and done else None
+        stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative", decoded=decoded)
         return stored, met.relative_l2
 
 
@@ -131,11 +140,7 @@ def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
     return dataclasses.replace(stored, note=note)
 
 
-def _encode_chunk(index: Array, buckets: int, bits: int, x: Array) -> bytes | None:
-    """None when the octaves present do not fit one byte; indices on a GPU are taken apart there."""
-    octaves = split_octaves(index, bits, buckets)
-    if octaves is None:
-        return None
+def _encode_chunk(octaves: Octaves, x: Array) -> bytes:
     out = Writer()
     out.varint(octaves.low)
     out.varint(octaves.high)

@@ -133,7 +133,7 @@ class SecondMoment:
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
         symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
         memory = RankOneMemory(symbols, indices[0], indices[1], table, escaped)
-        pieces = _rank_one_pieces(memory, before)
+        pieces = _rank_one_pieces(memory, before, [part[2] for part in parts])
         worst = error.largest_relative
         return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
 
@@ -218,7 +218,10 @@ def _rank_one(parent: Memory | None, spec: LeafSpec) -> RankOneMemory | None:
     return parent if isinstance(parent, RankOneMemory) and parent.symbols.size == spec.size else None
 
 
-def _rank_one_pieces(memory: RankOneMemory, before: RankOneMemory | None) -> list[bytes]:
+def _rank_one_pieces(
+    memory: RankOneMemory, before: RankOneMemory | None, counts: Sequence[NpArray] = ()
+) -> list[bytes]:
+    """The table and the chunks; `counts` of each chunk's symbols, where they are known."""
     head = Writer()
     head.block(_pack_factors(memory.rows, None if before is None else before.rows))
     head.block(_pack_factors(memory.columns, None if before is None else before.columns))
@@ -229,7 +232,8 @@ def _rank_one_pieces(memory: RankOneMemory, before: RankOneMemory | None) -> lis
         old = None if before is None else before.symbols[start : start + CHUNK]
         first = int(np.count_nonzero(memory.symbols[:start] == NO_RESIDUAL)) if memory.escaped.size else 0
         count = int(np.count_nonzero(symbols == NO_RESIDUAL)) if memory.escaped.size else 0
-        return _pack_chunk(symbols, memory.escaped[first : first + count], old)
+        known = counts[start // CHUNK] if counts else None
+        return _pack_chunk(symbols, memory.escaped[first : first + count], known, old)
 
     return [head.done(), *map_chunks(one, range(0, memory.symbols.size, CHUNK))]
 
@@ -318,7 +322,7 @@ class FirstMoment:
             return error, None
         if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
             return math.inf, None
-        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(on_host(p[0]), on_host(p[3])), parts)]
+        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(on_host(p[0]), on_host(p[3]), p[2]), parts)]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")
 
 
@@ -489,9 +493,14 @@ def _read_table(data: Reader) -> NpArray:
     return values
 
 
-def _pack_chunk(symbols: NpArray, escaped: NpArray, before: NpArray | None = None) -> bytes:
+def _pack_chunk(
+    symbols: NpArray, escaped: NpArray, counts: NpArray | None = None, before: NpArray | None = None
+) -> bytes:
     out = Writer()
-    out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest"))
+    if before is None and counts is not None:
+        out.block(entropy.encode(symbols, counts.astype(np.int64)))
+    else:
+        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest"))
     out.varint(escaped.size)
     out.raw(escaped.astype("<f4", copy=False))
     return out.done()

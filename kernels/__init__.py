@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .planes import difference, merge_planes, split_planes, undifference
     from .rans import (
         coding_cost,
+        entropy_bits,
         pack_frequencies,
         rans_decode,
         rans_encode,
@@ -91,7 +92,7 @@ _SUBJECTS = {
     "mask": "changed_mask gather pack_mask scatter unpack_mask",
     "octaves": "Octaves join_octaves split_octaves",
     "planes": "difference merge_planes split_planes undifference",
-    "rans": "coding_cost pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
+    "rans": "coding_cost entropy_bits pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "rare": "rare_decode rare_encode",
     "ratedistortion": "Unsettled rate_distortion_levels settled_bounds unsettled",
     "residual": "factor_sums residual_factors residual_symbols residual_values",
@@ -129,6 +130,7 @@ __all__ = [
     "dequantize",
     "difference",
     "distortion",
+    "entropy_bits",
     "exponent_buckets",
     "exponent_dequantize",
     "exponent_quantize",

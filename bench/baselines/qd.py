@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shrinkpoint.codec.entropy import counts_of, decode, encode_huffman, entropy_bits
+from shrinkpoint.codec.entropy import counts_of, decode, encode_huffman
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.fields import Reader, Writer
 from shrinkpoint.codec.leaves import LeafSpec
 from shrinkpoint.kernels.levels import delta, undelta
+from shrinkpoint.kernels.rans import entropy_bits
 
 from .base import Saved, State
 from .parts import Bytes, Floats, Part, Parts, before, each, load, parts, save

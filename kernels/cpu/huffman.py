@@ -380,14 +380,26 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     return like(lengths, counts)
 
 
+@njit
+def _space(lengths: NumPy) -> Any:
+    """How many codes there are, the longest of them, and what part of all codes they take, in `2**-LIMIT`."""
+    present, longest, space = np.int64(0), np.int64(0), np.int64(0)
+    for s in range(lengths.size):
+        length = np.int64(lengths[s])
+        present += np.int64(length > 0)
+        longest = max(longest, length)
+        if 0 < length <= LIMIT:
+            space += np.int64(1) << (LIMIT - length)
+    return present, longest, space
+
+
 def _fault(lengths: NumPy) -> str:
     """What is wrong with a table of lengths; empty if nothing is."""
-    if int(lengths.max(initial=0)) > LIMIT:
-        return f"lengths holds {int(lengths.max())}; a code has at most {LIMIT} bits"
-    present = lengths[lengths > 0].astype(np.int64)
-    if present.size == 0 or (present.size == 1 and present[0] == 1):
+    present, longest, space = _space(lengths)
+    if longest > LIMIT:
+        return f"lengths holds {longest}; a code has at most {LIMIT} bits"
+    if present == 0 or (present == 1 and longest == 1):
         return ""
-    space = int((np.int64(1) << (LIMIT - present)).sum())
     if space != 1 << LIMIT:
         return f"lengths belong to no complete code: 2**-lengths sums to {space / (1 << LIMIT)}"
     return ""

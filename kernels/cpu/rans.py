@@ -11,7 +11,7 @@ from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES, short_digits
 from ..sequential import compiled
 from . import rangecoder
-from .jit import njit
+from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -107,6 +107,24 @@ def _round_rows(counts: NumPy, total: Int, out: NumPy) -> None:
 
 
 @njit
+def _survey(counts: NumPy) -> Any:
+    """The least and the greatest count; of those that are not the greatest of their row the sum, and how many there
+    are above zero."""
+    least, greatest, others, present = counts[0, 0], counts[0, 0], np.int64(0), np.int64(0)
+    for row in range(counts.shape[0]):
+        peak = counts[row, 0]
+        for s in range(counts.shape[1]):
+            count = counts[row, s]
+            least, peak = min(least, count), max(peak, count)
+            others += count
+            present += np.int64(count > 0)
+        greatest = max(greatest, peak)
+        others -= peak
+        present -= np.int64(peak > 0)
+    return least, greatest, others, present
+
+
+@njit
 def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
     """All frequencies but the greatest of each row rounded to `digits` significant bits; whether that can be done."""
     for c in range(exact.shape[0]):
@@ -159,15 +177,23 @@ def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
                 start += f
 
 
+@njit_inline
+def _context(contexts: Any, i: Any) -> Any:
+    """The context of symbol i; 0 where there are none, of which nothing is left once that is compiled."""
+    if contexts is None:
+        return U64(0)
+    return U64(contexts[i])
+
+
 @njit
 def _encode_rest(
-    symbols: NumPy, contexts: NumPy, columns: Int, table: NumPy, precision: Int, words: NumPy, states: NumPy
+    symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, states: NumPy
 ) -> Int:
     """The at most three symbols after the last group of four; returns the next place in `words`, or -1 if corrupt."""
     at = words.size - 1
     for i in range(symbols.size - 1, symbols.size - symbols.size % 4 - 1, -1):
         x = states[i & 3]
-        e = U64(contexts[i]) * U64(columns) + U64(symbols[i])
+        e = _context(contexts, i) * U64(columns) + U64(symbols[i])
         if table[e, 1] == U64(0):
             return -1
         if x >= table[e, 0]:
@@ -180,7 +206,7 @@ def _encode_rest(
 
 @njit
 def _encode_quiet(
-    symbols: NumPy, contexts: NumPy, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
+    symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
 ) -> Int:
     """Groups of four, from the last to the first, into `words` from `at` down; returns the next `at`, -1 if corrupt.
 
@@ -194,10 +220,10 @@ def _encode_quiet(
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     for j in range(symbols.size // 4):
         i = U64(symbols.size - 4 - 4 * j)
-        e3 = U64(contexts[i + U64(3)]) * row + U64(symbols[i + U64(3)])
-        e2 = U64(contexts[i + U64(2)]) * row + U64(symbols[i + U64(2)])
-        e1 = U64(contexts[i + U64(1)]) * row + U64(symbols[i + U64(1)])
-        e0 = U64(contexts[i]) * row + U64(symbols[i])
+        e3 = _context(contexts, i + U64(3)) * row + U64(symbols[i + U64(3)])
+        e2 = _context(contexts, i + U64(2)) * row + U64(symbols[i + U64(2)])
+        e1 = _context(contexts, i + U64(1)) * row + U64(symbols[i + U64(1)])
+        e0 = _context(contexts, i) * row + U64(symbols[i])
         # Rarely true where a symbol takes a fraction of a bit. An absent symbol has limit zero and gets here always.
         if x3 >= table[e3, 0] or x2 >= table[e2, 0] or x1 >= table[e1, 0] or x0 >= table[e0, 0]:
             # Written in any case and kept or not: which of the four it is cannot be predicted.
@@ -230,7 +256,7 @@ def _encode_quiet(
 
 @njit
 def _encode_busy(
-    symbols: NumPy, contexts: NumPy, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
+    symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
 ) -> Int:
     """As `_encode_quiet`, without any branch that depends on the data."""
     k = U64(32 + precision)
@@ -241,10 +267,10 @@ def _encode_busy(
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     for j in range(symbols.size // 4):
         i = U64(symbols.size - 4 - 4 * j)
-        e3 = U64(contexts[i + U64(3)]) * row + U64(symbols[i + U64(3)])
-        e2 = U64(contexts[i + U64(2)]) * row + U64(symbols[i + U64(2)])
-        e1 = U64(contexts[i + U64(1)]) * row + U64(symbols[i + U64(1)])
-        e0 = U64(contexts[i]) * row + U64(symbols[i])
+        e3 = _context(contexts, i + U64(3)) * row + U64(symbols[i + U64(3)])
+        e2 = _context(contexts, i + U64(2)) * row + U64(symbols[i + U64(2)])
+        e1 = _context(contexts, i + U64(1)) * row + U64(symbols[i + U64(1)])
+        e0 = _context(contexts, i) * row + U64(symbols[i])
         r3, r2, r1, r0 = table[e3, 1], table[e2, 1], table[e1, 1], table[e0, 1]
         least = min(least, min(min(r3, r2), min(r1, r0)))
         full = x3 >= table[e3, 0]
@@ -303,7 +329,7 @@ def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: N
 
 @njit
 def _decode_quiet(
-    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: Int, precision: Int,
+    words: NumPy, contexts: Any, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
 ) -> Int:  # fmt: skip
     """Whole groups of four for data of a fraction of a bit a symbol; returns the number of words, -1 if corrupt.
@@ -321,8 +347,8 @@ def _decode_quiet(
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     for j in range(out.size // 4):
         i = U64(4 * j)
-        c0, c1 = U64(contexts[i]), U64(contexts[i + U64(1)])
-        c2, c3 = U64(contexts[i + U64(2)]), U64(contexts[i + U64(3)])
+        c0, c1 = _context(contexts, i), _context(contexts, i + U64(1))
+        c2, c3 = _context(contexts, i + U64(2)), _context(contexts, i + U64(3))
         e0, e1, e2, e3 = peaks[c0], peaks[c1], peaks[c2], peaks[c3]
         f0, f1, f2, f3 = e0 >> U64(8), e1 >> U64(8), e2 >> U64(8), e3 >> U64(8)
         d0, d1, d2, d3 = x0 & mask, x1 & mask, x2 & mask, x3 & mask
@@ -371,10 +397,14 @@ def _decode_quiet(
 
 @njit
 def _decode_busy(
-    words: NumPy, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int, states: NumPy,
+    words: NumPy, contexts: Any, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int, states: NumPy,
     out: NumPy,
 ) -> Int:  # fmt: skip
-    """As `_decode_quiet`, without any branch that depends on the data."""
+    """As `_decode_quiet`, without any branch that depends on the data.
+
+    Of an empty row bit 63 is a start of 2**31. If it is the only row, that takes every state out of range for good, so
+    that it needs no test of its own.
+    """
     p = U64(precision)
     row = U64(columns)
     mask = (U64(1) << p) - U64(1)
@@ -386,14 +416,15 @@ def _decode_busy(
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     for j in range(out.size // 4):
         i = U64(4 * j)
-        c0, c1 = U64(contexts[i]), U64(contexts[i + U64(1)])
-        c2, c3 = U64(contexts[i + U64(2)]), U64(contexts[i + U64(3)])
+        c0, c1 = _context(contexts, i), _context(contexts, i + U64(1))
+        c2, c3 = _context(contexts, i + U64(2)), _context(contexts, i + U64(3))
         d0, d1, d2, d3 = x0 & mask, x1 & mask, x2 & mask, x3 & mask
         s0, s1 = symbol_of[(c0 << p) + d0], symbol_of[(c1 << p) + d1]
         s2, s3 = symbol_of[(c2 << p) + d2], symbol_of[(c3 << p) + d3]
         e0, e1 = table[c0 * row + U64(s0)], table[c1 * row + U64(s1)]
         e2, e3 = table[c2 * row + U64(s2)], table[c3 * row + U64(s3)]
-        flags |= (e0 | e1) | (e2 | e3)
+        if contexts is not None:
+            flags |= (e0 | e1) | (e2 | e3)
         x0 = (e0 & half) * (x0 >> p) + d0 - (e0 >> U64(32))
         x1 = (e1 & half) * (x1 >> p) + d1 - (e1 >> U64(32))
         x2 = (e2 & half) * (x2 >> p) + d2 - (e2 >> U64(32))
@@ -427,54 +458,8 @@ def _decode_busy(
 
 
 @njit
-def _decode_alone(words: NumPy, symbol_of: NumPy, table: NumPy, precision: Int, states: NumPy, out: NumPy) -> Int:
-    """As `_decode_busy`, for symbols without a context. Of an empty row bit 63 is a start of 2**31, which takes every
-    state out of range for good, so that it needs no test of its own."""
-    p = U64(precision)
-    mask = (U64(1) << p) - U64(1)
-    half = U64(0xFFFFFFFF)
-    least = LEAST
-    limit = U64(words.size - 4)
-    at = U64(0)
-    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-    for j in range(out.size // 4):
-        i = U64(4 * j)
-        d0, d1, d2, d3 = x0 & mask, x1 & mask, x2 & mask, x3 & mask
-        s0, s1, s2, s3 = symbol_of[d0], symbol_of[d1], symbol_of[d2], symbol_of[d3]
-        e0, e1, e2, e3 = table[U64(s0)], table[U64(s1)], table[U64(s2)], table[U64(s3)]
-        x0 = (e0 & half) * (x0 >> p) + d0 - (e0 >> U64(32))
-        x1 = (e1 & half) * (x1 >> p) + d1 - (e1 >> U64(32))
-        x2 = (e2 & half) * (x2 >> p) + d2 - (e2 >> U64(32))
-        x3 = (e3 & half) * (x3 >> p) + d3 - (e3 >> U64(32))
-        out[i] = s0
-        out[i + U64(1)] = s1
-        out[i + U64(2)] = s2
-        out[i + U64(3)] = s3
-        short = x0 < least
-        longer = (x0 << U64(16)) | U64(words[at])
-        x0 = longer if short else x0
-        at += U64(short)
-        short = x1 < least
-        longer = (x1 << U64(16)) | U64(words[at])
-        x1 = longer if short else x1
-        at += U64(short)
-        short = x2 < least
-        longer = (x2 << U64(16)) | U64(words[at])
-        x2 = longer if short else x2
-        at += U64(short)
-        short = x3 < least
-        longer = (x3 << U64(16)) | U64(words[at])
-        x3 = longer if short else x3
-        at += U64(short)
-        if at > limit:
-            return -1
-    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    return np.int64(at)
-
-
-@njit
 def _decode_rest(
-    words: NumPy, at: Int, contexts: NumPy, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int,
+    words: NumPy, at: Int, contexts: Any, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
 ) -> Int:  # fmt: skip
     """The at most three symbols after the last group; whether all words are read and all states are at their start."""
@@ -482,8 +467,8 @@ def _decode_rest(
     for i in range(out.size):
         x = states[i]
         slot = x & ((U64(1) << p) - U64(1))
-        s = symbol_of[(U64(contexts[i]) << p) + slot]
-        e = table[U64(contexts[i]) * U64(columns) + U64(s)]
+        s = symbol_of[(_context(contexts, i) << p) + slot]
+        e = table[_context(contexts, i) * U64(columns) + U64(s)]
         if e >> U64(63):
             return False
         out[i] = s
@@ -503,13 +488,14 @@ def _decode_rest(
 def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
     """See `kernels.rans.rans_frequencies`."""
     c = compiled(counts, np.int64)
-    if int(c.min()) < 0 or int(c.max()) > 1 << 48:
-        raise BadArgumentError(f"counts holds {int(c.min())} ... {int(c.max())}; 0 ... 2**48 is the range")
+    least, greatest, others, present = _survey(c)
+    if least < 0 or greatest > 1 << 48:
+        raise BadArgumentError(f"counts holds {least} ... {greatest}; 0 ... 2**48 is the range")
     out = np.empty(c.shape, np.uint32)
     _round_rows(c, 1 << precision, out)
     if exact:
         return like(out, counts)
-    digits = short_digits(int(c.sum() - c.max(axis=1).sum()), int((c > 0).sum() - (c.max(axis=1) > 0).sum()))
+    digits = short_digits(int(others), int(present))
     short = np.empty_like(out)
     while digits < precision and not _shorten(out, digits, 1 << precision, short):
         digits += 1
@@ -524,9 +510,9 @@ def _rows(frequencies: NumPy, precision: int) -> None:
         raise BadArgumentError(f"row {row} of frequencies sums to {sums[row]}; 0 or {1 << precision} is needed")
 
 
-def _contexts(contexts: Array | None, n: int, rows: int) -> NumPy:
+def _contexts(contexts: Array | None, rows: int) -> NumPy | None:
     if contexts is None:
-        return np.zeros(n, np.uint8)
+        return None
     c = compiled(contexts)
     if c.size and int(c.max()) >= rows:
         raise BadArgumentError(f"contexts holds {int(c.max())}; frequencies has {rows} rows")
@@ -539,7 +525,7 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
     f = compiled(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
-    c = _contexts(contexts, s.size, rows)
+    c = _contexts(contexts, rows)
     if s.size and int(s.max()) >= columns:
         raise BadArgumentError(f"symbols holds {int(s.max())}; frequencies has {columns} columns")
     table = np.zeros((f.size, 4), np.uint64)
@@ -554,7 +540,8 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
         block = slice(max(stop - BLOCK, 0), stop)
         encode = _encode_quiet if quiet else _encode_busy
         before = at
-        at = encode(s[block], c[block], columns, table, precision, words, at, states)
+        of = None if c is None else c[block]
+        at = encode(s[block], of, columns, table, precision, words, at, states)
         quiet = 16 * (before - at) < CALM * BLOCK
     if at < 0:
         raise BadArgumentError("symbols holds one whose frequency in its context is zero")
@@ -575,8 +562,7 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
     rows, columns = f.shape
     count = max(d.size - HEADER, 0) // 2
     quiet = 16 * count < QUIET * n
-    alone = contexts is None and not quiet
-    c = _contexts(contexts, n % 4 if alone else n, rows)
+    c = _contexts(contexts, rows)
     states = np.full(STATES, START, np.uint64)
     if d.size:
         if d.size < HEADER or d.size % 2:
@@ -593,14 +579,11 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
     out = np.empty(n, np.uint8)
     if quiet:
         at = _decode_quiet(words, c, symbol_of, table, peaks, columns, precision, states, out)
-    elif alone:
-        at = _decode_alone(words, symbol_of, table, precision, states, out)
     else:
         at = _decode_busy(words, c, symbol_of, table, columns, precision, states, out)
     whole = n - n % 4
-    if at < 0 or not _decode_rest(
-        words, at, c[c.size - n % 4 :], symbol_of, table, columns, precision, states, out[whole:]
-    ):
+    last = None if c is None else c[whole:]
+    if at < 0 or not _decode_rest(words, at, last, symbol_of, table, columns, precision, states, out[whole:]):
         raise CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
     return like(out, data)
 
@@ -612,6 +595,24 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     if (f[there] == 0).any():
         return float("inf")
     return float((c[there] * (precision - np.log2(f[there].astype(np.float64)))).sum())
+
+
+@njit
+def _entropy(counts: NumPy) -> Any:
+    bits = 0.0
+    for row in range(counts.shape[0]):
+        total = np.float64(counts[row].sum())
+        for s in range(counts.shape[1]):
+            if counts[row, s] > 0:
+                # Not the difference of two large sums: little is left of their digits where one symbol is frequent.
+                bits += np.float64(counts[row, s]) * np.log2(total / np.float64(counts[row, s]))
+    return bits
+
+
+def entropy_bits(counts: Array) -> float:
+    """See `kernels.rans.entropy_bits`."""
+    c = compiled(counts, np.int64)
+    return float(_entropy(c if c.ndim == 2 else c[None, :]))
 
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:

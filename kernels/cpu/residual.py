@@ -105,10 +105,9 @@ def _symbols(
         if previous.size:
             old = previous[at : at + n]
             for t in range(n):
-                if symbols[t] != old[t] and min(symbols[t], old[t]) >= FIRST:
-                    beyond = abs(np.int64(distances[t]) - (np.int64(old[t]) - (FIRST + FARTHEST)) * cell) - cell // 2
-                    if beyond <= cell // 4:
-                        symbols[t] = old[t]
+                beyond = abs(np.int64(distances[t]) - (np.int64(old[t]) - (FIRST + FARTHEST)) * cell) - cell // 2
+                keeps = (beyond <= cell // 4) & (min(symbols[t], old[t]) >= FIRST)
+                symbols[t] = old[t] if keeps else symbols[t]
         whole = n // 4 * 4
         for t in range(0, whole, 4):
             a, b = np.uint64(symbols[t]) << np.uint64(2), np.uint64(symbols[t + 1]) << np.uint64(2)

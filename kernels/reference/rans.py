@@ -158,6 +158,14 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     return math.fsum(c * (precision - math.log2(f)) for c, f in pairs)
 
 
+def entropy_bits(counts: Array) -> float:
+    """See `shrinkpoint.kernels.rans.entropy_bits`."""
+    columns = int(counts.shape[-1])
+    cells = numbers(counts)
+    rows = [cells[i : i + columns] for i in range(0, len(cells), columns)] if columns else []
+    return math.fsum(c * math.log2(sum(row) / c) for row in rows for c in row if c > 0)
+
+
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """See `shrinkpoint.kernels.rans.pack_frequencies`."""
     return rangecoder.pack_frequencies([row for row, _ in _model(frequencies, precision)], precision)

@@ -141,3 +141,43 @@ def test_the_smaller_of_a_table_and_single_changes_is_taken(fresh: np.random.Gen
             assert len(data) <= min(alone, 8 + np.ceil(entropy._Model.best(counts, 1.0, 40).cost))
             np.testing.assert_array_equal(entropy.decode(memoryview(data), n, old, 40), new)
     assert methods == {entropy.RARE, entropy.CONDITIONAL}
+
+
+def test_counts_that_are_known_change_no_byte(fresh: np.random.Generator) -> None:
+    for n in (3, 700, 5_000, 100_000):
+        for symbols in (fresh.poisson(2.0, n).astype(np.uint8), (fresh.random(n) < 0.001).astype(np.uint8)):
+            assert entropy.encode(symbols, np.bincount(symbols, minlength=256)) == entropy.encode(symbols)
+
+
+def test_no_table_of_contexts_is_made_that_cannot_pay(
+    fresh: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 256 symbols in 16 contexts each cell is new: the table would take more than the symbols."""
+    made: list[int] = []
+    model = entropy._Model.__init__
+
+    def counted(self: entropy._Model, counts: np.ndarray, precision: int, contexts: int) -> None:
+        made.append(counts.shape[0])
+        model(self, counts, precision, contexts)
+
+    monkeypatch.setattr(entropy._Model, "__init__", counted)
+    symbols = np.clip(fresh.normal(120, 20, 256), 0, 255).astype(np.uint8)
+    context = fresh.integers(0, 16, 256, dtype=np.uint8)
+    data = entropy.in_context(symbols, context, 16)[0].done()
+    assert data == entropy.encode(symbols)
+    assert made.count(16) == 0
+    # Where the context says nearly all, one is.
+    symbols[:] = 12 * context
+    symbols[fresh.integers(0, 256, 200)] += 1
+    assert entropy.in_context(symbols, context, 16)[0].done()[0] == entropy.CONDITIONAL
+    assert made.count(16) > 0
+
+
+def test_what_a_table_of_contexts_takes_at_least(fresh: np.random.Generator) -> None:
+    for n in (100, 2_000, 50_000):
+        levels = [drifting(fresh, n, float(drift)) for drift in np.geomspace(1e-3, 3, 8)]
+        noise = [fresh.integers(0, size, (2, n), dtype=np.uint8) for size in (2, 9, 40)]
+        for context, symbols in (*levels, *noise):
+            counts = entropy.joint_counts(context, symbols, 40, 40)
+            table = entropy._Model(counts, entropy.PRECISIONS[0], 40).table
+            assert entropy._least_of_contexts(counts) <= 1.1 * len(table)

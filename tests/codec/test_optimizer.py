@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.base import Leaf
+from shrinkpoint.codec.kinds import Kind
+from shrinkpoint.codec.leaves import LeafSpec, as_bytes
+from shrinkpoint.codec.moments import LogBuckets
 from shrinkpoint.codec.optimizer import decode_rank_one, matrix_shape
 from shrinkpoint.codec.streams import STREAMS
 
@@ -392,3 +395,21 @@ def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
     m = torch.zeros(4096)
     m[::512] = 0.3 * v[::512].sqrt()
     assert rows_of(sp.compress(state({"exp_avg": m, "exp_avg_sq": v})))["exp_avg"].codec == "grid"
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_log_buckets_at_hand_are_those_a_reader_sees(library: str, dtype: str) -> None:
+    """To the bit, what is not finite, too: the first moment beside a second one is coded against them."""
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal(600) * np.exp(3 * rng.standard_normal(600))).astype(dtype)
+    x[[3, 50, 51, 99]] = np.nan, np.inf, -np.inf, 0.0
+    x[7] = -np.asarray(np.nan, dtype)  # another pattern of the same
+    spec = LeafSpec(library, dtype, (600,))
+    flat = torch.from_numpy(x) if library == "torch" else x
+    stored = LogBuckets().encode(Leaf("v", "v", spec, Kind("other", "second moment"), flat), None)
+    assert stored.stream == "log-buckets"
+    assert stored.decoded is not None
+    pieces = [memoryview(piece) for piece in stored.pieces]
+    seen = STREAMS[stored.stream](spec, stored.meta, pieces, None, None).values(spec)
+    np.testing.assert_array_equal(as_bytes(stored.decoded()), as_bytes(seen))

@@ -125,6 +125,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         },
     ),
     (k.coding_cost, {"counts": np.tile(COUNTS, (3, 1)), "frequencies": TABLE, "precision": 12}),
+    (k.entropy_bits, {"counts": np.tile(COUNTS, (3, 1))}),
     (k.pack_frequencies, {"frequencies": TABLE, "precision": 12}),
     (
         k.unpack_frequencies,

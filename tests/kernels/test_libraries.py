@@ -314,6 +314,7 @@ def test_what_jax_counts_can_be_coded() -> None:
     table = k.rans_frequencies(counts, 12)
     np.testing.assert_array_equal(table, k.rans_frequencies(expected, 12))
     assert k.coding_cost(counts, table, 12) == k.coding_cost(expected, np.asarray(table), 12)
+    assert k.entropy_bits(counts) == k.entropy_bits(expected)
     groups = k.split_by_level(levels, levels, 6)[1]
     np.testing.assert_array_equal(k.huffman_lengths(groups), k.huffman_lengths(np.asarray(groups).astype(np.int64)))
 
@@ -326,6 +327,7 @@ def test_counts_of_any_width(dtype: str, make: Callable[[Any], Any]) -> None:
     wide, narrow = np.tile(COUNTS, (3, 1)), np.tile(counts, (3, 1))
     np.testing.assert_array_equal(k.rans_frequencies(make(narrow), 12), TABLE)
     assert k.coding_cost(make(narrow), make(TABLE), 12) == k.coding_cost(wide, TABLE, 12)
+    assert k.entropy_bits(make(narrow)) == k.entropy_bits(wide)
     for refused in (COUNTS.astype(np.uint64), COUNTS.astype(np.float64)):
         with pytest.raises(BadArgumentError, match="counts has dtype"):
             k.huffman_lengths(refused)
