@@ -58,6 +58,8 @@ FEW = 1024
 """Changes that are coded one by one at most: each takes some hundred nanoseconds, and of more a table says enough."""
 SAMPLE, PARTS = 1 << 14, 8
 """Elements of an array that are looked at to choose how to code it, in so many stretches."""
+_A_TIE = 0.5
+"""Bytes by which estimates must differ to decide anything: files must not depend on the last digits of a logarithm."""
 _MANY = 4 * SAMPLE
 _NOISE = 8 / _SLACK
 """Bits a symbol from which storing is as good."""
@@ -195,7 +197,8 @@ class _Model:
         if coarse.cost < _MODEST or coarse.cost <= slack * (entropy_bits(counts) / 8 + _STATES + len(coarse.table)):
             return coarse
         fine = _Model(counts, PRECISIONS[1], contexts)
-        return coarse if coarse.cost <= slack * fine.cost else fine
+        # Where both tables say the same, their costs are equal but for how this machine rounds logarithms.
+        return coarse if coarse.cost <= slack * fine.cost + _A_TIE else fine
 
     def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
         out.byte(self.precision)
