@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import shrinkpoint as sp
 
+from ..forking import Script
+
 TRAINER = Path(__file__).parent / "exact_trainer.py"
 KILLED, AFTER = 117, 100
 """The step after which it is killed, and how many are compared after the restore."""
 
 
-def run(*arguments: object) -> tuple[int, list[list[str]]]:
-    """How the trainer ended, and its lines."""
-    command = [sys.executable, str(TRAINER), *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900, check=False)
-    return done.returncode, [line.split() for line in done.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with Script(TRAINER) as found:
+        yield found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_hundred_steps_after_a_kill_are_the_same_to_the_last_bit(dtype: str, tmp_path: Path) -> None:
+def test_a_hundred_steps_after_a_kill_are_the_same_to_the_last_bit(dtype: str, script: Script, tmp_path: Path) -> None:
+    def run(*arguments: object) -> tuple[int, list[list[str]]]:
+        """How the trainer ended, and its lines."""
+        done = script.start(*arguments)
+        return done.wait(), [line.split() for line in done.said.splitlines()]
+
     last = KILLED - KILLED % 10 + AFTER
     end, never_stopped = run("-", dtype, last)
     assert end == 0

@@ -51,6 +51,7 @@ def main(folder: Path, background: bool) -> None:
         drawn = torch.rand(3)
         with torch.no_grad():
             bare.weight.zero_()
+            optimizer.state_dict()["state"][0]["exp_avg"].zero_()
         accelerator.load_state()
         found = {
             "weight": torch.equal(bare.weight, before),

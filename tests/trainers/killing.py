@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from .forking import PATIENCE, Script
+from ..forking import PATIENCE, Script
 
 
 def run_and_kill(script: Script, *arguments: object, once: Callable[[], bool], every: float = 0.005) -> None:
@@ -21,8 +21,8 @@ def run_and_kill(script: Script, *arguments: object, once: Callable[[], bool], e
     try:
         end = time.monotonic() + PATIENCE
         while not once():
-            assert run.code is None, run.said
-            assert time.monotonic() < end, f"it did not get so far: {run.said}"
+            assert run.code is None, run.trouble
+            assert time.monotonic() < end, f"it did not get so far: {run.trouble}"
             time.sleep(every)
     finally:
         run.kill()

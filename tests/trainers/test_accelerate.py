@@ -21,8 +21,8 @@ from shrinkpoint.codec.parallel import map_chunks  # noqa: E402
 from shrinkpoint.store.compaction import Compaction  # noqa: E402
 from shrinkpoint.trainers.accelerate import compress_states  # noqa: E402
 
+from ..forking import Script  # noqa: E402
 from .accelerate_run import main  # noqa: E402
-from .forking import Script  # noqa: E402
 from .killing import run_and_kill  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ pytest.importorskip("keras", reason="keras is not installed; `make frameworks` h
 
 from shrinkpoint.trainers.keras import CompressedBackup
 
-from .forking import Script
+from ..forking import Script
 from .keras_run import build, main
 from .killing import run_and_kill
 

@@ -31,7 +31,7 @@ from shrinkpoint.trainers import lightning as adapter
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
 from shrinkpoint.trainers.loop import RanksChangedWarning
 
-from .forking import Script
+from ..forking import Script
 from .killing import run_and_kill
 from .lightning_run import AVERAGES, Model, Normed, Searching, averaged, fit
 from .watching import bounds_handed_to_savers

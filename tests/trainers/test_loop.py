@@ -19,8 +19,8 @@ from shrinkpoint.trainers.loop import RanksChangedWarning
 from shrinkpoint.trainers.parts import StateMismatchWarning
 
 from ..codec.common import difference
+from ..forking import Script
 from . import rows_run
-from .forking import Script
 from .killing import run_and_kill
 from .loop_run import main
 
@@ -650,7 +650,7 @@ def two() -> Iterator[Script]:
 def test_two_processes(two: Script, tmp_path: Path) -> None:
     """Trained by two over gloo (DDP and FSDP2), resumed by two bit for bit, and by one."""
     ranks = [two.start(tmp_path, rank) for rank in (0, 1)]
-    assert [rank.wait() for rank in ranks] == [0, 0], [rank.said for rank in ranks]
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.trouble for rank in ranks]
     # However many processes load, that is one restore of the run.
     assert [sp.Store(tmp_path / name).restores() for name in ("ddp", "fsdp2", "pointed")] == [1, 1, 1]
     for kind in ("ddp", "fsdp2"):
@@ -669,7 +669,7 @@ def test_a_process_that_is_lost_while_the_state_comes_together(
     two: Script, tmp_path: Path, how: str, said: str
 ) -> None:
     ranks = [two.start(tmp_path, rank, how) for rank in (0, 1)]
-    assert ranks[0].wait() == 3, ranks[0].said
+    assert ranks[0].wait() == 3, ranks[0].trouble
     ranks[1].kill()
     assert said in ranks[0].said
     assert "rank 0 of 2: step 5 was not saved; another process is gone or does not answer" in ranks[0].said

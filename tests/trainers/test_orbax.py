@@ -35,7 +35,7 @@ from shrinkpoint.trainers import orbax as adapter  # noqa: E402
 from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave  # noqa: E402
 from tests.pages import run_page  # noqa: E402
 
-from .forking import Script  # noqa: E402
+from ..forking import Script  # noqa: E402
 from .killing import run_and_kill  # noqa: E402
 from .orbax_run import abstract, build, main, opened, trained  # noqa: E402
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .forking import Script
+from ..forking import Script
 
 
 def test_all_get_the_tree_of_the_first(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from shrinkpoint.trainers.transformers import (
     newest_complete,
 )
 
-from .forking import Script
+from ..forking import Script
 from .killing import run_and_kill
 from .transformers_run import BackgroundTrainer, SmallTrainer, make
 from .watching import bounds_handed_to_savers

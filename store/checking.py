@@ -1,0 +1,55 @@
+"""Which steps of a store are not intact, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..codec.errors import ShrinkpointError
+from .catalog import Catalog, Entry
+from .chain import forest, resolve, walk
+from .files import Files
+
+Progress = Callable[[int, int, int], None]
+"""Called with (step, done, total) after each step."""
+
+
+def problems(files: Files, catalog: Catalog, progress: Progress | None = None) -> dict[int, str]:
+    """Read every step with its whole chain, each file once; what is wrong with steps, by step. Empty: all is well.
+
+    Args:
+        files: of the store; in no copy of them in memory is looked.
+        catalog: of the store.
+        progress: called after each step.
+    """
+    entries, found = catalog.readable()
+    total = len(entries) + len(found)
+    done = len(found)
+    for root in forest(entries.values()):
+        for visited in walk(files, root):
+            entry = visited.node.entry
+            if entry is None:
+                continue
+            step = entry.manifest.step
+            if visited.problem is not None:
+                why = _still_wrong(files, catalog, entry, visited.problem)
+                if why:
+                    found[step] = why
+            done += 1
+            if progress is not None:
+                progress(step, done, total)
+    return dict(sorted(found.items()))
+
+
+def _still_wrong(files: Files, catalog: Catalog, entry: Entry, problem: ShrinkpointError) -> str:
+    """What is wrong with a step; "" where it was only moved or removed since its manifest was read."""
+    step = entry.manifest.step
+    try:
+        now = catalog.get(step)
+        if now is not None and now.generation != entry.generation:
+            catalog.settled(step, lambda e: resolve(files, e.manifest))
+    except ShrinkpointError as e:
+        return str(e)
+    if now is None or now.generation != entry.generation:
+        return ""
+    text = str(problem)
+    return text if text.startswith(f"step {step}:") else f"step {step}: below it, {text}"
