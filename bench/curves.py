@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .harness import Row
-from .outcomes import CASES, FURTHER, RUINED, lost_later
+from .outcomes import CASES, FURTHER, RUINED, lost_later, setting_of
 from .plot import pyplot
 
 OURS, PRESET, LIBRARY = "#2a6f97", "#b5651d", "#6b7f3f"
@@ -26,7 +26,7 @@ class Panel:
         others: further settings of ours.
         presets: published systems.
         libraries: one delta 10 steps apart.
-        default: the same delta by `Config()`.
+        own: the same delta by our settings that were held against them.
         exact: libraries that lose nothing, and the ratio of that delta.
     """
 
@@ -34,7 +34,7 @@ class Panel:
     others: list[Point] = field(default_factory=list)
     presets: list[Point] = field(default_factory=list)
     libraries: list[Point] = field(default_factory=list)
-    default: tuple[float, float] | None = None
+    own: dict[str, tuple[float, float]] = field(default_factory=dict)
     exact: list[tuple[str, float]] = field(default_factory=list)
 
 
@@ -69,10 +69,11 @@ def _library(panel: Panel, row: Row) -> None:
     if not row.row.endswith(APART) or row.value is None or row.peer_value is None:
         return
     ours, theirs = lost_later(row.note)
-    if ours == theirs == "+0.00":
+    setting = setting_of(row.note)
+    if setting == "lossless" and theirs == "+0.00":
         panel.exact.append((str(row.peer), row.peer_value))
         return
-    panel.default = row.value, float(ours)
+    panel.own[setting] = row.value, float(ours)
     panel.libraries.append((str(row.peer), row.peer_value, None if theirs == RUINED else float(theirs)))
 
 
@@ -126,13 +127,13 @@ def placed(name: str, x: float, y: float | None, most: float) -> tuple[str, floa
 def _draw(axis: Any, panel: Panel) -> None:
     ours = [*panel.curve, *panel.others]
     most = reach(ours, [*panel.presets, *panel.libraries])
-    default: list[Point] = [] if panel.default is None else [("default, one delta", *panel.default)]
+    own: list[Point] = [(f"{setting}, one delta", *point) for setting, point in panel.own.items()]
     labels = []
     for points, colour, marker, hollow in (
         (panel.curve, OURS, "o", False),
         (panel.others, OURS, "s", False),
         (panel.presets, PRESET, "o", False),
-        (default, OURS, "o", True),
+        (own, OURS, "o", True),
         (panel.libraries, LIBRARY, "D", True),
     ):
         for name, x, loss in points:
@@ -213,7 +214,7 @@ def _legend(axis: Any) -> None:
         "Config(rate=...), chain": ("o", OURS, "full"),
         "the same, other bins": ("s", OURS, "full"),
         "published preset, chain": ("o", PRESET, "full"),
-        "Config(), one delta": ("o", OURS, "none"),
+        "ours, one delta": ("o", OURS, "none"),
         "other library, one delta": ("D", LIBRARY, "none"),
     }
     handles = [

@@ -658,7 +658,7 @@ def test_the_picture_has_every_preset_and_library(results: list[Row], tmp_path: 
     assert panel.presets[-1][2] is None
     assert panel.exact == [("exact", pytest.approx(1.2))]
     assert panel.libraries == [("coarse", pytest.approx(25.0), None), ("fine", pytest.approx(5.0), pytest.approx(0.3))]
-    assert panel.default == (pytest.approx(50.0), pytest.approx(0.2))
+    assert panel.own == {"default": (pytest.approx(50.0), pytest.approx(0.2))}
     ratio.plot(results, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
