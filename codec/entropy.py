@@ -160,7 +160,8 @@ def _least_table(present: I64) -> float:
 
 def _least_of_contexts(counts: I64) -> float:
     """The same of a table with a row a context. Of each frequency that is not the greatest of its row three bits, and
-    three more where no symbol occurs twice, so that nothing says which do: of 2,187 tables one stayed 8 % below it."""
+    three more where no symbol occurs twice, so that nothing says which do: of 148,137 tables of drawn symbols seven
+    stayed more than 9 % below it, one 15 %."""
     cells = np.count_nonzero(counts)
     return (3 + 3 * cells / int(counts.sum())) * (cells - np.count_nonzero(counts.any(axis=1))) / 8
 
