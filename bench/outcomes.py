@@ -303,9 +303,15 @@ def lost_later(note: str) -> tuple[str, str]:
 
 
 def setting_of(note: str) -> str:
-    """Of a row of `peer_rows`: the setting of ours, "default" where its note does not say."""
+    """Of a row of `peer_rows`: which setting of ours it holds, as its note says; whatever else it says after.
+
+    Raises:
+        BadArgumentError: the note does not say.
+    """
     said = re.search(r"; ours: ([^;]+)", note)
-    return said[1] if said else "default"
+    if said is None:
+        raise BadArgumentError(f"no setting of ours in {note!r}")
+    return said[1]
 
 
 def own(found: Mapping[str, System], loss: float) -> dict[str, System]:

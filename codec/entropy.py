@@ -59,7 +59,7 @@ FEW = 1024
 SAMPLE, PARTS = 1 << 14, 8
 """Elements of an array that are looked at to choose how to code it, in so many stretches."""
 _A_TIE = 0.5
-"""Bytes by which estimates must differ to decide anything: files must not depend on the last digits of a logarithm."""
+"""Bytes by which a finer table must be cheaper: what is chosen must not depend on the last digits of a logarithm."""
 _MANY = 4 * SAMPLE
 _NOISE = 8 / _SLACK
 """Bits a symbol from which storing is as good."""

@@ -285,7 +285,8 @@ def test_the_smallest_of_our_settings_that_loses_no_more_speaks_for_us() -> None
         (row, _) = peer_rows("M", 1, "other", ours, [Pair(*restored(2.0, theirs, theirs))])
         assert (setting_of(row.note), row.met, row.value) == (setting, met, losses[setting][0])
         assert lost_later(row.note)[0] == f"{losses[setting][1]:+.2f}"
-    assert setting_of("ours loses +0.10 % at once; theirs +0.10 %; one seed") == "default"
+    with pytest.raises(BadArgumentError, match="no setting of ours"):
+        setting_of("ours loses +0.10 % at once; theirs +0.10 %; one seed")
 
 
 def test_each_case_has_its_own_losses() -> None:

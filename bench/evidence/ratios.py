@@ -170,14 +170,14 @@ def _pair(row: Json) -> str:
     """Ours and theirs, and what either loses later; "no" where ours is not larger at no more loss.
 
     Raises:
-        BadArgumentError: its note does not say what was lost.
+        BadArgumentError: its note does not say what was lost, or by which of our settings.
     """
     if row["value"] is None:
         return NONE
+    ours, theirs = lost_later(row["note"])
     setting = setting_of(row["note"])
     said = f" ({setting})" if row["peer"] in LOSSY and setting != "default" else ""
     text = f"{number(row['value'])}{said} / {number(row['peer_value'])} x"
-    ours, theirs = lost_later(row["note"])
     if {ours, theirs} != {"+0.00"}:
         text += f", {_change(ours)} / {_change(theirs)}"
     if row["met"] is None:
