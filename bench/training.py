@@ -57,6 +57,12 @@ def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Se
     return lambda spacing: InStore(make(), grads=grads, spacing=spacing, searching=searching)
 
 
+def _often_killed(bins: int) -> Make:
+    """Coarse weights ahead of their drift, first moments finer than the rate has them: they make up for restores."""
+    rules = (("weight", sp.Quantize(bins=bins)), ("*/exp_avg", sp.FirstMoment(step=1.25)))
+    return _config(lambda: sp.Config(rules, rate=0.02, chain=RARE))
+
+
 def _baseline(name: str) -> Make:
     def make(_: int) -> System:
         from .baselines import BASELINES
@@ -73,6 +79,8 @@ SYSTEMS: dict[str, Make] = {
     "rate 0.002": _config(lambda: sp.Config(rate=0.002)),
     "rate 0.002, 16 bins": _config(lambda: sp.Config([("weight", sp.Quantize(bins=16))], rate=0.002)),
     "rate 0, 12 bins, ahead": _config(lambda: sp.Config([("weight", sp.Quantize(bins=12))], ahead=True)),
+    "rate 0.02, 12 bins, first moments 1.25, bases every 100": _often_killed(12),
+    "rate 0.02, 10 bins, first moments 1.25, bases every 100": _often_killed(10),
     "rate 0.0005, one base": _config(lambda: sp.Config(rate=0.0005, chain=ONE_BASE)),
     "inshrinkerator": _config(sp.presets.inshrinkerator, grads=True),
     "inshrinkerator, one base": _config(lambda: sp.presets.inshrinkerator(chain=ONE_BASE), grads=True),
@@ -150,12 +158,14 @@ class Study:
 
 
 _FEW = ("default", "rate 0.0005", "inshrinkerator")
+_OFTEN_KILLED = tuple(name for name in SYSTEMS if "first moments" in name)
 _SHORT = (
     "default",
     "rate 0.0005",
     "rate 0.002, 16 bins",
     "rate 0, 12 bins, ahead",
     "rate 0.0005, one base",
+    *_OFTEN_KILLED,
     "inshrinkerator",
     "lc_checkpoint",
     "check_n_run",
@@ -163,7 +173,15 @@ _SHORT = (
     "ExCP",
     YARDSTICK,
 )
-_SHORTEST = ("default", "rate 0.0005", "rate 0.002, 16 bins", "inshrinkerator", "QD-compressor", YARDSTICK)
+_SHORTEST = (
+    "default",
+    "rate 0.0005",
+    "rate 0.002, 16 bins",
+    *_OFTEN_KILLED,
+    "inshrinkerator",
+    "QD-compressor",
+    YARDSTICK,
+)
 STUDIES = {
     "MLP": Study(3, None, _FEW, thresholds=3, ablation=2),
     "embedding": Study(2, _SHORT),

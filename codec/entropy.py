@@ -12,6 +12,7 @@
     9 stored       the symbols themselves
     10 rare        where symbols differ from their context, and what they are
     11 exceptions  the most frequent symbol, then where others stand, and which
+    12 places      classes of rows and columns, then as conditional: the class of a place is (part of) the context
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes.
 """
@@ -41,12 +42,13 @@ from ..kernels.rare import rare_decode, rare_encode
 from ..kernels.runlength import rle_decode, rle_encode
 from .errors import CorruptDataError
 from .fields import Reader, Writer
+from .places import Places, classes_of
 
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
-RARE, EXCEPTIONS = 10, 11
+RARE, EXCEPTIONS, PLACES = 10, 11, 12
 PRECISIONS = (12, 15)
 _STATES = 16
 _SHORT, _MODEST = 2048, 4096
@@ -61,6 +63,8 @@ SAMPLE, PARTS = 1 << 14, 8
 _A_TIE = 0.5
 """Bytes by which a finer table must be cheaper: what is chosen must not depend on the last digits of a logarithm."""
 _MANY = 4 * SAMPLE
+_WORTH_PLACES = 512
+"""Bytes below which classes of places are not tried."""
 _NOISE = 8 / _SLACK
 """Bits a symbol from which storing is as good."""
 
@@ -73,14 +77,19 @@ def counts_of(symbols: U8) -> I64:
     return counts
 
 
-def encode(symbols: U8, counts: I64 | None = None) -> bytes:
-    """Code symbols without a context: constant, packed, huffman, rans, exceptions or stored, whichever is smallest.
+def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int = 0) -> bytes:
+    """Code symbols without a context: constant, packed, huffman, rans, exceptions, places or stored, whichever is
+    smallest.
 
     Args:
         symbols: uint8, shape (n,); n is not stored.
         counts: int64 [256], how often each occurs, where that is known.
+        columns: of the matrix that the symbols are a part of in C order; 0 (default): of none.
+        start: number of the first symbol in it; default 0.
     """
-    return (coded(symbols) if counts is None else _encode_plain(symbols, counts)).done()
+    if counts is None and not columns:
+        return coded(symbols).done()
+    return _encode_plain(symbols, counts_of(symbols) if counts is None else counts, columns, start).done()
 
 
 def coded(symbols: U8) -> Writer:
@@ -105,7 +114,7 @@ def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
     return lambda x: np.concatenate([x[i : i + length] for i in starts])
 
 
-def _encode_plain(symbols: U8, counts: I64) -> Writer:
+def _encode_plain(symbols: U8, counts: I64, columns: int = 0, start: int = 0) -> Writer:
     out = Writer()
     n = symbols.size
     present = counts.nonzero()[0]
@@ -134,6 +143,10 @@ def _encode_plain(symbols: U8, counts: I64) -> Writer:
     order = (STORED, PACKED, HUFFMAN, RANS, EXCEPTIONS)
     least = min(sizes.values())
     method = next(m for m in order if m in sizes and sizes[m] <= _SLACK * least)
+    if columns:
+        placed = _by_place(symbols, None, counts[None, :], columns, start, least)
+        if placed is not None:
+            return placed
     out.byte(method)
     if method == STORED:
         out.raw(symbols)
@@ -222,6 +235,63 @@ def _array(data: memoryview) -> U8:
     return np.frombuffer(data, np.uint8)
 
 
+def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> Writer | None:
+    """Code symbols in the context of their place, beside another one; None where that is not smaller than `size` bytes.
+
+    Args:
+        symbols: uint8, shape (n,).
+        context: uint8, shape (n,), values below `counts.shape[0]`, or None.
+        counts: int64 [contexts, symbols], of the pairs.
+        columns: of the matrix that the symbols are a part of.
+        start: number of the first one in it.
+        size: bytes that they take otherwise.
+    """
+    if size < _WORTH_PLACES:
+        return None
+    contexts = counts.shape[0]
+    places = classes_of(symbols, int(counts[0].argmax()) if context is None else context, columns, start, contexts)
+    if places is None:
+        return None
+    head = Writer()
+    for number in (columns, places.phase, contexts, places.classes, places.base):
+        head.varint(number)
+    head.block(encode(places.rows))
+    head.block(encode(places.columns))
+    if len(head) >= size / 2:
+        return None
+    both = places.beside(context, symbols.size)
+    rows = contexts * places.classes
+    pairs = joint_counts(both, symbols, rows, max(2, 1 + int(counts.any(axis=0).nonzero()[0][-1])))
+    size = size / _SLACK - len(head) - 1
+    if entropy_bits(pairs) / 8 + _STATES + 4 + _least_of_contexts(pairs) >= size:
+        return None
+    model = _Model.best(pairs, _SLACK, rows)
+    if model.cost >= size:
+        return None
+    out = Writer()
+    out.byte(PLACES)
+    out.raw(head)
+    model.write(out, symbols, both)
+    return out
+
+
+def _decode_places(data: Reader, n: int, context: U8 | None) -> U8:
+    columns, phase, contexts, classes, base = (data.varint() for _ in range(5))
+    if not 1 <= columns <= n or phase >= columns:
+        raise CorruptDataError(f"places: {n} symbols in {columns} columns from {phase}")
+    if not 1 <= classes <= 256 or not 1 <= contexts <= 256 // classes or base > 255:
+        raise CorruptDataError(f"places: {contexts} contexts, {classes} classes from {base} are out of range")
+    if contexts == 1:
+        context = None
+    elif context is None or int(context.max(initial=0)) >= contexts:
+        raise CorruptDataError(f"places: {contexts} contexts are not those of a parent")
+    rows, across = data.block(), data.block()
+    if PLACES in (*rows[:1], *across[:1]):  # or hostile bytes nest as deep as they are long
+        raise CorruptDataError("places: classes are themselves coded by their places")
+    places = Places(decode(rows, -(-(phase + n) // columns)), decode(across, columns), phase, base, classes)
+    return _read_rans(data, places.beside(context, n), contexts * classes, n)
+
+
 def encode_published(symbols: U8) -> bytes:
     """Run lengths above one and Huffman, as published; constant where there is one symbol, huffman for bases."""
     if symbols.size == 0 or (symbols == symbols[0]).all():
@@ -259,7 +329,9 @@ def _decode_published(data: Reader, n: int) -> U8:
     return decoded
 
 
-def encode_levels(levels: U8, size: int, parent: U8 | None, parent_size: int, coder: str) -> bytes:
+def encode_levels(
+    levels: U8, size: int, parent: U8 | None, parent_size: int, coder: str, columns: int = 0, start: int = 0
+) -> bytes:
     """Code levels, as a delta against the parent's levels where there are any.
 
     Args:
@@ -269,15 +341,19 @@ def encode_levels(levels: U8, size: int, parent: U8 | None, parent_size: int, co
         parent_size: number of levels of the parent.
         coder: "smallest", "fast" (up to half a percent larger where that decodes faster), or "published"
             (Inshrinkerator: Huffman for a base, one group per parent level with run lengths and Huffman for a delta).
+        columns: of the matrix that the levels are a part of in C order; 0 (default): of none.
+        start: number of the first level in it; default 0.
     """
     if coder == "published":
         return encode_huffman(levels) if parent is None else encode_rearranged(levels, size, parent, parent_size)
     if parent is None:
-        return encode(levels)
-    return in_context(levels, parent, parent_size, _SLACK if coder == "fast" else 1.0)[0].done()
+        return encode(levels, None, columns, start)
+    return in_context(levels, parent, parent_size, _SLACK if coder == "fast" else 1.0, columns, start)[0].done()
 
 
-def in_context(symbols: U8, context: U8, contexts: int, slack: float = _SLACK) -> tuple[Writer, float]:
+def in_context(
+    symbols: U8, context: U8, contexts: int, slack: float = _SLACK, columns: int = 0, start: int = 0
+) -> tuple[Writer, float]:
     """Code symbols in a context that both sides know, or without it where that is no larger.
 
     Args:
@@ -285,6 +361,8 @@ def in_context(symbols: U8, context: U8, contexts: int, slack: float = _SLACK) -
         context: uint8, shape (n,), values below `contexts`.
         contexts: 2 to 256.
         slack: by how much larger it may be where that decodes faster.
+        columns: of the matrix that the symbols are a part of in C order; 0 (default): of none.
+        start: number of the first symbol in it; default 0.
 
     Returns:
         What was written, and the bits that the symbols' own entropy would take, without the context.
@@ -313,6 +391,10 @@ def in_context(symbols: U8, context: U8, contexts: int, slack: float = _SLACK) -
                 cost = model.cost
     if plain is None and _plain_may_win(total, alone, cost):
         plain = _encode_plain(symbols, total)
+    if columns:
+        placed = _by_place(symbols, context, counts, columns, start, cost if plain is None else min(cost, len(plain)))
+        if placed is not None:
+            return placed, alone
     if plain is not None and len(plain) <= cost + 1:
         return plain, alone
     if model is not None:
@@ -374,7 +456,9 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
     """
     reader = Reader(data, "symbols")
     method = reader.byte()
-    if method in _IN_CONTEXT:
+    if method == PLACES:
+        symbols = _decode_places(reader, n, context)
+    elif method in _IN_CONTEXT:
         if context is None:
             raise CorruptDataError(f"symbols: method {method} needs a parent")
         symbols = _IN_CONTEXT[method](reader, n, context, contexts)

@@ -31,7 +31,8 @@ from .errors import CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
-from .scaled import LAYOUTS, Layout, columns_of, decode_scaled, encode_scaled
+from .places import columns_of
+from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR = range(7)
 _CHANGES: dict[int, Method] = {DIFFERENCE: "arithmetic", XOR: "xor"}

@@ -25,6 +25,7 @@ from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
+from .places import columns_of
 
 _EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
@@ -95,14 +96,15 @@ def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
     return np.unique(wide[np.isfinite(wide)] + 0.0)
 
 
-def level_chunks(memory: LevelsMemory, before: LevelsMemory | None, coder: str) -> list[bytes]:
+def level_chunks(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None, coder: str) -> list[bytes]:
     """The pieces from the second on: the levels of each chunk, in the context of the parent's where there is one."""
+    columns = columns_of(spec.shape)
 
     def one(start: int) -> bytes:
         part = slice(start, start + CHUNK)
         parent = None if before is None else before.levels[part]
         parent_size = 0 if before is None else before.size
-        return entropy.encode_levels(memory.levels[part], memory.size, parent, parent_size, coder)
+        return entropy.encode_levels(memory.levels[part], memory.size, parent, parent_size, coder, columns, start)
 
     return map_chunks(one, range(0, memory.levels.size, CHUNK))
 
@@ -114,7 +116,7 @@ def restate_levels(
     if not isinstance(memory, LevelsMemory):
         raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
     before = beneath(parent, spec)
-    return meta, [references(memory, spec, before), *level_chunks(memory, before, "smallest")]
+    return meta, [references(memory, spec, before), *level_chunks(memory, spec, before, "smallest")]
 
 
 def references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None) -> bytes:

@@ -38,6 +38,7 @@ from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
 from .moments import LogBuckets, ValuesMemory
 from .parallel import map_chunks
+from .places import columns_of
 
 _FACTOR_BITS = 3
 _ATTEMPTS = 5
@@ -233,7 +234,7 @@ def _rank_one_pieces(
         first = int(np.count_nonzero(memory.symbols[:start] == NO_RESIDUAL)) if memory.escaped.size else 0
         count = int(np.count_nonzero(symbols == NO_RESIDUAL)) if memory.escaped.size else 0
         known = counts[start // CHUNK] if counts else None
-        return _pack_chunk(symbols, memory.escaped[first : first + count], known, old)
+        return _pack_chunk(symbols, memory.escaped[first : first + count], known, old, memory.columns.size, start)
 
     return [head.done(), *map_chunks(one, range(0, memory.symbols.size, CHUNK))]
 
@@ -322,7 +323,13 @@ class FirstMoment:
             return error, None
         if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
             return math.inf, None
-        pieces = [_pack_table(table), *map_chunks(lambda p: _pack_chunk(on_host(p[0]), on_host(p[3]), p[2]), parts)]
+        columns = columns_of(leaf.spec.shape)
+
+        def packed(number: int) -> bytes:
+            symbols, _, known, escaped = parts[number]
+            return _pack_chunk(on_host(symbols), on_host(escaped), known, None, columns, number * CHUNK)
+
+        pieces = [_pack_table(table), *map_chunks(packed, range(len(parts)))]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")
 
 
@@ -494,13 +501,14 @@ def _read_table(data: Reader) -> NpArray:
 
 
 def _pack_chunk(
-    symbols: NpArray, escaped: NpArray, counts: NpArray | None = None, before: NpArray | None = None
+    symbols: NpArray, escaped: NpArray, counts: NpArray | None, before: NpArray | None, columns: int, start: int
 ) -> bytes:
+    """The chunk at `start` of a matrix of so many columns; `counts` of its symbols, where they are known."""
     out = Writer()
     if before is None and counts is not None:
-        out.block(entropy.encode(symbols, counts.astype(np.int64)))
+        out.block(entropy.encode(symbols, counts.astype(np.int64), columns, start))
     else:
-        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest"))
+        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
     out.varint(escaped.size)
     out.raw(escaped.astype("<f4", copy=False))
     return out.done()

@@ -314,7 +314,7 @@ class Quantize:
         if not trade.price and (self._chooses or plan.trade.price):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
-        pieces = [references(memory, leaf.spec, before), *level_chunks(memory, before, self.coder)]
+        pieces = [references(memory, leaf.spec, before), *level_chunks(memory, leaf.spec, before, self.coder)]
         if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
         return Stored("levels", metadata(memory), pieces, memory, met.relative_l2, "relative L2", note)

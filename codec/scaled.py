@@ -12,7 +12,6 @@ moments are nearly products of a row's and a column's scale. Arrays without rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,21 +55,6 @@ LAYOUTS = {
     "complex128": Layout(64, 52, 4, 1),
 }
 """By dtype; a complex number is two floats."""
-
-
-def columns_of(shape: Sequence[int], parts: int) -> int:
-    """Columns of an array as a matrix, its first axis against the rest; 0 for one of fewer axes.
-
-    Args:
-        shape: of the array.
-        parts: floats an element, 2 for complex dtypes.
-    """
-    if len(shape) < 2 or shape[0] < 2:
-        return 0
-    columns = parts
-    for length in shape[1:]:
-        columns *= length
-    return columns
 
 
 def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Writer:

@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 _MOST = 2**56
 
 
-def row_column_sums(values: Array, columns: int, phase: int = 0) -> tuple[Array, Array]:
-    """Sums of the rows and of the columns of a matrix, of which `values` is a part in C order.
+def row_column_sums(
+    values: Array, columns: int, phase: int = 0, *, origin: int | Array = 0, most: int = 255
+) -> tuple[Array, Array]:
+    """Sums of the rows and of the columns of a matrix, of which `values` is a part in C order; or of distances.
 
         value i stands in row (phase + i) // columns and column (phase + i) % columns
+        it counts as min(|values[i] - origin|, most)
 
     Args:
         values: uint8[n].
         columns: of the matrix, 1 or more.
         phase: column in which the first value stands, 0 ... columns - 1.
+        origin: what distances are taken from, 0 ... 255, or one for each value, uint8[n]; default 0: as they are.
+        most: that one value counts, 0 ... 255; default 255.
 
     Returns:
         (int64[ceil((phase + n) / columns)], int64[columns]).
@@ -36,26 +41,48 @@ def row_column_sums(values: Array, columns: int, phase: int = 0) -> tuple[Array,
 
     Example:
         >>> import numpy as np
-        >>> rows, columns = row_column_sums(np.asarray([1, 2, 3, 4], np.uint8), 3, phase=1)  # - 1 2 / 3 4 -
+        >>> values = np.asarray([1, 2, 3, 4], np.uint8)
+        >>> rows, columns = row_column_sums(values, 3, phase=1)  # - 1 2 / 3 4 -
         >>> rows.tolist(), columns.tolist()
         ([3, 7], [3, 5, 2])
+        >>> row_column_sums(values, 2, origin=3, most=1)[0].tolist()  # 1 1 / 0 1
+        [2, 1]
     """
     values = vector("values", values, ("uint8",))
     columns = integer("columns", columns, 1, _MOST)
-    rows, sums = back_end(values, "classes").row_column_sums(values, columns, integer("phase", phase, 0, columns - 1))
+    phase, most = integer("phase", phase, 0, columns - 1), integer("most", most, 0, 255)
+    if getattr(origin, "shape", ()):
+        origin = vector("origin", origin, ("uint8",))
+        integer("the number of origins", origin.shape[0], values.shape[0], values.shape[0])
+    else:
+        origin = integer("origin", origin, 0, 255)
+    rows, sums = back_end(values, "classes").row_column_sums(values, columns, phase, origin, most)
     return rows, sums
 
 
-def class_sums(rows: Array, columns: Array, n: int, phase: int = 0) -> Array:
-    """For each place the class of its row plus the class of its column, 255 at most.
+def class_sums(
+    rows: Array,
+    columns: Array,
+    n: int,
+    phase: int = 0,
+    *,
+    base: int = 0,
+    classes: int = 256,
+    context: Array | None = None,
+) -> Array:
+    """For each place the class of its row plus the class of its column, within `classes` of them from `base` on.
 
-        out[i] = min(rows[(phase + i) // C] + columns[(phase + i) % C], 255)
+        own    = min(max(rows[(phase + i) // C] + columns[(phase + i) % C] - base, 0), classes - 1)
+        out[i] = context[i] * classes + own
 
     Args:
         rows: uint8[ceil((phase + n) / C)].
         columns: uint8[C], C at least 1.
         n: number of places, >= 0.
         phase: as in `row_column_sums`.
+        base: 0 ... 255; default 0.
+        classes: 1 ... 256; default 256.
+        context: uint8[n], another context of each place; None (default): 0. Sums are modulo 256.
 
     Returns:
         uint8[n].
@@ -65,15 +92,22 @@ def class_sums(rows: Array, columns: Array, n: int, phase: int = 0) -> Array:
 
     Example:
         >>> import numpy as np
-        >>> class_sums(np.asarray([10, 250], np.uint8), np.asarray([0, 1, 7], np.uint8), 5, phase=1).tolist()
+        >>> rows, columns = np.asarray([10, 250], np.uint8), np.asarray([0, 1, 7], np.uint8)
+        >>> class_sums(rows, columns, 5, phase=1).tolist()
         [11, 17, 250, 251, 255]
+        >>> class_sums(rows, columns, 5, phase=1, base=12, classes=4, context=np.arange(5, dtype=np.uint8)).tolist()
+        [0, 7, 11, 15, 19]
     """
     rows, columns = vector("rows", rows, ("uint8",)), vector("columns", columns, ("uint8",))
     width = integer("the number of columns", columns.shape[0], 1, _MOST)
     phase = integer("phase", phase, 0, width - 1)
     n = integer("n", n, 0, _MOST)
     integer("the number of rows", rows.shape[0], -(-(phase + n) // width), -(-(phase + n) // width))
-    return back_end(rows, "classes").class_sums(rows, columns, n, phase)
+    base, classes = integer("base", base, 0, 255), integer("classes", classes, 1, 256)
+    if context is not None:
+        context = vector("context", context, ("uint8",))
+        integer("the number of contexts", context.shape[0], n, n)
+    return back_end(rows, "classes").class_sums(rows, columns, n, phase, base, classes, context)
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:

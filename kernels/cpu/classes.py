@@ -18,19 +18,27 @@ SHORT = 1 << 15
 """Rows summed in 32 bits before they are added to sums of 64, and elements of a row likewise."""
 
 
-def row_column_sums(values: Array, columns: int, phase: int) -> tuple[Array, Array]:
+def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array, most: int) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.classes.row_column_sums`."""
     v = compiled(values)
     rows = np.zeros(-(-(phase + v.size) // columns), np.int64)
     sums = np.zeros(columns, np.int64)
-    _sums(v, phase, rows, sums, np.zeros(columns, np.uint32))
+    same = np.full(1, origin, np.uint8) if isinstance(origin, int) else compiled(origin)
+    _sums(v, same, isinstance(origin, int), np.uint8(most), phase, rows, sums, np.zeros(columns, np.uint32))
     return like(rows, values), like(sums, values)
 
 
-def class_sums(rows: Array, columns: Array, n: int, phase: int) -> Array:
+def class_sums(
+    rows: Array, columns: Array, n: int, phase: int, base: int, classes: int, context: Array | None
+) -> Array:
     """See `shrinkpoint.kernels.classes.class_sums`."""
     out = np.empty(n, np.uint8)
-    _classes(compiled(rows), compiled(columns), phase, out)
+    r, c = compiled(rows), compiled(columns)
+    if context is None:
+        _classes(r, c, phase, base, classes, out)
+    else:
+        with np.errstate(over="ignore"):  # not compiled, it would warn
+            _beside(r, c, phase, base, classes, compiled(context), out)
     return like(out, rows)
 
 
@@ -49,21 +57,34 @@ def _look_up(patterns: NumPy, shift: Any, table: NumPy, out: NumPy) -> None:
 
 
 @njit
-def _sums(values: NumPy, phase: int, rows: NumPy, sums: NumPy, short: NumPy) -> None:
+def _sums(
+    values: NumPy, origins: NumPy, one: bool, most: Any, phase: int, rows: NumPy, sums: NumPy, short: NumPy
+) -> None:
     width = sums.size
+    distances = np.empty(min(SHORT, max(values.size, 1)), np.uint8)
+    origin = origins[0] if one else np.uint8(0)
     for r in range(rows.size):
         first = max(r * width - phase, 0)
-        part = values[first : min((r + 1) * width - phase, values.size)]
+        end = min((r + 1) * width - phase, values.size)
         total = np.int64(0)
-        for start in range(0, part.size, SHORT):
+        for start in range(first, end, SHORT):
+            part = values[start : min(start + SHORT, end)]
+            own = distances[: part.size]
+            if one:
+                for i in range(part.size):
+                    own[i] = min(np.uint8(max(part[i], origin) - min(part[i], origin)), most)
+            else:
+                beside = origins[start : start + part.size]
+                for i in range(part.size):
+                    own[i] = min(np.uint8(max(part[i], beside[i]) - min(part[i], beside[i])), most)
+            column = short[start + phase - r * width :]
             some = np.uint32(0)
-            for v in part[start : start + SHORT]:
-                some += np.uint32(v)
+            for i in range(part.size):
+                some += np.uint32(own[i])
             total += np.int64(some)
+            for i in range(part.size):
+                column[i] += np.uint32(own[i])
         rows[r] = total
-        column = short[first + phase - r * width :]
-        for c in range(part.size):
-            column[c] += np.uint32(part[c])
         if r % SHORT == SHORT - 1 or r == rows.size - 1:
             for c in range(width):
                 sums[c] += np.int64(short[c])
@@ -71,13 +92,28 @@ def _sums(values: NumPy, phase: int, rows: NumPy, sums: NumPy, short: NumPy) -> 
 
 
 @njit
-def _classes(rows: NumPy, columns: NumPy, phase: int, out: NumPy) -> None:
+def _classes(rows: NumPy, columns: NumPy, phase: int, base: int, classes: int, out: NumPy) -> None:
     width = columns.size
+    top = np.int16(classes - 1)
     for r in range(rows.size):
         first = max(r * width - phase, 0)
         part = out[first : min((r + 1) * width - phase, out.size)]
         column = columns[first + phase - r * width :]
-        own = rows[r]
+        own = np.int16(np.int16(rows[r]) - np.int16(base))
         for c in range(part.size):
-            both = np.uint8(own + column[c])
-            part[c] = both if both >= own else np.uint8(255)  # it wrapped around
+            part[c] = np.uint8(min(max(np.int16(own + np.int16(column[c])), np.int16(0)), top))
+
+
+@njit
+def _beside(rows: NumPy, columns: NumPy, phase: int, base: int, classes: int, context: NumPy, out: NumPy) -> None:
+    width = columns.size
+    top, factor = np.int16(classes - 1), np.uint8(classes & 255)
+    for r in range(rows.size):
+        first = max(r * width - phase, 0)
+        part = out[first : min((r + 1) * width - phase, out.size)]
+        beside = context[first : first + part.size]
+        column = columns[first + phase - r * width :]
+        own = np.int16(np.int16(rows[r]) - np.int16(base))
+        for c in range(part.size):
+            both = np.uint8(min(max(np.int16(own + np.int16(column[c])), np.int16(0)), top))
+            part[c] = np.uint8(both + np.uint8(beside[c] * factor))
