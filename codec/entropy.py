@@ -13,6 +13,7 @@
     10 rare        where symbols differ from their context, and what they are
     11 exceptions  the most frequent symbol, then where others stand, and which
     12 places      classes of rows and columns, then as conditional: the class of a place is (part of) the context
+    13 products    factors of rows and columns, then as places: what they predict for a place is the other context
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ import zstandard
 from ..kernels.bitpack import pack_bits, unpack_bits
 from ..kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
 from ..kernels.levels import delta, joint_counts, merge_by_level, split_by_level, undelta
+from ..kernels.products import MOST_RANK
 from ..kernels.rans import (
     coding_cost,
     entropy_bits,
@@ -42,13 +45,14 @@ from ..kernels.rare import rare_decode, rare_encode
 from ..kernels.runlength import rle_decode, rle_encode
 from .errors import CorruptDataError
 from .fields import Reader, Writer
+from .lowrank import CLASSES, Factors, expected, factors_of, signed
 from .places import Places, classes_of
 
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
-RARE, EXCEPTIONS, PLACES = 10, 11, 12
+RARE, EXCEPTIONS, PLACES, PRODUCTS = 10, 11, 12, 13
 PRECISIONS = (12, 15)
 _STATES = 16
 _SHORT, _MODEST = 2048, 4096
@@ -65,6 +69,8 @@ _A_TIE = 0.5
 _MANY = 4 * SAMPLE
 _WORTH_PLACES = 512
 """Bytes below which classes of places are not tried."""
+_SIGN = np.uint8(128)
+"""What makes a signed byte an unsigned one in the same order, and back."""
 _NOISE = 8 / _SLACK
 """Bits a symbol from which storing is as good."""
 
@@ -77,19 +83,19 @@ def counts_of(symbols: U8) -> I64:
     return counts
 
 
-def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int = 0) -> bytes:
-    """Code symbols without a context: constant, packed, huffman, rans, exceptions, places or stored, whichever is
-    smallest.
+def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int = 0, *, numbers: bool = False) -> bytes:
+    """Code symbols without a context, by whichever coder is smallest.
 
     Args:
         symbols: uint8, shape (n,); n is not stored.
         counts: int64 [256], how often each occurs, where that is known.
         columns: of the matrix that the symbols are a part of in C order; 0 (default): of none.
         start: number of the first symbol in it; default 0.
+        numbers: symbols 1, 2, 3, ... stand for 0, -1, 1, ..., which products may predict; default False.
     """
     if counts is None and not columns:
         return coded(symbols).done()
-    return _encode_plain(symbols, counts_of(symbols) if counts is None else counts, columns, start).done()
+    return _encode_plain(symbols, counts_of(symbols) if counts is None else counts, columns, start, numbers).done()
 
 
 def coded(symbols: U8) -> Writer:
@@ -114,7 +120,7 @@ def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
     return lambda x: np.concatenate([x[i : i + length] for i in starts])
 
 
-def _encode_plain(symbols: U8, counts: I64, columns: int = 0, start: int = 0) -> Writer:
+def _encode_plain(symbols: U8, counts: I64, columns: int = 0, start: int = 0, numbers: bool = False) -> Writer:
     out = Writer()
     n = symbols.size
     present = counts.nonzero()[0]
@@ -144,9 +150,12 @@ def _encode_plain(symbols: U8, counts: I64, columns: int = 0, start: int = 0) ->
     least = min(sizes.values())
     method = next(m for m in order if m in sizes and sizes[m] <= _SLACK * least)
     if columns:
-        placed = _by_place(symbols, None, counts[None, :], columns, start, least)
+        found = [_by_place(symbols, None, counts[None, :], columns, start, least)]
+        if numbers:
+            found.append(_by_product(symbols, columns, start, least))
+        placed = min((f for f in found if f is not None), key=lambda f: f.cost, default=None)
         if placed is not None:
-            return placed
+            return placed.written(symbols)
     out.byte(method)
     if method == STORED:
         out.raw(symbols)
@@ -235,8 +244,32 @@ def _array(data: memoryview) -> U8:
     return np.frombuffer(data, np.uint8)
 
 
-def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> Writer | None:
-    """Code symbols in the context of their place, beside another one; None where that is not smaller than `size` bytes.
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Symbols in the context of their place: what says which it is, the contexts, their table, and bytes in all."""
+
+    head: Writer
+    contexts: U8
+    model: _Model
+    cost: float
+
+    @staticmethod
+    def of(head: Writer, symbols: U8, contexts: U8, rows: int, size: float) -> _Placed | None:
+        """None where that is not smaller than `size` bytes by half a percent; contexts are below `rows`."""
+        rest = size / _SLACK - len(head)
+        pairs = joint_counts(contexts, symbols, rows, max(2, int(symbols.max()) + 1))
+        if entropy_bits(pairs) / 8 + _STATES + 4 + _least_of_contexts(pairs) >= rest:
+            return None
+        model = _Model.best(pairs, _SLACK, rows)
+        return _Placed(head, contexts, model, len(head) + model.cost) if model.cost < rest else None
+
+    def written(self, symbols: U8) -> Writer:
+        self.model.write(self.head, symbols, self.contexts)
+        return self.head
+
+
+def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> _Placed | None:
+    """Symbols in the context of the class of their place, beside another one; None where that is not smaller.
 
     Args:
         symbols: uint8, shape (n,).
@@ -253,43 +286,109 @@ def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start:
     if places is None:
         return None
     head = Writer()
-    for number in (columns, places.phase, contexts, places.classes, places.base):
+    head.byte(PLACES)
+    for number in (columns, places.phase, contexts):
         head.varint(number)
-    head.block(encode(places.rows))
-    head.block(encode(places.columns))
+    _write_classes(head, places)
     if len(head) >= size / 2:
         return None
-    both = places.beside(context, symbols.size)
-    rows = contexts * places.classes
-    pairs = joint_counts(both, symbols, rows, max(2, 1 + int(counts.any(axis=0).nonzero()[0][-1])))
-    size = size / _SLACK - len(head) - 1
-    if entropy_bits(pairs) / 8 + _STATES + 4 + _least_of_contexts(pairs) >= size:
+    return _Placed.of(head, symbols, places.beside(context, symbols.size), contexts * places.classes, size)
+
+
+def _by_product(symbols: U8, columns: int, start: int, size: float) -> _Placed | None:
+    """Symbols that stand for signed numbers in the context of what products predict, and of their place's class.
+
+    Arguments as `_by_place`.
+    """
+    if size < _WORTH_PLACES:
         return None
-    model = _Model.best(pairs, _SLACK, rows)
-    if model.cost >= size:
+    factors = factors_of(symbols, columns, start)
+    if factors is None:
         return None
-    out = Writer()
-    out.byte(PLACES)
-    out.raw(head)
-    model.write(out, symbols, both)
-    return out
+    head = Writer()
+    head.byte(PRODUCTS)
+    for number in (columns, factors.phase, factors.rows.shape[1], factors.shift):
+        head.varint(number)
+    for factor in (factors.rows, factors.columns):
+        head.block(encode(factor.T.reshape(-1).view(np.uint8) ^ _SIGN))
+    contexts = factors.classes(symbols.size)
+    numbers, origins = (x.view(np.uint8) ^ _SIGN for x in (signed(symbols), expected(contexts)))
+    places = classes_of(numbers, origins, columns, start, CLASSES)
+    if places is None:
+        head.varint(1)
+        classes = 1
+    else:
+        _write_classes(head, places)
+        contexts, classes = places.beside(contexts, symbols.size), places.classes
+    if len(head) >= size / 2:
+        return None
+    return _Placed.of(head, symbols, contexts, CLASSES * classes, size)
+
+
+def _write_classes(out: Writer, places: Places) -> None:
+    out.varint(places.classes)
+    out.varint(places.base)
+    out.block(encode(places.rows))
+    out.block(encode(places.columns))
+
+
+def _read_place(data: Reader, n: int) -> tuple[int, int, int]:
+    """Columns, column of the first symbol, rows."""
+    columns, phase = data.varint(), data.varint()
+    if not 1 <= columns <= n or phase >= columns:
+        raise CorruptDataError(f"places: {n} symbols in {columns} columns from {phase}")
+    return columns, phase, -(-(phase + n) // columns)
+
+
+def _lines(data: memoryview, n: int) -> U8:
+    """A byte for each row, or column; not coded by places itself, or hostile bytes nest as deep as they are long."""
+    if not {*data[:1]}.isdisjoint((PLACES, PRODUCTS)):
+        raise CorruptDataError("places: what rows and columns have is itself coded by places")
+    return decode(data, n)
+
+
+def _read_classes(data: Reader, columns: int, phase: int, rows: int, contexts: int) -> Places | None:
+    """The classes of rows and columns, which may stand beside so many contexts; None for one class."""
+    classes = data.varint()
+    if not 1 <= classes <= 256 // contexts:
+        raise CorruptDataError(f"places: {contexts} contexts with {classes} classes each are out of range")
+    if classes == 1:
+        return None
+    base = data.varint()
+    if base > 255:
+        raise CorruptDataError(f"places: classes from {base} are out of range")
+    return Places(_lines(data.block(), rows), _lines(data.block(), columns), phase, base, classes)
 
 
 def _decode_places(data: Reader, n: int, context: U8 | None) -> U8:
-    columns, phase, contexts, classes, base = (data.varint() for _ in range(5))
-    if not 1 <= columns <= n or phase >= columns:
-        raise CorruptDataError(f"places: {n} symbols in {columns} columns from {phase}")
-    if not 1 <= classes <= 256 or not 1 <= contexts <= 256 // classes or base > 255:
-        raise CorruptDataError(f"places: {contexts} contexts, {classes} classes from {base} are out of range")
+    columns, phase, rows = _read_place(data, n)
+    contexts = data.varint()
+    if not 1 <= contexts <= 256:
+        raise CorruptDataError(f"places: {contexts} contexts are out of range")
     if contexts == 1:
         context = None
     elif context is None or int(context.max(initial=0)) >= contexts:
         raise CorruptDataError(f"places: {contexts} contexts are not those of a parent")
-    rows, across = data.block(), data.block()
-    if PLACES in (*rows[:1], *across[:1]):  # or hostile bytes nest as deep as they are long
-        raise CorruptDataError("places: classes are themselves coded by their places")
-    places = Places(decode(rows, -(-(phase + n) // columns)), decode(across, columns), phase, base, classes)
-    return _read_rans(data, places.beside(context, n), contexts * classes, n)
+    places = _read_classes(data, columns, phase, rows, contexts)
+    if places is None:
+        raise CorruptDataError("places: a single class")
+    return _read_rans(data, places.beside(context, n), contexts * places.classes, n)
+
+
+def _decode_products(data: Reader, n: int) -> U8:
+    columns, phase, rows = _read_place(data, n)
+    rank, shift = data.varint(), data.varint()
+    if not 1 <= rank <= min(MOST_RANK, columns // 4, n // columns // 4) or not 1 <= shift <= 20:
+        raise CorruptDataError(f"products: rank {rank} or shift {shift} is out of range for {rows} x {columns}")
+    left, right = (
+        (_lines(data.block(), rank * lines) ^ _SIGN).view(np.int8).reshape(rank, lines).T for lines in (rows, columns)
+    )
+    contexts: U8 = Factors(left, right, phase, shift).classes(n)
+    places = _read_classes(data, columns, phase, rows, CLASSES)
+    classes = 1
+    if places is not None:
+        contexts, classes = places.beside(contexts, n), places.classes
+    return _read_rans(data, contexts, CLASSES * classes, n)
 
 
 def encode_published(symbols: U8) -> bytes:
@@ -394,7 +493,7 @@ def in_context(
     if columns:
         placed = _by_place(symbols, context, counts, columns, start, cost if plain is None else min(cost, len(plain)))
         if placed is not None:
-            return placed, alone
+            return placed.written(symbols), alone
     if plain is not None and len(plain) <= cost + 1:
         return plain, alone
     if model is not None:
@@ -536,6 +635,7 @@ _PLAIN: dict[int, Callable[[Reader, int], U8]] = {
     ZSTANDARD: _decode_zstandard,
     STORED: lambda data, n: _array(data.raw(n)),
     EXCEPTIONS: _decode_exceptions,
+    PRODUCTS: _decode_products,
 }
 _IN_CONTEXT: dict[int, Callable[[Reader, int, U8, int], U8]] = {
     CONDITIONAL: lambda data, n, context, contexts: _read_rans(data, context, contexts, n),

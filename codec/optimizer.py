@@ -327,7 +327,8 @@ class FirstMoment:
 
         def packed(number: int) -> bytes:
             symbols, _, known, escaped = parts[number]
-            return _pack_chunk(on_host(symbols), on_host(escaped), known, None, columns, number * CHUNK)
+            start = number * CHUNK
+            return _pack_chunk(on_host(symbols), on_host(escaped), known, None, columns, start, numbers=True)
 
         pieces = [_pack_table(table), *map_chunks(packed, range(len(parts)))]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")
@@ -501,12 +502,20 @@ def _read_table(data: Reader) -> NpArray:
 
 
 def _pack_chunk(
-    symbols: NpArray, escaped: NpArray, counts: NpArray | None, before: NpArray | None, columns: int, start: int
+    symbols: NpArray,
+    escaped: NpArray,
+    counts: NpArray | None,
+    before: NpArray | None,
+    columns: int,
+    start: int,
+    *,
+    numbers: bool = False,
 ) -> bytes:
     """The chunk at `start` of a matrix of so many columns; `counts` of its symbols, where they are known."""
     out = Writer()
-    if before is None and counts is not None:
-        out.block(entropy.encode(symbols, counts.astype(np.int64), columns, start))
+    if before is None:
+        known = None if counts is None else counts.astype(np.int64)
+        out.block(entropy.encode(symbols, known, columns, start, numbers=numbers))
     else:
         out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
     out.varint(escaped.size)

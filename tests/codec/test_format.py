@@ -301,6 +301,48 @@ def symbols(data: bytes, n: int, context: Any = None, contexts: int = 0) -> np.n
     elif method == 11:
         usual = [source.take(1)[0]] * n
         out = rare(source.rest(), usual)
+    elif method == 13:
+        columns, phase, rank, shift = (source.varint() for _ in range(4))
+        assert 1 <= columns <= n
+        assert phase < columns
+        assert 1 <= rank <= min(16, columns // 4, n // columns // 4)
+        assert 1 <= shift <= 20
+        lines = -(-(phase + n) // columns), columns
+        parts = [source.block(), source.block()]
+        a, b = (symbols(p, rank * k).astype(int).reshape(rank, k) - 128 for p, k in zip(parts, lines, strict=True))
+        row, column = np.divmod(phase + np.arange(n), columns)
+        sums = (a[:, row] * b[:, column]).sum(axis=0)
+        place = np.clip((sums + (1 << (shift - 1))) >> shift, -6, 6) + 6
+        classes = source.varint()
+        assert 1 <= classes <= 19
+        if classes > 1:
+            base = source.varint()
+            assert base <= 255
+            parts += [source.block(), source.block()]
+            down, across = (symbols(p, k).astype(int) for p, k in zip(parts[2:], lines, strict=True))
+            place = place * classes + np.clip(down[row] + across[column] - base, 0, classes - 1)
+        assert all(part[0] not in (12, 13) for part in parts)
+        precision, size = source.take(1)[0], source.varint()
+        table = frequencies(source.block(), 13 * classes, size, precision)
+        out = rans(source.rest(), place.tolist(), table, precision, n)
+    elif method == 12:
+        columns, phase, others, classes, base = (source.varint() for _ in range(5))
+        assert 1 <= columns <= n
+        assert phase < columns
+        assert 1 <= others <= 256
+        assert 2 <= classes <= 256 // others
+        assert base <= 255
+        parts = source.block(), source.block()
+        assert all(part[0] not in (12, 13) for part in parts)
+        at = phase + np.arange(n)
+        row, column = symbols(parts[0], -(-(phase + n) // columns)), symbols(parts[1], columns)
+        place = np.clip(row.astype(int)[at // columns] + column[at % columns] - base, 0, classes - 1)
+        if others > 1:
+            assert context.max() < others
+            place = place + classes * context.astype(int)
+        precision, size = source.take(1)[0], source.varint()
+        table = frequencies(source.block(), others * classes, size, precision)
+        out = rans(source.rest(), place.tolist(), table, precision, n)
     else:
         raise AssertionError(method)
     assert source.at == len(data)

@@ -122,6 +122,29 @@ def mixed(t: int) -> dict[str, Any]:
     return {"model": {"fc.weight": w.bfloat16()}, "master": w, "ema": ema, "optimizer": {"state": {0: entry}}}
 
 
+def directed(t: int) -> dict[str, Any]:
+    """A first moment of three directions and noise, as a gradient is a sum of few outer products."""
+    left, right = bell(300, 111 + t).reshape(100, 3), bell(240, 121 + t).reshape(3, 80)
+    m = np.rint(left @ right * 64) / 64 + bell(8000, 131 + t).reshape(100, 80) / 4
+    v = np.ones((100, 80), np.float32)
+    entry = {"exp_avg": torch.from_numpy(m.astype(np.float32)), "exp_avg_sq": torch.from_numpy(v)}
+    return {"model": {"fc.weight": torch.ones(100, 80)}, "optimizer": {"state": {0: entry}}}
+
+
+def uneven(t: int) -> dict[str, Any]:
+    """Weights and moments of which some rows and columns change, or stand out, far more than others."""
+    rows, columns = (np.ldexp(1.0, (6 * uniform(n, n)).astype(int)) for n in (90, 60))
+    active = np.minimum(rows[:, None] * columns / 2**7, 1)
+    moving = (rows >= 8)[:, None] & (columns >= 8)
+    w = bell(5400, 71).reshape(90, 60)
+    for step in range(1, t + 1):
+        w += moving * bell(5400, 71 + step).reshape(90, 60)
+    m = np.where(uniform(5400, 81 + t).reshape(90, 60) < active, bell(5400, 91 + t).reshape(90, 60), 0.01)
+    v = np.ldexp(1.0, (2 * active * bell(5400, 101 + t).reshape(90, 60)).astype(int))
+    entry = {"exp_avg": torch.from_numpy(m.astype(np.float32)), "exp_avg_sq": torch.from_numpy(v.astype(np.float32))}
+    return {"model": {"fc.weight": torch.from_numpy(w.astype(np.float32))}, "optimizer": {"state": {0: entry}}}
+
+
 def everything(t: int) -> dict[Any, Any]:
     """Every kind of node and leaf."""
     tied = torch.arange(6, dtype=torch.int16).reshape(2, 3) + t
@@ -210,6 +233,8 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
             3,
         ),
         "mixed": (mixed, sp.Config(rate=0.003), 3),
+        "directed": (directed, sp.Config(), 2),
+        "uneven": (uneven, sp.Config([("weight", sp.Quantize(bins=4))]), 3),
         "everything": (everything, sp.presets.lossless(), 3),
         "floats": (floats, sp.presets.lossless(), 2),
         "flipped": (flipped, sp.presets.lossless(), 3),

@@ -1,0 +1,103 @@
+"""Low-rank products on the CPU: row by row, the factors of one component after another, so that loops vectorise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import like, to_numpy
+from ..sequential import compiled
+from .jit import njit
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+NumPy = np.ndarray[Any, Any]
+SHORT = 1 << 15
+"""Values of a row, and rows, that are summed in 32 bits before they are added to sums of 64: to 2**29 at most."""
+
+
+def row_products(values: Array, factor: Array, phase: int) -> Array:
+    """See `shrinkpoint.kernels.products.row_products`."""
+    v, f = compiled(values), _by_component(factor)
+    out = np.zeros((-(-(phase + v.size) // f.shape[1]), f.shape[0]), np.int64)
+    _row_products(v, f, phase, out)
+    return like(out, values)
+
+
+def column_products(values: Array, factor: Array, columns: int, phase: int) -> Array:
+    """See `shrinkpoint.kernels.products.column_products`."""
+    v, f = compiled(values), _by_component(factor)
+    out = np.zeros((f.shape[0], columns), np.int64)
+    _column_products(v, f, phase, np.zeros((f.shape[0], columns), np.int32), out)
+    return like(np.ascontiguousarray(out.T), values)
+
+
+def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int, most: int) -> Array:
+    """See `shrinkpoint.kernels.products.product_classes`."""
+    out = np.empty(n, np.uint8)
+    a, b = _by_component(rows), _by_component(columns)
+    _classes(a, b, phase, shift, most, np.empty(min(SHORT, b.shape[1]), np.int32), out)
+    return like(out, rows)
+
+
+def _by_component(factor: Array) -> NumPy:
+    """int32 [r, lines]: each component's numbers side by side."""
+    return np.ascontiguousarray(to_numpy(factor).T, np.int32)
+
+
+@njit
+def _row_products(values: NumPy, factor: NumPy, phase: int, out: NumPy) -> None:
+    rank, width = factor.shape
+    for r in range(out.shape[0]):
+        first = max(r * width - phase, 0)
+        end = min((r + 1) * width - phase, values.size)
+        for start in range(first, end, SHORT):
+            part = values[start : min(start + SHORT, end)]
+            at = start + phase - r * width
+            for k in range(rank):
+                own = factor[k, at : at + part.size]
+                some = np.int32(0)
+                for i in range(part.size):
+                    some += np.int32(part[i]) * own[i]
+                out[r, k] += np.int64(some)
+
+
+@njit
+def _column_products(values: NumPy, factor: NumPy, phase: int, short: NumPy, out: NumPy) -> None:
+    rank, width = out.shape
+    rows = factor.shape[1]
+    for r in range(rows):
+        first = max(r * width - phase, 0)
+        part = values[first : min((r + 1) * width - phase, values.size)]
+        at = first + phase - r * width
+        for k in range(rank):
+            own, times = short[k, at : at + part.size], factor[k, r]
+            for i in range(part.size):
+                own[i] += np.int32(part[i]) * times
+        if r % SHORT == SHORT - 1 or r == rows - 1:
+            for k in range(rank):
+                for c in range(width):
+                    out[k, c] += np.int64(short[k, c])
+                    short[k, c] = np.int32(0)
+
+
+@njit
+def _classes(rows: NumPy, columns: NumPy, phase: int, shift: int, most: int, sums: NumPy, out: NumPy) -> None:
+    rank, width = columns.shape
+    half, by, top = np.int32(1 << (shift - 1)), np.int32(shift), np.int32(most)
+    for r in range(rows.shape[1]):
+        first = max(r * width - phase, 0)
+        end = min((r + 1) * width - phase, out.size)
+        for start in range(first, end, SHORT):
+            part = out[start : min(start + SHORT, end)]
+            at = start + phase - r * width
+            own = sums[: part.size]
+            own[:] = half
+            for k in range(rank):
+                beside, times = columns[k, at : at + part.size], rows[k, r]
+                for i in range(part.size):
+                    own[i] += beside[i] * times
+            for i in range(part.size):
+                part[i] = np.uint8(min(max(own[i] >> by, -top), top) + top)

@@ -1,0 +1,130 @@
+"""Products of small integers with a matrix of them: what a low-rank estimate of a matrix is made of, exactly.
+
+A matrix of R C integers is estimated by p[i, j] = sum over k < r of a[i, k] b[j, k], a and b of one byte an entry.
+Everything is an integer, so that who writes and who reads a stream agree on every estimate, on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .arguments import integer
+from .arrays import back_end
+from .errors import BadArgumentError
+from .sequential import vector
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+MOST_RANK = 16
+"""Largest rank."""
+_MOST = 2**52
+
+
+def _factor(name: str, factor: Array, lines: int | None = None) -> tuple[int, int]:
+    """Lines and rank of a factor, an int8 array of two dimensions on the host; any lines but none, or just so many."""
+    vector(name, factor, ("int8",), 2)
+    if not 1 <= factor.shape[1] <= MOST_RANK:
+        raise BadArgumentError(f"{name} has shape {tuple(factor.shape)}; (lines, 1 ... {MOST_RANK}) is needed")
+    least, most = (1, _MOST) if lines is None else (lines, lines)
+    return integer(f"the number of lines of {name}", factor.shape[0], least, most), int(factor.shape[1])
+
+
+def row_products(values: Array, factor: Array, phase: int = 0) -> Array:
+    """The sum over each row of a matrix of value times the factor of its column.
+
+        out[i, k] = sum of values[t] * factor[j, k] over t of row i
+
+    Value t stands in row i = (phase + t) // C and column j = (phase + t) % C.
+
+    Args:
+        values: int8[n], a part of the matrix in C order.
+        factor: int8[C, r], r 1 ... `MOST_RANK`.
+        phase: column in which the first value stands, 0 ... C - 1; default 0.
+
+    Returns:
+        int64[ceil((phase + n) / C), r].
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> values, factor = np.asarray([1, 2, 3, 4], np.int8), np.asarray([[1], [-1]], np.int8)
+        >>> row_products(values, factor).tolist()
+        [[-1], [-1]]
+    """
+    values = vector("values", values, ("int8",))
+    columns, _ = _factor("factor", factor)
+    phase = integer("phase", phase, 0, columns - 1)
+    out: Array = back_end(values, "products").row_products(values, factor, phase)
+    return out
+
+
+def column_products(values: Array, factor: Array, columns: int, phase: int = 0) -> Array:
+    """The sum over each column of a matrix of value times the factor of its row.
+
+        out[j, k] = sum of values[t] * factor[i, k] over t of column j
+
+    Rows and columns as in `row_products`.
+
+    Args:
+        values: int8[n], a part of the matrix in C order.
+        factor: int8[ceil((phase + n) / C), r], r 1 ... `MOST_RANK`.
+        columns: C, 1 or more.
+        phase: as in `row_products`.
+
+    Returns:
+        int64[C, r].
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> values, factor = np.asarray([1, 2, 3, 4], np.int8), np.asarray([[1], [-1]], np.int8)
+        >>> column_products(values, factor, 2).tolist()
+        [[-2], [-2]]
+    """
+    values = vector("values", values, ("int8",))
+    columns = integer("columns", columns, 1, _MOST)
+    phase = integer("phase", phase, 0, columns - 1)
+    _factor("factor", factor, -(-(phase + int(values.shape[0])) // columns))
+    out: Array = back_end(values, "products").column_products(values, factor, columns, phase)
+    return out
+
+
+def product_classes(rows: Array, columns: Array, n: int, phase: int = 0, *, shift: int, most: int) -> Array:
+    """The low-rank estimate at each place, rounded to a multiple of `2**shift`, as one of `2 most + 1` classes.
+
+        p      = sum over k of rows[i, k] * columns[j, k]
+        out[t] = most + min(max((p + 2**(shift - 1)) >> shift, -most), most);  t stands in row i, column j
+
+    Args:
+        rows: int8[ceil((phase + n) / C), r], r 1 ... `MOST_RANK`.
+        columns: int8[C, r].
+        n: number of places, >= 0.
+        phase: as in `row_products`.
+        shift: 1 ... 20.
+        most: 1 ... 127.
+
+    Returns:
+        uint8[n].
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> rows, columns = np.asarray([[2], [-1]], np.int8), np.asarray([[3], [0], [9]], np.int8)
+        >>> product_classes(rows, columns, 6, shift=1, most=6).tolist()  # of 6 0 18 / -3 0 -9 by halves
+        [9, 6, 12, 5, 6, 2]
+    """
+    n = integer("n", n, 0, _MOST)
+    width, rank = _factor("columns", columns)
+    phase = integer("phase", phase, 0, width - 1)
+    _, other = _factor("rows", rows, -(-(phase + n) // width))
+    integer("the rank of rows", other, rank, rank)
+    shift, most = integer("shift", shift, 1, 20), integer("most", most, 1, 127)
+    out: Array = back_end(rows, "products").product_classes(rows, columns, n, phase, shift, most)
+    return out
