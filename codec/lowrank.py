@@ -111,8 +111,8 @@ def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
     bits = min(_FINEST, math.frexp(127 / most)[1] - 1)
     if bits < 1:
         return None
-    small = (np.rint(x * 2.0**bits).astype(np.int8) for x in (left, right))
-    return Factors(*map(np.ascontiguousarray, small), phase, 2 * bits - 1)
+    rows, across = (np.ascontiguousarray(np.rint(x * 2.0**bits).astype(np.int8)) for x in (left, right))
+    return Factors(rows, across, phase, 2 * bits - 1)
 
 
 def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int) -> bool:
@@ -164,9 +164,16 @@ def _directions(values: NpArray, columns: int, rank: int) -> NpArray:
     """int8 [columns, rank]: about the strongest directions of the rows."""
     basis = _signs(columns, rank)
     for _ in range(_ROUNDS):
-        rows = _orthogonal(row_products(values, basis))
+        rows = _shortened(row_products(values, basis))
         basis = _orthogonal(column_products(values, rows, columns))
     return basis
+
+
+def _shortened(vectors: NpArray) -> NpArray:
+    """int8 [n, r]: each vector as long as `_TOP` allows."""
+    largest = np.maximum(np.abs(vectors).max(axis=0, initial=0), 1)
+    shortened: NpArray = np.rint(vectors * (_TOP / largest)).astype(np.int8)
+    return shortened
 
 
 def _signs(lines: int, rank: int) -> NpArray:
@@ -208,7 +215,6 @@ def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
     Cholesky's factorization of the Gram matrix and the inverse of its triangle, in plain floats.
     """
     rank = len(gram)
-    lower: list[list[float]] = []
     found: list[list[float] | None] = []
     for k in range(rank):
         row = []
@@ -216,7 +222,6 @@ def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
             own = found[j]
             row.append(0.0 if own is None else _total(own[i] * gram[i][k] for i in range(j + 1)))
         left = gram[k][k] - _total(a * a for a in row)
-        lower.append(row)
         if not left > 1e-6 * gram[k][k]:
             found.append(None)
             continue

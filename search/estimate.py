@@ -23,6 +23,7 @@ from ..codec.leaves import NpArray
 from ..codec.levels import MAX_BINS, LevelsMemory, beneath
 from ..codec.parallel import map_chunks
 from ..codec.partition import Sketch, kept, pruning, upper_threshold
+from ..codec.places import columns_of
 from ..codec.quantize import Quantize
 from ..codec.ratedistortion import cheapest_levels
 from ..codec.trade import Trade, mean_roots, spread, trades
@@ -136,6 +137,7 @@ class Estimator:
         counted: dict[Any, tuple[float, float, float]] = {}
         seen: dict[Any, NpArray] = {}
         protected: dict[tuple[float, float], float] = {}
+        columns = columns_of(leaf.spec.shape)
         places = _places(part.wide.size, max(_SHORTEST, _PATTERN // len(self._chosen)))
         patterns = np.zeros((len(codecs), places.size), np.float32)
         for row, pattern, codec, by_layer, of_all in zip(out, patterns, codecs, limits, slopes, strict=True):
@@ -153,7 +155,7 @@ class Estimator:
                 if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in protected:
                     protected[shares] = nbytes_of_protected(levels, part, leaf.spec)
                 nbytes = protected[shares] + nbytes_of_codebook(codebook, before, leaf.spec)
-                nbytes += nbytes_of_levels(levels, codebook.size + 2, part, codec.coder)
+                nbytes += nbytes_of_levels(levels, codebook.size + 2, part, codec.coder, columns)
                 off, error, pruned = _error(levels, part, codebook)
                 counted[key] = nbytes, leaf.spec.size * error, leaf.spec.size * pruned
                 share = math.sqrt(off.size / max(1, places.size) / part.norm) if part.norm else 0.0

@@ -73,21 +73,26 @@ def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
     return _extrapolated(one, part)
 
 
-def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str) -> float:
+def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, columns: int = 0) -> float:
     """Bytes of the levels of the array, from those of its sample.
+
+    What is counted rather than coded knows nothing of rows and columns, for a sample has none: deltas of an MLP or a
+    CNN come out up to 9 % too large, of an embedding model, whose rows differ most, 12 to 33 %; those of all points do.
 
     Args:
         levels: uint8, shape (n,), of the sample.
         size: number of levels.
         part: the sample.
         coder: as in `Quantize`.
+        columns: of the array as a matrix; 0 (default): it is none.
     """
     before, scale = part.before, part.scale
 
-    def coded(at: NpArray | slice) -> int:
+    def coded(at: NpArray | slice, columns: int = 0) -> int:
         parent = None if before is None else np.ascontiguousarray(before.levels[at])
         parent_size = 0 if before is None else before.size
-        return len(entropy.encode_levels(np.ascontiguousarray(levels[at]), size, parent, parent_size, coder))
+        own = np.ascontiguousarray(levels[at])
+        return len(entropy.encode_levels(own, size, parent, parent_size, coder, columns))
 
     if before is None:
         counts = entropy.counts_of(levels)[None, :size]
@@ -98,7 +103,7 @@ def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str) -> fl
     if coder == "published" and before is not None:
         return _extrapolated(coded, part)
     if scale == 1.0 and (levels.size <= _FEW or changes <= entropy.FEW):
-        return coded(slice(None))
+        return coded(slice(None), columns)
     if not changes:
         return 2.0
     counts = np.rint(scale * counts).astype(np.int64)

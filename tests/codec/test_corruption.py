@@ -18,6 +18,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.streams import STREAMS
 
+from ..golden.make import cases
 from .common import difference, put_together, take_apart
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("warm")]
@@ -150,7 +151,9 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
         base = sp.compress(state(0.0), cfg=cfg)
         delta = sp.compress(state(0.01), base, cfg)
         out += [(base.to_bytes(), None), (delta.to_bytes(), base)]
-    return out
+    make, cfg, _ = cases()["uneven"]  # large enough for classes of rows and columns
+    base = sp.compress(make(0), cfg=cfg)
+    return [*out, (base.to_bytes(), None), (sp.compress(make(1), base, cfg).to_bytes(), base)]
 
 
 def test_altered_streams_with_right_checksums() -> None:

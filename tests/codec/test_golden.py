@@ -70,7 +70,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
         sp.set_threads(with_sp)
     assert formats == set(streams.STREAMS)
     assert methods == set(range(7))
-    every = {*entropy._PLAIN, *entropy._IN_CONTEXT}
+    every = {*entropy._PLAIN, *entropy._IN_CONTEXT, entropy.PLACES}
     assert used == every, f"no golden file uses {sorted(every - used)}"
 
 

@@ -176,6 +176,18 @@ def test_levels_take_what_the_coder_writes_tables_too(size: int, parent: str, sc
     assert nbytes_of_levels(levels[some], size, part, coder) == pytest.approx(written, rel=close)
 
 
+def test_levels_of_a_small_matrix_take_what_is_written_rows_and_columns_known() -> None:
+    """Each other column has other levels: a context that says which halves what is written."""
+    levels = np.random.default_rng(0).integers(2, 10, (100, 80)).astype(np.uint8)
+    levels[:, ::2] = 5
+    levels = levels.reshape(-1)
+    written = len(entropy.encode_levels(levels, 10, None, 0, "smallest", 80))
+    assert written < 0.8 * len(entropy.encode_levels(levels, 10, None, 0, "smallest"))
+    x = np.zeros(levels.size, np.float32)
+    part = sampling.Sample(x, x, None, None, x, 1.0, 0.0, None, 1.0)
+    assert nbytes_of_levels(levels, 10, part, "smallest", 80) == written
+
+
 def test_protected_values_take_what_is_written_of_them() -> None:
     """Against those of the parent a tenth of what they take without; a sample tells within a tenth."""
     generator = torch.Generator().manual_seed(0)
