@@ -1,7 +1,8 @@
 """Cases of the kernels that `elementwise`, `coders` and `codebooks` leave out, so that every subject has a row.
 
-Inverses, the optimizer's symbols, rows of tables, and the lossless categories and classes. Each check compares a prefix
-with the oracle, bit for bit where the kernel promises that, and where there is an inverse the whole with what went in.
+Inverses, the optimizer's symbols, rows of tables, and the lossless categories, classes and products. Each check
+compares a prefix with the oracle, bit for bit where the kernel promises that, and where there is an inverse the whole
+with what went in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .harness import Case, CheckFailed, Job, same
 
 _COLUMNS = 64
 _CHANGES = 1000
+_RANK = 8
 _SLOW = 1 << 20
 """Most elements of a case that takes many steps an element."""
 _PREFIX = 1 << 14
@@ -53,6 +55,9 @@ def _on_host(at: Place) -> list[Case]:
         at.case("row_column_sums", row_column_sums),
         at.case("class_sums", class_sums),
         at.case("pattern_classes", pattern_classes),
+        at.case("row_products", row_products),
+        at.case("column_products", column_products),
+        at.case("product_classes", product_classes),
         *(Case(name, at.n, "ms", lambda make=make: make(at), at.device.name) for name, make in tables),  # type: ignore[misc]
     ]
 
@@ -343,7 +348,7 @@ def row_column_sums(at: Place) -> Job:
         same(
             "sums",
             sums_of(values[:_PREFIX], _COLUMNS),
-            oracle("classes").row_column_sums(values[:_PREFIX], _COLUMNS, 0),
+            oracle("classes").row_column_sums(values[:_PREFIX], _COLUMNS, 0, 0, 255),
         )
         return f"{min(at.n, _PREFIX):,} elements = oracle"
 
@@ -359,7 +364,8 @@ def class_sums(at: Place) -> Job:
     def check() -> str:
         few = min(at.n, _PREFIX)
         part = rows[: -(-few // _COLUMNS)]
-        same("classes", classes_of(part, columns, few), oracle("classes").class_sums(part, columns, few, 0))
+        expected = oracle("classes").class_sums(part, columns, few, 0, 0, 256, None)
+        same("classes", classes_of(part, columns, few), expected)
         return f"{few:,} elements = oracle"
 
     return at.job(lambda: classes_of(rows, columns, at.n), check, 1, width=1, note=f"rows of {_COLUMNS}")
@@ -378,6 +384,61 @@ def pattern_classes(at: Place) -> Job:
         return f"{min(at.n, _PREFIX):,} elements = oracle, all = NumPy"
 
     return at.job(lambda: classes_of(patterns, 23, table), check, 5, note="by sign and exponent")
+
+
+def _low_rank(at: Place) -> tuple[Any, Any, Any]:
+    """Small signed numbers, and factors of their rows and columns: two checkpoints' levels stand for them."""
+    middle = np.int8(LEVELS // 2)
+    values = at.sample.levels_before(at.n).view(np.int8) - middle
+    others = at.sample.levels_after(at.n).view(np.int8) - middle
+    rows, columns = (np.resize(others, (lines, _RANK)) for lines in (-(-at.n // _COLUMNS), _COLUMNS))
+    return values, rows, columns
+
+
+_OF_RANK = f"rank {_RANK}, rows of {_COLUMNS}"
+
+
+def row_products(at: Place) -> Job:
+    from shrinkpoint.kernels.products import row_products as products_of
+
+    values, _, columns = _low_rank(at)
+
+    def check() -> str:
+        few = values[:_PREFIX]
+        same("products", products_of(few, columns), oracle("products").row_products(few, columns, 0))
+        return f"{few.size:,} elements = oracle"
+
+    return at.job(lambda: products_of(values, columns), check, 1, width=1, note=_OF_RANK)
+
+
+def column_products(at: Place) -> Job:
+    from shrinkpoint.kernels.products import column_products as products_of
+
+    values, rows, _ = _low_rank(at)
+
+    def check() -> str:
+        few = values[:_PREFIX]
+        part = rows[: -(-few.size // _COLUMNS)]
+        expected = oracle("products").column_products(few, part, _COLUMNS, 0)
+        same("products", products_of(few, part, _COLUMNS), expected)
+        return f"{few.size:,} elements = oracle"
+
+    return at.job(lambda: products_of(values, rows, _COLUMNS), check, 1, width=1, note=_OF_RANK)
+
+
+def product_classes(at: Place) -> Job:
+    from shrinkpoint.kernels.products import product_classes as classes_of
+
+    _, rows, columns = _low_rank(at)
+
+    def check() -> str:
+        few = min(at.n, _PREFIX)
+        part = rows[: -(-few // _COLUMNS)]
+        expected = oracle("products").product_classes(part, columns, few, 0, 5, 6)
+        same("classes", classes_of(part, columns, few, shift=5, most=6), expected)
+        return f"{few:,} elements = oracle"
+
+    return at.job(lambda: classes_of(rows, columns, at.n, shift=5, most=6), check, 1, width=1, note=_OF_RANK)
 
 
 def huffman_lengths(at: Place) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -265,7 +266,7 @@ class Quantize:
             old = before[0].protect_magnitude
             counts = [(share_at_or_above(s.signed.magnitude(), old), s.signed.total) for s in sketches]
             total = sum(n for _, n in counts)
-            share = sum(f * n for f, n in counts) / total if total else 0.0
+            share = math.fsum(f * n for f, n in counts) / total if total else 0.0
             if 0.5 * self.protect <= share <= 1.25 * self.protect:
                 return (old, np.inf)
         return protection(sketches, self.protect)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,8 +53,9 @@ def trades(
     spans = [0.0 if s is None else s for s in spreads]
     known = {i: mean for i, mean in roots.items() if spreads[i] is not None and 1e-100 < mean < 1e100}
     elements = sum(sizes[i] for i in known)
-    total = sum(sizes[i] * mean for i, mean in known.items())
-    weighted = sum(sizes[i] * mean * spans[i] for i, mean in known.items())
+    # Sums that are rounded once: what `sum` makes of floats is not the same in all versions of Python.
+    total = math.fsum(sizes[i] * mean for i, mean in known.items())
+    weighted = math.fsum(sizes[i] * mean * spans[i] for i, mean in known.items())
     return [
         Trade(rate * weighted / total, known[i], elements / total) if i in known else Trade(rate * spans[i])
         for i in range(len(sizes))

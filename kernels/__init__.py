@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .mask import changed_mask, gather, pack_mask, scatter, unpack_mask
     from .octaves import Octaves, join_octaves, split_octaves
     from .planes import difference, merge_planes, split_planes, undifference
+    from .products import column_products, product_classes, row_products
     from .rans import (
         coding_cost,
         entropy_bits,
@@ -92,6 +93,7 @@ _SUBJECTS = {
     "mask": "changed_mask gather pack_mask scatter unpack_mask",
     "octaves": "Octaves join_octaves split_octaves",
     "planes": "difference merge_planes split_planes undifference",
+    "products": "column_products product_classes row_products",
     "rans": "coding_cost entropy_bits pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "rare": "rare_decode rare_encode",
     "ratedistortion": "Unsettled rate_distortion_levels settled_bounds unsettled",
@@ -126,6 +128,7 @@ __all__ = [
     "cluster_dequantize",
     "cluster_quantize",
     "coding_cost",
+    "column_products",
     "delta",
     "dequantize",
     "difference",
@@ -161,6 +164,7 @@ __all__ = [
     "pack_mask",
     "pattern_classes",
     "prepare",
+    "product_classes",
     "promote",
     "quantile",
     "quantization_loss",
@@ -179,6 +183,7 @@ __all__ = [
     "row_dequantize",
     "row_kmeans",
     "row_lookup",
+    "row_products",
     "row_quantize",
     "scatter",
     "settled_bounds",

@@ -42,6 +42,7 @@ HISTOGRAM = k.log_histogram(X, 4, signed=True)
 MATRIX = RNG.normal(size=(5, 8)).astype(np.float32)
 ROWS, COLUMNS = np.abs(MATRIX[:, 0]), np.abs(MATRIX[0])
 FACTORS = np.ones(256, np.float32)
+SMALL, FACTOR = RNG.integers(-128, 128, N).astype(np.int8), RNG.integers(-128, 128, (16, 2)).astype(np.int8)
 SHORTS = RNG.integers(0, 60000, N).astype(np.uint16)
 CATEGORIES, EXTRA = k.split_categories(SHORTS, 2)
 CLUSTERS = k.cluster_quantize(X, 4)
@@ -59,7 +60,19 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.split_categories, {"values": SHORTS, "bits": 2}),
     (k.join_categories, {"categories": CATEGORIES, "extra": EXTRA, "bits": 2, "dtype": "uint16"}),
     (k.row_column_sums, {"values": LEVELS, "columns": 3, "phase": 1}),
+    (k.row_column_sums, {"values": LEVELS, "columns": 3, "origin": 2, "most": 4}),
+    (k.row_column_sums, {"values": LEVELS, "columns": 3, "origin": LEVELS[::-1].copy()}),
     (k.class_sums, {"rows": LEVELS[:13], "columns": LEVELS[:3], "n": N, "phase": 1}),
+    (
+        k.class_sums,
+        {"rows": LEVELS[:13], "columns": LEVELS[:3], "n": N, "phase": 1, "base": 2, "classes": 4, "context": CONTEXTS},
+    ),
+    (k.row_products, {"values": SMALL, "factor": FACTOR, "phase": 1}),
+    (k.column_products, {"values": SMALL, "factor": FACTOR[:13], "columns": 3, "phase": 1}),
+    (
+        k.product_classes,
+        {"rows": FACTOR[:13], "columns": FACTOR[13:16], "n": N, "phase": 1, "shift": 3, "most": 6},
+    ),
     (k.pattern_classes, {"patterns": SHORTS, "shift": 12, "table": LEVELS[:16]}),
     (k.cluster_quantize, {"x": X, "clusters": 4}),
     (k.cluster_dequantize, CLUSTERS._asdict()),
