@@ -354,7 +354,7 @@ def test_figures_of_the_readme_s_own_words() -> None:
         for what in ("whole state, chain with its bases", "whole state, late deltas", "loss change later")
     )
     assert f"| {min(chains):.0f} to {max(chains):.0f} x along a chain |" in text
-    assert 0.19 < 12 / max(late) < 12 / min(late) < 0.26  # a fifth to a quarter of a byte
+    assert 0.115 < 12 / max(late) < 12 / min(late) < 0.26  # an eighth to a quarter of a byte
     assert f"if {min(losses):+.2f} to {max(losses):+.2f} % loss are allowed" in text
     exact = of("lossless", "whole state, chain with its bases")
     assert f"| {min(exact):.1f} to {max(exact):.1f} x along a chain;" in text
