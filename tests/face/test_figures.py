@@ -105,6 +105,8 @@ def killed() -> Iterator[str]:
         assert min(of(name, TEN, WEIGHTS), of(name, TEN, WHOLE)) >= training.WANTED
     assert of("CNN", TWELVE, END) <= training.BOUND
     yield f"On the CNN the same with 12 bins reaches {of('CNN', TWELVE, WEIGHTS):.0f} times on the weights"
+    assert of("GPT", TWELVE, END) <= training.BOUND
+    yield f"{of('GPT', TWELVE, WEIGHTS):.0f} times there and {of('GPT', TWELVE, WHOLE):.0f} on the whole state"
     yield f"is ruined by it ({of('ViT', TEN, END):.0f} % worse)"
     for name in ("embedding long", "GPT long"):
         assert 0 < of(name, HIGH, END) <= training.BOUND
