@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..provenance import HEADER, manifest_line
+from ..provenance import HEADER, commits, manifest_line
 from .cells import Json, markdown
 
 HOME = Path(__file__).resolve().parents[2]
@@ -42,10 +42,11 @@ def by_place(rows: Iterable[Json], prefix: str = "") -> dict[str, dict[str, Json
     return found
 
 
-def commit_of(name: str) -> str:
-    """The commit a result says it is from."""
-    commit = str(documents(name).get(name, {}).get("commit"))
-    return f"`{commit[:7]}{'+' if commit.endswith('+') else ''}`"
+def commit_of(name: str, holding: str = "") -> str:
+    """The commits that a result's rows are of, those with this in their name; the most frequent first."""
+    document = documents(name).get(name, {})
+    rows = [row for row in document.get("rows", []) if holding in row["row"]]
+    return ", ".join(f"`{commit}`" for commit, _ in commits({**document, "rows": rows}).most_common())
 
 
 def manifest() -> str:

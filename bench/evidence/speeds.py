@@ -8,6 +8,9 @@ from . import trainings
 from .cells import NONE, Json, markdown, number, shown
 from .results import commit_of, rows_of
 
+DRAWN = "default, drawn"
+"""What the names of the rows of the large state hold."""
+
 
 def speed() -> str:
     """Megabytes a second of `bench codec` on its large state, on one thread and on two, beside the peers' on one."""
@@ -15,7 +18,7 @@ def speed() -> str:
     size = 0
     for row in rows_of("codec.json"):
         what, config, state = [*row["row"].split(", "), "", ""][:3]
-        if (config, state) != ("default", "drawn"):
+        if f"{config}, {state}" != DRAWN:
             continue
         cells = found.setdefault(what, {})
         cells[row["device"].removeprefix("cpu, ")] = row["value"]
@@ -29,7 +32,7 @@ def speed() -> str:
         [what, *(number(cells.get(c)) for c in columns), number(cells[FRESH]) if FRESH in cells else ""]
         for what, cells in found.items()
     ]
-    title = f"MB/s of raw state, {size / 1e6:.0f} M parameters, commit {commit_of('codec.json')}"
+    title = f"MB/s of raw state, {size / 1e6:.0f} M parameters, commit {commit_of('codec.json', DRAWN)}"
     return markdown([title, *columns.values(), "copy to new memory"], lines)
 
 
@@ -60,13 +63,14 @@ def two_runs() -> str:
     for row in rows_of("codec.json"):
         what, _, rest = row["row"].partition(", ")
         other = ours.get((what, row["device"]))
-        if rest == "default, drawn" and other and row["value"]:
+        if rest == DRAWN and other and row["value"]:
             apart[f"{what}, {row['device'].removeprefix('cpu, ')}"] = (row["value"], other)
     if not apart:
         return f"*{NONE}*"
     worst = max(apart, key=lambda name: max(apart[name]) / min(apart[name]))
     one, two = apart[worst]
-    runs = f"commit {commit_of('training-cost.json')}, the README's table of 100 M one of {commit_of('codec.json')}"
+    large = commit_of("codec.json", DRAWN)
+    runs = f"commit {commit_of('training-cost.json')}, the README's table of 100 M one of {large}"
     factor = f"{max(one, two) / min(one, two):.1f} times ({worst}: {number(two)} and {number(one)} MB/s)"
     return (
         f"This is a run of {runs}.\n"
