@@ -121,8 +121,8 @@ def killed() -> Iterator[str]:
 def often_killed() -> Iterator[str]:
     small, large = ([of(model, TEN, what) for model in ("MLP", "embedding")] for what in (WEIGHTS, WHOLE))
     yield (
-        f"{small[0]:.0f} and {small[1]:.0f} times smaller on the weights, {large[0]:.0f} and {large[1]:.0f} on the whole "
-        "state"
+        f"{small[0]:.0f} and {small[1]:.0f} times smaller on the weights, "
+        f"{large[0]:.0f} and {large[1]:.0f} on the whole state"
     )
     yield f"the ViT, which still learns fast when its schedule ends, {of('ViT', TEN, END):.0f} % worse"
 
