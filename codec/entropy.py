@@ -314,18 +314,23 @@ def _by_product(symbols: U8, columns: int, start: int, size: float) -> _Placed |
     contexts = factors.classes(symbols.size)
     numbers, origins = (x.view(np.uint8) ^ _SIGN for x in (signed(symbols), expected(contexts)))
     places = classes_of(numbers, origins, columns, start, CLASSES)
-    if places is None:
-        head.varint(1)
-        classes = 1
-    else:
-        _write_classes(head, places)
-        contexts, classes = places.beside(contexts, symbols.size), places.classes
+    _write_classes(head, places)
     if len(head) >= size / 2:
         return None
-    return _Placed.of(head, symbols, contexts, CLASSES * classes, size)
+    return _Placed.of(head, symbols, *_with_classes(contexts, CLASSES, places), size)
 
 
-def _write_classes(out: Writer, places: Places) -> None:
+def _with_classes(predicted: U8, contexts: int, places: Places | None) -> tuple[U8, int]:
+    """Contexts together with the classes of their places, where there are any; and how many that makes."""
+    if places is None:
+        return predicted, contexts
+    return places.beside(predicted, predicted.size), contexts * places.classes
+
+
+def _write_classes(out: Writer, places: Places | None) -> None:
+    if places is None:
+        out.varint(1)
+        return
     out.varint(places.classes)
     out.varint(places.base)
     out.block(encode(places.rows))
@@ -385,10 +390,7 @@ def _decode_products(data: Reader, n: int) -> U8:
     )
     contexts: U8 = Factors(left, right, phase, shift).classes(n)
     places = _read_classes(data, columns, phase, rows, CLASSES)
-    classes = 1
-    if places is not None:
-        contexts, classes = places.beside(contexts, n), places.classes
-    return _read_rans(data, contexts, CLASSES * classes, n)
+    return _read_rans(data, *_with_classes(contexts, CLASSES, places), n)
 
 
 def encode_published(symbols: U8) -> bytes:
