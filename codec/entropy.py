@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,8 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
 RARE, EXCEPTIONS, PLACES, PRODUCTS = 10, 11, 12, 13
-PRECISIONS = (12, 15)
+PRECISIONS = (10, 12, 15)
+"""Bits of a frequency: the fewest only where a table would else have more slots than there are symbols to decode."""
 _STATES = 16
 _SHORT, _MODEST = 2048, 4096
 _BINCOUNT = 1 << 12
@@ -69,6 +69,8 @@ _A_TIE = 0.5
 _MANY = 4 * SAMPLE
 _WORTH_PLACES = 512
 """Bytes below which classes of places are not tried."""
+_BESIDE_PRODUCTS = 8
+"""Classes of places at most beside what products predict, which has said much of it: more gain nothing."""
 _SIGN = np.uint8(128)
 """What makes a signed byte an unsigned one in the same order, and back."""
 _NOISE = 8 / _SLACK
@@ -150,12 +152,11 @@ def _encode_plain(symbols: U8, counts: I64, columns: int = 0, start: int = 0, nu
     least = min(sizes.values())
     method = next(m for m in order if m in sizes and sizes[m] <= _SLACK * least)
     if columns:
-        found = [_by_place(symbols, None, counts[None, :], columns, start, least)]
-        if numbers:
-            found.append(_by_product(symbols, columns, start, least))
-        placed = min((f for f in found if f is not None), key=lambda f: f.cost, default=None)
+        placed = _by_product(symbols, columns, start, least) if numbers else None
+        if placed is None:
+            placed = _by_place(symbols, None, counts[None, :], columns, start, least)
         if placed is not None:
-            return placed.written(symbols)
+            return placed
     out.byte(method)
     if method == STORED:
         out.raw(symbols)
@@ -214,14 +215,21 @@ class _Model:
 
     @staticmethod
     def best(counts: I64, slack: float = 1.0, contexts: int = 1) -> _Model:
-        """The cheaper of the precisions on offer; the coarse one, which is decoded faster, where it costs `slack`."""
-        coarse = _Model(counts, PRECISIONS[0], contexts)
-        # A finer table is no shorter, and no table beats the entropy.
-        if coarse.cost < _MODEST or coarse.cost <= slack * (entropy_bits(counts) / 8 + _STATES + len(coarse.table)):
-            return coarse
-        fine = _Model(counts, PRECISIONS[1], contexts)
-        # Where both tables say the same, their costs are equal but for how this machine rounds logarithms.
-        return coarse if coarse.cost <= slack * fine.cost + _A_TIE else fine
+        """The cheapest of the precisions on offer; a coarser one, which is decoded faster, where it costs `slack`."""
+        first = 0 if int(counts.sum()) < counts.shape[0] << PRECISIONS[1] else 1
+        found = _Model(counts, PRECISIONS[first], contexts)
+        bound = entropy_bits(counts) / 8 + _STATES
+        for precision in PRECISIONS[first + 1 :]:
+            # A finer table is no shorter, and no table beats the entropy.
+            modest = found.cost < _MODEST and found.precision > PRECISIONS[0]
+            if modest or found.cost <= slack * (bound + len(found.table)):
+                break
+            finer = _Model(counts, precision, contexts)
+            # Where both tables say the same, their costs are equal but for how this machine rounds logarithms.
+            if found.cost <= slack * finer.cost + _A_TIE:
+                break
+            found = finer
+        return found
 
     def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
         out.byte(self.precision)
@@ -244,31 +252,21 @@ def _array(data: memoryview) -> U8:
     return np.frombuffer(data, np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Symbols in the context of their place: what says which it is, the contexts, their table, and bytes in all."""
-
-    head: Writer
-    contexts: U8
-    model: _Model
-    cost: float
-
-    @staticmethod
-    def of(head: Writer, symbols: U8, contexts: U8, rows: int, size: float) -> _Placed | None:
-        """None where that is not smaller than `size` bytes by half a percent; contexts are below `rows`."""
-        rest = size / _SLACK - len(head)
-        pairs = joint_counts(contexts, symbols, rows, max(2, int(symbols.max()) + 1))
-        if entropy_bits(pairs) / 8 + _STATES + 4 + _least_of_contexts(pairs) >= rest:
-            return None
-        model = _Model.best(pairs, _SLACK, rows)
-        return _Placed(head, contexts, model, len(head) + model.cost) if model.cost < rest else None
-
-    def written(self, symbols: U8) -> Writer:
-        self.model.write(self.head, symbols, self.contexts)
-        return self.head
+def _in_classes(head: Writer, symbols: U8, contexts: U8, rows: int, size: float) -> Writer | None:
+    """Symbols in contexts below `rows`, which the head says; None where that is not smaller than `size` bytes by half
+    a percent."""
+    rest = size / _SLACK - len(head)
+    pairs = joint_counts(contexts, symbols, rows, max(2, int(symbols.max()) + 1))
+    if entropy_bits(pairs) / 8 + _STATES + 4 + _least_of_contexts(pairs) >= rest:
+        return None
+    model = _Model.best(pairs, _SLACK, rows)
+    if model.cost >= rest:
+        return None
+    model.write(head, symbols, contexts)
+    return head
 
 
-def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> _Placed | None:
+def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> Writer | None:
     """Symbols in the context of the class of their place, beside another one; None where that is not smaller.
 
     Args:
@@ -292,10 +290,10 @@ def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start:
     _write_classes(head, places)
     if len(head) >= size / 2:
         return None
-    return _Placed.of(head, symbols, places.beside(context, symbols.size), contexts * places.classes, size)
+    return _in_classes(head, symbols, places.beside(context, symbols.size), contexts * places.classes, size)
 
 
-def _by_product(symbols: U8, columns: int, start: int, size: float) -> _Placed | None:
+def _by_product(symbols: U8, columns: int, start: int, size: float) -> Writer | None:
     """Symbols that stand for signed numbers in the context of what products predict, and of their place's class.
 
     Arguments as `_by_place`.
@@ -313,11 +311,11 @@ def _by_product(symbols: U8, columns: int, start: int, size: float) -> _Placed |
         head.block(encode(factor.T.reshape(-1).view(np.uint8) ^ _SIGN))
     contexts = factors.classes(symbols.size)
     numbers, origins = (x.view(np.uint8) ^ _SIGN for x in (signed(symbols), expected(contexts)))
-    places = classes_of(numbers, origins, columns, start, CLASSES)
+    places = classes_of(numbers, origins, columns, start, CLASSES, _BESIDE_PRODUCTS)
     _write_classes(head, places)
     if len(head) >= size / 2:
         return None
-    return _Placed.of(head, symbols, *_with_classes(contexts, CLASSES, places), size)
+    return _in_classes(head, symbols, *_with_classes(contexts, CLASSES, places), size)
 
 
 def _with_classes(predicted: U8, contexts: int, places: Places | None) -> tuple[U8, int]:
@@ -495,7 +493,7 @@ def in_context(
     if columns:
         placed = _by_place(symbols, context, counts, columns, start, cost if plain is None else min(cost, len(plain)))
         if placed is not None:
-            return placed.written(symbols), alone
+            return placed, alone
     if plain is not None and len(plain) <= cost + 1:
         return plain, alone
     if model is not None:

@@ -23,6 +23,8 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 MOST_CLASSES = 16
 _LEAST = 4096
 """Symbols below which a table a class is never paid for."""
+_EACH = 512
+"""Symbols in each context on the mean that pay for its part of the table; two classes are tried with fewer."""
 _FARTHEST = 8
 """Half octaves that a row or a column may be off the mean."""
 _WITHOUT = 1 / 64
@@ -84,7 +86,9 @@ def columns_of(shape: Sequence[int], parts: int = 1) -> int:
     return columns
 
 
-def classes_of(symbols: U8, origin: int | U8, columns: int, start: int, contexts: int) -> Places | None:
+def classes_of(
+    symbols: U8, origin: int | U8, columns: int, start: int, contexts: int, most: int = MOST_CLASSES
+) -> Places | None:
     """Classes by how far the symbols of rows and columns are from where most are: those cost the most bits.
 
     Args:
@@ -93,12 +97,13 @@ def classes_of(symbols: U8, origin: int | U8, columns: int, start: int, contexts
         columns: of the matrix, 0 where the symbols are of none.
         start: number of the first symbol in it.
         contexts: other contexts that symbols have, 1 or more.
+        most: classes at most; default `MOST_CLASSES`.
 
     Returns:
         None where nearly all places are of one class, or the matrix is too small.
     """
     n = symbols.size
-    most = min(MOST_CLASSES, 256 // contexts)
+    most = min(most, 256 // contexts, max(2, n // (_EACH * contexts)))
     if n < _LEAST or not 2 <= columns <= n // 2 or most < 2:
         return None
     phase = start % columns

@@ -116,7 +116,7 @@ def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, colum
 def _rans(counts: NpArray) -> float:
     """Bytes of a stream with these pair counts and of its table."""
     costs = []
-    for precision in entropy.PRECISIONS:
+    for precision in entropy.PRECISIONS[1:]:  # the first is for arrays smaller than these
         frequencies = rans_frequencies(counts, precision)
         table = pack_frequencies(frequencies, precision)
         costs.append(coding_cost(counts, frequencies, precision) / 8 + len(table) + 20)

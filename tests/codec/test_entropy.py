@@ -185,3 +185,16 @@ def test_what_a_table_of_contexts_takes_at_least(fresh: np.random.Generator) -> 
             shares.append(entropy._least_of_contexts(counts) / max(1, len(table)))
     assert sorted(shares)[-2] <= 1.1
     assert max(shares) <= 1.5
+
+
+@pytest.mark.parametrize("n", [1 << 14, 1 << 18])
+def test_tables_have_no_more_slots_than_symbols_where_that_costs_nothing(fresh: np.random.Generator, n: int) -> None:
+    """A table is made for each array: of 40 contexts with 2**12 slots each it is longer than 2**14 symbols."""
+    context = fresh.integers(0, 40, n, dtype=np.uint8)
+    symbols = np.minimum(context + fresh.integers(0, 3, n), 39).astype(np.uint8)
+    data = entropy.in_context(symbols, context, 40)[0].done()
+    assert data[0] == entropy.CONDITIONAL
+    assert data[1] == (10 if n < 40 << 12 else 12)
+    assert np.array_equal(entropy.decode(memoryview(data), n, context, 40), symbols)
+    counts = entropy.joint_counts(context, symbols, 40, 40)
+    assert len(data) <= 1.005 * entropy._Model(counts, 12, 40).cost + 3

@@ -51,7 +51,8 @@ def changed(rng: np.random.Generator, rows: int, columns: int, size: int) -> tup
 
 def plainly(symbols: Bytes, origin: int | Bytes, columns: int, start: int, contexts: int) -> Any:
     """(rows, columns, phase, base, classes) by the definition, place by place; None where there are none."""
-    n, most = symbols.size, min(16, 256 // contexts)
+    n = symbols.size
+    most = min(16, 256 // contexts, max(2, n // (512 * contexts)))
     if n < 4096 or not 2 <= columns <= n // 2 or most < 2:
         return None
     phase = start % columns
