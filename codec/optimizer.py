@@ -10,7 +10,8 @@ half a step of the update. The value of a grid point is the mean of what fell on
 Pieces, second moment: (0) block: row factors, block: column factors, both as log buckets of 3 bits or differences to
 the parent's; the table of each symbol's factor. (1 + i) chunk i: block: symbol stream in the context of
 the parent's symbols; varint number of escapes, their float32 patterns.
-First moment: (0) the table of each grid point's value. (1 + i) as above.
+First moment: (0) the table of each grid point's value. (1 + i) as above, without a parent; where products predict the
+numbers, between the two the bfloat16 by which a value is moved for each quarter step to its prediction.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .lowrank import Finer, Moves, Select, move_table, signed
 from .moments import LogBuckets, ValuesMemory
 from .parallel import map_chunks
 from .places import columns_of
@@ -45,6 +47,8 @@ _ATTEMPTS = 5
 _F32 = FORMATS["float32"]
 _NOTHING_LEFT = 0.99
 """A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
+_FINE = 3 / 16
+"""Directions of first moments are sought in steps of this at most, down to half of it."""
 _SMALLEST = 1 / 64
 """Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
 
@@ -297,24 +301,47 @@ class FirstMoment:
     def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
         """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
         square = _beside(sibling, leaf.flat)
+        columns = columns_of(leaf.spec.shape)
+
+        def rounded(start: int, step: float, select: Select = _all) -> tuple[Array, NpArray, NpArray]:
+            part = slice(start, start + CHUNK)
+            return grid_symbols(as_float32(select(leaf.flat[part]), leaf.spec), select(square[part]), step)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
+            symbols, sums, counts = rounded(start, step)
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
-            symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], step)
             return symbols, sums, counts, _escaped(x, symbols, OFF_GRID, counts)
 
-        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        starts = range(0, leaf.spec.size, CHUNK)
+        parts = map_chunks(one, starts)
         counts = sum((p[2] for p in parts), np.zeros(256))
         if counts[OFF_GRID] > 0.01 * leaf.spec.size:
             return math.inf, None
+        bits = _finer_bits(step)
+
+        def packed(number: int) -> tuple[bytes, Moves | None, float]:
+            start, (symbols, _, known, escaped) = starts[number], parts[number]
+            finer = Finer(lambda select: signed(on_host(rounded(start, step / 2**bits, select)[0])), bits)
+            out = Writer()
+            coded, moves = entropy.encode_numbers(on_host(symbols), known.astype(np.int64), columns, start, finer)
+            out.block(coded)
+            reach = 0.0
+            if moves is not None:
+                reach = float(_rounded(np.array([moves.share * step / 4]))[0])
+                out.raw(_bfloat16s(np.array([reach])))
+            _write_escaped(out, on_host(escaped))
+            return out.done(), moves, reach
+
+        pieces = map_chunks(packed, range(len(parts)))
+        moved = sum((reach * moves.sums for _, moves, reach in pieces if moves is not None), np.zeros(256))
         with np.errstate(divide="ignore", invalid="ignore"):
-            table = _rounded(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
+            table = _rounded(np.where(counts > 0, (sum((p[1] for p in parts), np.zeros(256)) - moved) / counts, 0.0))
         table[OFF_GRID] = 0.0
 
         def met(number: int) -> Distortion:
-            start = number * CHUNK
-            symbols, escaped = parts[number][0], parts[number][3]
-            values = grid_values(symbols, square[start : start + CHUNK], table)
+            start, (symbols, _, _, escaped) = starts[number], parts[number]
+            _, moves, reach = pieces[number]
+            values = grid_values(symbols, square[start : start + CHUNK], table, **_beside_moves(moves, reach, symbols))
             restored = _restored(_with_escaped(values, symbols, OFF_GRID, escaped), leaf.spec)
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
@@ -323,15 +350,27 @@ class FirstMoment:
             return error, None
         if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
             return math.inf, None
-        columns = columns_of(leaf.spec.shape)
+        stored = [_pack_table(table), *(coded for coded, _, _ in pieces)]
+        return error, Stored("grid", {}, stored, None, error, "relative L2")
 
-        def packed(number: int) -> bytes:
-            symbols, _, known, escaped = parts[number]
-            start = number * CHUNK
-            return _pack_chunk(on_host(symbols), on_host(escaped), known, None, columns, start, numbers=True)
 
-        pieces = [_pack_table(table), *map_chunks(packed, range(len(parts)))]
-        return error, Stored("grid", {}, pieces, None, error, "relative L2")
+def _all(x: Array) -> Array:
+    return x
+
+
+def _finer_bits(step: float) -> int:
+    """How often a step is halved where directions are sought, once to seven times."""
+    bits = 1
+    while bits < 7 and step > _FINE * 2**bits:
+        bits += 1
+    return bits
+
+
+def _beside_moves(moves: Moves | None, reach: float, symbols: Array) -> dict[str, Any]:
+    """The arguments of `grid_values` that move values."""
+    if moves is None:
+        return {}
+    return {"moved": _beside(moves.distances, symbols), "moves": move_table(reach)}
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
@@ -349,7 +388,7 @@ def _in_another_unit(leaf: Leaf, square: Array) -> bool:
 
 
 def grid_step(rate: float) -> float:
-    """The step of first moments at a rate: `min(16, max(0.5, sqrt(32000 rate)))`.
+    """The step of first moments at a rate: `min(16, max(0.625, sqrt(32000 rate)))`.
 
     A uniform quantizer's distortion, step**2 / 12, falls by a fixed share with every bit: the step that spends a bit
     where it is worth `rate` grows with the root of it. The factor is measured: a bit of a first moment is worth a tenth
@@ -357,9 +396,9 @@ def grid_step(rate: float) -> float:
 
     Example:
         >>> grid_step(0.0), grid_step(0.0005), grid_step(0.002)
-        (0.5, 4.0, 8.0)
+        (0.625, 4.0, 8.0)
     """
-    return min(16.0, max(0.5, math.sqrt(32000 * rate)))
+    return min(16.0, max(0.625, math.sqrt(32000 * rate)))
 
 
 def _least_error(octaves: int) -> float:
@@ -478,8 +517,21 @@ def _pack_table(table: NpArray) -> bytes:
     out.varint(used.size)
     for gap in np.diff(used, prepend=-1):
         out.varint(int(gap) - 1)
-    out.raw((table[used].view(np.uint32) >> np.uint32(16)).astype("<u2"))
+    out.raw(_bfloat16s(table[used]))
     return out.done()
+
+
+def _bfloat16s(values: NpArray) -> NpArray:
+    """float32 values that are bfloat16s as those, two bytes each."""
+    return (values.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype("<u2")
+
+
+def _read_bfloat16s(data: Reader, count: int) -> NpArray:
+    """So many bfloat16s as float32."""
+    values = (data.array("<u2", count).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if not np.isfinite(values).all():
+        raise CorruptDataError("moment: a value of a table is not finite")
+    return values
 
 
 def _read_table(data: Reader) -> NpArray:
@@ -493,12 +545,9 @@ def _read_table(data: Reader) -> NpArray:
         used.append(at)
     if at > 255:
         raise CorruptDataError("moment: an entry is beyond the table")
-    table = np.zeros(256, np.uint32)
-    table[used] = data.array("<u2", count).astype(np.uint32) << np.uint32(16)
-    values = table.view(np.float32)
-    if not np.isfinite(values).all():
-        raise CorruptDataError("moment: a value of the table is not finite")
-    return values
+    table = np.zeros(256, np.float32)
+    table[used] = _read_bfloat16s(data, count)
+    return table
 
 
 def _pack_chunk(
@@ -508,30 +557,37 @@ def _pack_chunk(
     before: NpArray | None,
     columns: int,
     start: int,
-    *,
-    numbers: bool = False,
 ) -> bytes:
     """The chunk at `start` of a matrix of so many columns; `counts` of its symbols, where they are known."""
     out = Writer()
     if before is None:
         known = None if counts is None else counts.astype(np.int64)
-        out.block(entropy.encode(symbols, known, columns, start, numbers=numbers))
+        out.block(entropy.encode(symbols, known, columns, start))
     else:
         out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
+    _write_escaped(out, escaped)
+    return out.done()
+
+
+def _write_escaped(out: Writer, escaped: NpArray) -> None:
     out.varint(escaped.size)
     out.raw(escaped.astype("<f4", copy=False))
-    return out.done()
 
 
 def _read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
     data = Reader(piece, "moment")
     symbols = entropy.decode(data.block(), n, before, 256)
+    return symbols, _read_escaped(data, symbols, escape)
+
+
+def _read_escaped(data: Reader, symbols: NpArray, escape: int) -> NpArray:
+    """The values of the elements with the escape symbol, which end the piece."""
     count = data.varint()
     if count != int(np.count_nonzero(symbols == escape)):
         raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
     escaped = data.array("<f4", count)
     data.end()
-    return symbols, escaped
+    return escaped
 
 
 def _decode(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:
@@ -592,8 +648,13 @@ def decode_grid(
     head.end()
 
     def one(piece: memoryview, start: int, n: int) -> NpArray:
-        symbols, escaped = _read_chunk(piece, n, OFF_GRID)
-        values: NpArray = grid_values(symbols, sibling[start : start + n], table)
+        data = Reader(piece, "grid")
+        symbols, factors = entropy.decode_numbers(data.block(), n)
+        beside: dict[str, Any] = {}
+        if factors is not None:
+            beside = {"moved": factors.distances(signed(symbols)), "moves": move_table(_read_bfloat16s(data, 1)[0])}
+        escaped = _read_escaped(data, symbols, OFF_GRID)
+        values: NpArray = grid_values(symbols, sibling[start : start + n], table, **beside)
         if escaped.size:
             values[symbols == OFF_GRID] = escaped
         return values
