@@ -14,8 +14,8 @@ from blake3 import blake3
 from . import container, tree
 from .base import NUMPY_DEFAULTS, Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
+from .firstmoment import square_of
 from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
-from .optimizer import square_of
 from .parallel import map_arrays, map_chunks
 from .ranged import Ranged
 from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS

@@ -15,10 +15,10 @@ from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
 from .drift import Earlier, with_lead
 from .fields import parts_of
+from .firstmoment import FirstMoment, square_of
 from .kinds import check_kinds, check_used
 from .leaves import is_array
 from .matching import by_weights, matched, overlooked, tie, with_importance
-from .optimizer import FirstMoment, square_of
 from .parallel import map_arrays
 from .quantize import Quantize
 from .siblings import siblings

@@ -15,12 +15,13 @@ from .clusters import Clusters
 from .errors import BadArgumentError
 from .exact import Exact
 from .exponent import ExponentDelta
+from .firstmoment import FirstMoment
 from .kinds import LAYERS, ROLES, TINY, TINY_MOMENT, Kind
 from .leaves import LeafSpec
 from .moments import LogBuckets
-from .optimizer import FirstMoment, SecondMoment
 from .quantize import Quantize
 from .rows import Rows
+from .secondmoment import SecondMoment
 
 CODECS: dict[str, type[Codec]] = {
     c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..kernels.arguments import number
 from .base import Codec, Leaf
+from .firstmoment import FirstMoment
 from .importance import second_moments
-from .optimizer import FirstMoment
 from .siblings import siblings
 
 _COASTING = 9.0

@@ -17,13 +17,14 @@ from .config import Config
 from .errors import BadArgumentError, UnsupportedLeafError
 from .exact import Exact
 from .exponent import ExponentDelta
+from .firstmoment import FirstMoment, grid_step
 from .importance import second_moments, squared
 from .kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
 from .leaves import is_array, read_leaf, same_storage_key
 from .moments import LogBuckets
-from .optimizer import FirstMoment, SecondMoment, cell_octaves, grid_step
 from .quantize import Quantize
 from .rows import DTYPES, Rows
+from .secondmoment import SecondMoment, cell_octaves
 
 _TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)
 

@@ -12,11 +12,11 @@ from .errors import BadArgumentError
 from .exact import Exact
 from .exponent import ExponentDelta
 from .moments import LogBuckets
-from .optimizer import SecondMoment
 from .quantize import Quantize
 from .rowmemory import WIDTHS
 from .rows import Rows
 from .rows import expected_failures as expected_failures
+from .secondmoment import SecondMoment
 
 
 def inshrinkerator(

@@ -12,12 +12,13 @@ from .copies import decode_copy
 from .exact import decode_bytes, restate_bytes
 from .exponent import decode_exponent, restate_exponent
 from .fields import Piece
+from .firstmoment import decode_grid
 from .leaves import Array, LeafSpec
 from .levels import decode_levels, restate_levels
 from .moments import decode_log_buckets
 from .multiples import decode_multiples, restate_multiples
-from .optimizer import decode_grid, decode_rank_one, restate_rank_one
 from .rows import decode_rows, restate_rows
+from .secondmoment import decode_rank_one, restate_rank_one
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
 """From spec, metadata, pieces, the parent's memory, and the decoded array that the record names as its sibling."""

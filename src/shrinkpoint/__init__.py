@@ -23,12 +23,13 @@ from .codec.errors import (
 )
 from .codec.exact import Exact
 from .codec.exponent import ExponentDelta
+from .codec.firstmoment import FirstMoment
 from .codec.kinds import Kind, kinds
 from .codec.moments import LogBuckets
-from .codec.optimizer import FirstMoment, SecondMoment
 from .codec.parallel import set_threads, threads
 from .codec.quantize import Quantize
 from .codec.rows import Rows
+from .codec.secondmoment import SecondMoment
 
 if TYPE_CHECKING:
     from .search.result import SearchResult

@@ -10,10 +10,11 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
+from shrinkpoint.codec.firstmoment import FirstMoment, decode_grid
 from shrinkpoint.codec.kinds import Kind
 from shrinkpoint.codec.leaves import LeafSpec, as_bytes
 from shrinkpoint.codec.moments import LogBuckets
-from shrinkpoint.codec.optimizer import FirstMoment, decode_grid, decode_rank_one, matrix_shape
+from shrinkpoint.codec.secondmoment import decode_rank_one, matrix_shape
 from shrinkpoint.codec.streams import STREAMS
 
 from .common import difference, small_chunks

@@ -1,0 +1,241 @@
+"""First moments on a grid of the update m / sqrt(v).
+
+In units of sqrt(v~), v~ being the decoded second moment, an error of half a step is half a step of the update. The
+value of a grid point is the mean of what fell on it, so that the sum of m stays; where products of rows and columns
+predict the values, each is moved within its cell towards its prediction (`codec.lowrank`).
+
+Pieces: (0) the table of each grid point's value. (1 + i) chunk i: block: symbol stream; where products predict it, the
+bfloat16 by which a value is moved for each quarter step to its prediction; varint number of escapes, their float32
+patterns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..kernels.arrays import on_gpu
+from ..kernels.distortion import Distortion, distortion
+from ..kernels.grid import ESCAPE as OFF_GRID
+from ..kernels.grid import grid_symbols, grid_values
+from . import entropy
+from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .errors import CorruptDataError
+from .fields import Reader, Writer
+from .leaves import Array, LeafSpec, NpArray, on_host
+from .lowrank import Finer, Moves, Select, move_table, signed
+from .moments import LogBuckets, ValuesMemory
+from .parallel import map_chunks
+from .places import columns_of
+from .symbolvalues import (
+    as_float32,
+    as_stored,
+    bfloat16_pairs,
+    decoded_values,
+    escapes_of,
+    pack_table,
+    placed_with,
+    read_bfloat16s,
+    read_escapes,
+    read_table,
+    to_bfloat16,
+    with_escapes,
+    write_escapes,
+)
+
+_ATTEMPTS = 5
+_NOTHING_LEFT = 0.99
+"""A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
+_FINE = 3 / 16
+"""Directions of first moments are sought in steps of this at most, down to half of it."""
+_SMALLEST = 1 / 64
+"""Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstMoment:
+    """Store a first moment on a grid in units of the root of its second moment.
+
+    Without a second moment beside it (SGD, Lion), or where that is not enough (v = 0 and m not), it is stored as log
+    buckets; and so it is where the grid would hold next to nothing (a relative L2 error above 0.99) because m is no
+    average of what v is made of (its norm below 1/64 of that of sqrt(v), as in some kinds of Adafactor).
+
+    Args:
+        step: distance of grid points in units of m / sqrt(v), in (0, 16]; None: `grid_step` of `Config.rate`.
+        alpha: relative error where there is no second moment, see `LogBuckets`; default 0.25.
+        max_error: relative L2 error the array may have, in (0, 1): the widest step that keeps to it, no wider than
+            `step`, else log buckets, else exact. None (default): `Config.max_rel_error`.
+
+    Raises:
+        BadArgumentError: a value out of range.
+    """
+
+    step: float | None = None
+    alpha: float = 0.25
+    max_error: float | None = None
+    id: ClassVar[str] = "first moment"
+    uses_sibling: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.step is not None:
+            check_range("step", self.step, 0, 16, open_low=True)
+        LogBuckets(self.alpha, self.max_error)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the relative L2 error."""
+        step = grid_step(0.0) if self.step is None else float(self.step)
+        for _ in range(1 if self.max_error is None else _ATTEMPTS):
+            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
+            if stored is not None:
+                return stored
+            if self.max_error is None or not math.isfinite(error):
+                break
+            # The error is about in proportion to the step, once that is not much more than the values.
+            step *= 2.0 ** -(max(1, math.ceil(8 * math.log2(error / self.max_error))) / 8)
+        return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
+
+    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
+        """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
+        square = placed_with(sibling, leaf.flat)
+        columns = columns_of(leaf.spec.shape)
+
+        def rounded(start: int, step: float, select: Select = _all) -> tuple[Array, NpArray, NpArray]:
+            part = slice(start, start + CHUNK)
+            return grid_symbols(as_float32(select(leaf.flat[part]), leaf.spec), select(square[part]), step)
+
+        def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
+            symbols, sums, counts = rounded(start, step)
+            x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+            return symbols, sums, counts, escapes_of(x, symbols, OFF_GRID, counts)
+
+        starts = range(0, leaf.spec.size, CHUNK)
+        parts = map_chunks(one, starts)
+        counts = sum((p[2] for p in parts), np.zeros(256))
+        if counts[OFF_GRID] > 0.01 * leaf.spec.size:
+            return math.inf, None
+        bits = _finer_bits(step)
+
+        def packed(number: int) -> tuple[bytes, Moves | None, float]:
+            start, (symbols, _, known, escaped) = starts[number], parts[number]
+            finer = Finer(lambda select: signed(on_host(rounded(start, step / 2**bits, select)[0])), bits)
+            out = Writer()
+            coded, moves = entropy.encode_numbers(on_host(symbols), known.astype(np.int64), columns, start, finer)
+            out.block(coded)
+            reach = 0.0
+            if moves is not None:
+                reach = float(to_bfloat16(np.array([moves.share * step / 4]))[0])
+                out.raw(bfloat16_pairs(np.array([reach])))
+            write_escapes(out, on_host(escaped))
+            return out.done(), moves, reach
+
+        pieces = map_chunks(packed, range(len(parts)))
+        moved = sum((reach * moves.sums for _, moves, reach in pieces if moves is not None), np.zeros(256))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            table = to_bfloat16(np.where(counts > 0, (sum((p[1] for p in parts), np.zeros(256)) - moved) / counts, 0.0))
+        table[OFF_GRID] = 0.0
+
+        def met(number: int) -> Distortion:
+            start, (symbols, _, _, escaped) = starts[number], parts[number]
+            _, moves, reach = pieces[number]
+            values = grid_values(symbols, square[start : start + CHUNK], table, **_beside_moves(moves, reach, symbols))
+            restored = as_stored(with_escapes(values, symbols, OFF_GRID, escaped), leaf.spec)
+            return distortion(leaf.flat[start : start + CHUNK], restored)
+
+        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
+        if self.max_error is not None and not error <= self.max_error:
+            return error, None
+        if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
+            return math.inf, None
+        stored = [pack_table(table), *(coded for coded, _, _ in pieces)]
+        return error, Stored("grid", {}, stored, None, error, "relative L2")
+
+
+def _all(x: Array) -> Array:
+    return x
+
+
+def _finer_bits(step: float) -> int:
+    """How often a step is halved where directions are sought, once to seven times."""
+    bits = 1
+    while bits < 7 and step > _FINE * 2**bits:
+        bits += 1
+    return bits
+
+
+def _beside_moves(moves: Moves | None, reach: float, symbols: Array) -> dict[str, Any]:
+    """The arguments of `grid_values` that move values."""
+    if moves is None:
+        return {}
+    return {"moved": placed_with(moves.distances, symbols), "moves": move_table(reach)}
+
+
+def _in_another_unit(leaf: Leaf, square: Array) -> bool:
+    """Whether m is nowhere near the size of sqrt(v), so that it is no average of the gradients that v is made of.
+
+    An average with a beta of 0.999 of mere noise is 1/45 of it; so `_SMALLEST` is below all that Adam makes.
+    """
+    first = second = 0.0
+    for start in range(0, leaf.spec.size, CHUNK):
+        x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+        v = square[start : start + CHUNK]
+        x, v = (x.double(), v.double()) if on_gpu(x) else (x.astype(np.float64), v.astype(np.float64))
+        first, second = first + float((x * x).sum()), second + float(v.sum())
+    return 0 < first < _SMALLEST**2 * second
+
+
+def grid_step(rate: float) -> float:
+    """The step of first moments at a rate: `min(16, max(0.625, sqrt(32000 rate)))`.
+
+    A uniform quantizer's distortion, step**2 / 12, falls by a fixed share with every bit: the step that spends a bit
+    where it is worth `rate` grows with the root of it. The factor is measured: a bit of a first moment is worth a tenth
+    to a fifth of a bit of the weights after 200 further steps (docs/decisions/smaller-deltas.md).
+
+    Example:
+        >>> grid_step(0.0), grid_step(0.0005), grid_step(0.002)
+        (0.625, 4.0, 8.0)
+    """
+    return min(16.0, max(0.625, math.sqrt(32000 * rate)))
+
+
+def decode_grid(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
+) -> ValuesMemory:
+    """The stream format "grid"."""
+    if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
+        raise CorruptDataError(f"grid: {spec.dtype} has none, or its second moment is missing")
+    head = Reader(pieces[0], "grid")
+    table = read_table(head)
+    head.end()
+
+    def one(piece: memoryview, start: int, n: int) -> NpArray:
+        data = Reader(piece, "grid")
+        symbols, factors = entropy.decode_numbers(data.block(), n)
+        beside: dict[str, Any] = {}
+        if factors is not None:
+            beside = {"moved": factors.distances(signed(symbols)), "moves": move_table(read_bfloat16s(data, 1)[0])}
+        escaped = read_escapes(data, symbols, OFF_GRID)
+        values: NpArray = grid_values(symbols, sibling[start : start + n], table, **beside)
+        if escaped.size:
+            values[symbols == OFF_GRID] = escaped
+        return values
+
+    return decoded_values(spec, pieces, one)
+
+
+def square_of(values: Array, spec: LeafSpec) -> Array:
+    """A decoded second moment as the grid needs it: float32, what is negative or not finite as 0."""
+    square = as_float32(values, spec)
+    # Extremes first: they need no memory, and a NaN is an extreme.
+    if not spec.size or (float(square.min()) >= 0 and float(square.max()) < math.inf):
+        return square
+    if on_gpu(square):
+        return square.where((square >= 0) & (square < math.inf), 0.0)
+    return np.where((square >= 0) & (square < np.inf), square, np.float32(0))

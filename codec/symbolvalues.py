@@ -1,0 +1,137 @@
+"""What the pieces of both moments share: tables of a value for each symbol, and values that have no symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..kernels.arrays import on_gpu
+from . import bfloat16
+from .base import CHUNK
+from .errors import CorruptDataError
+from .fields import Reader, Writer
+from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .moments import ValuesMemory
+from .parallel import map_chunks
+
+
+def as_float32(flat: Array, spec: LeafSpec) -> Array:
+    """Values as float32, on their GPU or as NumPy; exact for the dtypes `matrix_shape` admits."""
+    return flat.float() if on_gpu(flat) else bfloat16.wide(as_bytes(flat), spec)
+
+
+def placed_with(x: Array, flat: Array) -> Array:
+    """An array on the GPU of another, or as NumPy on the host where that is."""
+    if not on_gpu(flat):
+        return on_host(x)
+    import torch
+
+    return torch.as_tensor(x).to(flat.device)
+
+
+def room_beside(flat: Array, spec: LeafSpec) -> Array:
+    """Room for decoded values, where the values are."""
+    return flat.new_empty(spec.size) if on_gpu(flat) else from_bytes(np.empty(spec.nbytes, np.uint8), spec)
+
+
+def as_stored(values: Array, spec: LeafSpec) -> Array:
+    """float32 values in the array's dtype, where they are."""
+    if on_gpu(values):
+        return values.bfloat16() if spec.dtype == "bfloat16" else values
+    return from_bytes(narrowed(values, spec), spec)
+
+
+def narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
+    """Bytes of float32 values in the array's dtype; bfloat16 to nearest, ties to even."""
+    return (bfloat16.nearest(values) if spec.dtype == "bfloat16" else values).view(np.uint8)
+
+
+def escapes_of(x: Array, symbols: Array, escape: int, counts: NpArray) -> Array:
+    """The values without a symbol of their own, in order."""
+    return x[symbols == escape] if counts[escape] else x[:0]
+
+
+def with_escapes(values: Array, symbols: Array, escape: int, escaped: Array) -> Array:
+    """The values with those put back that `escapes_of` took out."""
+    if len(escaped):
+        values[symbols == escape] = escaped
+    return values
+
+
+def write_escapes(out: Writer, escaped: NpArray) -> None:
+    out.varint(escaped.size)
+    out.raw(escaped.astype("<f4", copy=False))
+
+
+def read_escapes(data: Reader, symbols: NpArray, escape: int) -> NpArray:
+    """The values of the elements with the escape symbol, which end the piece."""
+    count = data.varint()
+    if count != int(np.count_nonzero(symbols == escape)):
+        raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
+    escaped = data.array("<f4", count)
+    data.end()
+    return escaped
+
+
+def to_bfloat16(values: NpArray) -> NpArray:
+    """float32 values rounded to bfloat16: what is stored is what is used."""
+    return (bfloat16.nearest(values.astype(np.float32)).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def pack_table(table: NpArray) -> bytes:
+    """The entries that are not zero: how many; of each the steps from the one before, less one; their bfloat16s."""
+    used = np.flatnonzero(table)
+    out = Writer()
+    out.varint(used.size)
+    for gap in np.diff(used, prepend=-1):
+        out.varint(int(gap) - 1)
+    out.raw(bfloat16_pairs(table[used]))
+    return out.done()
+
+
+def read_table(data: Reader) -> NpArray:
+    count = data.varint()
+    if count > 256:
+        raise CorruptDataError(f"moment: a table of {count} values")
+    at = -1
+    used = []
+    for _ in range(count):
+        at += 1 + data.varint()
+        used.append(at)
+    if at > 255:
+        raise CorruptDataError("moment: an entry is beyond the table")
+    table = np.zeros(256, np.float32)
+    table[used] = read_bfloat16s(data, count)
+    return table
+
+
+def bfloat16_pairs(values: NpArray) -> NpArray:
+    """float32 values that are bfloat16s as those, two bytes each."""
+    return (values.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype("<u2")
+
+
+def read_bfloat16s(data: Reader, count: int) -> NpArray:
+    """So many bfloat16s as float32."""
+    values = (data.array("<u2", count).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if not np.isfinite(values).all():
+        raise CorruptDataError("moment: a value of a table is not finite")
+    return values
+
+
+def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:
+    starts = range(0, spec.size, CHUNK)
+    if len(pieces) != len(starts) + 1:
+        raise CorruptDataError(f"moment: {len(pieces)} pieces for {len(starts)} chunks")
+    check_memory(spec.nbytes, "moment")
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def chunk(number: int) -> None:
+        start = starts[number]
+        n = min(CHUNK, spec.size - start)
+        values = narrowed(one(pieces[number + 1], start, n), spec)
+        data[start * spec.itemsize : (start + n) * spec.itemsize] = values
+
+    map_chunks(chunk, range(len(starts)))
+    return ValuesMemory(from_bytes(data, spec))
