@@ -42,7 +42,7 @@ _ROUNDS = 2
 _TOP = 63
 """Largest number of a basis while directions are sought."""
 _FINEST = 1
-"""Factors are multiples of a half at best; of whole numbers where their range needs it."""
+"""Factors are multiples of half a root of a finer step at best; of more where their range needs it."""
 _NOISE = 1 / 12
 """Variance of a number about the value that was rounded to it: what no prediction takes away."""
 _LEAST = 4096
@@ -157,8 +157,9 @@ def moves_of(factors: Factors, symbols: NpArray, finer: NpArray, bits: int, some
     n = np.maximum(counts.sum(axis=(1, 2)), 1)
     by_distance = counts.sum(axis=2)
     of_d, of_r = (by_distance * d).sum(axis=1), (counts.sum(axis=1) * r).sum(axis=1)
-    both = float(((counts * r).sum(axis=2) * d).sum() - (of_d * of_r / n).sum())
-    squares = float((by_distance * d**2).sum() - (of_d**2 / n).sum())
+    # What is not divided is exact in whatever order it is summed.
+    both = float(((counts * r).sum(axis=2) * d).sum()) - math.fsum((of_d * of_r / n).tolist())
+    squares = float((by_distance * d**2).sum()) - math.fsum((of_d**2 / n).tolist())
     share = min(both / squares, 1.0) if both > 0 and squares > 0 else 0.0
     gain = share * (2 * both - share * squares) * (symbols.size / own.size)
     sums = (joint_counts(symbols, distances, 256, width) * np.arange(-FARTHEST, FARTHEST + 1)).sum(axis=1)

@@ -250,7 +250,7 @@ def test_states_have_the_same_bytes_on_any_number_of_threads(
 
     monkeypatch.setattr(entropy, "factors_of", noted)
     shape = 143, 70  # two chunks of 5,000 and little more, which is too few
-    moments = [planted(fixed, *shape, [1.5, 1.0]).astype(np.float32) for _ in range(3)]
+    moments = [planted(fixed, *shape, [3.0, 2.0]).astype(np.float32) for _ in range(3)]
     entries = {i: {"exp_avg": m, "exp_avg_sq": np.ones(shape, np.float32)} for i, m in enumerate(moments)}
     state = {"optimizer": {"state": entries}}
     found = []
