@@ -19,8 +19,8 @@ from shrinkpoint.codec.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
 _MODULES = (
-    "exact", "moments", "optimizer", "quantize", "assigning", "levels", "cells", "compress", "checkpoint", "rows",
-    "exponent", "changed", "clusters",
+    "exact", "moments", "firstmoment", "secondmoment", "symbolvalues", "quantize", "assigning", "levels", "cells",
+    "compress", "checkpoint", "rows", "exponent", "changed", "clusters",
 )  # fmt: skip
 
 
@@ -137,10 +137,7 @@ def small_chunks(n: int) -> Iterator[None]:
     """Arrays are cut into chunks of n elements: what happens at chunk boundaries happens in small arrays too."""
     found = []
     for name in _MODULES:
-        try:
-            module = importlib.import_module(f"shrinkpoint.codec.{name}")
-        except ImportError:
-            continue
+        module = importlib.import_module(f"shrinkpoint.codec.{name}")
         if hasattr(module, "CHUNK"):
             found.append((module, module.CHUNK))
             module.CHUNK = n
