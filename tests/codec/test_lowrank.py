@@ -400,7 +400,7 @@ def squared(values: NpArray, symbols: NpArray) -> float:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 7])
-@pytest.mark.parametrize("deviation", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("deviation", [0.4, 2.0])
 def test_the_share_leaves_the_least_error(fixed: np.random.Generator, bits: int, deviation: float) -> None:
     """In steps; beside any other share, and by the gain that is stated, to the rounding of the finer steps."""
     u = deviation * (fixed.standard_normal((250, 40)) + fixed.standard_normal((250, 1)) * fixed.standard_normal(40))
@@ -408,8 +408,7 @@ def test_the_share_leaves_the_least_error(fixed: np.random.Generator, bits: int,
     finer = np.clip(np.rint(u * 2**bits), -127, 127).astype(np.int8).reshape(-1)
     symbols = symbols_of(np.rint(u))
     factors = sought(finer, 40, 0, bits)
-    if factors is None:
-        pytest.skip("nothing is found in so few and so coarse numbers")
+    assert factors is not None
     moves = moves_of(factors, symbols, finer, bits, lambda x: x)
     by = (moves.distances.astype(np.float64) - FARTHEST) / 4
     rest = np.clip(finer / 2**bits - signed(symbols), -0.5, 0.5)
