@@ -117,7 +117,7 @@ def grid_values(at: Place) -> Job:
 
     def check() -> str:
         p = at.prefix
-        expected = oracle("grid").grid_values(host(symbols)[:p], square[:p], table, None, None)
+        expected = oracle("grid").grid_values(host(symbols)[:p], square[:p], table)
         same("values", values_of(symbols[:p], b[:p], table), expected)
         return at.says
 
@@ -434,7 +434,7 @@ def product_classes(at: Place) -> Job:
     def check() -> str:
         few = min(at.n, _PREFIX)
         part = rows[: -(-few // _COLUMNS)]
-        expected = oracle("products").product_classes(part, columns, few, 0, 5, 6, None, 0)
+        expected = oracle("products").product_classes(part, columns, few, 0, 5, 6)
         same("classes", classes_of(part, columns, few, shift=5, most=6), expected)
         return f"{few:,} elements = oracle"
 

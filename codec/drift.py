@@ -16,8 +16,6 @@ from .siblings import siblings
 
 _COASTING = 9.0
 """Steps of the drift that a first moment holds: beta1 / (1 - beta1) at 0.9."""
-_HALF_LOST = 2.5
-"""Square of the step at which about half of the moments' power is lost."""
 _MOST = 0.2
 """Of a short way most is noise; no more than this part of any is added to it."""
 
@@ -57,7 +55,7 @@ def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], steps: float | None) 
     """Weights whose drift is known, told how much of it their first moments lose.
 
     A moment that is restored as zero is a step that is not taken, nine of them in the end. On a grid of step s (in
-    units of sqrt(v)) about s**2 / (2.5 + s**2) of that is lost (measured, docs/decisions/moves.md).
+    units of sqrt(v)) about s**2 / (1 + s**2) of that is lost (measured, docs/decisions/drift.md).
     """
     if steps is None or all(leaf.earlier is None for leaf in leaves):
         return leaves
@@ -66,6 +64,6 @@ def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], steps: float | None) 
     for weight, second in second_moments(leaves).items():
         codec = codecs[firsts[second]] if second in firsts else None
         if isinstance(codec, FirstMoment) and codec.step is not None and leaves[weight].earlier is not None:
-            lost = codec.step**2 / (_HALF_LOST + codec.step**2)
+            lost = codec.step**2 / (1 + codec.step**2)
             found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / float(steps)))
     return found

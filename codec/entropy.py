@@ -44,7 +44,7 @@ from ..kernels.rare import rare_decode, rare_encode
 from ..kernels.runlength import rle_decode, rle_encode
 from .errors import CorruptDataError
 from .fields import Reader, Writer
-from .lowrank import CLASSES, Factors, Finer, Moves, expected, factors_of, moves_of, signed
+from .lowrank import CLASSES, Factors, expected, factors_of, signed
 from .places import Places, classes_of
 
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
@@ -85,7 +85,7 @@ def counts_of(symbols: U8) -> I64:
     return counts
 
 
-def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int = 0) -> bytes:
+def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int = 0, *, numbers: bool = False) -> bytes:
     """Code symbols without a context, by whichever coder is smallest.
 
     Args:
@@ -93,37 +93,11 @@ def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int 
         counts: int64 [256], how often each occurs, where that is known.
         columns: of the matrix that the symbols are a part of in C order; 0 (default): of none.
         start: number of the first symbol in it; default 0.
+        numbers: symbols 1, 2, 3, ... stand for 0, -1, 1, ..., which products may predict; default False.
     """
     if counts is None and not columns:
         return coded(symbols).done()
-    return _encode_plain(symbols, counts_of(symbols) if counts is None else counts, columns, start).done()
-
-
-def encode_numbers(symbols: U8, counts: I64, columns: int, start: int, finer: Finer) -> tuple[bytes, Moves | None]:
-    """Code symbols 1, 2, 3, ... that stand for 0, -1, 1, ..., by products if these are worth it.
-
-    Args:
-        symbols: uint8, shape (n,).
-        counts: int64 [256], how often each occurs.
-        columns: of the matrix that the symbols are a part of in C order, or 0.
-        start: number of the first symbol in it.
-        finer: the numbers that were rounded to these.
-
-    Returns:
-        The bytes, and how values are to be moved to what products predict; None where there are none.
-    """
-    moves: Moves | None = None
-
-    def predicted(size: float) -> Writer | None:
-        nonlocal moves
-        found = _by_product(symbols, columns, start, size, finer)
-        if found is None:
-            return None
-        written, moves = found
-        return written
-
-    out = _encode_plain(symbols, counts, columns, start, predicted if columns else None)
-    return out.done(), moves
+    return _encode_plain(symbols, counts_of(symbols) if counts is None else counts, columns, start, numbers).done()
 
 
 def coded(symbols: U8) -> Writer:
@@ -148,21 +122,11 @@ def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
     return lambda x: np.concatenate([x[i : i + length] for i in starts])
 
 
-def _encode_plain(
-    symbols: U8,
-    counts: I64,
-    columns: int = 0,
-    start: int = 0,
-    predicted: Callable[[float], Writer | None] | None = None,
-) -> Writer:
-    """`predicted` gets the bytes that the symbols take at least, and is what it returns, if anything."""
+def _encode_plain(symbols: U8, counts: I64, columns: int = 0, start: int = 0, numbers: bool = False) -> Writer:
     out = Writer()
     n = symbols.size
     present = counts.nonzero()[0]
     if present.size <= 1:
-        placed = None if predicted is None else predicted(2.0)
-        if placed is not None:
-            return placed
         out.byte(CONSTANT)
         out.byte(int(present[0]) if present.size else 0)
         return out
@@ -188,7 +152,7 @@ def _encode_plain(
     least = min(sizes.values())
     method = next(m for m in order if m in sizes and sizes[m] <= _SLACK * least)
     if columns:
-        placed = None if predicted is None else predicted(least)
+        placed = _by_product(symbols, columns, start, least) if numbers else None
         if placed is None:
             placed = _by_place(symbols, None, counts[None, :], columns, start, least)
         if placed is not None:
@@ -329,16 +293,16 @@ def _by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start:
     return _in_classes(head, symbols, places.beside(context, symbols.size), contexts * places.classes, size)
 
 
-def _by_product(symbols: U8, columns: int, start: int, size: float, finer: Finer) -> tuple[Writer, Moves] | None:
+def _by_product(symbols: U8, columns: int, start: int, size: float) -> Writer | None:
     """Symbols that stand for signed numbers in the context of what products predict, and of their place's class.
 
-    Arguments as `_by_place`. They may take more than `size` bytes by what the error is worth that moves take away.
+    Arguments as `_by_place`.
     """
-    found = factors_of(finer, symbols.size, columns, start)
-    if found is None:
+    if size < _WORTH_PLACES:
         return None
-    factors, numbers = found
-    moves = moves_of(factors, symbols, numbers, finer.bits, sample(symbols.size))
+    factors = factors_of(symbols, columns, start)
+    if factors is None:
+        return None
     head = Writer()
     head.byte(PRODUCTS)
     for number in (columns, factors.phase, factors.rows.shape[1], factors.shift):
@@ -346,11 +310,12 @@ def _by_product(symbols: U8, columns: int, start: int, size: float, finer: Finer
     for factor in (factors.rows, factors.columns):
         head.block(encode(factor.T.reshape(-1).view(np.uint8) ^ _SIGN))
     contexts = factors.classes(symbols.size)
-    own, origins = (x.view(np.uint8) ^ _SIGN for x in (signed(symbols), expected(contexts)))
-    places = classes_of(own, origins, columns, start, CLASSES, _BESIDE_PRODUCTS)
+    numbers, origins = (x.view(np.uint8) ^ _SIGN for x in (signed(symbols), expected(contexts)))
+    places = classes_of(numbers, origins, columns, start, CLASSES, _BESIDE_PRODUCTS)
     _write_classes(head, places)
-    written = _in_classes(head, symbols, *_with_classes(contexts, CLASSES, places), size + moves.worth)
-    return None if written is None else (written, moves)
+    if len(head) >= size / 2:
+        return None
+    return _in_classes(head, symbols, *_with_classes(contexts, CLASSES, places), size)
 
 
 def _with_classes(predicted: U8, contexts: int, places: Places | None) -> tuple[U8, int]:
@@ -413,21 +378,17 @@ def _decode_places(data: Reader, n: int, context: U8 | None) -> U8:
     return _read_rans(data, places.beside(context, n), contexts * places.classes, n)
 
 
-def _read_factors(data: Reader, n: int) -> Factors:
+def _decode_products(data: Reader, n: int) -> U8:
     columns, phase, rows = _read_place(data, n)
     rank, shift = data.varint(), data.varint()
-    if not 1 <= rank <= min(MOST_RANK, columns // 4, n // columns // 4) or not 2 <= shift <= 20:
+    if not 1 <= rank <= min(MOST_RANK, columns // 4, n // columns // 4) or not 1 <= shift <= 20:
         raise CorruptDataError(f"products: rank {rank} or shift {shift} is out of range for {rows} x {columns}")
     left, right = (
         (_lines(data.block(), rank * lines) ^ _SIGN).view(np.int8).reshape(rank, lines).T for lines in (rows, columns)
     )
-    return Factors(left, right, phase, shift)
-
-
-def _decode_products(data: Reader, n: int) -> tuple[U8, Factors]:
-    factors = _read_factors(data, n)
-    places = _read_classes(data, factors.columns.shape[0], factors.phase, factors.rows.shape[0], CLASSES)
-    return _read_rans(data, *_with_classes(factors.classes(n), CLASSES, places), n), factors
+    contexts: U8 = Factors(left, right, phase, shift).classes(n)
+    places = _read_classes(data, columns, phase, rows, CLASSES)
+    return _read_rans(data, *_with_classes(contexts, CLASSES, places), n)
 
 
 def encode_published(symbols: U8) -> bytes:
@@ -592,22 +553,10 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
     Raises:
         CorruptDataError: the bytes are not such a stream.
     """
-    return _decoded(data, n, context, contexts)[0]
-
-
-def decode_numbers(data: memoryview, n: int) -> tuple[U8, Factors | None]:
-    """The inverse of `encode_numbers`: symbols, and what predicts their numbers, if anything."""
-    return _decoded(data, n, None, 0)
-
-
-def _decoded(data: memoryview, n: int, context: U8 | None, contexts: int) -> tuple[U8, Factors | None]:
     reader = Reader(data, "symbols")
     method = reader.byte()
-    factors = None
     if method == PLACES:
         symbols = _decode_places(reader, n, context)
-    elif method == PRODUCTS:
-        symbols, factors = _decode_products(reader, n)
     elif method in _IN_CONTEXT:
         if context is None:
             raise CorruptDataError(f"symbols: method {method} needs a parent")
@@ -619,7 +568,7 @@ def _decoded(data: memoryview, n: int, context: U8 | None, contexts: int) -> tup
     reader.end()
     if symbols.size != n:
         raise CorruptDataError(f"symbols: {symbols.size} decoded, {n} expected")
-    return symbols, factors
+    return symbols
 
 
 def _decode_constant(data: Reader, n: int) -> U8:
@@ -686,6 +635,7 @@ _PLAIN: dict[int, Callable[[Reader, int], U8]] = {
     ZSTANDARD: _decode_zstandard,
     STORED: lambda data, n: _array(data.raw(n)),
     EXCEPTIONS: _decode_exceptions,
+    PRODUCTS: _decode_products,
 }
 _IN_CONTEXT: dict[int, Callable[[Reader, int, U8, int], U8]] = {
     CONDITIONAL: lambda data, n, context, contexts: _read_rans(data, context, contexts, n),

@@ -1,12 +1,10 @@
 """First moments on a grid of the update m / sqrt(v).
 
 In units of sqrt(v~), v~ being the decoded second moment, an error of half a step is half a step of the update. The
-value of a grid point is the mean of what fell on it, so that the sum of m stays; where products of rows and columns
-predict the values, each is moved within its cell towards its prediction (`codec.lowrank`).
+value of a grid point is the mean of what fell on it, so that the sum of m stays.
 
-Pieces: (0) the table of each grid point's value. (1 + i) chunk i: block: symbol stream; where products predict it, the
-bfloat16 by which a value is moved for each quarter step to its prediction; varint number of escapes, their float32
-patterns.
+Pieces: (0) the table of each grid point's value. (1 + i) chunk i: block: symbol stream; varint number of escapes, their
+float32 patterns.
 """
 
 from __future__ import annotations
@@ -22,36 +20,30 @@ from ..kernels.arrays import on_gpu
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.grid import ESCAPE as OFF_GRID
 from ..kernels.grid import grid_symbols, grid_values
-from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
 from .errors import CorruptDataError
-from .fields import Reader, Writer
+from .fields import Reader
 from .leaves import Array, LeafSpec, NpArray, on_host
-from .lowrank import Finer, Moves, Select, move_table, signed
 from .moments import LogBuckets, ValuesMemory
 from .parallel import map_chunks
 from .places import columns_of
 from .symbolvalues import (
     as_float32,
     as_stored,
-    bfloat16_pairs,
     decoded_values,
     escapes_of,
+    pack_chunk,
     pack_table,
     placed_with,
-    read_bfloat16s,
-    read_escapes,
+    read_chunk,
     read_table,
     to_bfloat16,
     with_escapes,
-    write_escapes,
 )
 
 _ATTEMPTS = 5
 _NOTHING_LEFT = 0.99
 """A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
-_FINE = 3 / 16
-"""Directions of first moments are sought in steps of this at most, down to half of it."""
 _SMALLEST = 1 / 64
 """Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
 
@@ -105,47 +97,24 @@ class FirstMoment:
     def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
         """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
         square = placed_with(sibling, leaf.flat)
-        columns = columns_of(leaf.spec.shape)
-
-        def rounded(start: int, step: float, select: Select = _all) -> tuple[Array, NpArray, NpArray]:
-            part = slice(start, start + CHUNK)
-            return grid_symbols(as_float32(select(leaf.flat[part]), leaf.spec), select(square[part]), step)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
-            symbols, sums, counts = rounded(start, step)
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+            symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], step)
             return symbols, sums, counts, escapes_of(x, symbols, OFF_GRID, counts)
 
-        starts = range(0, leaf.spec.size, CHUNK)
-        parts = map_chunks(one, starts)
+        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         counts = sum((p[2] for p in parts), np.zeros(256))
         if counts[OFF_GRID] > 0.01 * leaf.spec.size:
             return math.inf, None
-        bits = _finer_bits(step)
-
-        def packed(number: int) -> tuple[bytes, Moves | None, float]:
-            start, (symbols, _, known, escaped) = starts[number], parts[number]
-            finer = Finer(lambda select: signed(on_host(rounded(start, step / 2**bits, select)[0])), bits)
-            out = Writer()
-            coded, moves = entropy.encode_numbers(on_host(symbols), known.astype(np.int64), columns, start, finer)
-            out.block(coded)
-            reach = 0.0
-            if moves is not None:
-                reach = float(to_bfloat16(np.array([moves.share * step / 4]))[0])
-                out.raw(bfloat16_pairs(np.array([reach])))
-            write_escapes(out, on_host(escaped))
-            return out.done(), moves, reach
-
-        pieces = map_chunks(packed, range(len(parts)))
-        moved = sum((reach * moves.sums for _, moves, reach in pieces if moves is not None), np.zeros(256))
         with np.errstate(divide="ignore", invalid="ignore"):
-            table = to_bfloat16(np.where(counts > 0, (sum((p[1] for p in parts), np.zeros(256)) - moved) / counts, 0.0))
+            table = to_bfloat16(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
         table[OFF_GRID] = 0.0
 
         def met(number: int) -> Distortion:
-            start, (symbols, _, _, escaped) = starts[number], parts[number]
-            _, moves, reach = pieces[number]
-            values = grid_values(symbols, square[start : start + CHUNK], table, **_beside_moves(moves, reach, symbols))
+            start = number * CHUNK
+            symbols, escaped = parts[number][0], parts[number][3]
+            values = grid_values(symbols, square[start : start + CHUNK], table)
             restored = as_stored(with_escapes(values, symbols, OFF_GRID, escaped), leaf.spec)
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
@@ -154,27 +123,15 @@ class FirstMoment:
             return error, None
         if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
             return math.inf, None
-        stored = [pack_table(table), *(coded for coded, _, _ in pieces)]
-        return error, Stored("grid", {}, stored, None, error, "relative L2")
+        columns = columns_of(leaf.spec.shape)
 
+        def packed(number: int) -> bytes:
+            symbols, _, known, escaped = parts[number]
+            start = number * CHUNK
+            return pack_chunk(on_host(symbols), on_host(escaped), known, None, columns, start, numbers=True)
 
-def _all(x: Array) -> Array:
-    return x
-
-
-def _finer_bits(step: float) -> int:
-    """How often a step is halved where directions are sought, once to seven times."""
-    bits = 1
-    while bits < 7 and step > _FINE * 2**bits:
-        bits += 1
-    return bits
-
-
-def _beside_moves(moves: Moves | None, reach: float, symbols: Array) -> dict[str, Any]:
-    """The arguments of `grid_values` that move values."""
-    if moves is None:
-        return {}
-    return {"moved": placed_with(moves.distances, symbols), "moves": move_table(reach)}
+        pieces = [pack_table(table), *map_chunks(packed, range(len(parts)))]
+        return error, Stored("grid", {}, pieces, None, error, "relative L2")
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
@@ -192,7 +149,7 @@ def _in_another_unit(leaf: Leaf, square: Array) -> bool:
 
 
 def grid_step(rate: float) -> float:
-    """The step of first moments at a rate: `min(16, max(0.625, sqrt(32000 rate)))`.
+    """The step of first moments at a rate: `min(16, max(0.5, sqrt(32000 rate)))`.
 
     A uniform quantizer's distortion, step**2 / 12, falls by a fixed share with every bit: the step that spends a bit
     where it is worth `rate` grows with the root of it. The factor is measured: a bit of a first moment is worth a tenth
@@ -200,9 +157,9 @@ def grid_step(rate: float) -> float:
 
     Example:
         >>> grid_step(0.0), grid_step(0.0005), grid_step(0.002)
-        (0.625, 4.0, 8.0)
+        (0.5, 4.0, 8.0)
     """
-    return min(16.0, max(0.625, math.sqrt(32000 * rate)))
+    return min(16.0, max(0.5, math.sqrt(32000 * rate)))
 
 
 def decode_grid(
@@ -216,13 +173,8 @@ def decode_grid(
     head.end()
 
     def one(piece: memoryview, start: int, n: int) -> NpArray:
-        data = Reader(piece, "grid")
-        symbols, factors = entropy.decode_numbers(data.block(), n)
-        beside: dict[str, Any] = {}
-        if factors is not None:
-            beside = {"moved": factors.distances(signed(symbols)), "moves": move_table(read_bfloat16s(data, 1)[0])}
-        escaped = read_escapes(data, symbols, OFF_GRID)
-        values: NpArray = grid_values(symbols, sibling[start : start + n], table, **beside)
+        symbols, escaped = read_chunk(piece, n, OFF_GRID)
+        values: NpArray = grid_values(symbols, sibling[start : start + n], table)
         if escaped.size:
             values[symbols == OFF_GRID] = escaped
         return values

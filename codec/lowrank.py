@@ -1,17 +1,16 @@
 """A matrix of small signed numbers predicted by few products of a row's and a column's number.
 
 A gradient is a sum of outer products, of what comes into a layer and what goes back through it, so a first moment has
-far fewer directions than entries, and a number is likely near what the strongest of them say: its grid point costs
-less, and within its cell the value is put nearer to the prediction (`Moves`). Directions are found by subspace
-iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4), here on integers, so that the same numbers have the same
-factors on every machine: products and their sums are exact, and what is rounded between is rounded one operation after
-another. A reader needs the factors alone.
+far fewer directions than entries, and a grid point is likely near what the strongest of them say. They are found by
+subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4), here on integers, so that the same numbers have the
+same factors on every machine: products and their sums are exact, and what is rounded between is rounded one operation
+after another. A reader needs the factors alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -19,20 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.levels import joint_counts
 from ..kernels.products import column_products, product_classes, row_products
 
 NpArray = np.ndarray[Any, Any]
-Select = Callable[[Any], Any]
-"""What takes a part of a flat array, of NumPy or torch."""
 
 RANK = 8
 HALF_STEPS = 6
 """Predictions of farther than so many half steps from 0 are of the same class."""
 CLASSES = 2 * HALF_STEPS + 1
-FARTHEST = 2
-"""Quarter steps from a number beyond which its prediction is of the same class of `Factors.distances`: what is outside
-the number's cell says no more than its edge."""
+_CLIP = 8
+"""Numbers farther out count as this: few of them would else rule the directions."""
 _SAMPLE, _ROWS = 1 << 18, 128
 """Numbers whose rows the directions of the columns are sought in, and how many rows these are at least: from few rows
 of wide matrices they come out askew (12 % more bits at 256 x 16,384, 3 % at 1,024 x 4,096)."""
@@ -41,27 +36,21 @@ _GLANCE, _FIRST, _TELLING = 1 << 17, 2, 16
 _ROUNDS = 2
 _TOP = 63
 """Largest number of a basis while directions are sought."""
-_FINEST = 1
-"""Factors are multiples of half a root of a finer step at best; of more where their range needs it."""
+_FINEST = 3
+"""Factors are multiples of 2**-3 at best; of coarser ones where their range needs it."""
 _NOISE = 1 / 12
 """Variance of a number about the value that was rounded to it: what no prediction takes away."""
-_LEAST = 4096
-"""Numbers below which factors are never paid for."""
-_WORTH = 12 / (2 * math.log(2))
-"""Bits that a squared step of error is worth: a uniform quantizer's, `step**2 / 12`, falls by `2 ln 2` of it a bit."""
-_TOLD_APART = 18
-"""Symbols from this one on count as one where the share of a move is fitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A prediction: `2**-shift` times the sum over k of `rows[i, k] * columns[j, k]`, in half steps.
+    """A prediction `2**-shift` times the sum over k of `rows[i, k] * columns[j, k]`, in half steps.
 
     Args:
         rows: int8, shape (R, r).
         columns: int8, shape (C, r).
         phase: column in which the first number stands.
-        shift: 2 to 20.
+        shift: 1 to 20.
     """
 
     rows: NpArray
@@ -73,97 +62,6 @@ class Factors:
         """uint8, shape (n,): the predicted half steps, within `HALF_STEPS`, plus these."""
         found: NpArray = product_classes(self.rows, self.columns, n, self.phase, shift=self.shift, most=HALF_STEPS)
         return found
-
-    def distances(self, numbers: NpArray) -> NpArray:
-        """uint8, shape (n,): the prediction less the number (int8) in quarter steps, within `FARTHEST`, plus these."""
-        found: NpArray = product_classes(
-            self.rows,
-            self.columns,
-            numbers.size,
-            self.phase,
-            shift=self.shift - 1,
-            most=FARTHEST,
-            origin=numbers,
-            unit=2,
-        )
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Finer:
-    """A matrix's numbers in finer steps than those that are stored: what is left of them tells directions, too.
-
-    Args:
-        of: the numbers, int8, of what a selection takes of the matrix's values, a flat array of any library.
-        bits: 1 to 7; a step is `2**bits` finer ones.
-    """
-
-    of: Callable[[Select], NpArray]
-    bits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """How far numbers are moved from their grid points towards their prediction: `share` of the distance.
-
-    The mean of a number in its cell is not that of all numbers there, but nearer to what is predicted for it.
-
-    Args:
-        distances: uint8, shape (n,), as of `Factors.distances`.
-        sums: float64, shape (256,): of the distances in quarter steps, by symbol.
-        share: 0 to 1.
-        gain: what the squared error falls by, in squared steps.
-    """
-
-    distances: NpArray
-    sums: NpArray
-    share: float
-    gain: float
-
-    @property
-    def worth(self) -> float:
-        """Bytes that may be spent on it."""
-        return self.gain * _WORTH / 8
-
-
-def move_table(reach: float) -> NpArray:
-    """float32 [256]: by how much values of each distance are moved, at `reach` for a quarter step."""
-    table = np.zeros(256, np.float32)
-    table[: 2 * FARTHEST + 1] = np.arange(-FARTHEST, FARTHEST + 1, dtype=np.float32) * np.float32(reach)
-    return table
-
-
-def moves_of(factors: Factors, symbols: NpArray, finer: NpArray, bits: int, some: Select) -> Moves:
-    """The share that leaves the least squared error beside each symbol's mean, by sums of integers.
-
-    With r a number's distance from its grid point, d its prediction's, both less their means over the symbol,
-    share = sum r d / sum d**2, and the squared error falls by (sum r d)**2 / sum d**2.
-
-    Args:
-        factors: that predict the numbers.
-        symbols: uint8, shape (n,), of the numbers.
-        finer: int8, shape (n,), the numbers in finer steps.
-        bits: as `Finer.bits`.
-        some: takes those by which the share is fitted.
-    """
-    distances = factors.distances(signed(symbols))
-    width, most = 2 * FARTHEST + 1, 1 << (bits - 1)
-    own, near = some(symbols), some(distances)
-    rest = some(finer).astype(np.int16) - (signed(own).astype(np.int16) << np.int16(bits))
-    off = (np.clip(rest, -most, most) + np.int16(most)).astype(np.uint8)
-    group = np.minimum(own, np.uint8(_TOLD_APART)) * np.uint8(width) + near
-    counts = joint_counts(group, off, (_TOLD_APART + 1) * width, 2 * most + 1).reshape(-1, width, 2 * most + 1)[1:]
-    d, r = np.arange(-FARTHEST, FARTHEST + 1) / 4, np.arange(-most, most + 1) / (2 * most)
-    n = np.maximum(counts.sum(axis=(1, 2)), 1)
-    by_distance = counts.sum(axis=2)
-    of_d, of_r = (by_distance * d).sum(axis=1), (counts.sum(axis=1) * r).sum(axis=1)
-    # What is not divided is exact in whatever order it is summed.
-    both = float(((counts * r).sum(axis=2) * d).sum()) - math.fsum((of_d * of_r / n).tolist())
-    squares = float((by_distance * d**2).sum()) - math.fsum((of_d**2 / n).tolist())
-    share = min(both / squares, 1.0) if both > 0 and squares > 0 else 0.0
-    gain = share * (2 * both - share * squares) * (symbols.size / own.size)
-    sums = (joint_counts(symbols, distances, 256, width) * np.arange(-FARTHEST, FARTHEST + 1)).sum(axis=1)
-    return Moves(distances, sums.astype(np.float64), share, gain)
 
 
 def signed(symbols: NpArray) -> NpArray:
@@ -183,58 +81,53 @@ def expected(classes: NpArray) -> NpArray:
     return numbers.view(np.int8)
 
 
-def factors_of(finer: Finer, n: int, columns: int, start: int) -> tuple[Factors, NpArray] | None:
-    """Factors that predict a part of a matrix, and all its numbers in finer steps; None where factors are not worth
-    the bytes they take: those they spare and those that the error they take away is worth.
+def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
+    """Factors that predict a part of a matrix; None where they would take more bytes than they spare.
 
     Args:
-        finer: the numbers.
-        n: how many.
+        symbols: uint8, shape (n,), of `signed` numbers.
         columns: of the matrix.
         start: number of the first one in it.
     """
+    n = symbols.size
     phase = start % columns
     rank = min(RANK, columns // 4, n // columns // 4)
     lines = -(-(phase + n) // columns) + columns
-    if n < _LEAST or rank < 1 or not _promising(finer, n, columns, phase, min(_FIRST, rank), lines):
+    if rank < 1 or not _promising(symbols, columns, phase, min(_FIRST, rank), lines):
         return None
-    numbers = finer.of(lambda x: x)
-    sample = np.ascontiguousarray(_rows_of(n, columns, phase, _SAMPLE, _ROWS)(numbers)).reshape(-1)
+    sample = _clipped(_sample(symbols, columns, phase, _SAMPLE, _ROWS))
     basis = _directions(sample, columns, rank)
     norms = _norms(basis)
-    sums = row_products(numbers, basis, phase)
+    sums = row_products(_clipped(symbols), basis, phase)
     energies = _energies(sums, norms)
-    kept = _worth(energies, _power(sample), n, lines, finer.bits)
+    kept = _worth(energies, _power(sample), n, lines)
     if not kept:
         return None
-    # Each direction's length is shared by its two factors, the longer one getting a little more: rounding does least
-    # harm where their numbers are alike, and costs least where their lengths are.
-    lengths = np.sqrt(np.sqrt(energies[kept])) / math.sqrt(math.sqrt(math.sqrt(sums.shape[0] / columns)))
+    # Each direction's length is shared by its two factors, so that they are rounded alike.
+    lengths = np.sqrt(np.sqrt(energies[kept]))
     roots = np.sqrt(norms[kept].astype(np.float64))
     left = sums[:, kept] / roots / lengths
     right = basis[:, kept] / roots * lengths
     most = max(float(np.abs(left).max()), float(np.abs(right).max()))
     bits = min(_FINEST, math.frexp(127 / most)[1] - 1)
-    shift = 2 * bits + finer.bits - 1  # twice the number of steps
-    if shift < 2:
+    if bits < 1:
         return None
     rows, across = (np.ascontiguousarray(np.rint(x * 2.0**bits).astype(np.int8)) for x in (left, right))
-    return Factors(rows, across, phase, shift), numbers
+    return Factors(rows, across, phase, 2 * bits - 1)
 
 
-def _promising(finer: Finer, n: int, columns: int, phase: int, rank: int, lines: int) -> bool:
+def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int) -> bool:
     """Whether the strongest directions of half of a sample are worth their factors, by its other half.
 
     The same rows would not tell: few of them have directions of their own by chance.
     """
-    select = _rows_of(n, columns, phase, _GLANCE)
-    rows = finer.of(lambda x: select(x).reshape(-1)).reshape(-1, columns)
+    rows = _clipped(_sample(symbols, columns, phase, _GLANCE)).reshape(-1, columns)
     if rows.shape[0] < _TELLING:
         return True
     some, others = (np.ascontiguousarray(rows[i::2]).reshape(-1) for i in (0, 1))
     basis = _directions(some, columns, rank)
-    energies = _energies(row_products(others, basis), _norms(basis)) * (n / others.size)
-    return bool(_worth(energies, _power(others), n, lines, finer.bits))
+    energies = _energies(row_products(others, basis), _norms(basis)) * (symbols.size / others.size)
+    return bool(_worth(energies, _power(others), symbols.size, lines))
 
 
 def _power(numbers: NpArray) -> float:
@@ -248,6 +141,11 @@ def _norms(basis: NpArray) -> NpArray:
     return found
 
 
+def _clipped(symbols: NpArray) -> NpArray:
+    """Their numbers, as near to 0 as `_CLIP`."""
+    return signed(np.minimum(symbols, np.uint8(2 * _CLIP) + (symbols & np.uint8(1))))
+
+
 def _energies(sums: NpArray, norms: NpArray) -> NpArray:
     """The squared length of the part of a matrix in each direction, from its products with them."""
     small, shift = _within(sums, 20)
@@ -255,13 +153,12 @@ def _energies(sums: NpArray, norms: NpArray) -> NpArray:
     return found
 
 
-def _rows_of(n: int, columns: int, phase: int, size: int, least: int = 1) -> Select:
-    """What takes whole rows of about so many numbers, the same share of all of them; of wide ones at least so many
-    rows. They come as a matrix of two dimensions, where the array's library can as a view."""
+def _sample(symbols: NpArray, columns: int, phase: int, size: int, least: int = 1) -> NpArray:
+    """Whole rows of about so many symbols, the same share of all of them; of wide ones at least so many rows."""
     first = -phase % columns
-    rows = (n - first) // columns
-    stride = max(1, min(n // size, rows // least))
-    return lambda x: x[first : first + rows * columns].reshape(rows, columns)[::stride]
+    rows = (symbols.size - first) // columns
+    whole = symbols[first : first + rows * columns].reshape(rows, columns)
+    return np.ascontiguousarray(whole[:: max(1, min(symbols.size // size, rows // least))]).reshape(-1)
 
 
 def _directions(values: NpArray, columns: int, rank: int) -> NpArray:
@@ -346,19 +243,17 @@ def _total(terms: Iterable[float]) -> float:
     return reduce(add, terms, 0.0)
 
 
-def _worth(energies: NpArray, power: float, n: int, lines: int, bits: int) -> list[int]:
-    """The directions that spare more bits than their factors take, the strongest first; all in finer steps.
+def _worth(energies: NpArray, power: float, n: int, lines: int) -> list[int]:
+    """The directions that spare more bits than their factors take, the strongest first.
 
-    Of n numbers of variance s, a direction of energy E takes E / n away: n / 2 log2(s / (s - E / n)) bits, s being in
-    steps and with the noise of rounding. Of small numbers that is what the error it takes away is worth. Its factors
-    take what normal numbers in multiples of `2**-_FINEST` do, and each loses 1/12 of the square of these to rounding.
+    Of n numbers of variance s, a direction of energy E takes E / n away: n / 2 log2(s / (s - E / n)) bits. Its factors
+    take what normal numbers in eighths do.
     """
     kept = []
-    left = power / 4.0**bits + _NOISE
+    left = power + _NOISE
     for k in np.argsort(-energies, kind="stable"):
+        after = max(left - float(energies[k]) / n, _NOISE)
         width = math.sqrt(math.sqrt(float(energies[k])) / lines * 2) * 2**_FINEST
-        told = max(0.0, 1 - 1 / max(6 * width**2, 1.0))
-        after = max(left - told * float(energies[k]) / 4.0**bits / n, _NOISE)
         if n / 2 * math.log2(left / after) <= lines * max(0.5, math.log2(max(width, 1e-9)) + 2.05):
             break
         kept.append(int(k))

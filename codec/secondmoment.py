@@ -37,14 +37,14 @@ from .symbolvalues import (
     as_stored,
     escapes_of,
     narrowed,
+    pack_chunk,
     pack_table,
     placed_with,
-    read_escapes,
+    read_chunk,
     read_table,
     room_beside,
     to_bfloat16,
     with_escapes,
-    write_escapes,
 )
 
 _FACTOR_BITS = 3
@@ -224,7 +224,7 @@ def _rank_one_pieces(
         first = int(np.count_nonzero(memory.symbols[:start] == NO_RESIDUAL)) if memory.escaped.size else 0
         count = int(np.count_nonzero(symbols == NO_RESIDUAL)) if memory.escaped.size else 0
         known = counts[start // CHUNK] if counts else None
-        return _pack_chunk(symbols, memory.escaped[first : first + count], known, old, memory.columns.size, start)
+        return pack_chunk(symbols, memory.escaped[first : first + count], known, old, memory.columns.size, start)
 
     return [head.done(), *map_chunks(one, range(0, memory.symbols.size, CHUNK))]
 
@@ -311,31 +311,6 @@ def _read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
     return index
 
 
-def _pack_chunk(
-    symbols: NpArray,
-    escaped: NpArray,
-    counts: NpArray | None,
-    before: NpArray | None,
-    columns: int,
-    start: int,
-) -> bytes:
-    """The chunk at `start` of a matrix of so many columns; `counts` of its symbols, where they are known."""
-    out = Writer()
-    if before is None:
-        known = None if counts is None else counts.astype(np.int64)
-        out.block(entropy.encode(symbols, known, columns, start))
-    else:
-        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
-    write_escapes(out, escaped)
-    return out.done()
-
-
-def _read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
-    data = Reader(piece, "moment")
-    symbols = entropy.decode(data.block(), n, before, 256)
-    return symbols, read_escapes(data, symbols, escape)
-
-
 def decode_rank_one(
     spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
 ) -> RankOneMemory:
@@ -359,7 +334,7 @@ def decode_rank_one(
     def one(number: int) -> NpArray:
         own = symbols[starts[number] : starts[number] + CHUNK]
         old = None if before is None else before.symbols[starts[number] : starts[number] + CHUNK]
-        own[:], escaped = _read_chunk(pieces[number + 1], own.size, NO_RESIDUAL, old)
+        own[:], escaped = read_chunk(pieces[number + 1], own.size, NO_RESIDUAL, old)
         return escaped
 
     escaped = np.concatenate(map_chunks(one, range(len(starts))))

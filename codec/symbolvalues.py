@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.arrays import on_gpu
-from . import bfloat16
+from . import bfloat16, entropy
 from .base import CHUNK
 from .errors import CorruptDataError
 from .fields import Reader, Writer
@@ -60,21 +60,6 @@ def with_escapes(values: Array, symbols: Array, escape: int, escaped: Array) -> 
     return values
 
 
-def write_escapes(out: Writer, escaped: NpArray) -> None:
-    out.varint(escaped.size)
-    out.raw(escaped.astype("<f4", copy=False))
-
-
-def read_escapes(data: Reader, symbols: NpArray, escape: int) -> NpArray:
-    """The values of the elements with the escape symbol, which end the piece."""
-    count = data.varint()
-    if count != int(np.count_nonzero(symbols == escape)):
-        raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
-    escaped = data.array("<f4", count)
-    data.end()
-    return escaped
-
-
 def to_bfloat16(values: NpArray) -> NpArray:
     """float32 values rounded to bfloat16: what is stored is what is used."""
     return (bfloat16.nearest(values.astype(np.float32)).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -87,7 +72,7 @@ def pack_table(table: NpArray) -> bytes:
     out.varint(used.size)
     for gap in np.diff(used, prepend=-1):
         out.varint(int(gap) - 1)
-    out.raw(bfloat16_pairs(table[used]))
+    out.raw((table[used].view(np.uint32) >> np.uint32(16)).astype("<u2"))
     return out.done()
 
 
@@ -102,22 +87,45 @@ def read_table(data: Reader) -> NpArray:
         used.append(at)
     if at > 255:
         raise CorruptDataError("moment: an entry is beyond the table")
-    table = np.zeros(256, np.float32)
-    table[used] = read_bfloat16s(data, count)
-    return table
-
-
-def bfloat16_pairs(values: NpArray) -> NpArray:
-    """float32 values that are bfloat16s as those, two bytes each."""
-    return (values.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype("<u2")
-
-
-def read_bfloat16s(data: Reader, count: int) -> NpArray:
-    """So many bfloat16s as float32."""
-    values = (data.array("<u2", count).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    table = np.zeros(256, np.uint32)
+    table[used] = data.array("<u2", count).astype(np.uint32) << np.uint32(16)
+    values = table.view(np.float32)
     if not np.isfinite(values).all():
-        raise CorruptDataError("moment: a value of a table is not finite")
+        raise CorruptDataError("moment: a value of the table is not finite")
     return values
+
+
+def pack_chunk(
+    symbols: NpArray,
+    escaped: NpArray,
+    counts: NpArray | None,
+    before: NpArray | None,
+    columns: int,
+    start: int,
+    *,
+    numbers: bool = False,
+) -> bytes:
+    """The chunk at `start` of a matrix of so many columns; `counts` of its symbols, where they are known."""
+    out = Writer()
+    if before is None:
+        known = None if counts is None else counts.astype(np.int64)
+        out.block(entropy.encode(symbols, known, columns, start, numbers=numbers))
+    else:
+        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
+    out.varint(escaped.size)
+    out.raw(escaped.astype("<f4", copy=False))
+    return out.done()
+
+
+def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
+    data = Reader(piece, "moment")
+    symbols = entropy.decode(data.block(), n, before, 256)
+    count = data.varint()
+    if count != int(np.count_nonzero(symbols == escape)):
+        raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
+    escaped = data.array("<f4", count)
+    data.end()
+    return symbols, escaped
 
 
 def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:

@@ -59,47 +59,29 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
     return symbols, sums, counts
 
 
-def grid_values(
-    symbols: Array,
-    square: Array,
-    table: np.ndarray[Any, np.dtype[np.float32]],
-    *,
-    moved: Array | None = None,
-    moves: np.ndarray[Any, np.dtype[np.float32]] | None = None,
-) -> Array:
-    """The elements again: `(table[symbol] + moves[moved]) * sqrt(square)`, in float32, each operation rounded once.
+def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
+    """The elements again: `table[symbol] * sqrt(square)`, in float32, each operation rounded once.
 
     Args:
         symbols: uint8 [n].
         square: float32 [n], as it was for `grid_symbols`.
         table: float32 [256] on the host: value of each symbol in scales.
-        moved: uint8 [n], by which of `moves` each value is moved; default None: none is, and nothing is added.
-        moves: float32 [256] on the host, in scales; given if and only if `moved` is.
 
     Raises:
         BadArgumentError: other dtypes or shapes.
 
     Example:
-        >>> table, moves = np.zeros(256, np.float32), np.zeros(256, np.float32)
-        >>> table[5], moves[3] = 1.0, 0.25
-        >>> symbols, square = np.array([1, 5], np.uint8), np.full(2, 4, np.float32)
-        >>> grid_values(symbols, square, table).tolist()
+        >>> table = np.zeros(256, np.float32)
+        >>> table[5] = 1.0
+        >>> grid_values(np.array([1, 5], np.uint8), np.full(2, 4, np.float32), table).tolist()
         [0.0, 2.0]
-        >>> grid_values(symbols, square, table, moved=np.array([3, 0], np.uint8), moves=moves).tolist()
-        [0.5, 2.0]
     """
-    beside = {} if moved is None else {"moved": moved}
-    check_arrays(symbols=symbols, square=square, **beside)
-    for name, array in {"symbols": symbols, "square": square, **beside}.items():
-        dtype = "float32" if name == "square" else "uint8"
+    check_arrays(symbols=symbols, square=square)
+    for name, array, dtype in (("symbols", symbols, "uint8"), ("square", square, "float32")):
         if dtype_name(array) != dtype or len(array.shape) != 1 or tuple(array.shape) != tuple(symbols.shape):
             raise BadArgumentError(
                 f"{name} is {dtype_name(array)} {tuple(array.shape)}; {dtype} of one dimension and length is needed"
             )
-        same_device("symbols", symbols, name, array)
+    same_device("symbols", symbols, "square", square)
     check_table("table", table, "float32", (256,))
-    if (moved is None) != (moves is None):
-        raise BadArgumentError("moved and moves belong together: one is None and the other is not")
-    if moves is not None:
-        check_table("moves", moves, "float32", (256,))
-    return back_end(symbols, "grid").grid_values(symbols, square, table, moved, moves)
+    return back_end(symbols, "grid").grid_values(symbols, square, table)

@@ -94,22 +94,11 @@ def column_products(values: Array, factor: Array, columns: int, phase: int = 0) 
     return out
 
 
-def product_classes(
-    rows: Array,
-    columns: Array,
-    n: int,
-    phase: int = 0,
-    *,
-    shift: int,
-    most: int,
-    origin: Array | None = None,
-    unit: int = 0,
-) -> Array:
+def product_classes(rows: Array, columns: Array, n: int, phase: int = 0, *, shift: int, most: int) -> Array:
     """The low-rank estimate at each place, rounded to a multiple of `2**shift`, as one of `2 most + 1` classes.
 
         p      = sum over k of rows[i, k] * columns[j, k]
-        q      = ((p + 2**(shift - 1)) >> shift) - origin[t] * 2**unit
-        out[t] = most + min(max(q, -most), most);  t stands in row i, column j
+        out[t] = most + min(max((p + 2**(shift - 1)) >> shift, -most), most);  t stands in row i, column j
 
     Args:
         rows: int8[ceil((phase + n) / C), r], r 1 ... `MOST_RANK`.
@@ -118,8 +107,6 @@ def product_classes(
         phase: as in `row_products`.
         shift: 1 ... 20.
         most: 1 ... 127.
-        origin: int8[n], from where the estimate is counted; default None: from 0.
-        unit: 0 ... 8, see above; default 0.
 
     Returns:
         uint8[n].
@@ -132,17 +119,12 @@ def product_classes(
         >>> rows, columns = np.asarray([[2], [-1]], np.int8), np.asarray([[3], [0], [9]], np.int8)
         >>> product_classes(rows, columns, 6, shift=1, most=6).tolist()  # of 6 0 18 / -3 0 -9 by halves
         [9, 6, 12, 5, 6, 2]
-        >>> origin = np.asarray([1, 0, 4, 0, 1, -2], np.int8)
-        >>> product_classes(rows, columns, 6, shift=1, most=6, origin=origin, unit=1).tolist()
-        [7, 6, 7, 5, 4, 6]
     """
     n = integer("n", n, 0, _MOST)
     width, rank = _factor("columns", columns)
     phase = integer("phase", phase, 0, width - 1)
     _, other = _factor("rows", rows, -(-(phase + n) // width))
     integer("the rank of rows", other, rank, rank)
-    shift, most, unit = integer("shift", shift, 1, 20), integer("most", most, 1, 127), integer("unit", unit, 0, 8)
-    if origin is not None:
-        integer("the length of origin", int(vector("origin", origin, ("int8",)).shape[0]), n, n)
-    out: Array = back_end(rows, "products").product_classes(rows, columns, n, phase, shift, most, origin, unit)
+    shift, most = integer("shift", shift, 1, 20), integer("most", most, 1, 127)
+    out: Array = back_end(rows, "products").product_classes(rows, columns, n, phase, shift, most)
     return out

@@ -13,8 +13,6 @@ from .jit import njit
 if TYPE_CHECKING:
     from ..arrays import Array
 
-    Table = np.ndarray[Any, np.dtype[np.float32]]
-
 _STEP = 1 << 10
 """Elements whose quotients are kept at once: they stay in the first-level cache."""
 
@@ -54,16 +52,12 @@ def _symbols(x: Any, square: Any, step: Any, farthest: Any, out: Any, sums: Any,
 
 
 @njit
-def _values(symbols: Any, square: Any, table: Any, moved: Any, moves: Any, out: Any) -> None:
+def _values(symbols: Any, square: Any, table: Any, out: Any) -> None:
     for at in range(0, symbols.size, _STEP):
         n = min(_STEP, symbols.size - at)
         own, root, values = symbols[at : at + n], square[at : at + n], out[at : at + n]
         for i in range(n):
             values[i] = table[own[i]]
-        if moved.size:
-            by = moved[at : at + n]
-            for i in range(n):
-                values[i] += moves[by[i]]
         for i in range(n):
             values[i] *= np.sqrt(root[i])
 
@@ -79,10 +73,9 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
     return like(out, x), sums.sum(axis=1), counts.sum(axis=1)
 
 
-def grid_values(symbols: Array, square: Array, table: Table, moved: Array | None, moves: Table | None) -> Array:
+def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
     """See `kernels.grid`."""
     own = to_numpy(symbols)
     out = np.empty(own.size, np.float32)
-    by = np.empty(0, np.uint8) if moved is None else to_numpy(moved)
-    _values(own, to_numpy(square), table, by, table if moves is None else moves, out)
+    _values(own, to_numpy(square), table, out)
     return like(out, symbols)

@@ -34,14 +34,11 @@ def column_products(values: Array, factor: Array, columns: int, phase: int) -> A
     return like(np.ascontiguousarray(out.T), values)
 
 
-def product_classes(
-    rows: Array, columns: Array, n: int, phase: int, shift: int, most: int, origin: Array | None, unit: int
-) -> Array:
+def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int, most: int) -> Array:
     """See `shrinkpoint.kernels.products.product_classes`."""
     out = np.empty(n, np.uint8)
     a, b = _by_component(rows), _by_component(columns)
-    start = np.empty(0, np.int8) if origin is None else compiled(origin)
-    _classes(a, b, phase, shift, most, start, unit, np.empty(min(SHORT, b.shape[1]), np.int32), out)
+    _classes(a, b, phase, shift, most, np.empty(min(SHORT, b.shape[1]), np.int32), out)
     return like(out, rows)
 
 
@@ -87,11 +84,9 @@ def _column_products(values: NumPy, factor: NumPy, phase: int, short: NumPy, out
 
 
 @njit
-def _classes(
-    rows: NumPy, columns: NumPy, phase: int, shift: int, most: int, origin: NumPy, unit: int, sums: NumPy, out: NumPy
-) -> None:
+def _classes(rows: NumPy, columns: NumPy, phase: int, shift: int, most: int, sums: NumPy, out: NumPy) -> None:
     rank, width = columns.shape
-    half, by, top, raised = np.int32(1 << (shift - 1)), np.int32(shift), np.int32(most), np.int32(unit)
+    half, by, top = np.int32(1 << (shift - 1)), np.int32(shift), np.int32(most)
     for r in range(rows.shape[1]):
         first = max(r * width - phase, 0)
         end = min((r + 1) * width - phase, out.size)
@@ -104,11 +99,5 @@ def _classes(
                 beside, times = columns[k, at : at + part.size], rows[k, r]
                 for i in range(part.size):
                     own[i] += beside[i] * times
-            if origin.size:
-                less = origin[start : start + part.size]
-                for i in range(part.size):
-                    q = (own[i] >> by) - (np.int32(less[i]) << raised)
-                    part[i] = np.uint8(min(max(q, -top), top) + top)
-            else:
-                for i in range(part.size):
-                    part[i] = np.uint8(min(max(own[i] >> by, -top), top) + top)
+            for i in range(part.size):
+                part[i] = np.uint8(min(max(own[i] >> by, -top), top) + top)

@@ -278,8 +278,7 @@ def _rows() -> Iterator[Build]:
 def _optimizer() -> Iterator[Build]:
     types = "*fp32 *fp32 i64 fp32 *u8 *i32 *fp64"
     yield Build(grid.symbols_kernel, types, grid.SYMBOLS, {"FARTHEST": FARTHEST_POINT})
-    for moved in (False, True):
-        yield Build(grid.values_kernel, "*u8 *fp32 *fp32 *u8 *fp32 i64 *fp32", grid.VALUES, {"MOVED": moved})
+    yield Build(grid.values_kernel, "*u8 *fp32 *fp32 i64 *fp32", grid.VALUES)
     for wide in (False, True):
         types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *u8 *u8 *i32 *fp64"
         for settled in (False, True):

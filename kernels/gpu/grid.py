@@ -17,8 +17,6 @@ from .tally import tally_counts, tally_sums, totals
 if TYPE_CHECKING:
     from ..arrays import Array
 
-    Table = np.ndarray[Any, np.dtype[np.float32]]
-
 SYMBOLS = Launch(block=4096, warps=8)
 VALUES = Launch(block=1024, warps=8)
 
@@ -83,31 +81,18 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
 
 
 @triton.jit
-def values_kernel(
-    symbols_ptr,
-    square_ptr,
-    table_ptr,
-    moved_ptr,
-    moves_ptr,
-    n: tl.int64,
-    out_ptr,
-    MOVED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out = (table[symbol] + moves[moved]) * sqrt(square)."""
+def values_kernel(symbols_ptr, square_ptr, table_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
+    """out = table[symbol] * sqrt(square)."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
-    value = tl.load(table_ptr + tl.load(symbols_ptr + offsets, mask=inside, other=0).to(tl.int32))
-    if MOVED:
-        value += tl.load(moves_ptr + tl.load(moved_ptr + offsets, mask=inside, other=0).to(tl.int32))
+    symbol = tl.load(symbols_ptr + offsets, mask=inside, other=0).to(tl.int32)
     scale = tl.sqrt_rn(tl.load(square_ptr + offsets, mask=inside, other=0.0))
-    tl.store(out_ptr + offsets, value * scale, mask=inside)
+    tl.store(out_ptr + offsets, tl.load(table_ptr + symbol) * scale, mask=inside)
 
 
-def grid_values(symbols: Array, square: Array, table: Table, moved: Array | None, moves: Table | None) -> Array:
+def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
     """See `shrinkpoint.kernels.grid.grid_values`."""
     t, v = tensor(symbols), tensor(square)
-    by = t if moved is None else tensor(moved)
     out = torch.empty(t.shape, dtype=torch.float32, device=t.device)
     if t.numel():
         with on(t):
@@ -115,18 +100,11 @@ def grid_values(symbols: Array, square: Array, table: Table, moved: Array | None
                 # inputs
                 t,
                 v,
-                _there(table, t),
-                by,
-                _there(table if moves is None else moves, t),
+                torch.from_numpy(np.ascontiguousarray(table)).to(t.device),
                 t.numel(),
                 # outputs
                 out,
                 # constants
-                MOVED=moved is not None,
                 **VALUES.constants(t.numel()),
             )
     return like(out, symbols)
-
-
-def _there(table: Table, t: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(table)).to(t.device)

@@ -12,8 +12,6 @@ from ..grid import FARTHEST
 if TYPE_CHECKING:
     from ..arrays import Array
 
-    Table = np.ndarray[Any, np.dtype[np.float32]]
-
 
 def _root(xp: Any, square: Array) -> Array:
     """The correctly rounded float32 root: torch's own on the CPU is not, by way of float64 it is."""
@@ -41,12 +39,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
     return xp.astype(symbol, xp.uint8), sums, counts
 
 
-def grid_values(symbols: Array, square: Array, table: Table, moved: Array | None, moves: Table | None) -> Array:
+def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
     """See `kernels.grid`."""
     xp = array_namespace(symbols)
-
-    def of(entries: Table, which: Array) -> Array:
-        return xp.take(xp.asarray(entries, device=device(symbols)), xp.astype(which, xp.int64))
-
-    values = of(table, symbols)
-    return (values if moved is None or moves is None else values + of(moves, moved)) * _root(xp, square)
+    return xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64)) * _root(xp, square)

@@ -34,14 +34,10 @@ def column_products(values: Array, factor: Array, columns: int, phase: int) -> A
     return xp.sum(products, axis=0, dtype=xp.int64)
 
 
-def product_classes(
-    rows: Array, columns: Array, n: int, phase: int, shift: int, most: int, origin: Array | None, unit: int
-) -> Array:
+def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int, most: int) -> Array:
     """See `shrinkpoint.kernels.products.product_classes`."""
     xp = array_namespace(rows)
     a, b = (xp.astype(x, xp.int64) for x in (rows, columns))
     products = xp.sum(xp.expand_dims(a, axis=1) * xp.expand_dims(b, axis=0), axis=2, dtype=xp.int64)
-    rounded = xp.reshape((products + (1 << (shift - 1))) // (1 << shift), (-1,))[phase : phase + n]
-    if origin is not None:
-        rounded = rounded - xp.astype(origin, xp.int64) * (1 << unit)
-    return xp.astype(xp.clip(rounded, -most, most) + most, xp.uint8)
+    classes = xp.clip((products + (1 << (shift - 1))) // (1 << shift), -most, most) + most
+    return xp.astype(xp.reshape(classes, (-1,))[phase : phase + n], xp.uint8)

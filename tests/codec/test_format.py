@@ -306,7 +306,7 @@ def symbols(data: bytes, n: int, context: Any = None, contexts: int = 0) -> np.n
         assert 1 <= columns <= n
         assert phase < columns
         assert 1 <= rank <= min(16, columns // 4, n // columns // 4)
-        assert 2 <= shift <= 20
+        assert 1 <= shift <= 20
         lines = -(-(phase + n) // columns), columns
         parts = [source.block(), source.block()]
         a, b = (symbols(p, rank * k).astype(int).reshape(rank, k) - 128 for p, k in zip(parts, lines, strict=True))
@@ -589,21 +589,8 @@ def narrowed(x: np.ndarray[Any, Any], dtype: str) -> bytes:
         return x.astype(np.float32).astype(numpy_dtype(dtype)).tobytes()
 
 
-def quarter_steps(stream: bytes, symbol: Any) -> Any:
-    """How many quarter steps the predictions of a stream of products are from its numbers."""
-    source = Bytes(stream)
-    assert source.take(1)[0] == 13
-    columns, phase, rank, shift = (source.varint() for _ in range(4))
-    row, column = np.divmod(phase + np.arange(symbol.size), columns)
-    lines = int(row[-1]) + 1, columns
-    a, b = (symbols(source.block(), rank * k).astype(int).reshape(rank, k) - 128 for k in lines)
-    sums = (a[:, row] * b[:, column]).sum(axis=0)
-    number = np.where(symbol % 2, symbol.astype(int) // 2, -(symbol.astype(int) // 2))
-    return np.clip(((sums + (1 << (shift - 2))) >> (shift - 1)) - 4 * number, -2, 2)
-
-
 def with_escapes(
-    pieces: list[bytes], estimate: Any, escape: int, n: int, before: Any = None, moving: bool = False
+    pieces: list[bytes], estimate: Any, escape: int, n: int, before: Any = None
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     out = np.empty(n, np.float32)
     found = np.empty(n, np.uint8)
@@ -611,14 +598,8 @@ def with_escapes(
         part = slice(i * 2**22, min((i + 1) * 2**22, n))
         source = Bytes(piece)
         context = None if before is None else before[part]
-        stream = source.block()
-        found[part] = symbol = symbols(stream, part.stop - part.start, context, 256)
-        if moving and stream[0] == 13:
-            reach = np.frombuffer(source.take(2), ml_dtypes.bfloat16).astype(np.float32)
-            assert np.isfinite(reach).all()
-            out[part] = estimate(part, symbol, quarter_steps(stream, symbol).astype(np.float32) * reach)
-        else:
-            out[part] = estimate(part, symbol)
+        found[part] = symbol = symbols(source.block(), part.stop - part.start, context, 256)
+        out[part] = estimate(part, symbol)
         exact = np.frombuffer(source.take(4 * source.varint()), "<f4")
         out[part][symbol == escape] = exact
         assert source.at == len(piece)
@@ -662,11 +643,7 @@ def read_grid(record: dict[str, Any], pieces: list[bytes], second: bytes) -> Any
     with np.errstate(all="ignore"):
         v = np.frombuffer(second, numpy_dtype(record["d"])).astype(np.float32)
         root = np.sqrt(np.where((v >= 0) & np.isfinite(v), v, np.float32(0)))
-
-    def estimate(part: slice, symbol: Any, moves: Any = 0) -> Any:
-        return (steps[symbol] + moves) * root[part]
-
-    values, _ = with_escapes(pieces[1:], estimate, 0, n, moving=True)
+    values, _ = with_escapes(pieces[1:], lambda part, s: steps[s] * root[part], 0, n)
     return {"values": narrowed(values, record["d"])}
 
 

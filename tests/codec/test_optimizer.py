@@ -10,16 +10,13 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
-from shrinkpoint.codec.firstmoment import FirstMoment, decode_grid
 from shrinkpoint.codec.kinds import Kind
 from shrinkpoint.codec.leaves import LeafSpec, as_bytes
 from shrinkpoint.codec.moments import LogBuckets
 from shrinkpoint.codec.secondmoment import decode_rank_one, matrix_shape
 from shrinkpoint.codec.streams import STREAMS
 
-from .common import difference, small_chunks
-
-NpArray = np.ndarray[Any, Any]
+from .common import difference
 
 
 def adam(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
@@ -54,8 +51,8 @@ def test_bounds_and_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     # Within a cell of two octaves, and so is its mean.
     assert (torch.log2(v2 / v).abs() <= 2.2).all()
     assert (v2 > 0).all()
-    # A step, in units of the root of the decoded second moment, and the rounding of the table.
-    assert ((m2 - m).abs() <= 0.625 * v2.sqrt() + 0.01 * m.abs()).all()
+    # Half a step of a half, in units of the root of the decoded second moment, and the rounding of the table.
+    assert ((m2 - m).abs() <= 0.5 * v2.sqrt() + 0.01 * m.abs()).all()
     assert abs(float((m2.sum() - m.sum()) / m.abs().sum())) < 0.02
     assert torch.equal(got["step"], entry["step"])
     worst = float(((v2 - v).abs() / v).max())
@@ -396,7 +393,7 @@ def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
             assert relative(m, sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]) <= 0.25
     # What is zero for the most part, with a few large ones, is on the grid as before.
     m = torch.zeros(4096)
-    m[::512] = 0.4 * v[::512].sqrt()
+    m[::512] = 0.3 * v[::512].sqrt()
     assert rows_of(sp.compress(state({"exp_avg": m, "exp_avg_sq": v})))["exp_avg"].codec == "grid"
 
 
@@ -416,76 +413,3 @@ def test_log_buckets_at_hand_are_those_a_reader_sees(library: str, dtype: str) -
     pieces = [memoryview(piece) for piece in stored.pieces]
     seen = STREAMS[stored.stream](spec, stored.meta, pieces, None, None).values(spec)
     np.testing.assert_array_equal(as_bytes(stored.decoded()), as_bytes(seen))
-
-
-def directed(shape: tuple[int, int], seed: int = 3) -> tuple[NpArray, NpArray]:
-    """A first moment of three directions and noise, and a second one."""
-    rng = np.random.default_rng(seed)
-    v = np.exp(rng.standard_normal(shape)).astype(np.float32)
-    u = rng.standard_normal((shape[0], 3)) @ rng.standard_normal((3, shape[1])) / 4 + 0.2 * rng.standard_normal(shape)
-    return (u * np.sqrt(v)).astype(np.float32), v
-
-
-@pytest.mark.parametrize("chunk", [7_001, 1 << 22])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("step", [0.1, 0.625, 1.25, 4.0])
-def test_moved_values(dtype: str, step: float, chunk: int) -> None:
-    """Of a first moment with directions: what is decoded, by how much it errs, and that its sums stay."""
-    m, v = directed((150, 90))
-    entry = {name: torch.from_numpy(x).to(getattr(torch, dtype)) for name, x in (("exp_avg", m), ("exp_avg_sq", v))}
-    cfg = sp.Config([("*/exp_avg", FirstMoment(step=step)), ("*/exp_avg_sq", sp.Exact())])
-    with small_chunks(chunk):
-        ckpt = sp.compress(state(entry), cfg=cfg)
-        got = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["optimizer"]["state"][0]["exp_avg"]
-        assert torch.equal(got, sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"])
-    m, root = entry["exp_avg"].double(), entry["exp_avg_sq"].double().sqrt()
-    error = float((got.double() - m).norm() / m.norm())
-    assert 0.999 * error <= rows_of(ckpt)["exp_avg"].error <= 1.011 * error  # three digits, rounded up
-    assert ((got.double() - m).abs() <= 2 * step * root + 0.01 * m.abs()).all()
-    # Each grid point has the mean of what fell on it, to the rounding of its entry in the table.
-    u, kept = m / root, got.double() / root
-    points = torch.round((entry["exp_avg"].float() / entry["exp_avg_sq"].float().sqrt()) / step)
-    for point in points.unique():
-        own = points == point
-        if own.sum() > 50:
-            rounding = 2**-7 * float(kept[own].abs().mean()) + 2**-8 * step
-            assert abs(float(kept[own].mean() - u[own].mean())) <= rounding
-    # Nearer than the mean of each cell, which is as near as values come that are not moved.
-    means = torch.zeros_like(u)
-    for point in points.unique():
-        means[points == point] = u[points == point].mean()
-    ratio = float(((kept - u) ** 2).sum() / ((means - u) ** 2).sum())
-    assert ratio < {0.1: 1.01, 0.625: 0.8, 1.25: 0.6, 4.0: 1.01}[step]
-
-
-def test_a_hostile_reach() -> None:
-    """The number by which values are moved is finite, and no byte of the piece may be missing."""
-    m, v = directed((150, 90))
-    spec = LeafSpec("numpy", "float32", m.shape)
-    leaf = Leaf("m", "m", spec, Kind("other", "first moment"), m.reshape(-1), sibling=v.reshape(-1))
-    stored = FirstMoment(step=0.625).encode(leaf, None)
-    pieces = [bytes(piece) for piece in stored.pieces]
-    read = lambda piece: decode_grid(spec, {}, [memoryview(pieces[0]), memoryview(piece)], None, v.reshape(-1))  # noqa: E731
-    assert np.isfinite(read(pieces[1]).values(spec)).all()
-    reach = len(pieces[1]) - 3  # two bytes, before the number of escapes
-    for pattern in (b"\x80\x7f", b"\x80\xff", b"\xc0\x7f"):  # infinities, and no number
-        with pytest.raises(sp.CorruptDataError, match="not finite"):
-            read(pieces[1][:reach] + pattern + pieces[1][reach + 2 :])
-    for end in range(reach - 2, len(pieces[1])):
-        with pytest.raises(sp.CorruptDataError):
-            read(pieces[1][:end])
-    with pytest.raises(sp.CorruptDataError):
-        read(pieces[1] + b"\0")
-
-
-def test_directions_are_found_where_the_grid_leaves_none() -> None:
-    """Values that are all on grid point 0 are restored by what predicts them, where that is worth its bytes."""
-    rng = np.random.default_rng(0)
-    left, right = rng.standard_normal((400, 2)), rng.standard_normal((2, 300))
-    m = (np.tanh(left @ right / 3) * 0.55).astype(np.float32)  # less than half a step of 1.25
-    entry = {"exp_avg": torch.from_numpy(m), "exp_avg_sq": torch.ones(400, 300)}
-    ckpt = sp.compress(state(entry), cfg=sp.Config([("*/exp_avg", FirstMoment(step=1.25))]))
-    got = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["optimizer"]["state"][0]["exp_avg"].numpy()
-    assert rows_of(ckpt)["exp_avg"].codec == "grid"
-    assert ((got - m) ** 2).sum() < 0.35 * (m**2).sum()
-    assert rows_of(ckpt)["exp_avg"].stored_bytes < 0.25 * m.size

@@ -384,16 +384,16 @@ def chain(of: list[dict[str, Any]]) -> list[sp.Checkpoint]:
 def test_states_of_uneven_rows_and_columns(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is restored does not depend on how it is coded: in chunks, from bytes, stated anew, without places."""
     taken: set[tuple[bool, int, bytes]] = set()  # with a parent or not, the column of the first symbol, the stream
-    decoded = entropy._decoded
+    decode = entropy.decode
 
-    def spy(data: memoryview, n: int, context: Bytes | None, contexts: int) -> Any:
+    def spy(data: memoryview, n: int, context: Bytes | None = None, contexts: int = 0) -> Bytes:
         reader = Reader(data, "symbols")
         if reader.byte() >= entropy.PLACES:
             assert reader.varint() == 300
             taken.add((context is not None, reader.varint(), bytes(data)))
-        return decoded(data, n, context, contexts)
+        return decode(data, n, context, contexts)
 
-    monkeypatch.setattr(entropy, "_decoded", spy)
+    monkeypatch.setattr(entropy, "decode", spy)
     with small_chunks(chunk):
         made = chain(states(3))
         previous = None

@@ -286,8 +286,7 @@ def _call_everything(rng: np.random.Generator) -> None:
     back_end("kmeans").weighted_kmeans(points, weights, 3, method="kmeans++")
     square = (wide * wide).float()
     symbols, _, _ = back_end("grid").grid_symbols(wide.float(), square, 0.5)
-    for moves in ((None, None), (symbols, np.ones(256, np.float32))):
-        back_end("grid").grid_values(symbols, square, np.ones(256, np.float32), *moves)
+    back_end("grid").grid_values(symbols, square, np.ones(256, np.float32))
     r, c = np.ones(3, np.float32), np.ones(200, np.float32)
     symbols, _, _ = back_end("residual").residual_symbols(square, r, c, 0, 3)
     back_end("residual").residual_values(symbols, r, c, 0, np.ones(256, np.float32))

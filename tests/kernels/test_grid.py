@@ -40,11 +40,8 @@ def test_grid_agrees_with_the_oracle(back_end: BackEnd, n: int, fresh: np.random
         assert sums[s] == pytest.approx(u[expected == s].astype(np.float64).sum(), rel=1e-9, abs=1e-12)
     assert sums[0] == 0
     table = fresh.normal(size=256).astype(np.float32)
-    values = back_end.numpy(module.grid_values(symbols, back_end.array(square), table, None, None))
+    values = back_end.numpy(module.grid_values(symbols, back_end.array(square), table))
     np.testing.assert_array_equal(values, table[expected] * scale)
-    moved, moves = fresh.integers(0, 256, n).astype(np.uint8), fresh.normal(size=256).astype(np.float32)
-    found = module.grid_values(symbols, back_end.array(square), table, back_end.array(moved), moves)
-    np.testing.assert_array_equal(back_end.numpy(found), (table[expected] + moves[moved]) * scale)
 
 
 def test_a_grid_point_is_within_half_a_step(fresh: np.random.Generator) -> None:
@@ -60,9 +57,6 @@ def test_a_grid_point_is_within_half_a_step(fresh: np.random.Generator) -> None:
         grid.grid_symbols(x, square, 0.0)
     with pytest.raises(BadArgumentError, match="square"):
         grid.grid_symbols(x, square[:5], 0.5)
-    for moved, moves in ((symbols, None), (None, table), (symbols[:5], table), (symbols, table[:5]), (x, table)):
-        with pytest.raises(BadArgumentError, match=r"moved|moves"):
-            grid.grid_values(symbols, square, table, moved=moved, moves=moves)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 3), (1, 1), (7, 31), (5, 32), (3, 1000), (1000, 1), (64, 129)])

@@ -26,7 +26,7 @@ from .test_arguments import CALLS, CENTERS, CODES, COUNTS, LEVELS, MASK, TABLE, 
 
 ON_THE_HOST = {
     "exponent_dequantize": {"codebook"},
-    "grid_values": {"table", "moves"},
+    "grid_values": {"table"},
     "residual_symbols": {"rows", "columns"},
     "residual_values": {"rows", "columns", "table"},
     "residual_factors": {"distances", "counts"},

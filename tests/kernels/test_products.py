@@ -34,22 +34,11 @@ def padded(values: NpArray, columns: int, phase: int) -> NpArray:
     return whole.reshape(-1, columns)
 
 
-def estimates(rows: NpArray, columns: NpArray, shift: int) -> NpArray:
-    """Products divided by 2**shift, halves upwards."""
-    both = np.floor((rows.astype(np.int64) @ columns.T.astype(np.int64)) / 2**shift + 0.5)
-    found: NpArray = both.astype(np.int64).reshape(-1)
-    return found
-
-
-def within(estimates: NpArray, most: int) -> NpArray:
-    """As classes."""
-    found: NpArray = (np.clip(estimates, -most, most) + most).astype(np.uint8)
-    return found
-
-
 def classes(rows: NpArray, columns: NpArray, shift: int, most: int) -> NpArray:
     """Products divided by 2**shift, halves upwards, in classes."""
-    return within(estimates(rows, columns, shift), most)
+    both = np.floor((rows.astype(np.int64) @ columns.T.astype(np.int64)) / 2**shift + 0.5)
+    found: NpArray = (np.clip(both, -most, most) + most).astype(np.uint8).reshape(-1)
+    return found
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -68,16 +57,9 @@ def test_products_and_classes(sequential_back_end: BackEnd, fresh: np.random.Gen
                 right = matrix.T @ rows.astype(np.int64)
                 np.testing.assert_array_equal(sequential_back_end.numpy(found), right, strict=True)
                 for shift, most in ROUNDINGS:
-                    found = module.product_classes(array(rows), array(across), n, phase, shift, most, None, 0)
-                    exact = estimates(rows, across, shift)[phase : phase + n]
-                    right = within(exact, most)
+                    found = module.product_classes(array(rows), array(across), n, phase, shift, most)
+                    right = classes(rows, across, shift, most)[phase : phase + n]
                     np.testing.assert_array_equal(sequential_back_end.numpy(found), right, strict=True)
-                    for unit in (0, 2, 8):
-                        found = module.product_classes(
-                            array(rows), array(across), n, phase, shift, most, array(values), unit
-                        )
-                        right = within(exact - values.astype(np.int64) * 2**unit, most)
-                        np.testing.assert_array_equal(sequential_back_end.numpy(found), right, strict=True)
 
 
 def test_every_phase(fresh: np.random.Generator) -> None:
@@ -103,9 +85,6 @@ def test_rows_longer_than_a_part(fresh: np.random.Generator, columns: int) -> No
         np.testing.assert_array_equal(found, matrix.T @ rows.astype(np.int64))
         found = product_classes(rows, across, values.size, phase, shift=10, most=9)
         np.testing.assert_array_equal(found, classes(rows, across, 10, 9)[phase : phase + values.size])
-        found = product_classes(rows, across, values.size, phase, shift=10, most=9, origin=values, unit=1)
-        right = estimates(rows, across, 10)[phase : phase + values.size] - 2 * values.astype(np.int64)
-        np.testing.assert_array_equal(found, within(right, 9))
 
 
 @pytest.mark.parametrize("other", [-128, 127])
@@ -144,8 +123,6 @@ def test_any_layout(fresh: np.random.Generator) -> None:
     np.testing.assert_array_equal(column_products(values, rows, 5), matrix.T @ rows.astype(np.int64))
     found = product_classes(rows, factor, 20, shift=9, most=20)
     np.testing.assert_array_equal(found, classes(rows, factor, 9, 20))
-    found = product_classes(rows, factor, 20, shift=9, most=20, origin=values)
-    np.testing.assert_array_equal(found, within(estimates(rows, factor, 9) - values, 20))
 
 
 def test_strict_arrays(fresh: np.random.Generator) -> None:
@@ -157,14 +134,9 @@ def test_strict_arrays(fresh: np.random.Generator) -> None:
         (oracle.row_products(v, a, 3), row_products(v, a, 3), row_products(values, across, 3)),
         (oracle.column_products(v, r, 7, 3), column_products(v, r, 7, 3), column_products(values, rows, 7, 3)),
         (
-            oracle.product_classes(r, a, 50, 3, 9, 20, None, 0),
+            oracle.product_classes(r, a, 50, 3, 9, 20),
             product_classes(r, a, 50, 3, shift=9, most=20),
             product_classes(rows, across, 50, 3, shift=9, most=20),
-        ),
-        (
-            oracle.product_classes(r, a, 50, 3, 9, 20, v, 2),
-            product_classes(r, a, 50, 3, shift=9, most=20, origin=v, unit=2),
-            product_classes(rows, across, 50, 3, shift=9, most=20, origin=values, unit=2),
         ),
     ):
         for one in (found, public):
@@ -207,11 +179,6 @@ def test_bad_arguments() -> None:
         lambda: product_classes(f[:2], f.view(np.uint8), 6, shift=1, most=1),
         lambda: product_classes(f, f[:0], 3, shift=1, most=1),
         lambda: product_classes(f[:0], f[:0], 0, shift=1, most=1),
-        lambda: product_classes(f[:2], f, 6, shift=1, most=1, origin=v[:5]),
-        lambda: product_classes(f[:2], f, 6, shift=1, most=1, origin=v.view(np.uint8)),
-        lambda: product_classes(f[:2], f, 6, shift=1, most=1, origin=f),
-        lambda: product_classes(f[:2], f, 6, shift=1, most=1, unit=-1),
-        lambda: product_classes(f[:2], f, 6, shift=1, most=1, origin=v, unit=9),
     ):
         with pytest.raises(BadArgumentError):
             call()
