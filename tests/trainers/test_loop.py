@@ -107,13 +107,18 @@ def test_a_run_with_a_tracker_is_exact_where_all_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["store", "saver"])
-def test_a_tracker_is_told_of_what_becomes_of_saves(tmp_path: Path, background: bool) -> None:
+def test_a_tracker_is_told_of_what_becomes_of_saves(
+    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model = rows_run.Model()
     dense = torch.optim.SGD(model.top.parameters(), lr=0.1, momentum=0.9)
     sparse = torch.optim.Adagrad([model.users.weight, model.items.weight], lr=0.1)
     store = sp.Store(tmp_path / "s", sp.presets.check_n_run(8, policy="consecutive"))
     saver: Any = sp.Saver(store, mode="thread") if background else store
+    given: list[dict[str, Any]] = []
+    save = saver.save
+    monkeypatch.setattr(saver, "save", lambda *a, **k: given.append(k["kinds"]) or save(*a, **k))
     with sp.RowTracker(model) as tracker:
 
         def touched(step: int, metric: float | None = None) -> tuple[int, int]:
@@ -133,6 +138,9 @@ def test_a_tracker_is_told_of_what_becomes_of_saves(tmp_path: Path, background: 
         assert touched(1) == (rows_run.ROWS, rows_run.ROWS)
         assert touched(2) == (1, 1)
         assert touched(3) == (2, 1)
+        # Without the marks rows would be compared, and the files the same.
+        table = given[-1]["users.weight"]
+        assert [int(np.unpackbits(x).sum()) for x in (table.rows_since_base, table.rows)] == [2, 1]
         assert tracker.untracked == {}
         # What is not saved belongs to the next.
         with pytest.raises(sp.BadArgumentError, match="metric"):
