@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec import clusters, leaves, optimizer, quantize
+from shrinkpoint.codec import clusters, firstmoment, leaves, quantize, secondmoment, symbolvalues
 from shrinkpoint.codec.codebook import Problem
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.kernels.arrays import is_torch
@@ -189,7 +189,7 @@ def test_moments_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch
         fetched.append((str(x.dtype), len(x)))
         return raw(x)
 
-    for module in (optimizer, quantize, clusters):
+    for module in (firstmoment, secondmoment, symbolvalues, quantize, clusters):
         for name, spy in (("on_host", seen), ("as_bytes", seen_raw)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, spy)
