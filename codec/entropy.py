@@ -238,6 +238,11 @@ class _Model:
         out.raw(rans_encode(symbols, contexts, self.frequencies, self.precision))
 
 
+def rans_bytes(counts: I64) -> float:
+    """Bytes of a stream with these pair counts, int64 [contexts, symbols], and of its table."""
+    return _Model.best(counts, contexts=counts.shape[0]).cost
+
+
 def _read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
     precision = data.byte()
     symbols = data.varint()

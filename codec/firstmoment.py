@@ -174,10 +174,9 @@ def decode_grid(
 
     def one(piece: memoryview, start: int, n: int) -> NpArray:
         symbols, escaped = read_chunk(piece, n, OFF_GRID)
-        values: NpArray = grid_values(symbols, sibling[start : start + n], table)
-        if escaped.size:
-            values[symbols == OFF_GRID] = escaped
-        return values
+        values = grid_values(symbols, sibling[start : start + n], table)
+        restored: NpArray = with_escapes(values, symbols, OFF_GRID, escaped)
+        return restored
 
     return decoded_values(spec, pieces, one)
 

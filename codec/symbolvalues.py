@@ -77,6 +77,7 @@ def pack_table(table: NpArray) -> bytes:
 
 
 def read_table(data: Reader) -> NpArray:
+    """float32 [256]: what `pack_table` wrote; raises CorruptDataError."""
     count = data.varint()
     if count > 256:
         raise CorruptDataError(f"moment: a table of {count} values")
@@ -118,6 +119,7 @@ def pack_chunk(
 
 
 def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
+    """The n symbols and the escaped values that `pack_chunk` wrote; raises CorruptDataError."""
     data = Reader(piece, "moment")
     symbols = entropy.decode(data.block(), n, before, 256)
     count = data.varint()
@@ -129,6 +131,7 @@ def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = 
 
 
 def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:
+    """An array by chunks, `one(piece, start, n)` giving the float32 values of each; raises CorruptDataError."""
     starts = range(0, spec.size, CHUNK)
     if len(pieces) != len(starts) + 1:
         raise CorruptDataError(f"moment: {len(pieces)} pieces for {len(starts)} chunks")

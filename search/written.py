@@ -14,7 +14,6 @@ from ..codec.levels import LevelsMemory, references
 from ..kernels.assign import Thresholds
 from ..kernels.huffman import huffman_lengths, pack_lengths
 from ..kernels.levels import joint_counts
-from ..kernels.rans import coding_cost, pack_frequencies, rans_frequencies
 from .sample import Sample, held_of
 
 _FEW = 1 << 13
@@ -110,17 +109,7 @@ def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, colum
     if coder == "published":
         lengths = huffman_lengths(counts[0])
         return float((counts[0] * lengths).sum()) / 8 + len(pack_lengths(lengths)) + 8
-    return min(_rans(counts), _rans(counts.sum(axis=0, keepdims=True)))
-
-
-def _rans(counts: NpArray) -> float:
-    """Bytes of a stream with these pair counts and of its table."""
-    costs = []
-    for precision in entropy.PRECISIONS[1:]:  # the first is for arrays smaller than these
-        frequencies = rans_frequencies(counts, precision)
-        table = pack_frequencies(frequencies, precision)
-        costs.append(coding_cost(counts, frequencies, precision) / 8 + len(table) + 20)
-    return min(costs)
+    return min(entropy.rans_bytes(counts), entropy.rans_bytes(counts.sum(axis=0, keepdims=True)))
 
 
 def _extrapolated(nbytes: Any, part: Sample) -> float:
