@@ -13,6 +13,7 @@ from .elementwise import BITS, Place, oracle
 from .harness import Case, CheckFailed, Job, Options, Peer, Row, at_least, at_most, same
 
 CODES = 32
+LOSS = f"codebook loss K = {CODES}"
 _LOSS_POINTS = 200_000
 _QUICK = 1 << 22
 """Elements up to which a run is a short one."""
@@ -25,7 +26,7 @@ def cases(at: Place) -> list[Case]:
     raw = ("scikit-learn", "faiss")
     rows = [
         Case(
-            f"exact codebook K = {k}",
+            solved(k),
             at.n,
             "ms",
             _solve(at, k),
@@ -41,6 +42,11 @@ def cases(at: Place) -> list[Case]:
         few = Place(at.device, at.sample, n)
         rows.append(few.case(f"{name}, the same points", _against_raw, None, raw))
     return rows
+
+
+def solved(k: int) -> str:
+    """How the row of k codes is called."""
+    return f"exact codebook K = {k}"
 
 
 def problem(values: npt.NDArray[np.float32], sigma: float = 0.2) -> tuple[Any, Any]:
@@ -142,10 +148,9 @@ def loss(x: npt.NDArray[Any], codebook: npt.NDArray[Any]) -> float:
 
 def loss_rows(at: Place, options: Options) -> list[Row]:
     """Loss on the raw data (sigma = 1) as a multiple of the optimum, which kmeans1d computes."""
-    name = f"codebook loss K = {CODES}"
-    if not options.wanted(name):
+    if not options.wanted(LOSS):
         return []
-    options.say(name)
+    options.say(LOSS)
     from shrinkpoint.kernels.kmeans import weighted_kmeans
 
     x = at.sample.before(min(at.n, _LOSS_POINTS // 4 if options.quick else _LOSS_POINTS))
@@ -155,21 +160,21 @@ def loss_rows(at: Place, options: Options) -> list[Row]:
         _, centers = peers.library("kmeans1d").cluster(x.astype(np.float64), CODES)
     except ImportError as error:
         why = f"not measured: {error.name} is not installed"
-        return [Row(name, at.device.name, x.size, None, "x optimum", "kmeans1d", None, None, text, None, why)]
+        return [Row(LOSS, at.device.name, x.size, None, "x optimum", "kmeans1d", None, None, text, None, why)]
     best = loss(x, np.asarray(centers))
     mine = loss(x, weighted_kmeans(*problem(x, 1.0), CODES)) / best
     said = f"sum of squares on the raw values, sigma 1, optimum by kmeans1d; data {at.sample.origin}"
     met = target.met(mine, None)
-    rows = [Row(name, at.device.name, x.size, mine, "x optimum", "kmeans1d", 1.0, 1 / mine, text, met, said)]
+    rows = [Row(LOSS, at.device.name, x.size, mine, "x optimum", "kmeans1d", 1.0, 1 / mine, text, met, said)]
     for other, fitted in _others(x).items():
         try:
             theirs = loss(x, fitted()) / best
         except ImportError as error:
             why = f"not measured: {error.name} is not installed"
-            rows.append(Row(name, at.device.name, x.size, mine, "x optimum", other, None, None, None, None, why))
+            rows.append(Row(LOSS, at.device.name, x.size, mine, "x optimum", other, None, None, None, None, why))
         else:
             rows.append(
-                Row(name, at.device.name, x.size, mine, "x optimum", other, theirs, theirs / mine, None, None, said)
+                Row(LOSS, at.device.name, x.size, mine, "x optimum", other, theirs, theirs / mine, None, None, said)
             )
     return rows
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from .harness import Clock, Peer, Target, cuda_clock, one_thread_clock
 
 Array = Any
+FLOORS = ("memcpy", "device copy")
+"""The copy on the CPU, and on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Device:
     @property
     def floor(self) -> str:
         """Name of the copy every row is held against."""
-        return "device copy" if self.gpu else "memcpy"
+        return FLOORS[self.gpu]
 
     def array(self, x: npt.NDArray[Any]) -> Array:
         """x on this device: a NumPy array as it is, or a CUDA tensor."""

@@ -13,6 +13,7 @@ from .elementwise import BITS, Place, oracle
 from .harness import Case, Job, Peer, at_least, at_most, same
 
 TENSORS = 100
+CODEBOOKS = f"{TENSORS} exact codebooks K = {codebooks.CODES}, one launch"
 _STATE = 1_000_000_000
 _STATE_TENSORS = 100
 _BYTES_A_PARAMETER = 26  # 12 of the state, 12 of its copy, and what the largest tensor needs on the way
@@ -25,7 +26,7 @@ def cases(at: Place) -> list[Case]:
     state = (at.device.floor, "plain torch")
     return [
         Case(
-            f"{TENSORS} exact codebooks K = {codebooks.CODES}, one launch",
+            CODEBOOKS,
             TENSORS,
             "ms",
             lambda: _codebooks(at),

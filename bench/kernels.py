@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import codebooks, coders, data, elementwise, gpu, many, remaining
+from . import codebooks, coders, data, elementwise, gpu, many, remaining, tables
 from .data import Sample
-from .devices import Device, cpu, threads
+from .devices import FLOORS, Device, cpu, threads
 from .devices import gpu as gpu_device
 from .elementwise import Place
 from .harness import Case, Options, Row, run_cases
@@ -56,8 +56,10 @@ def run(options: Options) -> list[Row]:
 
 def cpu_cases(at: Place) -> list[Case]:
     """What is timed on one CPU thread."""
-    elements = elementwise.cases(at.device, at.sample, at.n)
-    return elements + remaining.cases(at) + coders.cases(at) + codebooks.cases(at) + many.cases(at)
+    found = elementwise.cases(at.device, at.sample, at.n)
+    for part in (remaining, coders, codebooks, tables, many):
+        found += part.cases(at)
+    return found
 
 
 def _swept(device: Device, sample: Sample, n: int) -> list[Case]:
@@ -84,7 +86,7 @@ def _on_gpu(card: Device, options: Options, pair: data.Pair | None) -> list[Row]
 
 def plot(rows: list[Row], path: Path) -> None:
     """Share of the copy a row at the first size that was measured, and rate over the sizes."""
-    floors = [row for row in rows if row.peer in ("memcpy", "device copy") and row.value is not None]
+    floors = [row for row in rows if row.peer in FLOORS and row.value is not None]
     largest: dict[tuple[str, str], Row] = {}
     counts: dict[tuple[str, str], set[int]] = {}
     for row in floors:

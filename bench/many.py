@@ -40,7 +40,7 @@ def cases(at: Place) -> list[Case]:
     """Each row's peer is the same kernel on one tensor of all elements."""
     return [
         Case(
-            f"{TENSORS} tensors: {name}",
+            row(name),
             total(at),
             "GB/s",
             _make(at, make),
@@ -49,8 +49,17 @@ def cases(at: Place) -> list[Case]:
             (ONE, *others, at.device.floor),
             at.device.missing,
         )
-        for name, make, others in (("log_histogram", histogram, (EACH,)), ("assign", assign, ()))
+        for name, make, others in (
+            ("log_histogram", histogram, (EACH,)),
+            ("kept_histogram", kept, (EACH,)),
+            ("assign", assign, ()),
+        )
     ]
+
+
+def row(name: str) -> str:
+    """How the row of a kernel is called here."""
+    return f"{TENSORS} tensors: {name}"
 
 
 def total(at: Place) -> int:
@@ -73,22 +82,38 @@ def _make(at: Place, make: Callable[[Place], Ways]) -> Callable[[], Job]:
 
 
 def histogram(at: Place) -> Ways:
-    from shrinkpoint.kernels.histogram import log_histogram, log_histogram_many, merge
+    from shrinkpoint.kernels.histogram import log_histogram, log_histogram_many
+
+    return _sketched(
+        at,
+        lambda parts: log_histogram_many(parts, BITS, signed=True),
+        lambda x: log_histogram(x, BITS, signed=True),
+    )
+
+
+def kept(at: Place) -> Ways:
+    from shrinkpoint.kernels.histogram import kept_histogram, kept_histogram_many
+
+    limits = at.sample.thresholds
+    return _sketched(
+        at,
+        lambda parts: kept_histogram_many(parts, [limits] * TENSORS, BITS),
+        lambda x: kept_histogram(x, limits, BITS),
+    )
+
+
+def _sketched(at: Place, many: Callable[[list[Any]], list[Any]], one: Callable[[Any], Any]) -> Ways:
+    """Sketches of all tensors by one call, and of one tensor."""
+    from shrinkpoint.kernels.histogram import merge
 
     whole, parts = _tensors(at)
 
     def check() -> str:
-        merged = merge(*log_histogram_many(parts, BITS, signed=True))
-        same("counts", merged, log_histogram(whole, BITS, signed=True))
+        same("counts", merge(*many(parts)), one(whole))
         return "merged counts = counts of one tensor"
 
-    return Ways(
-        lambda: log_histogram_many(parts, BITS, signed=True),
-        lambda: log_histogram(whole, BITS, signed=True),
-        check,
-        f"one call with {TENSORS} tensors",
-        lambda: [log_histogram(part, BITS, signed=True) for part in parts],
-    )
+    each = lambda: [one(part) for part in parts]  # noqa: E731
+    return Ways(lambda: many(parts), lambda: one(whole), check, f"one call with {TENSORS} tensors", each)
 
 
 def assign(at: Place) -> Ways:

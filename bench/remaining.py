@@ -1,4 +1,4 @@
-"""Cases of the kernels that `elementwise`, `coders` and `codebooks` leave out, so that every subject has a row.
+"""Cases of the kernels over arrays that `elementwise`, `coders` and `codebooks` leave out.
 
 Inverses, the optimizer's symbols, rows of tables, and the lossless categories, classes and products. Each check
 compares a prefix with the oracle, bit for bit where the kernel promises that, and where there is an inverse the whole
@@ -46,7 +46,6 @@ def cases(at: Place) -> list[Case]:
 
 
 def _on_host(at: Place) -> list[Case]:
-    tables = (("huffman_lengths", huffman_lengths), ("rans_frequencies", rans_frequencies))
     return [
         at.case("rare_encode", lambda here: _rare(here, decode=False)),
         at.case("rare_decode", lambda here: _rare(here, decode=True)),
@@ -58,7 +57,6 @@ def _on_host(at: Place) -> list[Case]:
         at.case("row_products", row_products),
         at.case("column_products", column_products),
         at.case("product_classes", product_classes),
-        *(Case(name, at.n, "ms", lambda make=make: make(at), at.device.name) for name, make in tables),  # type: ignore[misc]
     ]
 
 
@@ -439,29 +437,3 @@ def product_classes(at: Place) -> Job:
         return f"{few:,} elements = oracle"
 
     return at.job(lambda: classes_of(rows, columns, at.n, shift=5, most=6), check, 1, width=1, note=_OF_RANK)
-
-
-def huffman_lengths(at: Place) -> Job:
-    from shrinkpoint.kernels.huffman import huffman_lengths as lengths_of
-
-    bytes_ = at.sample.before(at.n).view(np.uint8)
-    counts = np.bincount(bytes_, minlength=256).astype(np.int64)
-
-    def check() -> str:
-        same("lengths", lengths_of(counts), oracle("huffman").huffman_lengths(counts))
-        return "= oracle"
-
-    return Job(lambda: lengths_of(counts), check, 1.0, [], f"256 symbols; data {at.sample.origin}")
-
-
-def rans_frequencies(at: Place) -> Job:
-    from shrinkpoint.kernels.levels import joint_counts
-    from shrinkpoint.kernels.rans import rans_frequencies as table_of
-
-    counts = joint_counts(at.sample.levels_before(at.n), at.sample.levels_after(at.n), LEVELS, LEVELS)
-
-    def check() -> str:
-        same("frequencies", table_of(counts, 12), oracle("rans").rans_frequencies(counts, 12))
-        return "= oracle"
-
-    return Job(lambda: table_of(counts, 12), check, 1.0, [], f"{LEVELS} x {LEVELS}; data {at.sample.origin}")

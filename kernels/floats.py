@@ -68,4 +68,5 @@ def bits_for(alpha: float, fmt: FloatFormat) -> int:
     """
     alpha = number("alpha", alpha, 0, 1, open_low=True, open_high=True)
     instance("fmt", fmt, FloatFormat)
-    return min(max(math.ceil(-math.log2(alpha)) - 1, 0), fmt.mantissa)
+    exponent = math.frexp(alpha)[1]  # 2**(exponent - 1) <= alpha, and no greater power of two
+    return min(max(-exponent, 0), fmt.mantissa)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.bench import codec, data, elementwise, kernels
+from shrinkpoint.bench import codebooks, codec, data, elementwise, gpu, kernels, tables
 from shrinkpoint.bench.__main__ import BENCHMARKS, main, result
+from shrinkpoint.bench.evidence import catalogue
 from shrinkpoint.bench.harness import (
     Case,
     CheckFailed,
@@ -92,6 +94,48 @@ def test_every_target_of_the_plan_has_a_row() -> None:
         "end to end decode": ">= 1.3 GB/s",
         "exact codebook K = 32": "<= 3 ms",
     }
+
+
+def test_every_kernel_has_a_row_and_a_test() -> None:
+    host, card = (elementwise.Device(name, name == "gpu", wall_clock, "no GPU") for name in ("cpu, 1 thread", "gpu"))
+    rows = {codebooks.LOSS}
+    for cases, device in ((kernels.cpu_cases, host), (gpu.cases, card)):
+        rows |= {c.row for c in cases(elementwise.Place(device, data.Sample(1000), 1000))}
+    named = catalogue.functions()
+    assert {catalogue.ROWS.get(name, name) for name in named if name not in catalogue.SCALAR} <= rows
+    assert set(catalogue.ROWS) | set(catalogue.SCALAR) <= set(named)
+    for line in catalogue.kernels().splitlines()[2:]:
+        assert "[public]" in line
+        assert "[test]" in line
+        assert ("[Numba]" in line) == ("[oracle]" in line)
+
+
+def test_a_table_gets_no_speed_if_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = elementwise.Place(elementwise.Device("cpu, 1 thread", False, wall_clock), data.Sample(5000), 5000)
+    for found in tables.cases(at):
+        name = found.row
+        module = import_module(f"shrinkpoint.kernels.{catalogue.functions()[name]}")
+        right = getattr(module, name)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, lambda *arguments, right=right: other(right(*arguments)))
+            assert all(is_red(row) and row.value is None for row in measure(found, Options(), wall_clock)), name
+        assert found.make().check()
+
+
+def other(result: Any) -> Any:
+    """Something else of the same kind."""
+    if isinstance(result, bytes):
+        return bytes([result[0] ^ 1]) + result[1:]
+    if isinstance(result, tuple):
+        return tuple(other(part) for part in result)
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        changed = {
+            f.name: other(v) for f in dataclasses.fields(result) if isinstance(v := getattr(result, f.name), np.ndarray)
+        }
+        return dataclasses.replace(result, **changed)
+    if isinstance(result, np.ndarray):
+        return np.roll(result, 1, axis=None)
+    return result + 1
 
 
 @pytest.mark.parametrize("row", ["assign", "rans_decode conditional"])

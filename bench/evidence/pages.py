@@ -13,7 +13,7 @@ from functools import partial
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from .. import training, workloads
-from . import frameworks, parts, ratios, results, speeds, systems, trainings
+from . import catalogue, frameworks, parts, ratios, results, speeds, systems, trainings
 
 PAGES = (
     "README.md",
@@ -23,6 +23,7 @@ PAGES = (
     "docs/trainers.md",
     "docs/scaling.md",
     "docs/security.md",
+    "docs/kernels.md",
 )
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _AIMS = ("kernels", "codec", "search", "store", "saver", "systems")
@@ -58,6 +59,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "manifest": results.manifest,
     "flips": parts.flips,
     "fuzzed": parts.fuzzed,
+    "kernels": catalogue.kernels,
     "kernel sizes": parts.kernel_sizes,
     "store peers": partial(parts.beside, "store.json", ("MB/s", "x raw state")),
     "stall peers": partial(parts.beside, "saver.json", ("ms",)),

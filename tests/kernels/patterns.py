@@ -68,3 +68,11 @@ def assert_same_bits(back_end: BackEnd, found: Any, expected: np.ndarray[Any, An
 
 def _strict(x: np.ndarray[Any, Any]) -> Any:
     return pytest.importorskip("array_api_strict").asarray(x)
+
+
+def over_all_octaves(rng: np.random.Generator, n: int) -> np.ndarray:
+    """n values of float32 over some thirty octaves, a dozen of them special: zeros, subnormal, huge, not finite."""
+    x = (rng.normal(size=n) * np.exp(rng.normal(size=n) * 4)).astype(np.float32)
+    at = rng.integers(0, max(n, 1), 12)[: min(n, 12)]
+    x[at] = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e-42, 3e38, -3e38, 1, 2, 4, 1e-38], np.float32)[: at.size]
+    return x

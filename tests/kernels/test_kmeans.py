@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.histogram import log_histogram
-from shrinkpoint.kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans, weighted_kmeans_many
+from shrinkpoint.kernels.kmeans import (
+    bucket_weights,
+    prepare,
+    quantization_loss,
+    weighted_kmeans,
+    weighted_kmeans_many,
+)
 from shrinkpoint.kernels.reference import kmeans as oracle
 
 if TYPE_CHECKING:
@@ -220,6 +226,30 @@ def test_bucket_weights_follow_the_formula(fresh: np.random.Generator) -> None:
     assert bucket_weights(np.array([0, 0]), np.array([np.nan, 1.0])).tolist() == [0.0, 0.0]
     assert bucket_weights(np.array([1, 1]), np.array([-1.5e308, 1.5e308]), 0.0).tolist() == [0.5, 0.5]
     assert bucket_weights(np.array([1, 1]), np.array([5e-324, 5e-324]), 0.0).tolist() == [0.5, 0.5]
+
+
+@given(
+    st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 5)), max_size=30),
+    st.integers(-900, 900),
+    st.integers(-900, 900),
+)
+def test_what_is_solved_is_the_problem_scaled(points: list[tuple[int, int]], octave: int, weighed: int) -> None:
+    points.sort()
+    centers = np.ldexp(np.array([x for x, _ in points], np.float64), octave)
+    weights = np.ldexp(np.array([w for _, w in points], np.float64), weighed)
+    x, w, exponent = prepare(centers, weights)
+    own: dict[float, float] = {}
+    for center, weight in zip(centers, weights, strict=True):
+        if weight:
+            own[center] = own.get(center, 0.0) + weight
+    assert np.ldexp(x, exponent).tolist() == list(own)
+    if not own:
+        return
+    assert np.abs(x).max() < 1.0
+    assert np.abs(x).max() >= 0.5 or not any(own)
+    scale = w[0] / next(iter(own.values()))
+    assert math.frexp(scale)[0] == 0.5
+    assert (w / scale).tolist() == list(own.values())
 
 
 def test_bad_arguments() -> None:

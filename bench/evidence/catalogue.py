@@ -1,0 +1,77 @@
+"""Which kernel is where: its back ends, its test, and its figure on CPU and GPU."""
+
+from __future__ import annotations
+
+import re
+from types import FunctionType, ModuleType
+
+from shrinkpoint import kernels as public
+
+from .. import codebooks, gpu, many
+from ..devices import FLOORS
+from .cells import NONE, Json, markdown, number
+from .results import HOME, rows_of
+
+PLACES = {
+    "public": "kernels/{}.py",
+    "oracle": "kernels/reference/{}.py",
+    "Numba": "kernels/cpu/{}.py",
+    "Triton": "kernels/gpu/{}.py",
+    "test": "tests/kernels/test_{}.py",
+}
+"""Where a subject is, as far as it is there."""
+ROWS = {
+    "weighted_kmeans": codebooks.solved(codebooks.CODES),
+    "weighted_kmeans_many": gpu.CODEBOOKS,
+    "quantization_loss": codebooks.LOSS,
+    "log_histogram_many": many.row("log_histogram"),
+    "kept_histogram_many": many.row("kept_histogram"),
+    "pack_bits": "pack_bits 5",
+    "unpack_bits": "unpack_bits 5",
+    "row_quantize": "row_quantize 4 bit adaptive",
+    "row_kmeans": "row_kmeans 2 bit",
+    "rans_encode": "rans_encode conditional",
+    "rans_decode": "rans_decode conditional",
+}
+"""Functions whose row in `bench kernels` is not named as they are."""
+SCALAR = ("bits_for", "magnitude_bits")
+"""Functions without a row: a few operations on one number."""
+
+
+def functions() -> dict[str, str]:
+    """The module of each function of `shrinkpoint.kernels`."""
+    named = {name: getattr(public, name) for name in public.__all__}
+    return {
+        name: name if isinstance(value, ModuleType) else value.__module__.rpartition(".")[2]
+        for name, value in named.items()
+        if isinstance(value, ModuleType | FunctionType)
+    }
+
+
+def kernels() -> str:
+    """A line for each function."""
+    found: dict[tuple[str, bool], Json] = {}
+    for row in rows_of("kernels.json"):
+        found.setdefault((row["row"], row["device"].startswith("cpu")), row)  # that of the first size comes first
+    lines = []
+    for name, subject in functions().items():
+        files = [_link(where, path.format(subject), name) for where, path in PLACES.items()]
+        rows = [found.get((ROWS.get(name, name), cpu)) for cpu in (True, False)]
+        lines.append([f"`{name}`", *files, *("" if row is None else _figure(row) for row in rows)])
+    return markdown(["", *PLACES, "CPU, one thread", "GPU"], lines)
+
+
+def _link(where: str, path: str, name: str) -> str:
+    """To the file that defines or tests the function; nothing where it does not."""
+    file = HOME / path
+    pattern = rf"\b{name}\b" if where == "test" else rf"^def {name}\("
+    there = file.exists() and re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    return f"[{where}](../{path})" if there else ""
+
+
+def _figure(row: Json) -> str:
+    """A rate with its share of the copy's, or a time."""
+    if row["value"] is None:
+        return NONE
+    share = f", {number(row['ratio'], 2)} x {row['peer']}" if row["peer"] in FLOORS else ""
+    return f"{number(row['value'])} {row['unit']}{share}"

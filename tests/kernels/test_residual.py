@@ -1,0 +1,85 @@
+"""Residuals of a rank-one estimate: the oracle, the bounds, what has no cell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shrinkpoint.kernels import residual
+from shrinkpoint.kernels.errors import BadArgumentError
+
+from .conftest import BackEnd
+from .patterns import over_all_octaves
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the data overflow on purpose
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (1, 1), (7, 31), (5, 32), (3, 1000), (1000, 1), (64, 129)])
+@pytest.mark.parametrize("finite", [True, False])
+def test_factor_sums_are_those_of_what_is_finite(
+    back_end: BackEnd, rows: int, columns: int, finite: bool, fresh: np.random.Generator
+) -> None:
+    x = fresh.normal(size=rows * columns).astype(np.float32) if finite else over_all_octaves(fresh, rows * columns)
+    by_row, by_column = back_end.module("residual").factor_sums(back_end.array(x), columns)
+    wide = np.where(np.isfinite(x), x, 0).astype(np.float64).reshape(rows, columns)
+    for got, axis in ((by_row, 1), (by_column, 0)):
+        assert isinstance(got, np.ndarray)
+        # Each sum to the rounding of its largest terms.
+        assert (np.abs(got - wide.sum(axis=axis)) <= 1e-12 * np.abs(wide).sum(axis=axis)).all()
+
+
+def test_factor_sums_of_no_whole_rows() -> None:
+    with pytest.raises(BadArgumentError, match="5 elements are no whole number of rows of 2"):
+        residual.factor_sums(np.zeros(5, np.float32), 2)
+
+
+@pytest.mark.parametrize(("rows", "columns", "start"), [(1, 1, 0), (7, 13, 5), (3, 40000, 20000), (300, 1, 299)])
+@pytest.mark.parametrize("octaves", [1, 3, 64])
+def test_residual_agrees_with_the_oracle(
+    back_end: BackEnd, rows: int, columns: int, start: int, octaves: int, fresh: np.random.Generator
+) -> None:
+    n = min(rows * columns - start, 50000)
+    x = np.abs(over_all_octaves(fresh, n))
+    x[: n // 3] *= -1
+    r, c = np.abs(over_all_octaves(fresh, rows)), np.abs(over_all_octaves(fresh, columns))
+    module = back_end.module("residual")
+    symbols, distances, counts = module.residual_symbols(back_end.array(x), r, c, start, octaves)
+    at = np.arange(start, start + n)
+    with np.errstate(all="ignore"):
+        estimate = r[at // columns] * c[at % columns]
+    key, base = x.view(np.uint32).astype(np.int64), estimate.astype(np.float32).view(np.uint32).astype(np.int64)
+    cell = octaves << 23
+    k = (key - base + cell // 2) // cell
+    fits = (key >= 1 << 23) & (key < 255 << 23) & (base >= 1 << 23) & (base < 255 << 23) & (np.abs(k) <= 126)
+    expected = np.where(key & 0x7FFFFFFF == 0, 0, np.where(fits, 128 + k, 1)).astype(np.uint8)
+    np.testing.assert_array_equal(back_end.numpy(symbols), expected)
+    np.testing.assert_array_equal(counts, np.bincount(expected, minlength=256))
+    wanted = np.bincount(expected, np.where(expected >= 2, key - base, 0), 256)
+    np.testing.assert_array_equal(distances, wanted)
+    # Symbols of an earlier time, most of them near: kept up to a quarter of a cell beyond their cell.
+    previous = np.where(fresh.random(n) < 0.8, expected + fresh.integers(-1, 2, n), fresh.integers(0, 256, n))
+    previous = previous.astype(np.uint8)
+    beyond = np.abs(key - base - (previous.astype(np.int64) - 128) * cell) - cell // 2
+    settled = np.where((expected >= 2) & (previous >= 2) & (beyond <= cell // 4), previous, expected)
+    again, moved, _ = module.residual_symbols(back_end.array(x), r, c, start, octaves, back_end.array(previous))
+    np.testing.assert_array_equal(back_end.numpy(again), settled)
+    np.testing.assert_array_equal(moved, np.bincount(settled, np.where(settled >= 2, key - base, 0), 256))
+    table = fresh.random(256).astype(np.float32)
+    with np.errstate(all="ignore"):
+        values = back_end.numpy(module.residual_values(symbols, r, c, start, table))
+        np.testing.assert_array_equal(values, estimate * table[expected])
+
+
+def test_a_residual_is_within_its_cell(fresh: np.random.Generator) -> None:
+    x = np.exp(fresh.normal(size=40 * 50) * 3).astype(np.float32)
+    r, c = fresh.random(40).astype(np.float32) + 0.1, fresh.random(50).astype(np.float32) + 0.1
+    symbols, distances, counts = residual.residual_symbols(x, r, c, 0, 3)
+    restored = residual.residual_values(symbols, r, c, 0, residual.residual_factors(distances, counts))
+    assert (np.abs(np.log2(restored / x)) <= 3 + 0.18).all()
+    assert abs(np.log2(restored / x).mean()) < 0.05  # on average neither too large nor too small
+    with pytest.raises(BadArgumentError, match="octaves"):
+        residual.residual_symbols(x, r, c, 0, 0)
+    with pytest.raises(BadArgumentError, match="within"):
+        residual.residual_symbols(x, r, c, 1, 3)
+    with pytest.raises(BadArgumentError, match="previous is uint8"):
+        residual.residual_symbols(x, r, c, 0, 3, symbols[1:])
