@@ -68,7 +68,7 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
         magnitude = np.ldexp(magnitude, -int(np.frexp(magnitude.max())[1]))  # so that a sum of huge ones stays finite
         whole = math.fsum(magnitude)
         share = sigma if whole > 0.0 else 1.0
-    weights[used] = share * (often / math.fsum(often))
+    weights[used] = share * (often / float(int(count.sum())))  # integers: exact, then rounded once
     if share < 1.0:
         weights[used] += (1.0 - share) * (magnitude / whole)
     return weights

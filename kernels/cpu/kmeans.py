@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..kmeans import prepared
-from .jit import njit
+from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
+_MANY = 64
+"""Candidates for a cut from which on it pays to pass over hopeless ones: fewer are done before one has been found."""
+_NEARLY = 1.0 - 1e-12
+
+
+@njit_inline
+def _gain(best: float, lever: float, mass: float) -> float:
+    """What the clusters before a cut and the one behind it reach."""
+    return best + (lever * lever / mass if mass > 0.0 else 0.0)
 
 
 @njit
@@ -38,38 +47,51 @@ def _exact(x: Any, w: Any, k: int) -> Any:
     for j in range(1, m + 1):
         mass = weight[j]
         best[j] = moment[j] * moment[j] / mass if mass > 0.0 else 0.0
-    gain = np.empty(m + 1)
     stack = np.empty((64, 4), np.int64)
     for row in range(2, k + 1):
-        top = 1
-        stack[0, 0] = m if row == k else row
-        stack[0, 1] = m - (k - row)
-        stack[0, 2] = row - 1
-        stack[0, 3] = m - 1
-        while top > 0:
-            top -= 1
-            low, high, first, last = stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3]
+        top = 0
+        low, high, first, last = m if row == k else row, m - (k - row), row - 1, m - 1
+        while True:
             j = (low + high) >> 1
             end = min(last, j - 1)
             mass_j, moment_j = weight[j], moment[j]
-            for i in range(first, end + 1):
-                mass = mass_j - weight[i]
-                lever = moment_j - moment[i]
-                gain[i] = best[i] + (lever * lever / mass if mass > 0.0 else 0.0)
             at = first
-            most = gain[first]
-            for i in range(first + 1, end + 1):
-                if gain[i] > most:
-                    most = gain[i]
-                    at = i
+            most = -1.0
+            if end - first >= _MANY:
+                # From a likely maximum on, whoever cannot reach it is passed over without a division. That is sure:
+                # `_NEARLY` leaves more room than the roundings of both sides take.
+                at = (first + end) >> 1
+                most = _gain(best[at], moment_j - moment[at], mass_j - weight[at])
+                limit = most * _NEARLY
+                for i in range(first, end + 1):
+                    mass = mass_j - weight[i]
+                    lever = moment_j - moment[i]
+                    if lever * lever >= (limit - best[i]) * mass:
+                        gain = _gain(best[i], lever, mass)
+                        if gain > most or (gain == most and i < at):
+                            most = gain
+                            at = i
+                            limit = most * _NEARLY
+            else:
+                for i in range(first, end + 1):
+                    gain = _gain(best[i], moment_j - moment[i], mass_j - weight[i])
+                    if gain > most:
+                        most = gain
+                        at = i
             following[j] = most
             cut[row, j] = at
-            if j < high:
-                stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3] = j + 1, high, at, last
-                top += 1
             if low < j:
-                stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3] = low, j - 1, first, at
-                top += 1
+                if j < high:
+                    stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3] = j + 1, high, at, last
+                    top += 1
+                high, last = j - 1, at
+            elif j < high:
+                low, first = j + 1, at
+            elif top == 0:
+                break
+            else:
+                top -= 1
+                low, high, first, last = stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3]
         best, following = following, best
     codes = np.empty(k)
     end = m

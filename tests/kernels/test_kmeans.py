@@ -59,6 +59,17 @@ def optimal_loss(x: Vector, w: Vector, k: int) -> float:
     return best
 
 
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 40])
+def test_of_two_cuts_that_are_as_good_the_first_is_taken(back_end: BackEnd, size: int) -> None:
+    # Three heaps of one weight: to part the left one from the others is as good as the right one, and all numbers on
+    # the way are whole. The right one has as many centers as the others, so that a search may well begin at its cut.
+    few, many = (2.0 * np.arange(n) - (n - 1) for n in (size, 2 * size))
+    x = np.concatenate([few - 1000, few, many + 1000])
+    w = np.concatenate([np.full(2 * size, 2.0), np.ones(2 * size)])
+    codes = back_end.module("kmeans").weighted_kmeans(back_end.array(x), back_end.array(w), 2, method="exact")
+    assert back_end.numpy(codes).tolist() == [-1000.0, 500.0]
+
+
 @pytest.mark.parametrize("kind", ["normal", "ties", "huge", "tiny", "spread"])
 @pytest.mark.parametrize("method", ["exact", "kmeans++"])
 def test_codebooks_match_the_oracle(back_end: BackEnd, fresh: np.random.Generator, method: str, kind: str) -> None:
