@@ -111,7 +111,7 @@ def classes_of(
     total = int(rows.sum())
     if not total:
         return None
-    across, down = _lengths(n, columns, phase, rows.size)
+    across, down = populations(n, columns, phase, rows.size)
     of_rows, of_columns = (
         np.searchsorted(_BOUNDS, many * (n / total) / numbers).astype(np.int64)
         for many, numbers in ((rows, across), (sums, down))
@@ -129,8 +129,8 @@ def classes_of(
     return Places(of_rows.astype(np.uint8), of_columns.astype(np.uint8), phase, base, classes)
 
 
-def _lengths(n: int, columns: int, phase: int, rows: int) -> tuple[I64, I64]:
-    """How many symbols are in each row and in each column."""
+def populations(n: int, columns: int, phase: int, rows: int) -> tuple[I64, I64]:
+    """How many of n elements are in each row and in each column, the first one standing in column `phase`."""
     across = np.full(rows, columns, np.int64)
     across[0] -= phase
     across[-1] -= -(phase + n) % columns

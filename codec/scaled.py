@@ -22,6 +22,7 @@ from . import entropy
 from .errors import CorruptDataError
 from .fields import Reader, Writer
 from .leaves import NpArray
+from .places import populations
 
 ROWS_OF = 64
 _LEAST_ROWS = 8
@@ -89,16 +90,9 @@ def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> Writer 
     width, phase = (columns, start % columns) if matrix else (ROWS_OF, 0)
     rows, sums = row_column_sums(top, width, phase)
     # Half octaves, rounded; of columns the distance to the mean of all.
-    numbers = np.full(rows.size, width)
-    numbers[0] -= phase
-    numbers[-1] -= -(phase + n) % width
-    row_class = _halves(rows, numbers, layout.steps)
-    column_class = np.zeros(width, np.int64)
-    if matrix:
-        there = np.full(width, rows.size)
-        there[:phase] -= 1
-        there[width - (-(phase + n) % width) :] -= 1
-        column_class = _halves(sums, there, layout.steps)
+    across, down = populations(n, width, phase, rows.size)
+    row_class = _halves(rows, across, layout.steps)
+    column_class = _halves(sums, down, layout.steps) if matrix else np.zeros(width, np.int64)
     rows8, columns8 = ((np.minimum(c - c.min(), 255)).astype(np.uint8) for c in (row_class, column_class))
     context = class_sums(rows8, columns8, n, phase)
     coded, alone = entropy.in_context(top, context, max(2, int(context.max()) + 1))

@@ -224,5 +224,11 @@ def make_callable(module: str, function: Callable[..., Any]) -> None:
     An import of the module puts it where the package's attribute of that name is, whatever stood there before; so the
     attribute is always the module, and calling it always works.
     """
-    members = {"__call__": staticmethod(function), "__signature__": inspect.signature(function)}
+    members = {
+        "__call__": staticmethod(function),
+        "__signature__": inspect.signature(function),
+        "__reduce__": lambda self: (import_module, (module,)),  # a copy or pickle of a module is the module
+        "__doc__": function.__doc__,
+    }
     sys.modules[module].__class__ = type("CallableModule", (ModuleType,), members)
+    sys.modules[module].__doc__ = function.__doc__

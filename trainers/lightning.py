@@ -35,7 +35,18 @@ from ..store.trail import aims
 from .background import Background, check_compact
 from .loop import RanksChangedWarning
 from .parts import gathered
-from .pointers import PathLike, drop, grads_within, kinds_within, load_at, next_step, read_pointer, save_at, store_of
+from .pointers import (
+    PathLike,
+    drop,
+    grads_within,
+    is_same,
+    kinds_within,
+    load_at,
+    next_step,
+    read_pointer,
+    save_at,
+    store_of,
+)
 from .sensitivity import SensitivityTracker
 from .spread import rank, world
 from .state import capture_rng, plain, restore_rng
@@ -213,8 +224,8 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
                 raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
             return _torch_load(path, map_location, weights_only)
         store = self._store(path)
-        if store.url != store_of(path, pointer).url:
-            store = store_of(path, pointer)
+        named = store_of(path, pointer)
+        store = store if is_same(store, named) else named
         state: dict[str, Any] = load_at(path, store=store)
         found: dict[str, Any] = _moved(state, map_location)
         return found

@@ -24,7 +24,7 @@ from ..store.saver import Saver, SaveResult
 from ..store.store import Store
 from .background import refuse_keep
 from .jax import fitted, names, nested
-from .pointers import drop, load_at, next_step, read_pointer, store_of, write_pointer
+from .pointers import drop, is_same, load_at, next_step, read_pointer, store_of, write_pointer
 
 if TYPE_CHECKING:
     import jax
@@ -122,7 +122,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         pointer = read_pointer(path)
         store = None if pointer is None else store_of(path, pointer)
         # By our own store where it is that, for the next save to be a delta over what is loaded.
-        store = self.store if store is not None and store.url == self.store.url else store
+        store = self.store if store is not None and is_same(store, self.store) else store
         item, part = (None, False) if args is None else (args.item, args.partial_restore)
         try:
             if item is None and part:

@@ -23,6 +23,7 @@ from ..codec.kinds import kinds_for
 from ..codec.leaves import is_array
 from ..codec.tree import flatten
 from ..kernels.errors import BadArgumentError
+from ..store.files import one_name
 from ..store.store import Store
 from .spread import rank
 
@@ -139,7 +140,7 @@ def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Poi
 
 def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
     """Remove from the store what a file pointed to before it was written anew."""
-    if before is not None and store_of(path, before).url == store.url:
+    if before is not None and is_same(store_of(path, before), store):
         drop(store, [before.step])
 
 
@@ -149,6 +150,11 @@ def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Sto
         return Store(pointer.store, cfg)
     folder = os.path.dirname(os.fspath(path))
     return Store(os.path.normpath(os.path.join(folder or ".", pointer.store)), cfg)
+
+
+def is_same(store: Store, other: Store) -> bool:
+    """Whether two are one store, however its URL is spelled."""
+    return one_name(store.url) == one_name(other.url)
 
 
 def load_at(
@@ -189,17 +195,12 @@ def load_at(
 
 def steps_in_use(store: Store, paths: Iterable[PathLike]) -> set[int]:
     """The steps of a store that some of these files point to."""
-    mine, found = _one_name(store.url), set()
+    found = set()
     for path in paths:
         pointer = read_pointer(path)
-        if pointer is not None and _one_name(store_of(path, pointer).url) == mine:
+        if pointer is not None and is_same(store_of(path, pointer), store):
             found.add(pointer.step)
     return found
-
-
-def _one_name(url: str) -> str:
-    """A folder by the name that it has only one of; URLs as they are."""
-    return url if "://" in url else os.path.realpath(url)
 
 
 def drop(store: Store, steps: Iterable[int]) -> None:

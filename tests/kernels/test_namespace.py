@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import copy
+import functools
 import inspect
 import json
 import pickle
+import pydoc
 import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
+import shrinkpoint
 from shrinkpoint import kernels
 
 HOME = Path(__file__).parents[2]
@@ -78,6 +83,16 @@ def test_a_module_of_its_functions_name_is_both_in_any_order_of_imports(subject:
     assert isinstance(module, ModuleType)
     assert inspect.signature(module) == inspect.signature(getattr(module, subject))
     assert pickle.loads(pickle.dumps(getattr(module, subject))) is getattr(module, subject)
+
+
+@pytest.mark.parametrize("module", [kernels.assign, kernels.distortion, kernels.extrapolate, shrinkpoint.search])
+def test_a_callable_module_can_be_handed_to_another_process(module: Any) -> None:
+    given = functools.partial(module, 1)
+    for again in (pickle.loads(pickle.dumps(given)), copy.deepcopy(given)):
+        assert again.func is module
+    name = module.__name__.rpartition(".")[2]
+    assert module.__doc__ == getattr(module, name).__doc__
+    assert "Args:" in pydoc.render_doc(module)
 
 
 def test_the_callable_modules_compute() -> None:

@@ -37,3 +37,4 @@ def test_it_is_documented_as_what_it_calls() -> None:
         "state", "evaluate", "threshold", "prev", "last", "grads", "kinds", "group", "cube",
     ]  # fmt: skip
     assert callable(sp.search)
+    assert sp.search.__doc__ == search.__doc__  # what help() shows

@@ -11,7 +11,7 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.trainers.background import Background
-from shrinkpoint.trainers.pointers import Pointer, drop, load_at, read_pointer, save_at
+from shrinkpoint.trainers.pointers import Pointer, drop, load_at, read_pointer, save_at, steps_in_use
 
 
 def state(value: float) -> dict[str, Any]:
@@ -52,6 +52,17 @@ def test_of_gradients_those_of_the_state_are_taken(tmp_path: Path, background: b
     assert store.read(0).to_bytes() == sp.compress(state, cfg=cfg, grads=grads).to_bytes()
     assert store.read(0).to_bytes() != sp.compress(state, cfg=cfg).to_bytes()
     save_at(tmp_path / "q.json", store, {"step": 1}, grads=grads)
+
+
+@pytest.mark.parametrize("spelled", ["memory://{}", "memory:///{}/", "memory://{}/"])
+def test_a_store_is_the_same_by_whatever_name(tmp_path: Path, spelled: str) -> None:
+    """What files point to by another spelling of the store's URL is in use."""
+    path, store = tmp_path / "p.json", sp.Store(f"memory://{tmp_path.name}/")
+    step = save_at(path, store, state(0)).step
+    again = sp.Store(spelled.format(tmp_path.name))
+    assert steps_in_use(again, [path]) == {step}
+    save_at(path, again, state(1))  # which replaces it
+    assert steps_in_use(again, [path]) == set(again.steps()) == {step + 1}
 
 
 def test_a_file_saved_again_replaces_its_step(tmp_path: Path) -> None:
