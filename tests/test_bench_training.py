@@ -682,7 +682,7 @@ def test_long_schedules_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatc
         (tmp_path / f"training-{name}.json").write_text(json.dumps(document), encoding="utf-8")
     header, _, first, second = trainings.killed_long().splitlines()
     steps = [f"{training.LONG[name].steps:,} steps" for name in ("MLP long", "GPT long")]
-    assert header == f"| weights, whole state, loss at the end | MLP, {steps[0]} | GPT, {steps[1]} |"
-    assert first == "| `Config()` | 81.2 x, 1 x, +1.00 % | not measured |"
-    assert second == "| `Config(rate=0.004)`, 12 bins, bases every 100 | not measured | 81.2 x, 1 x, +1.00 % |"
+    assert header == f"| loss at the end; weights, whole state | MLP, {steps[0]} | GPT, {steps[1]} |"
+    assert first == "| `Config()` | +1.00 %; 81.2 x, 1 x | not measured |"
+    assert second == "| `Config(rate=0.004)`, 12 bins, bases every 100 | not measured | +1.00 %; 81.2 x, 1 x |"
     assert set(trainings.by_model(trainings.measured(), 10)) == {"MLP"}

@@ -73,9 +73,9 @@ def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Seque
             columns = systems.get(system, {})
             found = [columns.get(label, {}).get("value") for label in (*_RATIOS, training.COLUMNS[0][0])]
             x, y, loss = found
-            line.append(NONE if None in found else f"{number(x)} x, {number(y)} x, {loss:+.2f} %")
+            line.append(NONE if None in found else f"{loss:+.2f} %; {number(x)} x, {number(y)} x")
         lines.append(line)
-    return markdown(["weights, whole state, loss at the end", *models], lines if models else [])
+    return markdown(["loss at the end; weights, whole state", *models], lines if models else [])
 
 
 def counts() -> str:

@@ -74,7 +74,7 @@ def headline() -> Iterator[str]:
         if what == "whole state, chain with its bases" and system.startswith(("default", "rate ")) and row["value"]:
             chains.setdefault(system, []).append(row["value"])
     least, most = min(chains["default"]), max(x for values in chains.values() for x in values)
-    yield f"Training checkpoints {least // 10 * 10:.0f} to {most // 10 * 10:.0f} times smaller"
+    yield f"Makes training checkpoints {least // 10 * 10:.0f} to {most // 10 * 10:.0f} times smaller"
 
 
 def alternatives() -> Iterator[str]:
