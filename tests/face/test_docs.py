@@ -330,7 +330,7 @@ def search_rows() -> list[str]:
             of = {k.partition(": ")[2]: r for k, r in rows.items() if k.startswith(f"{model}, {threshold}%: ")}
             first, later = (of[f"evaluations, {when}"]["value"] for when in ("first checkpoint", "later checkpoints"))
             smaller, loss = of["bytes of the chain"]["ratio"], of["largest loss on other held-out data"]["value"]
-            lines.append(f"| {model}, {threshold} % | {first} / {later} | {smaller:.2f} x as small | {loss:+.2f} % |")
+            lines.append(f"| {model}, {threshold} % | {first} / {later} | {smaller:.2f} x | {loss:+.2f} % |")
     return lines
 
 
