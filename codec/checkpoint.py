@@ -14,11 +14,10 @@ from blake3 import blake3
 from . import container, tree
 from .base import NUMPY_DEFAULTS, Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
-from .firstmoment import square_of
 from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
 from .parallel import map_arrays, map_chunks
 from .ranged import Ranged
-from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
+from .streams import STREAMS, Stream
 
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -59,6 +58,11 @@ class ArrayRecord:
     def nbytes(self) -> int:
         """Stored bytes."""
         return sum(self.lengths)
+
+    @property
+    def format(self) -> Stream:
+        """What is to be known of its stream."""
+        return STREAMS[self.stream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +151,16 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
 
 def _sibling_fits(number: Any, stream: Any, rows: list[Any]) -> bool:
     """A sibling is named by exactly those streams that need one, and needs none itself, so there is no circle."""
-    if stream not in SIBLING_STREAMS:
+    if not _has_sibling(stream):
         return number is None
     if type(number) is not int or not 0 <= number < len(rows) or not isinstance(rows[number], dict):
         return False
     other = rows[number].get("f")
-    return isinstance(other, str) and other not in SIBLING_STREAMS
+    return isinstance(other, str) and not _has_sibling(other)
+
+
+def _has_sibling(stream: Any) -> bool:
+    return stream in STREAMS and STREAMS[stream].beside is not None
 
 
 class Checkpoint:
@@ -337,10 +345,10 @@ class Checkpoint:
                 raise CorruptDataError(f"header: {record.path}: {other.path} beside it is of another kind")
             if sibling is None:
                 sibling = self.memory_of(other, prev).values(other.spec)
-            if record.stream == "grid":
-                sibling = square_of(sibling, other.spec)
+            if record.format.beside is not None:
+                sibling = record.format.beside(sibling, other.spec)
         try:
-            return STREAMS[record.stream](record.spec, record.meta, pieces, parent, sibling)
+            return record.format.decode(record.spec, record.meta, pieces, parent, sibling)
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
 
@@ -370,7 +378,7 @@ class Checkpoint:
     def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
         """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""
         record = self._by_key.get(key)
-        if record is None or record.stream not in DELTA_STREAMS:
+        if record is None or not record.format.has_deltas:
             return None
         if record.spec.shape != spec.shape or record.spec.dtype != spec.dtype:
             return None
@@ -383,10 +391,9 @@ class Checkpoint:
 
     @np.errstate(**NUMPY_DEFAULTS)
     def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
-        wanted = [r for r in self._records if r.stream in DELTA_STREAMS]
-        # A byte an element or more, whatever the dtype.
-        whole = ("bytes", "changed", "exponent", "multiples")
-        check_memory(sum(r.spec.nbytes if r.stream in whole else r.spec.size for r in wanted), "what a delta needs")
+        wanted = [r for r in self._records if r.format.has_deltas]
+        needed = sum(r.spec.nbytes if r.format.is_wide else r.spec.size for r in wanted)
+        check_memory(needed, "what a delta needs")
 
         def one(record: ArrayRecord) -> Memory:
             try:

@@ -22,7 +22,7 @@ from .matching import by_weights, matched, overlooked, tie, with_importance
 from .parallel import map_arrays
 from .quantize import Quantize
 from .siblings import siblings
-from .streams import DELTA_STREAMS, SIBLING_STREAMS, STREAMS
+from .streams import STREAMS
 
 
 @np.errstate(**NUMPY_DEFAULTS)
@@ -104,7 +104,7 @@ def compress(
     memory = {
         leaf.key: s.memory
         for leaf, s in zip(leaves, stored, strict=True)
-        if s.memory is not None and s.stream in DELTA_STREAMS
+        if s.memory is not None and STREAMS[s.stream].has_deltas
     }
     return Checkpoint(data, memory)
 
@@ -132,7 +132,7 @@ def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None
             square = square_of(_decoded(leaves[i], stored, parents[i]), leaves[i].spec)
             leaf = dataclasses.replace(leaves[beside], sibling=square)
             first = codecs[beside].encode(leaf, parents[beside], plans[beside])
-            done.append((beside, dataclasses.replace(first, sibling=i) if first.stream in SIBLING_STREAMS else first))
+            done.append((beside, dataclasses.replace(first, sibling=i) if STREAMS[first.stream].beside else first))
         return done
 
     copied = copies(leaves, codecs)
@@ -152,7 +152,7 @@ def _decoded(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
     memory = stored.memory
     if memory is None:
         pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
-        memory = STREAMS[stored.stream](leaf.spec, stored.meta, pieces, parent, None)
+        memory = STREAMS[stored.stream].decode(leaf.spec, stored.meta, pieces, parent, None)
     return memory.values(leaf.spec)
 
 
@@ -173,7 +173,7 @@ def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
         record["e"] = rounded_error(stored.error, up=True)
     if stored.note:
         record["n"] = stored.note
-    if has_parent and stored.stream in DELTA_STREAMS:
+    if has_parent and STREAMS[stored.stream].has_deltas:
         record["p"] = True
     if stored.sibling is not None:
         record["v"] = stored.sibling

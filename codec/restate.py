@@ -10,7 +10,6 @@ from .base import Memory
 from .checkpoint import ArrayRecord, Checkpoint, check_resolved
 from .fields import Piece
 from .parallel import map_chunks
-from .streams import DELTA_STREAMS, RESTATE
 
 
 def restate(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
@@ -46,11 +45,12 @@ def restate(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
         check_resolved(prev)
 
     def one(record: ArrayRecord) -> tuple[dict[str, Any], Sequence[Piece], bool, Memory | None]:
-        if record.stream not in DELTA_STREAMS:
+        restated = record.format.restate
+        if restated is None:
             return record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, None
         memory = ckpt.memory_of(record)
         parent = None if prev is None else prev.parent_memory(record.key, record.spec)
-        meta, pieces = RESTATE[record.stream](record.spec, record.meta, memory, parent)
+        meta, pieces = restated(record.spec, record.meta, memory, parent)
         return meta, pieces, parent is not None, memory
 
     stated = map_chunks(one, ckpt.records)

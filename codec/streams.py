@@ -1,8 +1,9 @@
-"""Stream formats by name: how the pieces of an array become its memory again."""
+"""Stream formats by name: how the pieces of an array become its memory again, and what else is to be known of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .base import Memory
@@ -12,7 +13,7 @@ from .copies import decode_copy
 from .exact import decode_bytes, restate_bytes
 from .exponent import decode_exponent, restate_exponent
 from .fields import Piece
-from .firstmoment import decode_grid
+from .firstmoment import decode_grid, square_of
 from .leaves import Array, LeafSpec
 from .levels import decode_levels, restate_levels
 from .moments import decode_log_buckets
@@ -21,34 +22,49 @@ from .rows import decode_rows, restate_rows
 from .secondmoment import decode_rank_one, restate_rank_one
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
-"""From spec, metadata, pieces, the parent's memory, and the decoded array that the record names as its sibling."""
-
-STREAMS: dict[str, Decoder] = {
-    "bytes": decode_bytes,
-    "levels": decode_levels,
-    "multiples": decode_multiples,
-    "log-buckets": decode_log_buckets,
-    "rank-one": decode_rank_one,
-    "grid": decode_grid,
-    "copy": decode_copy,
-    "exponent": decode_exponent,
-    "changed": decode_changed,
-    "clusters": decode_clusters,
-    "rows": decode_rows,
-}
+"""From spec, metadata, pieces, the parent's memory, and the sibling as `Stream.beside` gives it."""
 Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dict[str, Any], Sequence[Piece]]]
 """From spec, metadata, the memory to state anew and the new parent's memory: new metadata and pieces."""
 
-RESTATE: dict[str, Restater] = {
-    "bytes": restate_bytes,
-    "levels": restate_levels,
-    "multiples": restate_multiples,
-    "rank-one": restate_rank_one,
-    "exponent": restate_exponent,
-    "changed": restate_changed,
-    "rows": restate_rows,
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A format.
+
+    Args:
+        decode: makes an array's memory of its pieces.
+        restate: states a memory over another parent, or over none. None: no delta is coded against such an array, so
+            that a resolved checkpoint does not keep its memory.
+        beside: what the decoder gets of the array of the same checkpoint that the record names, from its decoded
+            values and its spec. None: no array is named.
+        is_wide: whether a memory takes as much as the array; else about a byte an element.
+    """
+
+    decode: Decoder
+    restate: Restater | None = None
+    beside: Callable[[Array, LeafSpec], Array] | None = None
+    is_wide: bool = False
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether later checkpoints are coded against such an array."""
+        return self.restate is not None
+
+
+def _as_it_is(values: Array, _: LeafSpec) -> Array:
+    return values
+
+
+STREAMS: dict[str, Stream] = {
+    "bytes": Stream(decode_bytes, restate_bytes, is_wide=True),
+    "levels": Stream(decode_levels, restate_levels),
+    "multiples": Stream(decode_multiples, restate_multiples, is_wide=True),
+    "log-buckets": Stream(decode_log_buckets),
+    "rank-one": Stream(decode_rank_one, restate_rank_one),
+    "grid": Stream(decode_grid, beside=square_of),
+    "copy": Stream(decode_copy, beside=_as_it_is),
+    "exponent": Stream(decode_exponent, restate_exponent, is_wide=True),
+    "changed": Stream(decode_changed, restate_changed, is_wide=True),
+    "clusters": Stream(decode_clusters),
+    "rows": Stream(decode_rows, restate_rows),
 }
-DELTA_STREAMS = frozenset(RESTATE)
-"""Formats whose memory a later delta is coded against: a resolved checkpoint keeps it."""
-SIBLING_STREAMS = frozenset({"grid", "copy"})
-"""Formats that are decoded with another array of the same checkpoint at hand."""

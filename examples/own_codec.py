@@ -22,7 +22,7 @@ from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.exact import Exact
 from shrinkpoint.codec.leaves import LeafSpec, check_memory, from_bytes
 from shrinkpoint.codec.moments import ValuesMemory
-from shrinkpoint.codec.streams import STREAMS
+from shrinkpoint.codec.streams import STREAMS, Stream
 
 STREAM = "example.rounded"
 
@@ -78,7 +78,7 @@ def decode(
 
 
 CODECS[Rounded.id] = Rounded
-STREAMS[STREAM] = decode
+STREAMS[STREAM] = Stream(decode)
 
 
 def main() -> float:

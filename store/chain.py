@@ -9,7 +9,6 @@ from typing import TypeVar
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.ranged import Ranged
-from ..codec.streams import DELTA_STREAMS
 from .catalog import Entry
 from .files import Files
 from .manifest import Manifest
@@ -92,7 +91,7 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
 
 def carried_by(ckpt: Checkpoint) -> int:
     """Bytes of the arrays that have to be decoded of a parent before its child can be."""
-    return sum(r.spec.nbytes for r in ckpt.records if r.stream in DELTA_STREAMS)
+    return sum(r.spec.nbytes for r in ckpt.records if r.format.has_deltas)
 
 
 @dataclass(eq=False)

@@ -25,7 +25,6 @@ from ..codec.errors import CorruptDataError, ShrinkpointError
 from ..codec.leaves import as_bytes
 from ..codec.parallel import give_way
 from ..codec.restate import restate
-from ..codec.streams import DELTA_STREAMS
 from .catalog import Catalog, Entry
 from .chain import FOLDER, UNREACHABLE, Node, carried_by, forest, opener, walk
 from .files import Files
@@ -237,7 +236,7 @@ def _check_same(old: Checkpoint, new: Checkpoint) -> None:
     """Raise CorruptDataError unless two checkpoints hold the same: nothing is replaced on trust."""
     same = old.identity == new.identity and len(old.records) == len(new.records)
     for a, b in zip(old.records, new.records, strict=True) if same else ():
-        if a.stream in DELTA_STREAMS:
+        if a.format.has_deltas:
             values = [as_bytes(c.memory_of(r).values(r.spec)) for c, r in ((old, a), (new, b))]
             same = same and bool((values[0] == values[1]).all())
         else:

@@ -18,7 +18,6 @@ from shrinkpoint.codec import rows as codec
 from shrinkpoint.codec.leaves import LeafSpec, read_leaf
 from shrinkpoint.codec.profile import search_parameters
 from shrinkpoint.codec.rowmemory import RAW, RowsMemory, Style, dequantized, joined, quantized, replaced, same_records
-from shrinkpoint.codec.streams import RESTATE
 from shrinkpoint.kernels.mask import pack_mask
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
@@ -665,7 +664,7 @@ def test_a_memory_stated_anew_is_the_same_memory(width: Any, method: str) -> Non
     for i, new in enumerate(made):
         for j, old in enumerate([None, *made]):
             parent = None if old is None else memory(old)
-            meta, pieces = RESTATE["rows"](spec, new.records[0].meta, memory(new), parent)
+            meta, pieces = codec.restate_rows(spec, new.records[0].meta, memory(new), parent)
             sizes[i, j] = sum(map(len, pieces))
             back = codec.decode_rows(spec, json.loads(json.dumps(meta)), [memoryview(p) for p in pieces], parent)
             mine = memory(new)
@@ -674,7 +673,7 @@ def test_a_memory_stated_anew_is_the_same_memory(width: Any, method: str) -> Non
     assert sizes[3, 1] < sizes[3, 0]
     assert sizes[3, 4] < 20
     with pytest.raises(sp.BadArgumentError):
-        RESTATE["rows"](spec, {}, sp.Checkpoint.from_bytes(made[0].to_bytes()), None)  # type: ignore[arg-type]
+        codec.restate_rows(spec, {}, sp.Checkpoint.from_bytes(made[0].to_bytes()), None)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 2**32 - 1))

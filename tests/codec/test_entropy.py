@@ -74,7 +74,7 @@ def test_what_is_stored_does_not_refer_to_the_callers_array(fresh: np.random.Gen
     stored = codec.encode(Leaf("x", "x", spec, Kind("other", "state"), data), None, None)
     data[:] = 0
     pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
-    memory = STREAMS[stored.stream](spec, stored.meta, pieces, None, None)
+    memory = STREAMS[stored.stream].decode(spec, stored.meta, pieces, None, None)
     np.testing.assert_array_equal(memory.values(spec), kept)
 
 
