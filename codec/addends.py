@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..kernels.exponent import exponent_dequantize
-from . import bfloat16, entropy
+from . import entropy
+from .casting import float_values, rounded
 from .errors import CorruptDataError
 from .fields import Reader, Writer
 from .leaves import LeafSpec, NpArray
@@ -97,7 +98,7 @@ def added(before: NpArray, levels: NpArray, addends: NpArray, spec: LeafSpec) ->
     out = np.empty_like(before)
     with np.errstate(all="ignore"):
         for part in blocks(levels.size, spec):
-            out[part] = rounded(bfloat16.wide(before[part], spec) + bfloat16.wide(steps[part], spec), spec)
+            out[part] = rounded(float_values(before[part], spec) + float_values(steps[part], spec), spec)
     return out
 
 
@@ -107,22 +108,14 @@ def blocks(n: int, spec: LeafSpec) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, n * spec.itemsize, step))
 
 
-def rounded(values: NpArray, spec: LeafSpec) -> NpArray:
-    """Bytes of float32 or float64 values in the array's dtype, to nearest, ties to even; bfloat16 not of NaN."""
-    with np.errstate(all="ignore"):  # too large for the dtype is infinity, too small is zero: that is rounding
-        if spec.dtype == "bfloat16":
-            return bfloat16.nearest(values.astype(np.float32, copy=False)).view(np.uint8)
-        return values.astype(spec.dtype, copy=False).view(np.uint8)
-
-
 def _fewest(new: NpArray, old: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray] | None:
     """Addends (float64) by falling frequency, and for each element the number of its own; None for too many.
 
     A number may be wrong where the interval is odd (rounded bounds, values that are not finite): to be verified.
     """
-    r, p = (bfloat16.wide(u.view(np.uint8), spec).astype(np.float64) for u in (new, old))
+    r, p = (float_values(u.view(np.uint8), spec).astype(np.float64) for u in (new, old))
     below = (new & new.dtype.type((1 << (8 * spec.itemsize - 1)) - 1)) - new.dtype.type(1)
-    unit = np.abs(r) - bfloat16.wide(below.view(np.uint8), spec)
+    unit = np.abs(r) - float_values(below.view(np.uint8), spec)
     away = np.nan_to_num(r - p)
     # Elements that went as far at the same resolution have the same interval; few do not share theirs.
     _, resolution = np.frexp(np.nan_to_num(unit))
@@ -137,7 +130,7 @@ def _fewest(new: NpArray, old: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArra
     points = _stab(low, high)
     if points.size > MOST:
         return None
-    points = np.unique(bfloat16.wide(rounded(points, spec), spec).astype(np.float64))
+    points = np.unique(float_values(rounded(points, spec), spec).astype(np.float64))
     weight: NpArray = np.ones(points.size)
     for _ in range(2):  # with the weights found in the first round, all go to the most frequent point they can
         chosen = _heaviest(weight, np.searchsorted(points, low), np.searchsorted(points, high, "right"))

@@ -29,13 +29,13 @@ from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.assign import Thresholds, assign, dequantize
 from ..kernels.distortion import Distortion
 from ..kernels.extrapolate import extrapolate
-from . import bfloat16
 from .base import CHUNK, Leaf
 from .codebook import scaled_distortion
 from .importance import weights_of
 from .leaves import Array, NpArray, from_bytes, on_host
 from .levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory, codebook_array
 from .parallel import map_chunks
+from .protected import held_values
 from .ratedistortion import cheapest_levels
 from .trade import Trade
 
@@ -106,7 +106,7 @@ def _coded(
                 matters = weights_of(leaf.importance[part], trade.mean, trade.scale)
             parent_size = 1 if before is None else before.size
             own = cheapest_levels(wanted, own, parent, parent_size, codebook, trade.price, matters)
-        held = bfloat16.held(_where_protected(x, own), leaf.spec)
+        held = held_values(_where_protected(x, own), leaf.spec)
         values = native.to(x.device) if is_torch(x) else native
         protected = from_bytes(held, leaf.spec)
         restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)

@@ -24,9 +24,10 @@ from ..kernels.bitpack import pack_bits
 from ..kernels.cluster import cluster_dequantize, cluster_quantize
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS
-from . import bfloat16, entropy
-from .addends import blocks, rounded
+from . import entropy
+from .addends import blocks
 from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .casting import float_values, rounded
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
@@ -119,7 +120,7 @@ def _errors(x: Array, values: Array, spec: LeafSpec) -> tuple[Distortion, float,
     data, restored = as_bytes(x), rounded(on_host(values), spec)
     total, relative, nonzero = Distortion(0.0, 0.0, 0.0), 0.0, 0
     for part in blocks(x.shape[0], spec):
-        met, more, n = _differences(bfloat16.wide(data[part], spec), bfloat16.wide(restored[part], spec))
+        met, more, n = _differences(float_values(data[part], spec), float_values(restored[part], spec))
         total, relative, nonzero = total + met, relative + more, nonzero + n
     return total, relative, nonzero
 

@@ -35,9 +35,10 @@ from ..kernels.exponent import (
 )
 from ..kernels.floats import FORMATS
 from ..kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
-from . import bfloat16, entropy
-from .addends import added, blocks, decode_addends, encode_addends, rounded
+from . import entropy
+from .addends import added, blocks, decode_addends, encode_addends
 from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .casting import float_values, rounded
 from .codebook import unit
 from .errors import BadArgumentError, CorruptDataError
 from .exact import BytesMemory, Exact, decode_chunk, encode_chunk
@@ -137,7 +138,7 @@ class ExponentDelta:
             own[:] = as_numpy(exponent_quantize(from_bytes(_minus(data[part], before[part], spec), spec), promotion))
             restored[part] = added(before[part], own, promotion.codebook[1:], spec)
             if leaf.kind.role == "second moment":
-                x, y = bfloat16.wide(data[part], spec), bfloat16.wide(restored[part], spec)
+                x, y = float_values(data[part], spec), float_values(restored[part], spec)
                 own[(y < 0) & (x >= 0)] = 0
                 restored[part] = added(before[part], own, promotion.codebook[1:], spec)
             return _distortion(data[part], restored[part], spec, scale)
@@ -182,7 +183,7 @@ def _minus(data: NpArray, before: NpArray, spec: LeafSpec) -> NpArray:
     out = np.empty_like(data)
     with np.errstate(all="ignore"):
         for part in blocks(data.size // spec.itemsize, spec):
-            difference = bfloat16.wide(data[part], spec) - bfloat16.wide(before[part], spec)
+            difference = float_values(data[part], spec) - float_values(before[part], spec)
             if spec.dtype == "bfloat16":  # whose rounding is for numbers only
                 difference[np.isnan(difference)] = np.inf
             out[part] = rounded(difference, spec)
@@ -193,7 +194,7 @@ def _distortion(data: NpArray, restored: NpArray, spec: LeafSpec, scale: float) 
     """Of the values in `restored` against those in `data`, both times a power of two."""
     met = Distortion(0.0, 0.0, 0.0)
     for part in blocks(data.size // spec.itemsize, spec):
-        x, y = bfloat16.wide(data[part], spec), bfloat16.wide(restored[part], spec)
+        x, y = float_values(data[part], spec), float_values(restored[part], spec)
         met += distortion(x, y) if scale == 1.0 else distortion(x * scale, y * scale)
     return met
 

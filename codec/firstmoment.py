@@ -21,6 +21,7 @@ from ..kernels.distortion import Distortion, distortion
 from ..kernels.grid import ESCAPE as OFF_GRID
 from ..kernels.grid import grid_symbols, grid_values
 from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .casting import to_bfloat16
 from .errors import CorruptDataError
 from .fields import Reader
 from .leaves import Array, LeafSpec, NpArray, on_host
@@ -37,7 +38,6 @@ from .symbolvalues import (
     placed_with,
     read_chunk,
     read_table,
-    to_bfloat16,
     with_escapes,
 )
 

@@ -18,14 +18,16 @@ from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, dequantize
 from ..kernels.floats import FORMATS
 from ..kernels.planes import difference, merge_planes, split_planes, undifference
-from . import bfloat16, entropy
+from . import entropy
 from .base import CHUNK, Memory
+from .casting import from_bfloat16
 from .codebook import MOST, spacing, to_8_bits
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
 from .parallel import map_chunks
 from .places import columns_of
+from .protected import held_patterns
 
 _EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
@@ -127,7 +129,7 @@ def references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None
         out.byte(_PARENTS)
     else:
         _write_codebook(out, memory.codebook, spec)
-    patterns, odd = bfloat16.patterns(memory.protected, spec)
+    patterns, odd = held_patterns(memory.protected, spec)
     predicted = _predicted(memory.levels, before, spec)
     out.varint(patterns.size)
     for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
@@ -172,7 +174,7 @@ def _predicted(levels: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> 
     if before is None or before.protected.size == 0 or at.size == 0:
         return guess
     old_at = np.flatnonzero(before.levels == 1)
-    old, _ = bfloat16.patterns(before.protected, spec)
+    old, _ = held_patterns(before.protected, spec)
     found = np.minimum(np.searchsorted(old_at, at), old_at.size - 1)
     same = old_at[found] == at
     guess[same] = old[found[same]]
@@ -272,7 +274,7 @@ def _read_references(
         plane[:] = entropy.decode(data.block(), count)
     steps = merge_planes(planes, dtype="uint16")
     patterns = undifference(steps, _predicted(levels, before, spec), dtype="bfloat16")
-    protected = bfloat16.widened(patterns, spec)
+    protected = from_bfloat16(patterns, spec)
     odd = data.varint()
     if odd > count:
         raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")

@@ -16,8 +16,8 @@ import numpy as np
 from ..kernels.arrays import is_torch
 from ..kernels.bitpack import pack_bits, unpack_bits
 from ..kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
-from . import bfloat16
 from .base import CHUNK
+from .casting import float_values, rounded
 from .errors import CorruptDataError
 from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 from .parallel import map_chunks
@@ -239,7 +239,7 @@ def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]
     lost = np.asarray(~np.isfinite(numbers).all(axis=1))
     narrow = np.flatnonzero(~(span >= _SMALLEST) & ~lost)
     if narrow.size:
-        rows = bfloat16.wide(as_bytes(picked(x, narrow).reshape(-1)), spec).reshape(narrow.size, columns)
+        rows = float_values(as_bytes(picked(x, narrow).reshape(-1)), spec).reshape(narrow.size, columns)
         wide = rows.astype(np.float64)
         miss = np.abs(dequantized(records[narrow], style, columns) - wide).max(axis=1)
         lost[narrow] = miss > _RELATIVE * np.abs(wide).max(axis=1)
@@ -296,9 +296,4 @@ def picked(x: Array, rows: NpArray) -> Array:
 
 def _narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
     """float32 values in the array's dtype, to nearest, ties to even, as bytes [R, bytes of a row]."""
-    if spec.dtype == "bfloat16":
-        narrow = bfloat16.nearest(values)
-    else:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            narrow = values.astype(spec.dtype, copy=False)
-    return narrow.view(np.uint8).reshape(values.shape[0], values.shape[1] * spec.itemsize)
+    return rounded(values, spec).reshape(values.shape[0], values.shape[1] * spec.itemsize)

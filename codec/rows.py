@@ -24,8 +24,9 @@ from ..kernels.arrays import is_torch
 from ..kernels.bitpack import pack_bits
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.mask import unpack_mask
-from . import bfloat16, entropy
+from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .casting import float_values
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact, decode_chunk, encode_chunk
 from .fields import Reader, Writer
@@ -291,7 +292,7 @@ def _sample(leaf: Leaf, count: int) -> NpArray:
     """Evenly spaced rows, float32 on the host."""
     rows = picked(_rows_of(leaf), spread(leaf.spec.shape[0], count))
     with np.errstate(over="ignore"):
-        wide = bfloat16.wide(as_bytes(rows.reshape(-1)), leaf.spec).astype(np.float32)
+        wide = float_values(as_bytes(rows.reshape(-1)), leaf.spec).astype(np.float32)
     return wide.reshape(count, -1)
 
 

@@ -27,6 +27,7 @@ from ..kernels.residual import ESCAPE as NO_RESIDUAL
 from ..kernels.residual import factor_sums, residual_factors, residual_symbols, residual_values
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
+from .casting import rounded, to_bfloat16
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, check_memory, from_bytes, on_host
@@ -36,14 +37,12 @@ from .symbolvalues import (
     as_float32,
     as_stored,
     escapes_of,
-    narrowed,
     pack_chunk,
     pack_table,
     placed_with,
     read_chunk,
     read_table,
     room_beside,
-    to_bfloat16,
     with_escapes,
 )
 
@@ -197,7 +196,7 @@ class RankOneMemory:
         data = np.empty(spec.nbytes, np.uint8)
 
         def one(start: int) -> None:
-            values = narrowed(self.chunk(start), spec)
+            values = rounded(self.chunk(start), spec)
             data[start * spec.itemsize : start * spec.itemsize + values.size] = values
 
         map_chunks(one, range(0, spec.size, CHUNK))

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..kernels.arrays import on_gpu
-from . import bfloat16, entropy
+from . import entropy
 from .base import CHUNK
+from .casting import float_values, rounded
 from .errors import CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
@@ -19,7 +20,7 @@ from .parallel import map_chunks
 
 def as_float32(flat: Array, spec: LeafSpec) -> Array:
     """Values as float32, on their GPU or as NumPy; exact for the dtypes `matrix_shape` admits."""
-    return flat.float() if on_gpu(flat) else bfloat16.wide(as_bytes(flat), spec)
+    return flat.float() if on_gpu(flat) else float_values(as_bytes(flat), spec)
 
 
 def placed_with(x: Array, flat: Array) -> Array:
@@ -40,12 +41,7 @@ def as_stored(values: Array, spec: LeafSpec) -> Array:
     """float32 values in the array's dtype, where they are."""
     if on_gpu(values):
         return values.bfloat16() if spec.dtype == "bfloat16" else values
-    return from_bytes(narrowed(values, spec), spec)
-
-
-def narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
-    """Bytes of float32 values in the array's dtype; bfloat16 to nearest, ties to even."""
-    return (bfloat16.nearest(values) if spec.dtype == "bfloat16" else values).view(np.uint8)
+    return from_bytes(rounded(values, spec), spec)
 
 
 def escapes_of(x: Array, symbols: Array, escape: int, counts: NpArray) -> Array:
@@ -58,11 +54,6 @@ def with_escapes(values: Array, symbols: Array, escape: int, escaped: Array) -> 
     if len(escaped):
         values[symbols == escape] = escaped
     return values
-
-
-def to_bfloat16(values: NpArray) -> NpArray:
-    """float32 values rounded to bfloat16: what is stored is what is used."""
-    return (bfloat16.nearest(values.astype(np.float32)).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def pack_table(table: NpArray) -> bytes:
@@ -141,7 +132,7 @@ def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> Va
     def chunk(number: int) -> None:
         start = starts[number]
         n = min(CHUNK, spec.size - start)
-        values = narrowed(one(pieces[number + 1], start, n), spec)
+        values = rounded(one(pieces[number + 1], start, n), spec)
         data[start * spec.itemsize : (start + n) * spec.itemsize] = values
 
     map_chunks(chunk, range(len(starts)))

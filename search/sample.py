@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..codec import bfloat16
 from ..codec.base import Array, Leaf
+from ..codec.casting import float_values
 from ..codec.codebook import unit
 from ..codec.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
 from ..codec.levels import LevelsMemory
@@ -61,7 +61,7 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
     at = blocks(n, wanted, BLOCK)
     count = n if isinstance(at, slice) else at.size
     x = taken(leaf.flat, at)
-    wide = bfloat16.wide(as_bytes(x), leaf.spec)
+    wide = float_values(as_bytes(x), leaf.spec)
     finite = np.isfinite(wide)
     power = unit(float(np.abs(wide[finite]).max(initial=0.0)))
     wide = np.where(finite, wide, 0) * wide.dtype.type(power)

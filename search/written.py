@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..codec import bfloat16, container, entropy
+from ..codec import container, entropy
 from ..codec.base import Leaf
 from ..codec.leaves import LeafSpec, NpArray
 from ..codec.levels import LevelsMemory, references
+from ..codec.protected import held_values
 from ..kernels.assign import Thresholds
 from ..kernels.huffman import huffman_lengths, pack_lengths
 from ..kernels.levels import joint_counts
@@ -65,7 +66,7 @@ def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
 
     def one(at: NpArray | slice) -> int:
         own = np.ascontiguousarray(levels[at])
-        held = bfloat16.held(part.x[at][own == 1], spec)
+        held = held_values(part.x[at][own == 1], spec)
         before = None if part.before is None else held_of(part.before, at, spec)
         return len(references(LevelsMemory(own, np.empty(0), held, _ANY), spec, before)) - none
 

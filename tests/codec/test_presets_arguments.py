@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.addends import rounded
+from shrinkpoint.codec.casting import rounded
 from shrinkpoint.codec.leaves import LeafSpec
 from shrinkpoint.codec.presets import bitsnap, check_n_run, expected_failures, lc_checkpoint
 

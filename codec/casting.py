@@ -1,0 +1,49 @@
+"""Floats from one dtype to another: as bytes, as values to reckon with, as bfloat16 patterns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .leaves import LeafSpec, NpArray
+
+
+def float_values(data: NpArray, spec: LeafSpec) -> NpArray:
+    """Bytes of 16, 32 or 64-bit floats as float32 or float64, exactly."""
+    if spec.dtype == "bfloat16":
+        return _from_patterns(data.view(np.uint16))
+    if spec.dtype == "float16":
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            return data.view(np.float16).astype(np.float32)
+    return data.view(spec.dtype)
+
+
+def rounded(values: NpArray, spec: LeafSpec) -> NpArray:
+    """Bytes of float32 or float64 values in the array's dtype, to nearest, ties to even; bfloat16 not of NaN."""
+    with np.errstate(all="ignore"):  # too large for the dtype is infinity, too small is zero: that is rounding
+        if spec.dtype == "bfloat16":
+            return bfloat16_patterns(values.astype(np.float32, copy=False)).view(np.uint8)
+        return values.astype(spec.dtype, copy=False).view(np.uint8)
+
+
+def bfloat16_patterns(values: NpArray) -> NpArray:
+    """bfloat16 patterns, uint16, of float32 values that are not NaN: to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return nearest.astype(np.uint16)
+
+
+def to_bfloat16(values: NpArray) -> NpArray:
+    """Values rounded to bfloat16, as float32: what is stored is what is used."""
+    return _from_patterns(bfloat16_patterns(values.astype(np.float32)))
+
+
+def from_bfloat16(patterns: NpArray, spec: LeafSpec) -> NpArray:
+    """bfloat16 patterns as bytes of the array's dtype, new ones."""
+    if spec.dtype == "bfloat16":
+        return patterns.copy().view(np.uint8)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return _from_patterns(patterns).astype(spec.dtype).view(np.uint8)
+
+
+def _from_patterns(patterns: NpArray) -> NpArray:
+    return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
