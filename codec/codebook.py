@@ -149,7 +149,8 @@ def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floa
         first = np.flatnonzero(np.diff(np.ldexp(np.trunc(fraction * parts) / parts, exponent), prepend=-np.inf))
         if first.size >= 16 * bins:
             number = np.add.reduceat(counts, first)
-            return np.add.reduceat(counts * values, first) / number, number
+            # Rounded, the means of subnormal values may come out of order.
+            return np.maximum.accumulate(np.add.reduceat(counts * values, first) / number), number
     return values, counts
 
 

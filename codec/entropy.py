@@ -62,7 +62,7 @@ _HIGH_ENTROPY = 2.5
 _SLACK = 1.005
 FEW = 1024
 """Changes that are coded one by one at most: each takes some hundred nanoseconds, and of more a table says enough."""
-SAMPLE, PARTS = 1 << 14, 8
+SAMPLE, PARTS = 1 << 14, 64
 """Elements of an array that are looked at to choose how to code it, in so many stretches."""
 _A_TIE = 0.5
 """Bytes by which a finer table must be cheaper: what is chosen must not depend on the last digits of a logarithm."""
@@ -224,6 +224,8 @@ class _Model:
             modest = found.cost < _MODEST and found.precision > PRECISIONS[0]
             if modest or found.cost <= slack * (bound + len(found.table)):
                 break
+            if contexts << precision > most_slots(int(counts.sum())):
+                break
             finer = _Model(counts, precision, contexts)
             # Where both tables say the same, their costs are equal but for how this machine rounds logarithms.
             if found.cost <= slack * finer.cost + _A_TIE:
@@ -238,6 +240,11 @@ class _Model:
         out.raw(rans_encode(symbols, contexts, self.frequencies, self.precision))
 
 
+def most_slots(n: int) -> int:
+    """Slots that the decoding tables of n symbols may have: what they take to lay out is within what n symbols take."""
+    return (1 << 20) + 128 * n
+
+
 def rans_bytes(counts: I64) -> float:
     """Bytes of a stream with these pair counts, int64 [contexts, symbols], and of its table."""
     return _Model.best(counts, contexts=counts.shape[0]).cost
@@ -246,8 +253,10 @@ def rans_bytes(counts: I64) -> float:
 def _read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
     precision = data.byte()
     symbols = data.varint()
-    if precision not in range(8, 17) or not 1 <= symbols <= 256:
-        raise CorruptDataError(f"rANS: precision {precision} or {symbols} symbols out of range")
+    if precision not in range(8, 17) or not 1 <= symbols <= 256 or n_contexts << precision > most_slots(n):
+        raise CorruptDataError(
+            f"rANS: precision {precision} or {symbols} symbols out of range for {n_contexts} contexts"
+        )
     table = unpack_frequencies(_array(data.block()), n_contexts, symbols, precision)
     decoded: U8 = rans_decode(_array(data.rest()), contexts, table, precision, n)
     return decoded

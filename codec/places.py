@@ -112,10 +112,7 @@ def classes_of(
     if not total:
         return None
     across, down = populations(n, columns, phase, rows.size)
-    of_rows, of_columns = (
-        np.searchsorted(_BOUNDS, many * (n / total) / numbers).astype(np.int64)
-        for many, numbers in ((rows, across), (sums, down))
-    )
+    of_rows, of_columns = (off_mean(*own, n / total) for own in ((rows, across), (sums, down)))
     mass = _mass(of_rows, of_columns)
     if _span(mass) > most:
         of_rows, of_columns = of_rows >> 1, of_columns >> 1
@@ -127,6 +124,23 @@ def classes_of(
     base = max(0, int(within.argmax()) - most + 1)
     classes = min(most, mass.size - base)
     return Places(of_rows.astype(np.uint8), of_columns.astype(np.uint8), phase, base, classes)
+
+
+def off_mean(sums: I64, numbers: I64, scale: float) -> I64:
+    """How many half octaves each line is off the mean: of `numbers` elements that add up to `sums`.
+
+    Where there are far more lines than different sums (narrow matrices), each sum is looked up once for each length of
+    a line: the first and the last may be cut short, the others differ by two at most.
+    """
+    most = int(sums.max()) + 1
+    if sums.size <= 4 * most:
+        return np.searchsorted(_BOUNDS, sums * scale / np.maximum(numbers, 1)).astype(np.int64)
+    between = numbers[1:-1] if numbers.size > 2 else numbers
+    found = np.zeros(sums.size, np.int64)
+    for length in {int(numbers[0]), int(numbers[-1]), *range(int(between.min()), int(between.max()) + 1)}:
+        own = np.searchsorted(_BOUNDS, np.arange(most) * scale / max(length, 1))
+        found = np.where(numbers == length, own[sums], found)
+    return found
 
 
 def populations(n: int, columns: int, phase: int, rows: int) -> tuple[I64, I64]:

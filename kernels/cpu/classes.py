@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 NumPy = np.ndarray[Any, Any]
+NARROW = 48
+"""Columns below which a row has no loops of its own."""
 SHORT = 1 << 15
 """Rows summed in 32 bits before they are added to sums of 64, and elements of a row likewise."""
 
@@ -24,7 +26,11 @@ def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array
     rows = np.zeros(-(-(phase + v.size) // columns), np.int64)
     sums = np.zeros(columns, np.int64)
     same = np.full(1, origin, np.uint8) if isinstance(origin, int) else compiled(origin)
-    _sums(v, same, isinstance(origin, int), np.uint8(most), phase, rows, sums, np.zeros(columns, np.uint32))
+    given = v, same, isinstance(origin, int), np.uint8(most), phase, rows, sums
+    if columns < NARROW:
+        _narrow_sums(*given)
+    else:
+        _sums(*given, np.zeros(columns, np.uint32))
     return like(rows, values), like(sums, values)
 
 
@@ -54,6 +60,23 @@ def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
 def _look_up(patterns: NumPy, shift: Any, table: NumPy, out: NumPy) -> None:
     for i in range(out.size):
         out[i] = table[np.int64(patterns[i] >> shift)]
+
+
+@njit
+def _narrow_sums(values: NumPy, origins: NumPy, one: bool, most: Any, phase: int, rows: NumPy, sums: NumPy) -> None:
+    """As `_sums`, an element after another: of short rows a loop each would cost more than it spares."""
+    r, c, total = 0, phase, np.int64(0)
+    for i in range(values.size):
+        origin = origins[0] if one else origins[i]
+        far = np.int64(min(np.uint8(max(values[i], origin) - min(values[i], origin)), most))
+        total += far
+        sums[c] += far
+        c += 1
+        if c == sums.size:
+            rows[r] = total
+            r, c, total = r + 1, 0, np.int64(0)
+    if c:
+        rows[r] = total
 
 
 @njit

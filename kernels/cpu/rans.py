@@ -572,6 +572,10 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
             raise CorruptDataError("a rANS state is out of range, or all of them say nothing")
     words = np.empty(count + 4, np.uint16)
     words[:count], words[count:] = d[HEADER:].view("<u2"), 0
+    if (
+        c is not None and n < rows
+    ):  # rows that no symbol is in are not laid out: a few bytes must not cost 16 million slots
+        f = f * (np.bincount(c, minlength=rows) > 0)[:, None].astype(f.dtype)
     symbol_of = np.zeros(rows << precision, np.uint8)
     table = np.empty(f.size, np.uint64)
     peaks = np.empty(rows, np.uint64)

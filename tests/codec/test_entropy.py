@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shrinkpoint as sp
 from shrinkpoint.codec import entropy, exact
 from shrinkpoint.codec.base import Codec, Leaf
 from shrinkpoint.codec.changed import Changed
@@ -198,3 +199,12 @@ def test_tables_have_no_more_slots_than_symbols_where_that_costs_nothing(fresh: 
     assert np.array_equal(entropy.decode(memoryview(data), n, context, 40), symbols)
     counts = entropy.joint_counts(context, symbols, 40, 40)
     assert len(data) <= 1.005 * entropy._Model(counts, 12, 40).cost + 3
+
+
+def test_runs_between_the_stretches_of_a_sample_are_seen(fresh: np.random.Generator) -> None:
+    """Rows that were never touched, in seven runs: by eight stretches the table looked like noise."""
+    x = (fresh.standard_normal((4687, 64)) * 1e-2).astype(np.float32)
+    for start in np.linspace(0, 4687 - 32, 8).astype(int)[:-1]:
+        x[start + 64 : start + 470] = 0
+    touched = float((x != 0).any(axis=1).mean())
+    assert sp.compress({"m": x}, cfg=sp.presets.lossless()).nbytes < touched * x.nbytes

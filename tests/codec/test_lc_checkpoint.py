@@ -592,3 +592,22 @@ def test_bits_out_of_range(b: Any) -> None:
 def test_fields_out_of_range(fields: dict[str, Any]) -> None:
     with pytest.raises(sp.BadArgumentError, match=next(iter(fields))):
         sp.ExponentDelta(**fields)
+
+
+def test_what_did_not_change_is_the_same_where_subnormal_numbers_count_as_zero() -> None:
+    """Weights of which a seventh are subnormal, read by a thread that takes such numbers for zero."""
+    before = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    before[::7] *= 1e-37
+    after = before.clone()
+    after[::3] += 1e-5
+    cfg = sp.presets.lc_checkpoint()
+    base = sp.compress({"weight": before}, cfg=cfg)
+    delta = sp.compress({"weight": after}, base, cfg)
+    written = sp.decompress(delta)["weight"].view(torch.int32)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot take subnormal numbers for zero")
+        read = sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes(), base))["weight"].view(torch.int32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(read, written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import tracemalloc
 from collections import Counter
 from fractions import Fraction
@@ -18,8 +19,9 @@ import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.places import Places, classes_of, columns_of
+from shrinkpoint.codec.places import Places, classes_of, columns_of, off_mean, populations
 from shrinkpoint.codec.restate import restate
+from shrinkpoint.kernels.rans import pack_frequencies
 
 from .common import difference, small_chunks, through_bytes
 
@@ -141,6 +143,17 @@ def test_the_class_of_a_place(fresh: np.random.Generator) -> None:
 def test_columns_of_a_shape() -> None:
     assert [columns_of(shape) for shape in ((), (5,), (1, 9), (4, 9), (4, 3, 2, 2))] == [0, 0, 0, 9, 12]
     assert columns_of((4, 9), 2) == 18
+
+
+def test_a_line_is_as_far_off_the_mean_as_its_own_elements_say(fresh: np.random.Generator) -> None:
+    """Looked up sum by sum where lines are many, else line by line: the same."""
+    for _ in range(100):
+        columns = int(fresh.integers(2, 40))
+        phase, n = int(fresh.integers(0, columns)), int(fresh.integers(1, 300 * columns))
+        for numbers in populations(n, columns, phase, -(-(phase + n) // columns)):
+            sums = np.minimum(fresh.integers(0, 4, numbers.size), numbers) * int(fresh.integers(1, 4))
+            one_by_one = [off_mean(sums[i : i + 1], numbers[i : i + 1], 0.7)[0] for i in range(sums.size)]
+            assert off_mean(sums, numbers, 0.7).tolist() == one_by_one
 
 
 @pytest.mark.parametrize("rows", [64, 300])
@@ -338,6 +351,32 @@ def test_classes_that_are_coded_by_their_places_are_refused() -> None:
             data = _made((1 if first else 12, 0, 1, 2, 0), *blocks)
         with pytest.raises(CorruptDataError, match="itself coded by places"):
             entropy.decode(memoryview(data), 12)
+
+
+@pytest.mark.parametrize("precision", [12, 13, 16])
+def test_tables_for_many_more_symbols_than_there_are_are_refused(precision: int) -> None:
+    """Two symbols in 256 contexts: laid out whole, the tables would take a million times as long as the symbols."""
+    certain = np.zeros((256, 2), np.uint32)
+    certain[:, 1] = 1 << precision
+    out = Writer()
+    out.byte(12)
+    for number in (1, 0, 1, 256, 0):  # columns, phase, contexts, classes, base
+        out.varint(number)
+    for _ in ("rows", "columns"):
+        out.block(bytes([0, 0]))
+    out.byte(precision)
+    out.varint(2)
+    out.block(pack_frequencies(certain, precision))
+    data = memoryview(out.done())
+    if precision == 12:
+        assert entropy.decode(data, 2).tolist() == [1, 1]
+        begin = time.process_time()
+        for _ in range(100):
+            entropy.decode(data, 2)
+        assert time.process_time() - begin < 0.2  # 0.02 s; 0.4 with all rows laid out
+    else:
+        with pytest.raises(CorruptDataError, match="256 contexts"):
+            entropy.decode(data, 2)
 
 
 def test_no_memory_that_the_symbols_do_not_admit_to(fresh: np.random.Generator) -> None:
