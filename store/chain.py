@@ -25,7 +25,9 @@ def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
     try:
         return work()
     except FileNotFoundError:
-        raise MissingParentError(f"step {step}: its file {path} is gone") from None
+        below = name.partition("-")[0].lstrip("0") or "0"
+        whose = "" if below == str(step) else f"below it, step {below}: "
+        raise MissingParentError(f"step {step}: {whose}its file {path} is gone") from None
     except ShrinkpointError as e:
         raise type(e)(f"step {step}: {path}: {e}") from None
     except UNREACHABLE:

@@ -19,15 +19,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from ..codec import tree
 from ..codec.base import check_range
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from ..codec.kinds import check_kinds
+from ..codec.kinds import check_kinds, check_used
+from ..codec.leaves import is_array
+from ..codec.matching import by_weights
 from . import copying
 from .failing import fail_at_exit
 from .files import is_of_this_process
 from .head import Head
-from .manifest import check_step
+from .manifest import check_metric, check_step
 from .process import Origin, Place, ProcessPlace, ThreadPlace
 from .retention import Retention
 from .snapshot import Snapshot, plan, take
@@ -311,6 +314,7 @@ class Saver:
         )
         self._lock = threading.RLock()
         self._closed = False
+        self._known: set[str] = set()
         self._runner: _Runner | None = None
         self._last: SaveResult | None = None
         self._saved: SaveResult | None = None
@@ -346,8 +350,8 @@ class Saver:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker; None where there is none."""
-        place = self._runner.place if self._runner is not None else None
+        """Process id of the worker; None where there is none, as after `close`."""
+        place = self._runner.place if self._runner is not None and not self._closed else None
         return place.pid if isinstance(place, ProcessPlace) else None
 
     def save(
@@ -383,7 +387,9 @@ class Saver:
             begin = time.perf_counter()
             runner = self._ready()
             step = check_step(step)
+            metric = check_metric(metric)
             check_kinds(kinds)
+            self._check_names(state, grads, kinds)
             asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
             future: Future[SaveResult] = Future()
             future.set_running_or_notify_cancel()
@@ -406,6 +412,18 @@ class Saver:
             if planned.nbytes >= copying.STREAMED:
                 copying.load_beside()
             return future
+
+    def _check_names(self, state: Any, grads: Any, kinds: Mapping[str, Any] | None) -> None:
+        """Refuse at once, not by way of the worker at the next save, what belongs to no array of the state.
+
+        Kinds are looked at where their names are new, for spelling the paths of all arrays takes as long as the plan.
+        """
+        if grads is None and (kinds is None or set(kinds) == self._known):
+            return
+        _, found = tree.flatten(state, is_array)
+        check_used(kinds, [node.path for node in found])
+        by_weights(grads, found, "grads")
+        self._known = set() if kinds is None else set(kinds)
 
     def _origin(self, step: int) -> Origin | None:
         """What a worker that has saved nothing yet builds on: the last save of the one before, or the store's head.

@@ -34,16 +34,37 @@ from .codec.secondmoment import SecondMoment
 if TYPE_CHECKING:
     from .search.result import SearchResult
     from .search.run import search
+    from .store.agent import InMemoryWarning
+    from .store.files import StoreWarning
     from .store.ranks import newest_common_step
     from .store.retention import Retention
-    from .store.saver import Saver, SaveResult
-    from .store.store import Store
+    from .store.saver import Saver, SaveResult, SaverWarning
+    from .store.store import NotCompactedWarning, RestoreNotCountedWarning, SkippedCheckpointWarning, Store
     from .store.trail import Trail
     from .trainers.hub import load_pretrained, save_pretrained
     from .trainers.rows import RowTracker
     from .trainers.sensitivity import SensitivityTracker
 
 __version__ = "0.1.0.dev0"
+
+_LATER = {
+    name: module
+    for module, names in {
+        "search.result": ("SearchResult",),
+        "store.agent": ("InMemoryWarning",),
+        "store.files": ("StoreWarning",),
+        "store.ranks": ("newest_common_step",),
+        "store.retention": ("Retention",),
+        "store.saver": ("SaveResult", "Saver", "SaverWarning"),
+        "store.store": ("NotCompactedWarning", "RestoreNotCountedWarning", "SkippedCheckpointWarning", "Store"),
+        "store.trail": ("Trail",),
+        "trainers.hub": ("load_pretrained", "save_pretrained"),
+        "trainers.rows": ("RowTracker",),
+        "trainers.sensitivity": ("SensitivityTracker",),
+    }.items()
+    for name in names
+}
+"""What is imported when it is first asked for, and where from."""
 
 __all__ = [
     "BadArgumentError",
@@ -58,22 +79,28 @@ __all__ = [
     "Exact",
     "ExponentDelta",
     "FirstMoment",
+    "InMemoryWarning",
     "Kind",
     "LogBuckets",
     "MissingParentError",
     "NewerFormatError",
+    "NotCompactedWarning",
     "Quantize",
+    "RestoreNotCountedWarning",
     "Retention",
     "RowTracker",
     "Rows",
     "Rule",
     "SaveResult",
     "Saver",
+    "SaverWarning",
     "SearchResult",
     "SecondMoment",
     "SensitivityTracker",
     "ShrinkpointError",
+    "SkippedCheckpointWarning",
     "Store",
+    "StoreWarning",
     "Trail",
     "UnsupportedLeafError",
     "compress",
@@ -90,25 +117,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`Store` on first use: file systems need not be imported by those who only compress."""
-    if name == "Store":
-        return import_module(".store.store", __name__).Store
-    if name == "Trail":
-        return import_module(".store.trail", __name__).Trail
-    if name == "Retention":
-        return import_module(".store.retention", __name__).Retention
-    if name in ("SaveResult", "Saver"):
-        return getattr(import_module(".store.saver", __name__), name)
-    if name == "newest_common_step":
-        return import_module(".store.ranks", __name__).newest_common_step
+    """On first use: file systems and torch need not be imported by those who only compress."""
     if name == "search":
         return import_module(".search", __name__)  # the package itself is what is called
-    if name == "SearchResult":
-        return import_module(".search.result", __name__).SearchResult
-    if name == "SensitivityTracker":
-        return import_module(".trainers.sensitivity", __name__).SensitivityTracker
-    if name == "RowTracker":
-        return import_module(".trainers.rows", __name__).RowTracker
-    if name in ("load_pretrained", "save_pretrained"):
-        return getattr(import_module(".trainers.hub", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LATER[name]}", __name__), name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -112,3 +114,18 @@ def test_a_step_that_is_no_number_stays_infinite(step: float) -> None:
     ends = np.finfo(np.float64).max * np.array([-1.0, 1.0] * 600)
     restored = sp.decompress(sp.compress({"w": ends}, cfg=sp.Config([("w", sp.Quantize(bins=2, solver="exact"))])))
     np.testing.assert_array_equal(restored["w"], ends)
+
+
+@pytest.mark.parametrize("target", [None, 0.05])
+@pytest.mark.parametrize(("scale", "few"), [(1e-170, 1e150), (1e-300, 1.0), (1e-3, 1.7e308)])
+def test_float64_over_the_widest_range_is_compressed(scale: float, few: float, target: float | None) -> None:
+    values = np.random.default_rng(0).lognormal(size=4096) * scale
+    values[:5] = few * (np.arange(1, 6) / 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ckpt = sp.compress({"w": values.reshape(64, 64)}, cfg=sp.Config(max_rel_error=target))
+    found = sp.decompress(ckpt)["w"]
+    assert np.isfinite(found).all()
+    (row,) = ckpt.summary()
+    assert (row.error > 0) == bool((found.reshape(-1) != values).any())
+    assert target is None or row.error <= target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -1031,3 +1032,25 @@ def test_a_forked_child_cannot_use_it_and_does_not_end_it(tmp_path: Path) -> Non
     assert lines[0].startswith("refused: this saver belongs to process")
     assert lines[1:] == ["0", "True"]
     assert sp.Store(tmp_path / "run").steps() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"metric": float("nan")}, "metric is nan"),
+        ({"metric": "good"}, "metric is 'good'"),
+        ({"kinds": {"zz": "norm"}}, "kinds: none of its 1 paths"),
+        ({"grads": {"zz": np.zeros(3, np.float32)}}, "grads/zz: the state has no such weight"),
+    ],
+)
+def test_an_argument_that_no_save_can_take_is_refused_at_once(tmp_path: Path, wrong: Any, said: str) -> None:
+    """Nothing is started, and the next save does not pay for it."""
+    state = {"w": np.arange(4096, dtype=np.float32)}
+    store = sp.Store(tmp_path / "run")
+    with sp.Saver(store, mode="thread") as saver:
+        saver.save(1, state, kinds={"w": "linear"}).result()
+        with pytest.raises(sp.BadArgumentError, match=re.escape(said)):
+            saver.save(2, state, **wrong)
+        assert saver.save(3, state, kinds={"w": "linear"}, metric=np.float32(0.5)).result().status == "saved"
+    assert store.steps() == [1, 3]
+    assert store.describe(3).metric == 0.5
