@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shrinkpoint as sp
@@ -316,9 +317,9 @@ def test_what_is_no_error_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_skipped_or_failed_save_is_followed_by_nothing(tmp_path: Path) -> None:
+    needs_gradients = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
     with sp.Saver(sp.Store(tmp_path, lossless()), mode="thread", keep=Retention()) as saver:
         with pytest.raises(sp.BadArgumentError):
-            needs_gradients = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
             saver.save(1, {"w": np.zeros((64, 64), np.float32)}, cfg=needs_gradients).result(PATIENCE)
         with pytest.raises(sp.BadArgumentError):
             saver.wait()
