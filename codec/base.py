@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from ..kernels import arguments
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -125,15 +124,6 @@ def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
         return table[data["id"]](**fields)
     except TypeError as e:
         raise BadArgumentError(f"codec {data['id']}: {e}") from None
-
-
-def check_range(
-    name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
-) -> None:
-    """Raise BadArgumentError unless value is a number in the range, an int or float as JSON keeps it."""
-    if not isinstance(value, (int, float)):
-        raise BadArgumentError(f"{name} is {arguments.shown(value)}; an int or float is needed")
-    arguments.number(name, value, low, high, open_low=open_low, open_high=open_high)
 
 
 def rounded_error(error: float, *, up: bool) -> float:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arguments import choice
+from ..kernels.arguments import check_field, choice
 from ..kernels.mask import changed_mask, gather, scatter
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
@@ -52,7 +52,7 @@ class Changed:
     id: ClassVar[str] = "changed"
 
     def __post_init__(self) -> None:
-        choice("coder", self.coder, ("smallest", "published"))
+        check_field(self, "coder", choice, ("smallest", "published"))
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""

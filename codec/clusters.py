@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arguments import choice
+from ..kernels.arguments import check_field, choice, integer, number, or_none
 from ..kernels.arrays import on_gpu
 from ..kernels.bitpack import pack_bits
 from ..kernels.cluster import cluster_dequantize, cluster_quantize
@@ -26,7 +26,7 @@ from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS
 from . import entropy
 from .addends import blocks
-from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .base import CHUNK, Leaf, Memory, Stored
 from .casting import float_values, rounded
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
@@ -71,11 +71,9 @@ class Clusters:
     id: ClassVar[str] = "clusters"
 
     def __post_init__(self) -> None:
-        if type(self.clusters) is not int or not 1 <= self.clusters <= MAX_CLUSTERS:
-            raise BadArgumentError(f"clusters is {self.clusters!r}; it must be an integer in [1, {MAX_CLUSTERS}]")
-        choice("coder", self.coder, ("smallest", "published"))
-        if self.max_error is not None:
-            check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
+        check_field(self, "clusters", integer, 1, MAX_CLUSTERS)
+        check_field(self, "coder", choice, ("smallest", "published"))
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""

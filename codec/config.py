@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..kernels.arguments import choice, flag, strings
+from ..kernels.arguments import check_field, choice, flag, instance, integer, number, or_none, strings
 from ..kernels.floats import FORMATS
-from .base import Codec, check_range, from_json, to_json
+from .base import Codec, from_json, to_json
 from .changed import Changed
 from .clusters import Clusters
 from .errors import BadArgumentError
@@ -86,14 +86,11 @@ class ChainPolicy:
     only_smaller: bool = True
 
     def __post_init__(self) -> None:
-        if self.base_every is not None and (type(self.base_every) is not int or self.base_every < 1):
-            raise BadArgumentError(f"base_every is {self.base_every!r}; it must be an integer of at least 1, or None")
-        choice("against", self.against, ("previous", "base"))
-        if self.predictor is not None:
-            choice("predictor", self.predictor, ("size",))
-        if self.max_restore_cost is not None:
-            check_range("max_restore_cost", self.max_restore_cost, 1, 1e6)
-        flag("only_smaller", self.only_smaller)
+        check_field(self, "base_every", or_none, integer, 1)
+        check_field(self, "against", choice, ("previous", "base"))
+        check_field(self, "predictor", or_none, choice, ("size",))
+        check_field(self, "max_restore_cost", or_none, number, 1, 1e6)
+        check_field(self, "only_smaller", flag)
 
 
 _EXACT = Exact()
@@ -149,21 +146,17 @@ class Config:
             made = tuple(r if isinstance(r, Rule) else Rule(*r) for r in rules)
         except TypeError:
             raise BadArgumentError("rules must be Rules or (pattern, codec) pairs") from None
-        chain = ChainPolicy() if chain is None else chain
-        if not isinstance(chain, ChainPolicy):
-            raise BadArgumentError(f"chain is {chain!r}; it must be a ChainPolicy")
-        if max_rel_error is not None:
-            check_range("max_rel_error", max_rel_error, 0, 1, open_low=True, open_high=True)
-        check_range("rate", rate, 0, 1e6)
-        if ahead is not None:
-            flag("ahead", ahead)
+        chain = ChainPolicy() if chain is None else instance("chain", chain, ChainPolicy)
+        values = (made, max_rel_error, rate, chain, ahead)
+        for name, value in zip(("rules", "max_rel_error", "rate", "chain", "ahead"), values, strict=True):
+            object.__setattr__(self, name, value)
+        check_field(self, "max_rel_error", or_none, number, 0, 1, open_low=True, open_high=True)
+        check_field(self, "rate", number, 0, 1e6)
+        check_field(self, "ahead", or_none, flag)
         if ahead and chain.against == "base":
             raise BadArgumentError(
                 "ahead is True and chain.against 'base'; it must be 'previous', or ahead None or False"
             )
-        values = (made, max_rel_error, float(rate), chain, ahead)
-        for name, value in zip(("rules", "max_rel_error", "rate", "chain", "ahead"), values, strict=True):
-            object.__setattr__(self, name, value)
 
     def codec_for(self, path: str, spec: LeafSpec, kind: Kind) -> Codec:
         """The codec for one array."""
@@ -201,8 +194,7 @@ class Config:
 
         Source: Check-N-Run, section 6.2.1.
         """
-        if type(restores) is not int or restores < 0:
-            raise BadArgumentError(f"restores is {restores!r}; it must be an integer of at least 0")
+        restores = integer("restores", restores, 0)
         rules = tuple(
             replace(r, codec=r.codec.for_restores(restores)) if hasattr(r.codec, "for_restores") else r
             for r in self.rules

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.arguments import number
+from ..kernels.arguments import check_field, number, or_none
 from .base import Codec, Leaf
 from .firstmoment import FirstMoment
 from .importance import second_moments
@@ -35,7 +35,7 @@ class Earlier:
     Example:
         >>> import numpy as np
         >>> Earlier({"w": np.zeros((64, 64))}, steps=100).steps
-        100
+        100.0
     """
 
     weights: Any
@@ -47,8 +47,7 @@ class Earlier:
         return given if isinstance(given, Earlier) else Earlier(given)
 
     def __post_init__(self) -> None:
-        if self.steps is not None:
-            number("steps", self.steps, 0, math.inf, open_low=True, open_high=True)
+        check_field(self, "steps", or_none, number, 0, math.inf, open_low=True, open_high=True)
 
 
 def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], steps: float | None) -> list[Leaf]:
@@ -65,5 +64,5 @@ def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], steps: float | None) 
         codec = codecs[firsts[second]] if second in firsts else None
         if isinstance(codec, FirstMoment) and codec.step is not None and leaves[weight].earlier is not None:
             lost = codec.step**2 / (1 + codec.step**2)
-            found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / float(steps)))
+            found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / steps))
     return found

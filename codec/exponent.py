@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arguments import choice
+from ..kernels.arguments import check_field, choice, integer, number, or_none
 from ..kernels.bitpack import pack_bits, unpack_bits
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.exponent import (
@@ -37,7 +37,7 @@ from ..kernels.floats import FORMATS
 from ..kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
 from . import entropy
 from .addends import added, blocks, decode_addends, encode_addends
-from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .base import CHUNK, Leaf, Memory, Stored
 from .casting import float_values, rounded
 from .codebook import unit
 from .errors import BadArgumentError, CorruptDataError
@@ -96,11 +96,9 @@ class ExponentDelta:
     id: ClassVar[str] = "exponent"
 
     def __post_init__(self) -> None:
-        if self.bits is not None and (type(self.bits) is not int or not 1 <= self.bits <= 8):
-            raise BadArgumentError(f"bits is {self.bits!r}; it must be None or an integer in [1, 8]")
-        choice("coder", self.coder, ("smallest", "huffman", "packed"))
-        if self.max_error is not None:
-            check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
+        check_field(self, "bits", or_none, integer, 1, 8)
+        check_field(self, "coder", choice, ("smallest", "huffman", "packed"))
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at: every array has its own buckets."""

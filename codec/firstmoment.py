@@ -16,16 +16,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import check_field, number, or_none
 from ..kernels.arrays import on_gpu
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.grid import ESCAPE as OFF_GRID
 from ..kernels.grid import grid_symbols, grid_values
-from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .base import CHUNK, Leaf, Memory, Stored
 from .casting import to_bfloat16
 from .errors import CorruptDataError
 from .fields import Reader
 from .leaves import Array, LeafSpec, NpArray, on_host
-from .moments import LogBuckets, ValuesMemory
+from .moments import LogBuckets, ValuesMemory, check_limits
 from .parallel import map_chunks
 from .places import columns_of
 from .symbolvalues import (
@@ -73,9 +74,8 @@ class FirstMoment:
     uses_sibling: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.step is not None:
-            check_range("step", self.step, 0, 16, open_low=True)
-        LogBuckets(self.alpha, self.max_error)
+        check_field(self, "step", or_none, number, 0, 16, open_low=True)
+        check_limits(self)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""
@@ -83,7 +83,7 @@ class FirstMoment:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
-        step = grid_step(0.0) if self.step is None else float(self.step)
+        step = grid_step(0.0) if self.step is None else self.step
         for _ in range(1 if self.max_error is None else _ATTEMPTS):
             error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
             if stored is not None:

@@ -19,12 +19,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import check_field, number, or_none
 from ..kernels.distortion import Distortion
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.logbucket import bucket_index, bucket_value
 from ..kernels.octaves import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from . import entropy
-from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .base import CHUNK, Leaf, Memory, Stored
 from .codebook import scaled_distortion, unit
 from .errors import CorruptDataError
 from .exact import Exact
@@ -50,6 +51,12 @@ class ValuesMemory:
         return self.flat
 
 
+def check_limits(codec: Any) -> None:
+    """Check what codecs of moments have in common: `alpha` and `max_error`."""
+    check_field(codec, "alpha", number, FINEST, 0.5)
+    check_field(codec, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LogBuckets:
     """Keep every value to a relative error.
@@ -72,9 +79,7 @@ class LogBuckets:
     id: ClassVar[str] = "log-buckets"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, FINEST, 0.5)
-        if self.max_error is not None:
-            check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
+        check_limits(self)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""

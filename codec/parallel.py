@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from ..kernels.arguments import integer, or_none
 from .base import CHUNK
 from .errors import BadArgumentError
 
@@ -56,9 +57,7 @@ def set_threads(n: int | None) -> None:
         BadArgumentError: n is no integer of at least 1.
     """
     global _limit
-    if n is not None and (type(n) is not int or n < 1):
-        raise BadArgumentError(f"threads is {n!r}; it must be an integer of at least 1")
-    _limit = n or 0
+    _limit = or_none("threads", n, integer, 1) or 0
 
 
 def _from_environment() -> int:

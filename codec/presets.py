@@ -13,8 +13,8 @@ from .exact import Exact
 from .exponent import ExponentDelta
 from .moments import LogBuckets
 from .quantize import Quantize
-from .rowmemory import WIDTHS
 from .rows import Rows
+from .rows import code_width as _code_width
 from .rows import expected_failures as expected_failures
 from .secondmoment import SecondMoment
 
@@ -161,9 +161,7 @@ def bitsnap(
         rules += _masters(states, exact)
     else:
         rules += [Rule(match, states, _WIDE) for match in arguments.strings("master", master)]
-    if type(max_cached_iteration) is not int or max_cached_iteration < 1:
-        raise BadArgumentError(f"max_cached_iteration is {max_cached_iteration!r}; it must be an integer of at least 1")
-    chain = ChainPolicy(base_every=max_cached_iteration, against="base")
+    chain = ChainPolicy(arguments.integer("max_cached_iteration", max_cached_iteration, 1), against="base")
     return Config([*rules, Rule("*", exact)], chain=chain)
 
 
@@ -216,8 +214,7 @@ def check_n_run(
     arguments.choice("policy", policy, _POLICIES)
     if bits is None:
         raise BadArgumentError("bits is None; it must be 2, 3, 4, 8 or 'auto'")
-    if moment_bits is not None and not (type(moment_bits) is int and moment_bits in WIDTHS):
-        raise BadArgumentError(f"moment_bits is {arguments.shown(moment_bits)}; it must be 2, 3, 4, 8 or None")
+    moment_bits = arguments.or_none("moment_bits", moment_bits, _code_width)
     table = Rows(bits, method, num_bins, ratio, expected_restores, coder)
     exact = Rows(None)
     moments = exact if moment_bits is None else Rows(moment_bits, method, num_bins, ratio, expected_restores, coder)

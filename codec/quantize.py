@@ -10,13 +10,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..kernels.arguments import choice
+from ..kernels.arguments import check_field, choice, flag, integer, number, or_none
 from ..kernels.arrays import on_gpu
 from ..kernels.assign import Thresholds
 from ..kernels.floats import FORMATS, bits_for
 from ..kernels.histogram import Histogram, kept_histogram_many, log_histogram_many
 from .assigning import assigned
-from .base import Leaf, Memory, Stored, check_range, rounded_error
+from .base import Leaf, Memory, Stored, rounded_error
 from .batches import map_batches
 from .cells import few_values, fit_closely, held_codebook
 from .codebook import (
@@ -115,34 +115,26 @@ class Quantize:
     id: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
-        for name in ("bins", "embedding_bins"):
-            value = getattr(self, name)
-            if name == "embedding_bins" and value is None:
-                continue
-            if type(value) is not int or not 2 <= value <= MAX_BINS:
-                raise BadArgumentError(f"{name} is {value!r}; it must be an integer in [2, {MAX_BINS}]")
-        check_range("prune", self.prune, 0, 1, open_high=True)
-        check_range("protect", self.protect, 0, 1, open_high=True)
+        check_field(self, "bins", integer, 2, MAX_BINS)
+        check_field(self, "embedding_bins", or_none, integer, 2, MAX_BINS)
+        check_field(self, "prune", number, 0, 1, open_high=True)
+        check_field(self, "protect", number, 0, 1, open_high=True)
         if self.prune + self.protect > 1:
             raise BadArgumentError(f"prune + protect is {self.prune + self.protect:g}; it must be at most 1")
-        check_range("alpha", self.alpha, FINEST_SKETCH, 1, open_high=True)
-        check_range("sigma", self.sigma, 0, 1)
-        check_range("trigger", self.trigger, 1, 1e9)
-        if self.max_error is not None:
-            check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
-        if self.rate is not None:
-            check_range("rate", self.rate, 0, 1e6)
-        if type(self.residual) is not bool:
-            raise BadArgumentError(f"residual is {self.residual!r}; it must be True or False")
-        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
-            raise BadArgumentError(f"seed is {self.seed!r}; it must be an integer in [0, 2**63)")
+        check_field(self, "alpha", number, FINEST_SKETCH, 1, open_high=True)
+        check_field(self, "sigma", number, 0, 1)
+        check_field(self, "trigger", number, 1, 1e9)
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
+        check_field(self, "rate", or_none, number, 0, 1e6)
+        check_field(self, "residual", flag)
+        check_field(self, "seed", integer, 0, 2**63 - 1)
         for name, allowed in (
             ("prune_metric", ("magnitude", "sensitivity")),
             ("solver", ("uniform", "exact", "kmeans++")),
             ("policy", ("frozen", "warm", "refit")),
             ("coder", ("smallest", "published")),
         ):
-            choice(name, getattr(self, name), allowed)
+            check_field(self, name, choice, allowed)
         if self.policy == "warm" and self.solver == "uniform":
             raise BadArgumentError(
                 "policy 'warm' is for solver 'exact' or 'kmeans++': a step, which is all that 'uniform' (the default) "

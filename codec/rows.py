@@ -14,18 +14,19 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ..kernels.arguments import choice, shown
+from ..kernels.arguments import check_field, choice, integer, number, or_none, shown
 from ..kernels.arrays import is_torch
 from ..kernels.bitpack import pack_bits
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.mask import unpack_mask
 from . import entropy
-from .base import CHUNK, Leaf, Memory, Stored, check_range
+from .base import CHUNK, Leaf, Memory, Stored
 from .casting import float_values
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact, decode_chunk, encode_chunk
@@ -104,11 +105,16 @@ def expected_failures(probability: float, nodes: int, duration: float) -> int:
 
     Source: Check-N-Run, section 6.2.1.
     """
-    check_range("probability", probability, 0, 1)
-    if type(nodes) is not int or not 1 <= nodes <= _NODES:
-        raise BadArgumentError(f"nodes is {shown(nodes)}; it must be an integer in [1, {_NODES}]")
-    check_range("duration", duration, 0, 1e15)
-    return math.ceil(probability * nodes * duration)
+    probability, nodes = number("probability", probability, 0, 1), integer("nodes", nodes, 1, _NODES)
+    return math.ceil(probability * nodes * number("duration", duration, 0, 1e15))
+
+
+def code_width(name: str, value: Any, also: str = "") -> int:
+    """`value` as an int if it is a width of codes; raises BadArgumentError otherwise, which names what else goes."""
+    with suppress(BadArgumentError):
+        if (width := integer(name, value, min(WIDTHS), max(WIDTHS))) in WIDTHS:
+            return width
+    raise BadArgumentError(f"{name} is {shown(value)}; it must be one of {', '.join(map(str, WIDTHS))}{also}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +157,19 @@ class Rows:
     id: ClassVar[str] = "rows"
 
     def __post_init__(self) -> None:
-        known = self.bits is None or (type(self.bits) is int and self.bits in WIDTHS)
-        if not known and not (isinstance(self.bits, str) and self.bits == "auto"):
-            raise BadArgumentError(f"bits is {shown(self.bits)}; it must be 2, 3, 4, 8, 'auto' or None")
-        choice("method", self.method, METHODS)
-        if self.num_bins is not None and (type(self.num_bins) is not int or not 1 <= self.num_bins <= 4096):
-            raise BadArgumentError(f"num_bins is {self.num_bins!r}; it must be an integer in [1, 4096]")
-        if self.ratio is not None:
-            check_range("ratio", self.ratio, 0, 1, open_low=True)
-        if self.expected_restores is not None:
-            check_range("expected_restores", self.expected_restores, 0, 1e15)
-        elif self.bits == "auto":
+        if not isinstance(self.bits, str) or self.bits != "auto":
+            check_field(self, "bits", or_none, code_width, ", 'auto'")
+        check_field(self, "method", choice, METHODS)
+        check_field(self, "num_bins", or_none, integer, 1, 4096)
+        check_field(self, "ratio", or_none, number, 0, 1, open_low=True)
+        check_field(self, "expected_restores", or_none, number, 0, 1e15)
+        if self.expected_restores is None and self.bits == "auto":
             raise BadArgumentError(
                 "bits is 'auto': expected_restores is needed too (expected_failures estimates it from a node's "
                 "probability of failure, the number of nodes and the duration)"
             )
-        choice("coder", self.coder, ("smallest", "published"))
-        if self.max_error is not None:
-            check_range("max_error", self.max_error, 0, 1, open_low=True, open_high=True)
+        check_field(self, "coder", choice, ("smallest", "published"))
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
     @property
     def width(self) -> int | None:
@@ -470,8 +471,8 @@ def _write_chunk(spec: LeafSpec, memory: RowsMemory, before: RowsMemory | None, 
     out = Writer()
     out.block(_coded(symbols, coder))
     columns = columns_of(spec)
-    for number, (style, at, records) in enumerate(memory.groups()):
-        own = np.flatnonzero(symbols == number + 1)
+    for symbol, (style, at, records) in enumerate(memory.groups(), 1):
+        own = np.flatnonzero(symbols == symbol)
         if not own.size:
             continue
         mine = records[np.searchsorted(at, own)]
@@ -625,8 +626,8 @@ def _read_chunk(
     own = np.flatnonzero(symbols)
     columns = columns_of(spec)
     records = []
-    for number, style in enumerate(table):
-        at = np.flatnonzero(symbols == number + 1)
+    for symbol, style in enumerate(table, 1):
+        at = np.flatnonzero(symbols == symbol)
         if not at.size:
             records.append(np.empty((0, style.length(columns, spec.itemsize)), np.uint8))
             continue

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.arguments import check_field, integer, or_none
 from ..kernels.arrays import on_gpu
 from ..kernels.distortion import Distortion, distortion
 from ..kernels.floats import FORMATS
@@ -31,7 +32,7 @@ from .casting import rounded, to_bfloat16
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, check_memory, from_bytes, on_host
-from .moments import LogBuckets
+from .moments import LogBuckets, check_limits
 from .parallel import map_chunks
 from .symbolvalues import (
     as_float32,
@@ -73,9 +74,8 @@ class SecondMoment:
     id: ClassVar[str] = "second moment"
 
     def __post_init__(self) -> None:
-        if self.octaves is not None and (type(self.octaves) is not int or not 1 <= self.octaves <= 64):
-            raise BadArgumentError(f"octaves is {self.octaves!r}; it must be an integer in [1, 64], or None")
-        LogBuckets(self.alpha, self.max_error)
+        check_field(self, "octaves", or_none, integer, 1, 64)
+        check_limits(self)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""

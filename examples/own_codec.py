@@ -17,12 +17,13 @@ import torch
 import zstandard
 
 import shrinkpoint as sp
-from shrinkpoint.codec.base import Leaf, Memory, Stored, check_range
+from shrinkpoint.codec.base import Leaf, Memory, Stored
 from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.exact import Exact
 from shrinkpoint.codec.leaves import LeafSpec, check_memory, from_bytes
 from shrinkpoint.codec.moments import ValuesMemory
 from shrinkpoint.codec.streams import STREAMS, Stream
+from shrinkpoint.kernels.arguments import check_field, integer
 
 STREAM = "example.rounded"
 
@@ -35,7 +36,7 @@ class Rounded:
     id: ClassVar[str] = "example.rounded"
 
     def __post_init__(self) -> None:
-        check_range("bits", self.bits, 0, 23)
+        check_field(self, "bits", integer, 0, 23)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing that all arrays have to be seen together for."""

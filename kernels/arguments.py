@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import suppress
 from numbers import Real
@@ -13,7 +14,7 @@ from .arrays import device_of, is_torch, on_gpu
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from .arrays import Array
 
@@ -87,41 +88,65 @@ def check_table(name: str, table: Any, dtype: str, shape: tuple[int, ...]) -> No
         raise BadArgumentError(f"{name} is {shown(table)}; a NumPy array of {dtype} {shape} is needed")
 
 
-def integer(name: str, value: Any, low: float, high: float) -> int:
-    """`value` as an int if it is one in [low, high]; raises BadArgumentError otherwise."""
+def integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
+    """`value` as an int if it is an integer of any library, but no bool, in [low, high]; else BadArgumentError."""
+    found = value if type(value) is int else _index(value)
+    if found is None or not low <= found <= high:
+        asked = f" in [{low}, {high}]" if high < math.inf else f" of at least {low}" if low > -math.inf else ""
+        raise BadArgumentError(f"{name} is {shown(value if found is None else found)}; it must be an integer{asked}")
+    return found
+
+
+def _index(value: Any) -> int | None:
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):  # torch's have an index
+        return None
     try:
-        number = operator.index(value)
+        return int(operator.index(value))
     except (TypeError, ValueError, RuntimeError):
-        raise BadArgumentError(f"{name} is {shown(value)}; an integer is needed") from None
-    if not low <= number <= high:
-        raise BadArgumentError(f"{name} is {shown(number)}; it must be in {low} ... {high}")
-    return int(number)
+        return None
 
 
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> float:
-    """`value` as a float if it is a real number in the range; raises BadArgumentError otherwise."""
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
+    """`value` as a float if it is a real number, NumPy's too, but no bool, in the range; else BadArgumentError."""
+    try:
+        found = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        found = math.nan
+    if not low <= found <= high or (open_low and found == low) or (open_high and found == high):
         left, right = "(" if open_low else "[", ")" if open_high else "]"
         raise BadArgumentError(f"{name} is {shown(value)}; it must be a number in {left}{low:g}, {high:g}{right}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise BadArgumentError(f"{name} is {shown(value)}; a number within the range of float64 is needed") from None
+    return found
 
 
 def flag(name: str, value: Any) -> bool:
     """`value` as a bool if it is one; raises BadArgumentError otherwise."""
     if not isinstance(value, bool | np.bool_):
-        raise BadArgumentError(f"{name} is {shown(value)}; True or False is needed")
+        raise BadArgumentError(f"{name} is {shown(value)}; it must be True or False")
     return bool(value)
 
 
 def choice(name: str, value: Any, choices: Collection[str]) -> str:
     """`value` if it is one of these strings; raises BadArgumentError otherwise."""
     if not isinstance(value, str) or value not in choices:
-        raise BadArgumentError(f"{name} is {shown(value)}; one of {', '.join(choices)} is needed")
+        raise BadArgumentError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
     return value
+
+
+def or_none(name: str, value: Any, check: Callable[..., T], *limits: Any, **how: Any) -> T | None:
+    """None, or what `check` makes of a value; raises BadArgumentError where that does."""
+    try:
+        return None if value is None else check(name, value, *limits, **how)
+    except BadArgumentError as error:
+        raise BadArgumentError(f"{error}, or None") from None
+
+
+def check_field(of: Any, name: str, check: Callable[..., Any], *limits: Any, **how: Any) -> None:
+    """Put what `check` makes of a field of a frozen dataclass in its place: what is equal is stored alike.
+
+    Raises:
+        BadArgumentError: the check does.
+    """
+    object.__setattr__(of, name, check(name, getattr(of, name), *limits, **how))
 
 
 def sequence(name: str, items: Any) -> list[Any]:

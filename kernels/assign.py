@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import make_callable
-from .arguments import check_arrays, instance, number, same_device
+from .arguments import check_arrays, check_field, instance, number, same_device
 from .arrays import back_end, dtype_name, is_torch, to_host
 from .errors import BadArgumentError
 from .floats import FloatFormat, format_named
@@ -53,7 +53,7 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         for name in ("protect_magnitude", "protect_sensitivity", "prune_magnitude", "prune_sensitivity"):
-            number(name, getattr(self, name), 0, math.inf)
+            check_field(self, name, number, 0, math.inf)
 
 
 def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:

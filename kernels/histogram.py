@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_table, flag, instance, integer, number, same_device, sequence
+from .arguments import check_arrays, check_field, check_table, flag, instance, integer, number, same_device, sequence
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
@@ -53,8 +53,9 @@ class Histogram:
 
     def __post_init__(self) -> None:
         fmt = format_named(self.format)
-        bits = integer("bits", self.bits, 0, min(MAX_BITS, fmt.mantissa))
-        length = (2 if flag("signed", self.signed) else 1) * fmt.buckets(bits) + 2
+        check_field(self, "bits", integer, 0, min(MAX_BITS, fmt.mantissa))
+        check_field(self, "signed", flag)
+        length = (2 if self.signed else 1) * fmt.buckets(self.bits) + 2
         check_table("counts", self.counts, "int64", (length,))
 
     @property

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
-from .arguments import check_arrays, integer, shown
+from .arguments import check_arrays, integer
 from .arrays import back_end, dtype_name
 from .assign import dtype_name_of
 from .errors import BadArgumentError
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
 def _checked_bits(bits: int, dtype: str) -> int:
     fmt = format_named(dtype)
     limit = min(fmt.mantissa, (2**30 // fmt.octaves).bit_length() - 1)  # the largest index, 2 J + 1, is an int32
-    if not 0 <= integer("bits", bits, -math.inf, math.inf) <= limit:
-        raise BadArgumentError(f"bits is {shown(bits)}; it must be 0 ... {limit} for {dtype}")
-    return int(bits)
+    return integer(f"{dtype}: bits", bits, 0, limit)
 
 
 def bucket_index(x: Array, bits: int) -> Array:

@@ -112,6 +112,4 @@ def check_counts(octaves: Octaves, m: int) -> None:
 
 
 def _checked(bits: int, buckets: int) -> tuple[int, int]:
-    if type(bits) is not int or not 0 <= bits <= 16:
-        raise BadArgumentError(f"bits is {shown(bits)}; it must be an integer in [0, 16]")
-    return bits, integer("buckets", buckets, 0, _LARGEST)
+    return integer("bits", bits, 0, 16), integer("buckets", buckets, 0, _LARGEST)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec.base import check_range
 from ..codec.errors import BadArgumentError
-from ..kernels.arguments import flag
+from ..kernels.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
 from .report import Progress
 from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
@@ -24,7 +23,7 @@ _NOTHING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The arguments of a search that are no arrays, as given."""
+    """The arguments of a search that are no arrays, as given until they are checked."""
 
     threshold: float
     last: SearchResult | None
@@ -63,9 +62,8 @@ class Asked:
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each that decides what is tried."""
-        names = ("direction", "baseline", "expected_restores", "steps", "relax", "budget")
+        names = ("threshold", "direction", "baseline", "expected_restores", "steps", "relax", "budget")
         return {name: repr(getattr(self, name)) for name in names} | {
-            "threshold": repr(float(self.threshold)),
             "cube": hashed(json.dumps(self.where.to_json())),
             "last": "" if self.last is None else hashed(essence(self.last)),
             "resume": hashed(json.dumps(outcome(self.resume))),
@@ -115,29 +113,23 @@ def opened(
 
 
 def _check(asked: Asked, evaluate: Any) -> None:
-    last, cube, direction, progress = asked.last, asked.cube, asked.direction, asked.progress
-    if last is not None and not isinstance(last, SearchResult):
-        raise BadArgumentError(f"last must be a SearchResult, not {type(last).__qualname__}")
-    if cube is not None and not isinstance(cube, Cube):
-        raise BadArgumentError(f"cube must be a Cube, not {type(cube).__qualname__}")
-    if direction is not None and direction not in DIRECTIONS:
-        raise BadArgumentError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}, or None")
-    if asked.baseline is not None:
-        check_range("baseline", asked.baseline, -math.inf, math.inf, open_low=True, open_high=True)
-        if asked.baseline == 0:
-            raise BadArgumentError("baseline is 0; a relative degradation of 0 has no meaning")
-    if asked.expected_restores is not None:
-        check_range("expected_restores", asked.expected_restores, 0, 1e9)
-    for name, value, least in (("steps", asked.steps, 0), ("budget", asked.budget, 3)):
-        if type(value) is not int or value < least:
-            raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    flag("relax", asked.relax)
+    check_field(asked, "last", or_none, instance, SearchResult)
+    check_field(asked, "cube", or_none, instance, Cube)
+    check_field(asked, "direction", or_none, choice, DIRECTIONS)
+    check_field(asked, "baseline", or_none, number, -math.inf, math.inf, open_low=True, open_high=True)
+    if asked.baseline == 0:
+        raise BadArgumentError("baseline is 0; a relative degradation of 0 has no meaning")
+    check_field(asked, "expected_restores", or_none, number, 0, 1e9)
+    check_field(asked, "steps", integer, 0)
+    check_field(asked, "budget", integer, 3)
+    check_field(asked, "relax", flag)
     if not isinstance(asked.resume, Sequence) or not all(isinstance(t, Trial) for t in asked.resume):
         raise BadArgumentError("resume must be Trials, as `progress` was given them or SearchResult.trials has them")
+    progress = asked.progress
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise BadArgumentError(f"progress is {progress!r}; it must be True, False, None or callable")
     limit = 1 if evaluate is None else 10
-    check_range("threshold", asked.threshold, 0, limit, open_low=True, open_high=evaluate is None)
+    check_field(asked, "threshold", number, 0, limit, open_low=True, open_high=evaluate is None)
     if evaluate is not None and not callable(evaluate):
         raise BadArgumentError(f"evaluate is {evaluate!r}; it must be callable or None")
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec.base import check_range
 from ..codec.config import ChainPolicy, Config, Rule
 from ..codec.errors import BadArgumentError
 from ..codec.presets import inshrinkerator
 from ..codec.quantize import Quantize
+from ..kernels.arguments import check_field, choice, number
 
 SYSTEMS = ("default", "inshrinkerator")
 METRICS = ("magnitude", "sensitivity")
@@ -53,12 +53,13 @@ class Point:
     system: str = "default"
 
     def __post_init__(self) -> None:
-        if self.system not in SYSTEMS:
-            raise BadArgumentError(f"system is {self.system!r}; it must be one of {', '.join(SYSTEMS)}")
-        check_range("rate", self.rate, 0, 1e6)
+        check_field(self, "system", choice, SYSTEMS)
+        check_field(self, "rate", number, 0, 1e6)
         if self.system == "inshrinkerator" and self.rate:
             raise BadArgumentError(f"rate is {self.rate:g}; the published system has no rate-distortion encoder, use 0")
-        self.codec()
+        weights = self.codec()
+        for name in ("bins", "prune", "protect", "embedding_bins"):
+            object.__setattr__(self, name, getattr(weights, name))
 
     def codec(self) -> Quantize:
         """What the point does with weights; raises BadArgumentError where it cannot be done."""
@@ -189,9 +190,14 @@ class Cube:
         # Every value stands in one of these points, which refuse what is out of range.
         longest = max(len(getattr(self, name)) for name in _STEPPED)
         padded = (itertools.islice(itertools.cycle(getattr(self, name)), longest) for name in _STEPPED)
-        for bins, prune, protect, rate, embedding_bins in zip(*padded, strict=True):
-            for metric in self.metric:
-                Point(bins, prune, metric, protect, rate, embedding_bins, self.system)
+        points = [
+            Point(bins, prune, metric, protect, rate, embedding_bins, self.system)
+            for bins, prune, protect, rate, embedding_bins in zip(*padded, strict=True)
+            for metric in self.metric
+        ][:: len(self.metric)]
+        for name in _STEPPED:  # as the points have them, in plain numbers
+            values = (getattr(point, name) for point in points)
+            object.__setattr__(self, name, tuple(itertools.islice(values, len(getattr(self, name)))))
         Point(self.bins[0], self.prune[-1], self.metric[0], self.protect[-1])
 
     def __len__(self) -> int:

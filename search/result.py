@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..codec.base import check_range
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
+from ..kernels.arguments import integer, number
 from .cube import Cube, Point
 
 DIRECTIONS = ("lower", "higher")
@@ -186,8 +186,8 @@ class SearchResult:
     def from_json(data: Any) -> SearchResult:
         """The result that `to_json` wrote; raises BadArgumentError for anything else."""
         found = {k: _read(v) for k, v in _fields(data, SearchResult, "search result").items()}
-        check_range("no search result: its restores", found["restores"], 0, math.inf)
-        check_range("no search result: its spent", found["spent"], 0.0, math.inf, open_high=True)
+        integer("no search result: its restores", found["restores"], 0)
+        number("no search result: its spent", found["spent"], 0.0, math.inf, open_high=True)
         try:
             found |= {
                 "config": Config.from_json(found["config"]),

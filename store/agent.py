@@ -28,6 +28,7 @@ from typing import Any
 from blake3 import blake3
 
 from ..codec.errors import BadArgumentError
+from ..kernels.arguments import integer
 from .channel import ProtocolError, close_all, receive, send
 from .files import is_of_this_process, one_name
 from .snapshot import available_memory
@@ -86,13 +87,12 @@ class _Unusable(Exception):
 
 def check_keep(keep: Any, url: str) -> int:
     """Raise BadArgumentError unless `in_memory=` is a number of checkpoints of a store that can be kept here."""
-    if type(keep) is not int or not 0 <= keep <= 1000:
-        raise BadArgumentError(f"in_memory is {keep!r}; it must be an integer in [0, 1000]")
-    if keep and not hasattr(socket, "AF_UNIX"):
-        raise BadArgumentError(f"in_memory is {keep}; there are no Unix sockets here, so it must be 0")
-    if keep and is_of_this_process(url):
-        raise BadArgumentError(f"in_memory is {keep}; {url} ends with this process: nobody would ask for it again")
-    return keep
+    kept = integer("in_memory", keep, 0, 1000)
+    if kept and not hasattr(socket, "AF_UNIX"):
+        raise BadArgumentError(f"in_memory is {kept}; there are no Unix sockets here, so it must be 0")
+    if kept and is_of_this_process(url):
+        raise BadArgumentError(f"in_memory is {kept}; {url} ends with this process: nobody would ask for it again")
+    return kept
 
 
 class InMemory:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
+from ..kernels.arguments import integer
 from .sealed import seal, unseal
 
 VERSION = 1
@@ -117,13 +117,7 @@ class Manifest:
 
 def check_step(step: Any) -> int:
     """A step's number, also one of NumPy's, or BadArgumentError."""
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_STEP:
-        raise BadArgumentError(f"step is {step!r:.80}; it must be an integer in [0, {MAX_STEP}]")
-    return number
+    return integer("step", step, 0, MAX_STEP)
 
 
 def check_metric(metric: Any) -> float | None:

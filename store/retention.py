@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..codec.errors import BadArgumentError
+from ..kernels.arguments import check_field, flag, integer, or_none
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,10 @@ class Retention:
     largest: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, least in (("last", self.last, 1), ("every", self.every, 1), ("best", self.best, 0)):
-            if (type(value) is not int or value < least) and not (name == "every" and value is None):
-                raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
-        if type(self.largest) is not bool:
-            raise BadArgumentError(f"largest is {self.largest!r}; it must be True or False")
+        check_field(self, "last", integer, 1)
+        check_field(self, "every", or_none, integer, 1)
+        check_field(self, "best", integer, 0)
+        check_field(self, "largest", flag)
 
     def kept(self, metrics: Mapping[int, float | None]) -> set[int]:
         """The steps to keep of those given with their metrics (None: not measured)."""

@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Any
 
 from ..codec import tree
-from ..codec.base import check_range
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.kinds import check_kinds, check_used
 from ..codec.leaves import is_array
 from ..codec.matching import by_weights
+from ..kernels.arguments import choice, instance, integer, number, or_none
 from . import copying
 from .failing import fail_at_exit
 from .files import is_of_this_process
@@ -286,18 +286,10 @@ class Saver:
     ) -> None:
         if not isinstance(store, Store):
             raise BadArgumentError(f"store must be a Store, not {type(store).__qualname__}")
-        if on_busy not in ON_BUSY:
-            raise BadArgumentError(f"on_busy is {on_busy!r}; it must be one of {', '.join(ON_BUSY)}")
-        if mode is not None and mode not in MODES:
-            raise BadArgumentError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}, or None")
-        if type(nice) is not int or not 0 <= nice <= 19:
-            raise BadArgumentError(f"nice is {nice!r}; it must be an integer in [0, 19]")
-        if type(threads) is not int or threads < 1:
-            raise BadArgumentError(f"threads is {threads!r}; it must be an integer of at least 1")
-        if compact is not None:
-            check_range("compact", compact, 1, 1e6)
-        if keep is not None and not isinstance(keep, Retention):
-            raise BadArgumentError(f"keep is {keep!r:.80}; it must be a Retention, or None")
+        on_busy, mode = choice("on_busy", on_busy, ON_BUSY), or_none("mode", mode, choice, MODES)
+        nice, threads = integer("nice", nice, 0, 19), integer("threads", threads, 1)
+        compact = or_none("compact", compact, number, 1, 1e6)
+        keep = or_none("keep", keep, instance, Retention)
         in_memory = is_of_this_process(store.url)
         if mode == "process" and (in_memory or os.name != "posix"):
             why = f"{store.url} lives in this process's memory" if in_memory else f"there is none on {os.name}"

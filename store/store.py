@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint, Row, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
 from ..codec.drift import Earlier
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.partial import check_patterns, decompress_only
+from ..kernels.arguments import instance, number, or_none
 from . import branches, labels, restores
 from .agent import InMemory, InMemoryWarning, check_keep
 from .catalog import Catalog, Entry, named, unknown
@@ -464,11 +464,11 @@ class Store:
             The steps that are stored otherwise than before, ascending. A NotCompactedWarning names those that are not
             readable and stay as they are.
         """
-        check_range("max_cost", max_cost, 1, 1e6)
+        max_cost = number("max_cost", max_cost, 1, 1e6)
         if not self._is_there():
             return []
         with self._lock.shared() as lease:
-            work = Compaction(self._files, self._catalog, lease, float(max_cost), progress)
+            work = Compaction(self._files, self._catalog, lease, max_cost, progress)
             moved = work.run()
         if work.problems:
             told = "; ".join(why for _, why in sorted(work.problems.items())[:10])
@@ -500,9 +500,8 @@ class Store:
             CorruptDataError, NewerFormatError: a manifest or tag is not readable, so nobody can say what it needs.
             TimeoutError: others did not stop writing.
         """
-        if retention is not None and not isinstance(retention, Retention):
-            raise BadArgumentError(f"retention is {retention!r:.80}; it must be a Retention")
-        check_range("timeout", timeout, 0, math.inf)
+        retention = or_none("retention", retention, instance, Retention)
+        timeout = number("timeout", timeout, 0, math.inf)
         if not self._is_there():
             return []
         with self._lock.alone(timeout) as lease:

@@ -163,7 +163,7 @@ class Trail:
 
 def _checked(step: Any) -> float | None:
     """A step's number, also one of NumPy's; None where it is not known."""
-    return None if step is None else arguments.number("step", step, -math.inf, math.inf, open_low=True, open_high=True)
+    return arguments.or_none("step", step, arguments.number, -math.inf, math.inf, open_low=True, open_high=True)
 
 
 def _by_path(state: Any) -> Mapping[str, Array]:

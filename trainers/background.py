@@ -11,10 +11,10 @@ from typing import Any
 
 import fsspec
 
-from ..codec.base import check_range
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..kernels.arguments import number, or_none
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
 from .pointers import (
@@ -52,11 +52,9 @@ def check_compact(compact: float | None, *, background: bool) -> float | None:
     Raises:
         BadArgumentError: saves are not in the background, or it is out of range.
     """
-    if compact is not None:
-        if not background:
-            raise BadArgumentError("compact: it is done between saves in the background; say background=True, too")
-        check_range("compact", compact, 1, 1e6)
-    return compact
+    if compact is not None and not background:
+        raise BadArgumentError("compact: it is done between saves in the background; say background=True, too")
+    return or_none("compact", compact, number, 1, 1e6)
 
 
 class Background:

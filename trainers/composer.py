@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.arguments import integer, or_none
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver
 from ..store.store import Store
@@ -47,12 +48,9 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         super().__init__()
         if not isinstance(saver, (Saver, Store)):
             raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
-        for name, value in (("every", every), ("sensitivity", sensitivity)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least 1, or None")
         self.saver = saver
-        self.every = every
-        self.sensitivity = sensitivity
+        self.every = or_none("every", every, integer, 1)
+        self.sensitivity = or_none("sensitivity", sensitivity, integer, 1)
         self._tracker: SensitivityTracker | None = None
         self._rng: Any = None
 

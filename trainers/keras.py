@@ -10,6 +10,7 @@ import torch
 
 from ..codec.extras import install
 from ..codec.kinds import Kind
+from ..kernels.arguments import integer
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver
 from ..store.store import Store
@@ -52,10 +53,8 @@ class CompressedBackup(keras.callbacks.Callback):  # type: ignore[misc]
             raise BadArgumentError(f"the Keras back end is {keras.backend.backend()}; set KERAS_BACKEND=torch")
         if not isinstance(saver, (Saver, Store)):
             raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
-        if type(every) is not int or every < 1:
-            raise BadArgumentError(f"every is {every!r}; it must be an integer of at least 1")
         self.saver = saver
-        self.every = every
+        self.every = integer("every", every, 1)
         self._rng: Any = None
 
     def resume(self, model: Any, epoch: int | str | None = None) -> int:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..codec.base import check_range
 from ..codec.errors import BadArgumentError
+from ..kernels.arguments import integer, number, or_none
 from .averages import Average, Transfer, gradient_of
 from .hooks import Nesting, after_closure, closure_of, remove, weak
 from .wrappers import bare_name
@@ -134,10 +134,8 @@ class SensitivityTracker:
         done: int = 0,
         squares: bool = False,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("window", window, 1), ("done", done, 0)):
-            if not (value is None and name == "every"):
-                _check_count(name, value, least)
-        check_range("beta", beta, 0, 1, open_low=True)
+        every, window = or_none("every", every, integer, 1), integer("window", window, 1)
+        done, beta = integer("done", done, 0), number("beta", beta, 0, 1, open_low=True)
         named = [(bare_name(model, n), p) for n, p in model.named_parameters() if not p.is_complex()]
         trained = [p for _, p in named if p.requires_grad]
         if not trained:
@@ -205,7 +203,7 @@ class SensitivityTracker:
         Raises:
             BadArgumentError: no such number.
         """
-        _check_count("done", done, 0)
+        done = integer("done", done, 0)
         if not (self._told or self._averages or self._stepped):
             self._began = done
         self._told = True
@@ -226,7 +224,7 @@ class SensitivityTracker:
         """
         self.at(done)
         self._drop(list(self._averages))
-        self._began = done
+        self._began = self._done
 
     @property
     def batch(self) -> int:
@@ -409,8 +407,3 @@ class SensitivityTracker:
                     pairs.append((self._averages[name], gradient))
             self._transfer.fold(pairs, self._beta, scale, skipped, batch)
             self._transfer.hold_back()
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise BadArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")

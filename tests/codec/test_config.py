@@ -76,7 +76,7 @@ def test_frozen() -> None:
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     (sp.Quantize, {"policy": "warm"}, "policy"),
-    *[(sp.Quantize, {"bins": v}, "bins") for v in (1, 0, -1, 255, 16.0, "16", True, None, np.int64(16))],
+    *[(sp.Quantize, {"bins": v}, "bins") for v in (1, 0, -1, 255, 16.0, "16", True, None, np.int64(1), np.True_)],
     *[(sp.Quantize, {"embedding_bins": v}, "embedding_bins") for v in (1, 255, 2.5, "x")],
     *[(sp.Quantize, {"prune": v}, "prune") for v in (-0.1, 1.0, 1.5, float("nan"), "x", None, True)],
     *[(sp.Quantize, {"protect": v}, "protect") for v in (-0.1, 1.0, float("inf"), float("nan"), "x")],

@@ -25,7 +25,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (sp.Kind, "parameter", [5, ["w"], b"w", np.zeros(2), str]),
     (sp.Kind, "optimizer", [5, ["Adam"], np.zeros(2), torch.optim.Adam]),
     (check_n_run, "policy", [["one_shot"], {}, None, "always", np.zeros(2), ("one_shot", "consecutive")]),
-    (check_n_run, "bits", [None, 5, [4], "4", np.zeros(2), np.array(4)]),
+    (check_n_run, "bits", [None, 5, [4], "4", np.zeros(2), np.array(5)]),
     (check_n_run, "moment_bits", [5, 0, True, "4", "auto", 4.0, [4], np.zeros(2)]),
     (check_n_run, "method", [None, "best", ["adaptive"], np.zeros(2)]),
     (check_n_run, "coder", [None, "smaller", ["published"], np.zeros(2)]),
