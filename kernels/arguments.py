@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .arrays import device_of, is_torch, on_gpu
+from .arrays import device_of, dtype_name, is_torch, on_gpu
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -29,14 +29,17 @@ def check_arrays(**named: Array) -> None:
             CPU or a CUDA device.
     """
     for name, x in named.items():
-        if isinstance(x, np.ndarray):
-            continue
-        if is_torch(x):
-            _check_tensor(name, x)
-        elif isinstance(x, type) or not all(hasattr(x, a) for a in ("dtype", "shape", "__dlpack_device__")):
-            raise BadArgumentError(f"{name} is {shown(x)}, not an array: NumPy, torch or any array-API array is needed")
-        else:
-            _check_device(name, x)
+        if not isinstance(x, np.ndarray):
+            _check_foreign(name, x)
+
+
+def _check_foreign(name: str, x: Any) -> None:
+    if is_torch(x):
+        _check_tensor(name, x)
+    elif isinstance(x, type) or not all(hasattr(x, a) for a in ("dtype", "shape", "__dlpack_device__")):
+        raise BadArgumentError(f"{name} is {shown(x)}, not an array: NumPy, torch or any array-API array is needed")
+    else:
+        _check_device(name, x)
 
 
 def _check_device(name: str, x: Any) -> None:
@@ -67,6 +70,32 @@ def _check_tensor(name: str, x: Any) -> None:
             f"{name} is a torch tensor ({type(x).__name__}) without memory of its own, as within vmap, torch.func or a "
             "fake mode, or of a class that wraps other tensors; kernels take plain ones"
         )
+
+
+def array(
+    name: str, x: Any, dtypes: Collection[str], shape: int | tuple[int, ...] | None = None, *, host: bool = False
+) -> Array:
+    """`x` itself if it is an array of one of these dtypes and of this shape; raises BadArgumentError otherwise.
+
+    Args:
+        name: of the argument.
+        x: what is checked.
+        dtypes: their names.
+        shape: or the number of axes alone; None: any.
+        host: whether one on a GPU is refused, not copied, for what is sequential and runs on the CPU only.
+    """
+    if not isinstance(x, np.ndarray):
+        _check_foreign(name, x)
+    dtype = dtype_name(x)
+    if dtype not in dtypes or not (shape is None or shape == (len(x.shape) if isinstance(shape, int) else x.shape)):
+        wanted = " or ".join(dtypes)
+        if shape is not None:
+            axes = "one axis" if shape == 1 else f"{shape} axes"
+            wanted += f" of {axes if isinstance(shape, int) else f'shape {tuple(shape)}'}"
+        raise BadArgumentError(f"{name} is {dtype} {tuple(x.shape)}; {wanted} is needed")
+    if host and on_gpu(x):
+        raise BadArgumentError(f"{name} is on a GPU; this runs on the CPU only, so move it there first")
+    return x
 
 
 def same_device(name: str, x: Array, other: str, y: Array) -> None:

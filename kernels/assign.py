@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import make_callable
-from .arguments import check_arrays, check_field, instance, number, same_device
+from .arguments import array, check_arrays, check_field, instance, number, same_device
 from .arrays import back_end, dtype_name, is_torch, to_host
 from .errors import BadArgumentError
-from .floats import FloatFormat, format_named
+from .floats import FORMATS, FloatFormat, format_named
 from .histogram import check_gradient
 from .planes import WIDTHS
 
@@ -202,21 +202,14 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
         >>> dequantize(np.array([0, 3, 1, 2], dtype=np.uint8), codebook, protected=np.float32([9.5])).tolist()
         [0.0, 1.0, 9.5, -1.0]
     """
-    check_arrays(levels=levels, codebook=codebook)
-    if dtype_name(levels) != "uint8":
-        raise BadArgumentError(f"levels have dtype {dtype_name(levels)}; uint8 is needed")
-    name = format_named(dtype_name(codebook)).name
-    if len(codebook.shape) != 1 or codebook.shape[0] > MAX_CODES:
+    array("levels", levels, ("uint8",))
+    if array("codebook", codebook, FORMATS, 1).shape[0] > MAX_CODES:
         raise BadArgumentError(
             f"codebook has shape {tuple(codebook.shape)}; one dimension of 0 ... {MAX_CODES} is needed"
         )
     same_device("levels", levels, "codebook", codebook)
     if protected is not None:
-        check_arrays(protected=protected)
-        if dtype_name(protected) != name or len(protected.shape) != 1:
-            raise BadArgumentError(
-                f"protected is {dtype_name(protected)} {tuple(protected.shape)}; 1-D {name}, as the codebook, is needed"
-            )
+        array("protected", protected, (dtype_name(codebook),), 1)
         same_device("levels", levels, "protected", protected)
     return back_end(levels, "assign").dequantize(levels, codebook, protected=protected)
 

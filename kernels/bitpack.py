@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import choice, integer
+from .arguments import array, choice, integer
 from .arrays import back_end
-from .sequential import UNSIGNED, room_for, stored_bytes, vector
+from .sequential import UNSIGNED, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -32,7 +32,7 @@ def pack_bits(values: Array, width: int) -> Array:
 
     Source: BitSnap (2025), section 3; the order of bits is that of Arrow and Parquet.
     """
-    values = vector("values", values, UNSIGNED, anywhere=True)
+    values = array("values", values, UNSIGNED, 1)
     return back_end(values, "bitpack").pack_bits(values, integer("width", width, 0, 32))
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import choice, integer
+from .arguments import array, choice, integer
 from .arrays import back_end, dtype_name
-from .sequential import stored_bytes, vector
+from .sequential import stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -61,7 +61,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
 
     Source: Elias (1975), universal codes; additional bits as in JPEG (ITU T.81, F.1.2).
     """
-    values = vector("values", values, tuple(WIDTHS))
+    values = array("values", values, WIDTHS, 1, host=True)
     bits = integer("bits", bits, 1, most_bits(WIDTHS[dtype_name(values)]))
     categories, extra = back_end(values, "categories").split_categories(values, bits)
     return categories, extra
@@ -89,6 +89,6 @@ def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: s
         >>> join_categories(np.asarray([0, 5, 6, 6, 8], np.uint8), bytes([169]), 1, "uint16").tolist()
         [0, 7, 8, 9, 21]
     """
-    categories = vector("categories", categories, ("uint8",))
+    categories = array("categories", categories, ("uint8",), 1, host=True)
     bits = integer("bits", bits, 1, most_bits(WIDTHS[choice("dtype", dtype, WIDTHS)]))
     return back_end(categories, "categories").join_categories(categories, stored_bytes(extra), bits, dtype)

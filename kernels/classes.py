@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import integer
+from .arguments import array, integer
 from .arrays import back_end, dtype_name
-from .sequential import vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -48,11 +47,11 @@ def row_column_sums(
         >>> row_column_sums(values, 2, origin=3, most=1)[0].tolist()  # 1 1 / 0 1
         [2, 1]
     """
-    values = vector("values", values, ("uint8",))
+    values = array("values", values, ("uint8",), 1, host=True)
     columns = integer("columns", columns, 1, _MOST)
     phase, most = integer("phase", phase, 0, columns - 1), integer("most", most, 0, 255)
     if getattr(origin, "shape", ()):
-        origin = vector("origin", origin, ("uint8",))
+        origin = array("origin", origin, ("uint8",), 1, host=True)
         integer("the number of origins", origin.shape[0], values.shape[0], values.shape[0])
     else:
         origin = integer("origin", origin, 0, 255)
@@ -98,14 +97,14 @@ def class_sums(
         >>> class_sums(rows, columns, 5, phase=1, base=12, classes=4, context=np.arange(5, dtype=np.uint8)).tolist()
         [0, 7, 11, 15, 19]
     """
-    rows, columns = vector("rows", rows, ("uint8",)), vector("columns", columns, ("uint8",))
+    rows, columns = array("rows", rows, ("uint8",), 1, host=True), array("columns", columns, ("uint8",), 1, host=True)
     width = integer("the number of columns", columns.shape[0], 1, _MOST)
     phase = integer("phase", phase, 0, width - 1)
     n = integer("n", n, 0, _MOST)
     integer("the number of rows", rows.shape[0], -(-(phase + n) // width), -(-(phase + n) // width))
     base, classes = integer("base", base, 0, 255), integer("classes", classes, 1, 256)
     if context is not None:
-        context = vector("context", context, ("uint8",))
+        context = array("context", context, ("uint8",), 1, host=True)
         integer("the number of contexts", context.shape[0], n, n)
     return back_end(rows, "classes").class_sums(rows, columns, n, phase, base, classes, context)
 
@@ -130,8 +129,8 @@ def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
         >>> pattern_classes(np.asarray([1.0, -1.0], np.float32).view(np.uint32), 31, signs).tolist()
         [0, 7]
     """
-    patterns = vector("patterns", patterns, ("uint16", "uint32", "uint64"))
-    table = vector("table", table, ("uint8",))
+    patterns = array("patterns", patterns, ("uint16", "uint32", "uint64"), 1, host=True)
+    table = array("table", table, ("uint8",), 1, host=True)
     width = int(dtype_name(patterns)[4:])
     shift = integer("shift", shift, max(0, width - 24), width - 1)
     integer("the number of classes", table.shape[0], 1 << (width - shift), 1 << (width - shift))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .arguments import check_arrays, integer, same_device
-from .arrays import back_end, dtype_name
+from .arguments import array, integer, same_device
+from .arrays import back_end
 from .errors import BadArgumentError, CorruptDataError
 from .floats import FORMATS
 
@@ -75,9 +75,7 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
         >>> q.labels.tolist(), q.scale.tolist(), q.minimum.tolist(), q.codes.tolist()
         ([0, 0, 1, 1], [1.0, 1.0], [0.0, 5.0], [0, 255, 0, 255])
     """
-    check_arrays(x=x)
-    if dtype_name(x) not in FORMATS:
-        raise BadArgumentError(f"x has dtype {dtype_name(x)}; one of {', '.join(FORMATS)} is needed")
+    array("x", x, FORMATS)
     clusters = integer("clusters", clusters, 1, MOST)
     out: Clusters = back_end(x, "cluster").cluster_quantize(x, clusters)
     return out
@@ -104,18 +102,10 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
         >>> cluster_dequantize(*cluster_quantize(np.array([0.0, 1.0, 5.0, 6.0]), 2)).tolist()
         [0.0, 1.0, 5.0, 6.0]
     """
-    check_arrays(codes=codes, labels=labels, scale=scale, minimum=minimum)
-    for name, array, dtype in (
-        ("codes", codes, "uint8"),
-        ("labels", labels, "uint8"),
-        ("scale", scale, "float32"),
-        ("minimum", minimum, "float32"),
-    ):
-        if dtype_name(array) != dtype or len(array.shape) != 1:
-            raise BadArgumentError(
-                f"{name} is {dtype_name(array)} {tuple(array.shape)}; {dtype} with one axis is needed"
-            )
-        same_device("codes", codes, name, array)
+    array("codes", codes, ("uint8",), 1)
+    same_device("codes", codes, "labels", array("labels", labels, ("uint8",), 1))
+    same_device("codes", codes, "scale", array("scale", scale, ("float32",), 1))
+    same_device("codes", codes, "minimum", array("minimum", minimum, ("float32",), 1))
     if codes.shape[0] != labels.shape[0]:
         raise CorruptDataError(f"there are {codes.shape[0]} codes and {labels.shape[0]} labels; as many are needed")
     if scale.shape[0] != minimum.shape[0] or not 1 <= scale.shape[0] <= MOST:

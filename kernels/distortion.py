@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import make_callable
-from .arguments import check_arrays, same_device
-from .arrays import back_end, dtype_name
-from .errors import BadArgumentError
-from .floats import format_named
+from .arguments import array, same_device
+from .arrays import back_end
+from .floats import FORMATS
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -63,12 +62,8 @@ def distortion(x: Array, y: Array) -> Distortion:
         >>> distortion(np.array([3.0, 4.0]), np.array([3.0, 4.5])).relative_l2
         0.1
     """
-    check_arrays(x=x, y=y)
-    format_named(dtype_name(x))
-    format_named(dtype_name(y))
-    if tuple(x.shape) != tuple(y.shape):
-        raise BadArgumentError(f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; they must be the same")
-    same_device("x", x, "y", y)
+    array("x", x, FORMATS)
+    same_device("x", x, "y", array("y", y, FORMATS, x.shape))
     result: Distortion = back_end(x, "distortion").distortion(x, y)
     return result
 

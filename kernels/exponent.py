@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_table, instance, integer, shown
+from .arguments import array, check_arrays, check_table, instance, integer, shown
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .floats import FloatFormat, format_named
@@ -186,10 +186,7 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
         >>> exponent_quantize(x, promote(exponent_buckets(x), 1)).tolist()
         [1, 1, 0, 0, 0]
     """
-    check_arrays(x=x)
-    instance("promotion", promotion, Promotion)
-    if dtype_name(x) != promotion.format:
-        raise BadArgumentError(f"x has dtype {dtype_name(x)}; the promotion is of {promotion.format}")
+    array("x", x, (instance("promotion", promotion, Promotion).format,))
     out: Array = back_end(x, "exponent").exponent_quantize(x, promotion)
     return out
 
@@ -217,9 +214,7 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
         >>> exponent_dequantize(exponent_quantize(x, p), p.codebook).view("float32").tolist()
         [1.25, 1.25, -1.25, 0.25, 0.0]
     """
-    check_arrays(levels=levels)
-    if dtype_name(levels) not in ("uint8", "uint16"):
-        raise BadArgumentError(f"levels has dtype {dtype_name(levels)}; uint8 or uint16 is needed")
+    array("levels", levels, ("uint8", "uint16"))
     patterns = isinstance(codebook, np.ndarray) and dtype_name(codebook) in ("uint16", "uint32", "uint64")
     if not patterns or codebook.ndim != 1 or not 1 <= codebook.size <= 1 << 16:
         raise BadArgumentError(

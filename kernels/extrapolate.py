@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import make_callable
-from .arguments import check_arrays, number, same_device
-from .arrays import back_end, dtype_name
-from .errors import BadArgumentError
-from .floats import format_named
+from .arguments import array, number, same_device
+from .arrays import back_end
+from .floats import FORMATS
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -45,14 +44,8 @@ def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
     Source: the extrapolation of Nesterov 1983; here for an encoder that aims ahead of where a training takes its
         weights (docs/decisions/drift.md).
     """
-    check_arrays(x=x, earlier=earlier)
-    format_named(dtype_name(x))
-    format_named(dtype_name(earlier))
-    if tuple(x.shape) != tuple(earlier.shape):
-        raise BadArgumentError(
-            f"x has shape {tuple(x.shape)} and earlier {tuple(earlier.shape)}; they must be the same"
-        )
-    same_device("x", x, "earlier", earlier)
+    array("x", x, FORMATS)
+    same_device("x", x, "earlier", array("earlier", earlier, FORMATS, x.shape))
     return back_end(x, "extrapolate").extrapolate(x, earlier, number("factor", factor, 0, _LARGEST))
 
 

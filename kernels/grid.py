@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_table, number, same_device
-from .arrays import back_end, dtype_name
-from .errors import BadArgumentError
+from .arguments import array, check_table, number, same_device
+from .arrays import back_end
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -47,12 +46,8 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
 
     Source: the update m / sqrt(v) of Adam (Kingma and Ba 2015), which is what an error in m does to training.
     """
-    check_arrays(x=x, square=square)
-    for name, array in (("x", x), ("square", square)):
-        if dtype_name(array) != "float32" or len(array.shape) != 1 or tuple(array.shape) != tuple(x.shape):
-            raise BadArgumentError(
-                f"{name} is {dtype_name(array)} {tuple(array.shape)}; float32 of one length is needed"
-            )
+    array("x", x, ("float32",), 1)
+    array("square", square, ("float32",), x.shape)
     same_device("x", x, "square", square)
     step = number("step", step, 0, np.inf, open_low=True, open_high=True)
     symbols, sums, counts = back_end(x, "grid").grid_symbols(x, square, step)
@@ -76,12 +71,8 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
         >>> grid_values(np.array([1, 5], np.uint8), np.full(2, 4, np.float32), table).tolist()
         [0.0, 2.0]
     """
-    check_arrays(symbols=symbols, square=square)
-    for name, array, dtype in (("symbols", symbols, "uint8"), ("square", square, "float32")):
-        if dtype_name(array) != dtype or len(array.shape) != 1 or tuple(array.shape) != tuple(symbols.shape):
-            raise BadArgumentError(
-                f"{name} is {dtype_name(array)} {tuple(array.shape)}; {dtype} of one dimension and length is needed"
-            )
+    array("symbols", symbols, ("uint8",), 1)
+    array("square", square, ("float32",), symbols.shape)
     same_device("symbols", symbols, "square", square)
     check_table("table", table, "float32", (256,))
     return back_end(symbols, "grid").grid_values(symbols, square, table)

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_field, check_table, flag, instance, integer, number, same_device, sequence
+from .arguments import (
+    array,
+    check_arrays,
+    check_field,
+    check_table,
+    flag,
+    instance,
+    integer,
+    number,
+    same_device,
+    sequence,
+)
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
@@ -139,12 +150,7 @@ def product_format(x: Array, gradient: Array) -> str:
 
 def check_gradient(x: Array, gradient: Array) -> None:
     """Refuse a gradient whose shape, dtype or device does not fit x."""
-    check_arrays(gradient=gradient)
-    if tuple(gradient.shape) != tuple(x.shape):
-        raise BadArgumentError(
-            f"gradient has shape {tuple(gradient.shape)}; the shape of x, {tuple(x.shape)}, is needed"
-        )
-    format_named(dtype_name(gradient))
+    array("gradient", gradient, FORMATS, x.shape)
     same_device("gradient", gradient, "x", x)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import choice, integer
+from .arguments import array, choice, integer
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import COUNTS, room_for, stored_bytes, vector
+from .sequential import COUNTS, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -41,7 +41,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
 
     Source: Larmore and Hirschberg, "A fast algorithm for optimal length-limited Huffman codes" (1990).
     """
-    counts = vector("counts", counts, COUNTS)
+    counts = array("counts", counts, COUNTS, 1, host=True)
     _check_alphabet("counts", counts)
     return back_end(counts, "huffman").huffman_lengths(counts, integer("limit", limit, 1, LIMIT))
 
@@ -65,7 +65,7 @@ def huffman_codes(lengths: Array) -> Array:
 
     Source: Schwartz and Kallick, "Generating a canonical prefix encoding" (1964).
     """
-    lengths = vector("lengths", lengths, ("uint8",))
+    lengths = array("lengths", lengths, ("uint8",), 1, host=True)
     _check_alphabet("lengths", lengths)
     return back_end(lengths, "huffman").huffman_codes(lengths)
 
@@ -96,8 +96,8 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
 
     Source: Huffman (1952); streams as in Collet's Zstandard (RFC 8878, 4.2.2).
     """
-    symbols = vector("symbols", symbols, ("uint8", "uint16"))
-    lengths = vector("lengths", lengths, ("uint8",))
+    symbols = array("symbols", symbols, ("uint8", "uint16"), 1, host=True)
+    lengths = array("lengths", lengths, ("uint8",), 1, host=True)
     _check_alphabet("lengths", lengths)
     return back_end(symbols, "huffman").huffman_encode(symbols, lengths, streams=integer("streams", streams, 1, 255))
 
@@ -124,7 +124,7 @@ def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "ui
     Source: Huffman (1952); Moffat and Turpin, "On the implementation of minimum redundancy prefix codes" (1997).
     """
     data = stored_bytes(data)
-    lengths = vector("lengths", lengths, ("uint8",))
+    lengths = array("lengths", lengths, ("uint8",), 1, host=True)
     _check_alphabet("lengths", lengths)
     choice("dtype", dtype, ("uint8", "uint16"))
     n, streams = integer("n", n, 0, 2**56), integer("streams", streams, 1, 255)
@@ -147,7 +147,7 @@ def pack_lengths(lengths: Array) -> bytes:
         >>> unpack_lengths(data, 5).tolist()
         [1, 2, 0, 3, 3]
     """
-    lengths = vector("lengths", lengths, ("uint8",))
+    lengths = array("lengths", lengths, ("uint8",), 1, host=True)
     _check_alphabet("lengths", lengths)
     return bytes(back_end(lengths, "huffman").pack_lengths(lengths))
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, choice, integer, number, same_device, sequence, shown
-from .arrays import back_end, dtype_name, on_gpu, to_numpy
+from .arguments import array, choice, integer, number, same_device, sequence, shown
+from .arrays import back_end, on_gpu, to_numpy
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -49,10 +49,8 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     Source: Inshrinkerator, section 4.3 (frequency and magnitude, each normalized to sum to one).
     """
     sigma = number("sigma", sigma, 0, 1)
-    for name, array in (("counts", counts), ("values", values)):
-        _check_values(name, array)
-        if on_gpu(array):
-            raise BadArgumentError(f"{name} is on a GPU; this runs on the CPU only, so move it there first")
+    array("counts", counts, DTYPES, host=True)
+    array("values", values, DTYPES, host=True)
     count, value = to_numpy(counts), to_numpy(values).astype(np.float64)
     if count.ndim != 1 or count.shape != value.shape:
         raise BadArgumentError(f"counts {count.shape} and values {value.shape} must be 1-D and of one length")
@@ -97,8 +95,7 @@ def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
         (array([-0.5 ,  0.25]), array([0.5, 1. ]), 2)
     """
     _check(centers, weights)
-    if on_gpu(centers):
-        raise BadArgumentError("centers are on a GPU; this runs on the CPU only, so move them there first")
+    array("centers", centers, DTYPES, host=True)
     return prepared(centers, weights)
 
 
@@ -120,15 +117,9 @@ def prepared(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
     return x, w, exponent
 
 
-def _check_values(name: str, x: Array) -> None:
-    check_arrays(**{name: x})
-    if dtype_name(x) not in DTYPES:
-        raise BadArgumentError(f"{name} has dtype {dtype_name(x)}; one of {', '.join(DTYPES)} is needed")
-
-
 def _check(centers: Array, weights: Array) -> None:
-    _check_values("centers", centers)
-    _check_values("weights", weights)
+    array("centers", centers, DTYPES)
+    array("weights", weights, DTYPES)
     same_device("centers", centers, "weights", weights)
     x, w = (None, None) if on_gpu(centers) else (to_numpy(centers), to_numpy(weights))
     if len(centers.shape) != 1 or tuple(centers.shape) != tuple(weights.shape):
@@ -152,9 +143,8 @@ def _checked_k(k: int, initial: Array | None) -> int:
     k = integer("k", k, 1, 65536)
     if initial is None:
         return k
-    _check_values("initial", initial)
-    if len(initial.shape) != 1 or not 1 <= initial.shape[0] <= k:
-        raise BadArgumentError(f"initial has shape {tuple(initial.shape)}; 1-D with 1 ... k = {k} codes is needed")
+    if not 1 <= array("initial", initial, DTYPES, 1).shape[0] <= k:
+        raise BadArgumentError(f"initial has shape {tuple(initial.shape)}; 1 ... k = {k} codes are needed")
     if not on_gpu(initial):
         codes = to_numpy(initial)
         if not np.isfinite(codes).all() or (codes[1:] < codes[:-1]).any():
@@ -279,8 +269,7 @@ def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
         0.75
     """
     _check(centers, weights)
-    _check_values("codebook", codebook)
+    if array("codebook", codebook, DTYPES, 1).shape[0] == 0:
+        raise BadArgumentError("codebook is empty; at least one code is needed")
     same_device("centers", centers, "codebook", codebook)
-    if len(codebook.shape) != 1 or codebook.shape[0] == 0:
-        raise BadArgumentError(f"codebook has shape {tuple(codebook.shape)}; 1-D with at least one code is needed")
     return float(back_end(centers, "kmeans").quantization_loss(centers, weights, codebook))

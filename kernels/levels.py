@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .arguments import check_arrays, integer, same_device
-from .arrays import back_end, dtype_name
+from .arguments import array, integer, same_device
+from .arrays import back_end
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -21,17 +21,15 @@ MAX_SIZE = 256
 
 def _checked(size: int, **arrays: Array) -> int:
     """The size, in range; all arrays must be uint8, of one number of elements, on one device."""
-    check_arrays(**arrays)
     size = integer("size", size, 2, MAX_SIZE)
     (first_name, first), *others = arrays.items()
-    for name, array in arrays.items():
-        if dtype_name(array) != "uint8":
-            raise BadArgumentError(f"{name} has dtype {dtype_name(array)}; uint8 is needed")
-    for name, array in others:
-        number, wanted = math.prod(array.shape), math.prod(first.shape)
+    for name, x in arrays.items():
+        array(name, x, ("uint8",))
+    for name, x in others:
+        number, wanted = math.prod(x.shape), math.prod(first.shape)
         if number != wanted:
             raise BadArgumentError(f"{name} has {number} elements; as many as {first_name}, {wanted}, are needed")
-        same_device(name, array, first_name, first)
+        same_device(name, x, first_name, first)
     return size
 
 

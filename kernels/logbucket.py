@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .arguments import check_arrays, integer
+from .arguments import array, check_arrays, integer
 from .arrays import back_end, dtype_name
 from .assign import dtype_name_of
-from .errors import BadArgumentError
 from .floats import format_named
 
 if TYPE_CHECKING:
@@ -66,9 +65,7 @@ def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
         >>> bucket_value(np.array([277, 427, 127], dtype=np.int32), 0, "float32").tolist()
         [0.0, 1.5, -1.5]
     """
-    check_arrays(index=index)
+    array("index", index, ("int32",))
     name = dtype_name_of(dtype)
     bits = _checked_bits(bits, name)
-    if dtype_name(index) != "int32":
-        raise BadArgumentError(f"index has dtype {dtype_name(index)}; int32 is needed")
     return back_end(index, "logbucket").bucket_value(index, bits, name)

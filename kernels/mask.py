@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .arguments import check_arrays, integer, same_device
+from .arguments import array, check_arrays, integer, same_device
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError, CorruptDataError
 from .planes import width_of
@@ -66,9 +66,7 @@ def pack_mask(mask: Array) -> Array:
         >>> pack_mask(np.array([True, False, True] + 6 * [False])).tolist()
         [5, 0]
     """
-    check_arrays(mask=mask)
-    if dtype_name(mask) != "bool":
-        raise BadArgumentError(f"mask has dtype {dtype_name(mask)}; bool is needed")
+    array("mask", mask, ("bool",))
     out: Array = back_end(mask, "mask").pack_mask(mask)
     return out
 
@@ -148,9 +146,9 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
         >>> scatter(np.zeros(3), np.array([6], dtype="uint8"), np.array([2.0, 3.0])).tolist()
         [0.0, 2.0, 3.0]
     """
-    _check_same("base", base, "values", values)
-    if len(values.shape) != 1:
-        raise BadArgumentError(f"values has shape {tuple(values.shape)}; one axis is needed")
+    check_arrays(base=base)
+    width_of(dtype_name(base))
+    same_device("base", base, "values", array("values", values, (dtype_name(base),), 1))
     _check_mask("mask_bits", mask_bits, math.prod(base.shape))
     same_device("base", base, "mask_bits", mask_bits)
     out: Array = back_end(base, "mask").scatter(base, mask_bits, values)
@@ -178,8 +176,6 @@ def _check_same(name: str, x: Array, other: str, y: Array) -> None:
 
 def _check_mask(name: str, data: Array, n: int) -> None:
     """Check dtype and length of packed bits for n elements."""
-    check_arrays(**{name: data})
-    if dtype_name(data) != "uint8" or len(data.shape) != 1:
-        raise BadArgumentError(f"{name} is {dtype_name(data)} {tuple(data.shape)}; uint8 with one axis is needed")
+    array(name, data, ("uint8",), 1)
     if data.shape[0] != (n + 7) // 8:
         raise CorruptDataError(f"{name} has {data.shape[0]} bytes; {(n + 7) // 8} are needed for {n} elements")

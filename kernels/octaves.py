@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, instance, integer, same_device, shown
-from .arrays import back_end, dtype_name, on_gpu
+from .arguments import array, instance, integer, same_device, shown
+from .arrays import back_end, on_gpu
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
         >>> o.symbols.tolist(), o.negative.tolist(), o.fraction.tolist()
         ([0, 1, 2], [0, 1], [[1, 0]])
     """
-    check_arrays(index=index)
-    if dtype_name(index) != "int32" or len(index.shape) != 1:
-        raise BadArgumentError(f"index is {dtype_name(index)} {tuple(index.shape)}; int32 of one dimension is needed")
+    array("index", index, ("int32",), 1)
     bits, buckets = _checked(bits, buckets)
     result: Octaves | None = back_end(index, "octaves").split_octaves(index, bits, buckets)
     return result
@@ -88,12 +86,9 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
     integer("octaves.low", octaves.low, 0, _LARGEST)
     for name, ndim in (("symbols", 1), ("negative", 1), ("fraction", 2)):
         stream = getattr(octaves, name)
-        check_arrays(**{f"octaves.{name}": stream})
-        here = isinstance(stream, np.ndarray) or on_gpu(stream)
-        if not here or dtype_name(stream) != "uint8" or len(stream.shape) != ndim:
-            raise BadArgumentError(
-                f"octaves.{name} is {shown(stream)}; uint8 of {ndim} dimensions is needed, NumPy or on a GPU"
-            )
+        array(f"octaves.{name}", stream, ("uint8",), ndim)
+        if not isinstance(stream, np.ndarray) and not on_gpu(stream):
+            raise BadArgumentError(f"octaves.{name} is {shown(stream)}; NumPy, or an array on a GPU, is needed")
         same_device("octaves.symbols", octaves.symbols, f"octaves.{name}", stream)
     if octaves.fraction.shape[0] != (bits + 7) // 8:
         raise BadArgumentError(

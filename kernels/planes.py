@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .arguments import check_arrays, choice, integer, same_device
+from .arguments import array, check_arrays, choice, integer, same_device
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 
@@ -98,11 +98,8 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
         >>> merge_planes(split_planes(x), "float32").view("float32").tolist()
         [1.5, -0.0, nan]
     """
-    check_arrays(planes=planes)
     itemsize = width_of(dtype) // 8
-    if dtype_name(planes) != "uint8":
-        raise BadArgumentError(f"planes has dtype {dtype_name(planes)}; uint8 is needed")
-    if len(planes.shape) != 2 or planes.shape[0] != itemsize:
+    if array("planes", planes, ("uint8",), 2).shape[0] != itemsize:
         raise BadArgumentError(f"planes has shape {tuple(planes.shape)}; ({itemsize}, n) is needed for {dtype}")
     out: Array = back_end(planes, "planes").merge_planes(planes, dtype, integer("rotation", rotation, 0, 7))
     return out
@@ -177,8 +174,7 @@ def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *,
         [nan, 0.0]
     """
     dtype = _check_pair("diff", diff, "previous", previous, method, dtype)
-    if dtype_name(diff) != f"uint{width_of(dtype)}":
-        raise BadArgumentError(f"diff has dtype {dtype_name(diff)}; uint{width_of(dtype)} is needed for {dtype}")
+    array("diff", diff, (f"uint{width_of(dtype)}",))
     out: Array = back_end(diff, "planes").undifference(diff, previous, method, dtype=dtype)
     return out
 

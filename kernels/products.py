@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import integer
+from .arguments import array, integer
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import vector
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -23,7 +22,7 @@ _MOST = 2**52
 
 def _factor(name: str, factor: Array, lines: int | None = None) -> tuple[int, int]:
     """Lines and rank of a factor, an int8 array of two dimensions on the host; any lines but none, or just so many."""
-    vector(name, factor, ("int8",), 2)
+    array(name, factor, ("int8",), 2, host=True)
     if not 1 <= factor.shape[1] <= MOST_RANK:
         raise BadArgumentError(f"{name} has shape {tuple(factor.shape)}; (lines, 1 ... {MOST_RANK}) is needed")
     least, most = (1, _MOST) if lines is None else (lines, lines)
@@ -54,7 +53,7 @@ def row_products(values: Array, factor: Array, phase: int = 0) -> Array:
         >>> row_products(values, factor).tolist()
         [[-1], [-1]]
     """
-    values = vector("values", values, ("int8",))
+    values = array("values", values, ("int8",), 1, host=True)
     columns, _ = _factor("factor", factor)
     phase = integer("phase", phase, 0, columns - 1)
     out: Array = back_end(values, "products").row_products(values, factor, phase)
@@ -86,7 +85,7 @@ def column_products(values: Array, factor: Array, columns: int, phase: int = 0) 
         >>> column_products(values, factor, 2).tolist()
         [[-2], [-2]]
     """
-    values = vector("values", values, ("int8",))
+    values = array("values", values, ("int8",), 1, host=True)
     columns = integer("columns", columns, 1, _MOST)
     phase = integer("phase", phase, 0, columns - 1)
     _factor("factor", factor, -(-(phase + int(values.shape[0])) // columns))

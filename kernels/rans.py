@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import flag, integer
+from .arguments import array, flag, integer
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import COUNTS, room_for, stored_bytes, vector
+from .sequential import COUNTS, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -50,7 +50,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
 
     Source: Duda, "Asymmetric numeral systems" (2013); the rounding is Huntington's and Hill's apportionment.
     """
-    counts = vector("counts", counts, COUNTS, ndim=2)
+    counts = array("counts", counts, COUNTS, 2, host=True)
     _check_table("counts", counts)
     precision, exact = integer("precision", precision, *PRECISIONS), flag("exact", exact)
     return back_end(counts, "rans").rans_frequencies(counts, precision, exact=exact)
@@ -102,12 +102,12 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
 
     Source: Duda (2013); Giesen, "Interleaved entropy coders" (2014).
     """
-    symbols = vector("symbols", symbols, ("uint8",))
+    symbols = array("symbols", symbols, ("uint8",), 1, host=True)
     if contexts is not None:
-        contexts = vector("contexts", contexts, ("uint8",))
+        contexts = array("contexts", contexts, ("uint8",), 1, host=True)
         if contexts.shape != symbols.shape:
             raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; symbols has {symbols.shape[0]}")
-    _check_table("frequencies", vector("frequencies", frequencies, ("uint32",), ndim=2))
+    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
     precision = integer("precision", precision, *PRECISIONS)
     return back_end(symbols, "rans").rans_encode(symbols, contexts, frequencies, precision)
 
@@ -136,10 +136,10 @@ def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array,
     data = stored_bytes(data)
     n = integer("n", n, 0, 2**62)
     if contexts is not None:
-        contexts = vector("contexts", contexts, ("uint8",))
+        contexts = array("contexts", contexts, ("uint8",), 1, host=True)
         if contexts.shape[0] != n:
             raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; n is {n}")
-    _check_table("frequencies", vector("frequencies", frequencies, ("uint32",), ndim=2))
+    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
     precision = integer("precision", precision, *PRECISIONS)
     with room_for(n):
         return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n)
@@ -165,8 +165,8 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
 
     Source: Shannon (1948).
     """
-    counts = vector("counts", counts, COUNTS, ndim=2)
-    frequencies = vector("frequencies", frequencies, ("uint32",), ndim=2)
+    counts = array("counts", counts, COUNTS, 2, host=True)
+    frequencies = array("frequencies", frequencies, ("uint32",), 2, host=True)
     if counts.shape != frequencies.shape:
         raise BadArgumentError(f"counts has shape {tuple(counts.shape)}; frequencies has {tuple(frequencies.shape)}")
     precision = integer("precision", precision, *PRECISIONS)
@@ -191,7 +191,7 @@ def entropy_bits(counts: Array) -> float:
 
     Source: Shannon (1948).
     """
-    counts = vector("counts", counts, COUNTS, ndim=1 if getattr(counts, "ndim", 2) == 1 else 2)
+    counts = array("counts", counts, COUNTS, 1 if getattr(counts, "ndim", 2) == 1 else 2, host=True)
     return float(back_end(counts, "rans").entropy_bits(counts))
 
 
@@ -211,7 +211,7 @@ def pack_frequencies(frequencies: Array, precision: int) -> bytes:
         >>> unpack_frequencies(pack_frequencies(table, 8), 2, 2, 8).tolist()
         [[192, 64], [0, 256]]
     """
-    _check_table("frequencies", vector("frequencies", frequencies, ("uint32",), ndim=2))
+    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
     precision = integer("precision", precision, *PRECISIONS)
     return bytes(back_end(frequencies, "rans").pack_frequencies(frequencies, precision))
 

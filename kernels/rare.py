@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .arguments import array
 from .arrays import back_end
 from .errors import BadArgumentError
-from .sequential import stored_bytes, vector
+from .sequential import stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -49,7 +50,8 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
     Source: the digits of a geometric variable are independent, so each is coded with a known probability; counting the
     elements and changes left makes it an enumerative code (Cover 1973). docs/entropy.md has the bytes.
     """
-    symbols, expected = (vector(name, x, ("uint8",)) for name, x in (("symbols", symbols), ("expected", expected)))
+    array("symbols", symbols, ("uint8",), 1, host=True)
+    array("expected", expected, ("uint8",), 1, host=True)
     _check(symbols.shape[0], expected.shape[0])
     return back_end(symbols, "rare").rare_encode(symbols, expected)
 
@@ -70,7 +72,7 @@ def rare_decode(data: Array | bytes, expected: Array) -> Array:
 
     Example: see `rare_encode`.
     """
-    data, expected = stored_bytes(data), vector("expected", expected, ("uint8",))
+    data, expected = stored_bytes(data), array("expected", expected, ("uint8",), 1, host=True)
     _check(expected.shape[0], expected.shape[0])
     return back_end(expected, "rare").rare_decode(data, expected)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, number, same_device, shown
-from .arrays import back_end, dtype_name
+from .arguments import array, number, same_device, shown
+from .arrays import back_end
 from .errors import BadArgumentError
-from .floats import format_named
+from .floats import FORMATS
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -154,21 +154,11 @@ def unsettled(x: Array, levels: Array, previous: Array, bounds: Table, importanc
 
 
 def _check_elements(x: Array, levels: Array, previous: Array, importance: Array | None) -> None:
-    check_arrays(x=x, levels=levels, previous=previous)
-    format_named(dtype_name(x))
-    for name, array in (("levels", levels), ("previous", previous)):
-        if dtype_name(array) != "uint8" or tuple(array.shape) != tuple(x.shape) or len(x.shape) != 1:
-            raise BadArgumentError(
-                f"{name} is {dtype_name(array)} {tuple(array.shape)}; uint8 {tuple(x.shape)} is needed"
-            )
-        same_device("x", x, name, array)
+    array("x", x, FORMATS, 1)
+    same_device("x", x, "levels", array("levels", levels, ("uint8",), x.shape))
+    same_device("x", x, "previous", array("previous", previous, ("uint8",), x.shape))
     if importance is not None:
-        check_arrays(importance=importance)
-        if dtype_name(importance) != "float32" or tuple(importance.shape) != tuple(x.shape):
-            raise BadArgumentError(
-                f"importance is {dtype_name(importance)} {tuple(importance.shape)}; float32 {tuple(x.shape)} is needed"
-            )
-        same_device("x", x, "importance", importance)
+        same_device("x", x, "importance", array("importance", importance, ("float32",), x.shape))
 
 
 def _check_tables(codebook: Table, prices: Table) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays, check_table, integer, same_device, shown
-from .arrays import back_end, dtype_name
+from .arguments import array, check_table, integer, same_device, shown
+from .arrays import back_end
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
 
     Source: Shazeer and Stern 2018 (Adafactor), section 3.
     """
-    check_arrays(x=x)
-    if dtype_name(x) != "float32" or len(x.shape) != 1:
-        raise BadArgumentError(f"x is {dtype_name(x)} {tuple(x.shape)}; float32 of one dimension is needed")
+    array("x", x, ("float32",), 1)
     columns = integer("columns", columns, 1, 2**56)
     if int(x.shape[0]) % columns:
         raise BadArgumentError(f"{int(x.shape[0])} elements are no whole number of rows of {columns}")
@@ -87,17 +85,11 @@ def residual_symbols(
 
     Source: the rank-one estimate is Adafactor's (Shazeer and Stern 2018, section 3).
     """
-    check_arrays(x=x)
-    if dtype_name(x) != "float32" or len(x.shape) != 1:
-        raise BadArgumentError(f"x is {dtype_name(x)} {tuple(x.shape)}; float32 of one dimension is needed")
+    array("x", x, ("float32",), 1)
     start = _checked_start(rows, columns, start, int(x.shape[0]))
     octaves = integer("octaves", octaves, 1, 64)
     if previous is not None:
-        check_arrays(previous=previous)
-        if dtype_name(previous) != "uint8" or tuple(previous.shape) != tuple(x.shape):
-            raise BadArgumentError(
-                f"previous is {dtype_name(previous)} {tuple(previous.shape)}; uint8 {tuple(x.shape)} is needed"
-            )
+        array("previous", previous, ("uint8",), x.shape)
         same_device("previous", previous, "x", x)
     symbols, distances, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, octaves, previous)
     return symbols, distances, counts
@@ -146,9 +138,7 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     Raises:
         BadArgumentError: dtypes, shapes or ranges do not fit.
     """
-    check_arrays(symbols=symbols)
-    if dtype_name(symbols) != "uint8" or len(symbols.shape) != 1:
-        raise BadArgumentError(f"symbols are {dtype_name(symbols)} {tuple(symbols.shape)}; uint8 [n] is needed")
+    array("symbols", symbols, ("uint8",), 1)
     start = _checked_start(rows, columns, start, int(symbols.shape[0]))
     check_table("table", table, "float32", (256,))
     return back_end(symbols, "residual").residual_values(symbols, rows, columns, start, table)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .arguments import check_arrays, choice, integer, number, same_device
-from .arrays import back_end, dtype_name
-from .errors import BadArgumentError, CorruptDataError
+from .arguments import array, choice, integer, number, same_device
+from .arrays import back_end
+from .errors import CorruptDataError
 from .floats import FORMATS
 
 if TYPE_CHECKING:
@@ -197,20 +197,12 @@ def unknown_code(code: int, entries: int) -> CorruptDataError:
 
 def _check_rows(x: Array, bits: int) -> int:
     """Check what is to be quantized; returns the bits."""
-    check_arrays(x=x)
-    if dtype_name(x) not in FORMATS:
-        raise BadArgumentError(f"x has dtype {dtype_name(x)}; one of {', '.join(FORMATS)} is needed")
-    if len(x.shape) != 2:
-        raise BadArgumentError(f"x has shape {tuple(x.shape)}; two axes, rows and columns, are needed")
+    array("x", x, FORMATS, 2)
     return integer("bits", bits, 1, 8)
 
 
 def _check_codes(codes: Array, *others: tuple[str, Array]) -> None:
     """Check the dtypes and devices of stored codes and of the numbers that go with them."""
-    check_arrays(codes=codes, **dict(others))
-    if dtype_name(codes) != "uint8" or len(codes.shape) != 2:
-        raise BadArgumentError(f"codes is {dtype_name(codes)} {tuple(codes.shape)}; uint8 with two axes is needed")
+    array("codes", codes, ("uint8",), 2)
     for name, values in others:
-        if dtype_name(values) != "float32":
-            raise BadArgumentError(f"{name} has dtype {dtype_name(values)}; float32 is needed")
-        same_device("codes", codes, name, values)
+        same_device("codes", codes, name, array(name, values, ("float32",)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import integer
+from .arguments import array, integer
 from .arrays import back_end
-from .sequential import room_for, vector
+from .sequential import room_for
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -37,7 +37,7 @@ def rle_encode(values: Array) -> Array:
 
     Source: Inshrinkerator (2023), section 6, "Encoding Delta".
     """
-    values = vector("values", values, ("uint8",))
+    values = array("values", values, ("uint8",), 1, host=True)
     return back_end(values, "runlength").rle_encode(values)
 
 
@@ -63,7 +63,7 @@ def rle_decode(tokens: Array, n: int) -> Array:
 
     Source: Inshrinkerator (2023), section 6.
     """
-    tokens = vector("tokens", tokens, ("int32",))
+    tokens = array("tokens", tokens, ("int32",), 1, host=True)
     n = integer("n", n, 0, 2**62)
     with room_for(n):
         return back_end(tokens, "runlength").rle_decode(tokens, n)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import check_arrays
-from .arrays import dtype_name, on_gpu, to_numpy
+from .arguments import array
+from .arrays import to_numpy
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -23,27 +23,11 @@ PLAUSIBLE = 1 << 32
 """Elements that a machine may well have room for."""
 
 
-def vector(name: str, x: Array, dtypes: tuple[str, ...], ndim: int = 1, *, anywhere: bool = False) -> Array:
-    """x itself if it has `ndim` axes and one of `dtypes`; raises BadArgumentError otherwise.
-
-    The coders are sequential and run on the CPU only, so an array on a GPU is refused, not copied, unless it may be
-    `anywhere`.
-    """
-    check_arrays(**{name: x})
-    if dtype_name(x) not in dtypes:
-        raise BadArgumentError(f"{name} has dtype {dtype_name(x)}; {' or '.join(dtypes)} is needed")
-    if len(x.shape) != ndim:
-        raise BadArgumentError(f"{name} has shape {tuple(x.shape)}; {ndim} axes are needed")
-    if not anywhere and on_gpu(x):
-        raise BadArgumentError(f"{name} is on a GPU; this runs on the CPU only, so move it there first")
-    return x
-
-
 def stored_bytes(x: Array | bytes | bytearray | memoryview, *, anywhere: bool = False) -> Array:
     """Stored bytes as a uint8 array: an array stays what it is, a bytes-like object becomes NumPy without a copy."""
     if isinstance(x, bytes | bytearray | memoryview):
         return np.frombuffer(x, dtype=np.uint8)
-    return vector("data", x, ("uint8",), anywhere=anywhere)
+    return array("data", x, ("uint8",), 1, host=not anywhere)
 
 
 @contextmanager
@@ -67,7 +51,7 @@ def compiled(x: Array, dtype: type[np.generic] | None = None) -> np.ndarray[Any,
         x: any array on the CPU.
         dtype: what to convert it to, if it is anything else; default: as it is.
     """
-    array = to_numpy(x)
+    found = to_numpy(x)
     if dtype is not None:
-        array = array.astype(dtype, copy=False)
-    return array if array.flags.writeable else array.copy()
+        found = found.astype(dtype, copy=False)
+    return found if found.flags.writeable else found.copy()

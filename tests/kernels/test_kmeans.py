@@ -314,5 +314,5 @@ def test_numbers_of_other_kinds() -> None:
     for iterations in (math.nan, 1.5, 2**31):
         with pytest.raises(BadArgumentError, match="iterations is"):
             weighted_kmeans(x, w, 2, iterations=iterations)  # type: ignore[arg-type]
-    with pytest.raises(BadArgumentError, match="centers has dtype bfloat16"):  # whose bits would be taken for numbers
+    with pytest.raises(BadArgumentError, match="centers is bfloat16"):  # whose bits would be taken for numbers
         weighted_kmeans(torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.ones(2), 1)

@@ -329,7 +329,7 @@ def test_counts_of_any_width(dtype: str, make: Callable[[Any], Any]) -> None:
     assert k.coding_cost(make(narrow), make(TABLE), 12) == k.coding_cost(wide, TABLE, 12)
     assert k.entropy_bits(make(narrow)) == k.entropy_bits(wide)
     for refused in (COUNTS.astype(np.uint64), COUNTS.astype(np.float64)):
-        with pytest.raises(BadArgumentError, match="counts has dtype"):
+        with pytest.raises(BadArgumentError, match=r"counts is .*; int64 or "):
             k.huffman_lengths(refused)
 
 

@@ -199,7 +199,7 @@ ONE = np.zeros(1, np.uint8)
         (lambda: unpack_mask(ONE, 1 << 60), CorruptDataError, "are needed"),
         (lambda: gather(EIGHT, np.zeros(2, np.uint8)), CorruptDataError, "1 are needed"),
         (lambda: scatter(EIGHT, ONE[:0], EIGHT[:0]), CorruptDataError, "1 are needed"),
-        (lambda: scatter(EIGHT, ONE, EIGHT[:0].astype(float)), BadArgumentError, "dtype"),
+        (lambda: scatter(EIGHT, ONE, EIGHT[:0].astype(float)), BadArgumentError, "float32 of one axis is needed"),
         (lambda: scatter(EIGHT, ONE, EIGHT[:0].reshape(0, 1)), BadArgumentError, "one axis"),
         (lambda: scatter(EIGHT, ONE.reshape(1, 1), EIGHT[:0]), BadArgumentError, "one axis"),
     ],

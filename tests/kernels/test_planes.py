@@ -181,7 +181,7 @@ def _f32(*shape: int) -> Any:
         (lambda: merge_planes(np.zeros((4, 2), np.uint8), "float32", -1), "rotation is -1"),
         (lambda: merge_planes(np.zeros((4, 2), np.uint8), "float64"), "shape"),
         (lambda: merge_planes(np.zeros((4, 2), np.int8), "float32"), "uint8"),
-        (lambda: merge_planes(np.zeros(4, np.uint8), "float32"), "shape"),
+        (lambda: merge_planes(np.zeros(4, np.uint8), "float32"), "2 axes"),
         (lambda: merge_planes(np.zeros((4, 2), np.uint8), "float128"), "float128"),
         (lambda: difference(_f32(2), _f32(3)), "shape"),
         (lambda: difference(_f32(2), np.zeros(2)), "dtype"),

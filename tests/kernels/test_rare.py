@@ -124,8 +124,8 @@ def test_more_changes_than_elements_take_no_memory() -> None:
     ("symbols", "expected", "message"),
     [
         (np.zeros(3, np.uint8), np.zeros(4, np.uint8), "symbols have 3 elements and expected 4"),
-        (np.zeros(3, np.int64), np.zeros(3, np.uint8), "symbols has dtype int64; uint8 is needed"),
-        (np.zeros((3, 1), np.uint8), np.zeros(3, np.uint8), "axes are needed"),
+        (np.zeros(3, np.int64), np.zeros(3, np.uint8), r"symbols is int64 \(3,\); uint8 of one axis is needed"),
+        (np.zeros((3, 1), np.uint8), np.zeros(3, np.uint8), r"symbols is uint8 \(3, 1\); uint8 of one axis is needed"),
     ],
 )
 def test_bad_arguments(symbols: Any, expected: Any, message: str) -> None:
