@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from . import container, tree
+from . import container
 from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored, rounded_error
-from .checkpoint import Checkpoint, check_resolved
+from .checkpoint import Checkpoint
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
-from .drift import Earlier, with_lead
+from .drift import with_lead
 from .fields import parts_of
 from .firstmoment import FirstMoment, square_of
-from .kinds import check_kinds, check_used
-from .leaves import is_array
-from .matching import by_weights, matched, overlooked, tie, with_importance
+from .matching import matched, overlooked, with_importance
+from .opened import Opened
 from .parallel import map_arrays
 from .quantize import Quantize
 from .siblings import siblings
@@ -70,26 +69,11 @@ def compress(
         (True, True)
     """
     cfg = Config() if cfg is None else check_config(cfg)
-    if prev is not None:
-        check_resolved(prev)
-    check_kinds(kinds)
-    nodes, found = tree.flatten(state, is_array)
-    check_used(kinds, [node.path for node in found])
-    nodes, unique = tie(nodes, found)
-    before = Earlier.of(earlier)
-    leaves, codecs = matched(
-        unique,
-        cfg,
-        kinds,
-        prev is None or not prev.is_delta,
-        by_weights(grads, found, "grads"),
-        by_weights(before.weights, found, "earlier"),
-    )
-    leaves = with_lead(leaves, codecs, before.steps)
+    opened = Opened.of(state, prev, kinds, grads, earlier)
+    leaves, codecs = matched(opened, cfg)
+    leaves = with_lead(leaves, codecs, opened.earlier)
     leaves = with_importance(leaves, [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs])
-    parents: list[Memory | None] = [None] * len(leaves)
-    if prev is not None:
-        parents = [prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
+    parents = opened.parents(leaves)
     stored = _encode(leaves, codecs, parents)
     for i, (leaf, codec) in enumerate(zip(leaves, codecs, strict=True)):
         if not stored[i].note and (why := overlooked(leaf, codec, cfg, kinds)):
@@ -97,7 +81,7 @@ def compress(
     header = {
         "parent": None if prev is None else prev.identity,
         "raw": sum(leaf.spec.nbytes for leaf in leaves),
-        "tree": nodes,
+        "tree": opened.nodes,
         "arrays": [_record(a, s, p is not None) for a, s, p in zip(leaves, stored, parents, strict=True)],
     }
     data = container.write(header, [piece for s in stored for piece in s.pieces])

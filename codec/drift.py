@@ -50,12 +50,13 @@ class Earlier:
         check_field(self, "steps", or_none, number, 0, math.inf, open_low=True, open_high=True)
 
 
-def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], steps: float | None) -> list[Leaf]:
+def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: Earlier | None) -> list[Leaf]:
     """Weights whose drift is known, told how much of it their first moments lose.
 
     A moment that is restored as zero is a step that is not taken, nine of them in the end. On a grid of step s (in
     units of sqrt(v)) about s**2 / (1 + s**2) of that is lost (measured, docs/decisions/drift.md).
     """
+    steps = None if earlier is None else earlier.steps
     if steps is None or all(leaf.earlier is None for leaf in leaves):
         return leaves
     firsts = {second: first for first, second in siblings(leaves).items()}

@@ -1,4 +1,4 @@
-"""Which codec each array of a state gets: ties, kinds, gradients and targets, before anything is encoded."""
+"""Which codec each array of a state gets: kinds, gradients and targets, before anything is encoded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 from ..kernels.arrays import is_torch
 from ..kernels.floats import FORMATS
-from . import tree
 from .base import CHUNK, Codec, Leaf
 from .clusters import Clusters
 from .config import Config
-from .errors import BadArgumentError, UnsupportedLeafError
+from .errors import BadArgumentError
 from .exact import Exact
 from .exponent import ExponentDelta
 from .firstmoment import FirstMoment, grid_step
 from .importance import second_moments, squared
 from .kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
-from .leaves import is_array, read_leaf, same_storage_key
+from .leaves import read_leaf
 from .moments import LogBuckets
+from .opened import Opened, entries
 from .quantize import Quantize
 from .rows import DTYPES, Rows
 from .secondmoment import SecondMoment, cell_octaves
@@ -29,77 +29,21 @@ from .secondmoment import SecondMoment, cell_octaves
 _TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)
 
 
-def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
-    """Let array nodes that are the same memory refer to one array."""
-    first: dict[Any, int] = {}
-    number: list[int] = []
-    unique: list[tree.ArrayNode] = []
-    for node in found:
-        key = same_storage_key(node.value)
-        if key is not None and key in first:
-            number.append(first[key])
-            continue
-        if key is not None:
-            first[key] = len(unique)
-        number.append(len(unique))
-        unique.append(node)
-    renumbered = [{"a": number[n["a"]]} if isinstance(n, dict) and "a" in n else n for n in nodes]
-    return renumbered, unique
-
-
-def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, Any]:
-    """A tree of arrays beside the weights, by path; each must belong to an array of the state, if only to the second
-    name of a tied one. What has the path of one array is for no other of which it is a tail.
-
-    Args:
-        given: the tree, or None.
-        found: the arrays of the state.
-        name: of the argument.
-    """
-    if given is None:
-        return {}
-    try:
-        _, arrays = tree.flatten(given, is_array, name=name)
-    except UnsupportedLeafError as e:
-        raise UnsupportedLeafError(f"{name}/{e}") from None
-    table = {a.path: a.value for a in arrays}
-    entry = _entries(table, found)
-    used = {match[0] for match in (entry(node.path) for node in found) if match is not None}
-    for path in table:
-        if path not in used:
-            raise BadArgumentError(f"{name}/{path}: the state has no such weight")
-    return table
-
-
-def _entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], tuple[str, Any] | None]:
-    """What finds the entry for an array's path: that of this path, else of a tail of it that is no array's own path."""
-    others = {path: table[path] for path in table.keys() - {node.path for node in found}}
-    return lambda path: (path, table[path]) if path in table else by_path(others, path) if others else None
-
-
-def matched(
-    found: list[tree.ArrayNode],
-    cfg: Config,
-    kinds: Mapping[str, Any] | None,
-    over_base: bool,
-    grads: dict[str, Any],
-    earlier: dict[str, Any],
-) -> tuple[list[Leaf], list[Codec]]:
+def matched(opened: Opened, cfg: Config) -> tuple[list[Leaf], list[Codec]]:
     """Every array with its kind and touched rows, a quantized one with its gradient and earlier values, and beside it
     the codec that will encode it.
 
     Args:
-        found: the arrays, each once.
+        opened: the state.
         cfg: whose rules and targets hold.
-        kinds: as `compress` has them.
-        over_base: whether the parent, if any, is a base: rows touched since the base are then those that count.
-        grads: gradients by path, see `by_weights`.
-        earlier: earlier values of weights by path, see `by_weights`.
 
     Raises:
         BadArgumentError: a gradient or earlier values of another shape than their weight, or of no float dtype.
         UnsupportedLeafError: an array that cannot be stored.
     """
+    found, kinds = opened.arrays, opened.kinds
+    # Over a base, if over anything, the rows touched since the base are those that count.
+    over_base = opened.prev is None or not opened.prev.is_delta
     leaves: list[Leaf] = []
     codecs: list[Codec] = []
     touched = touched_rows((node.path for node in found), kinds, over_base)
@@ -108,7 +52,8 @@ def matched(
         kind = kind_of(node.path, spec, kinds)
         leaves.append(Leaf(node.path, node.key, spec, kind, flat, None, touched=touched.get(node.path)))
     leaves = _by_values(leaves)
-    gradient_of, earlier_of = _entries(grads, found), _entries(earlier, found)
+    gradient_of = entries(opened.grads, found)
+    earlier_of = entries({} if opened.earlier is None else opened.earlier.weights, found)
     for i, (node, leaf) in enumerate(zip(found, leaves, strict=True)):
         codec = with_targets(Exact() if node.exact else cfg.codec_for(node.path, leaf.spec, leaf.kind), cfg)
         codecs.append(codec)

@@ -14,14 +14,15 @@ import xxhash
 
 from ..codec import tree
 from ..codec.base import Array, Leaf, Memory
-from ..codec.checkpoint import Checkpoint, check_resolved, decompress
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.drift import Earlier
-from ..codec.kinds import check_kinds, check_used, kinds_for
+from ..codec.kinds import kinds_for
 from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
 from ..codec.levels import beneath
-from ..codec.matching import by_weights, matched, tie, with_importance
+from ..codec.matching import matched, with_importance
+from ..codec.opened import Opened, tie
 from ..codec.parallel import map_chunks
 from ..codec.quantize import Quantize
 from ..kernels.arrays import is_torch
@@ -40,44 +41,24 @@ class Given:
     Args:
         state: as the caller has it.
         grads: as the caller has them.
-        nodes: the tree in preorder; array nodes refer to `arrays`.
-        arrays: every array once, tied ones too, as the caller has them.
-        gradients: by path.
-        prev: the parent checkpoint, or None.
-        kinds: as given.
-        earlier: the weights as they were, by path; None: not given.
+        opened: the same, and what belongs to it, taken apart.
     """
 
     state: Any
     grads: Any
-    nodes: list[Any]
-    arrays: list[tree.ArrayNode]
-    gradients: dict[str, Array]
-    prev: Checkpoint | None
-    kinds: Mapping[str, Any] | None
-    earlier: Earlier | None = None
+    opened: Opened
 
     @staticmethod
     def of(
         state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None, earlier: Any = None
     ) -> Given:
-        """Take a state apart; the arguments are those of `compress`, and so are the errors."""
-        if prev is not None:
-            check_resolved(prev)
-        check_kinds(kinds)
-        nodes, found = tree.flatten(state, is_array)
-        check_used(kinds, [node.path for node in found])
-        gradients = by_weights(grads, found, "grads")
-        if earlier is not None:
-            before = Earlier.of(earlier)
-            earlier = Earlier(by_weights(before.weights, found, "earlier"), before.steps)
-        nodes, unique = tie(nodes, found)
-        return Given(state, grads, nodes, unique, gradients, prev, kinds, earlier)
+        """The arguments are those of `compress`, and so are the errors."""
+        return Given(state, grads, Opened.of(state, prev, kinds, grads, earlier))
 
     @property
     def is_sharded(self) -> bool:
         """Whether this process has only a part of some array."""
-        return any(is_sharded(node.value) for node in self.arrays)
+        return any(is_sharded(node.value) for node in self.opened.arrays)
 
     def watch(self) -> Watched:
         """What is there now, to be compared with later."""
@@ -86,13 +67,14 @@ class Given:
     def fingerprints(self, watched: Watched) -> dict[str, str]:
         """A hash of each argument; two processes have the same where these are equal. Of a state in parts, and of
         gradients in parts, values do not count: each process has its own."""
-        kinds = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in (self.kinds or {}).items()}
+        prev, earlier, kinds = self.opened.prev, self.opened.earlier, self.opened.kinds or {}
+        layers = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in kinds.items()}
         return {
             "state": _hashed(watched.state.shared),
-            "prev": "" if self.prev is None else self.prev.id,
+            "prev": "" if prev is None else prev.id,
             "grads": "" if watched.grads is None else _hashed(watched.grads.shared),
-            "kinds": _hashed(sorted(kinds.items())),
-            "earlier": "" if self.earlier is None else _hashed(_told(self.earlier)),
+            "kinds": _hashed(sorted(layers.items())),
+            "earlier": "" if earlier is None else _hashed(_told(earlier)),
         }
 
 
@@ -205,8 +187,8 @@ class Subject:
     """A state, its parent, and which of its arrays the points of a cube treat differently.
 
     Args:
-        nodes: the tree in preorder; array nodes refer to `arrays`.
-        arrays: every array once, tied ones too; sharded ones (DTensor) whole.
+        opened: the state with its parent and kinds, sharded arrays (DTensor) whole; gradients and earlier values are
+            those of `leaves`. Without earlier ones nothing is coded ahead of a drift.
         is_sharded: whether processes hold parts of some array.
         quantized: numbers of the arrays that the cube's codec encodes.
         small: numbers of arrays of few bytes that are no moments.
@@ -215,14 +197,9 @@ class Subject:
         codec: what encodes them, at some point of the cube.
         system: the cube's.
         others: the configuration of all others, but for its rate; the same at every point.
-        prev: the parent checkpoint, or None.
-        grads: gradients by full path.
-        kinds: as given.
-        earlier: as the weights were, by full path; None: not given, and nothing is coded ahead of a drift.
     """
 
-    nodes: list[Any]
-    arrays: list[tree.ArrayNode]
+    opened: Opened
     is_sharded: bool
     quantized: tuple[int, ...]
     small: tuple[int, ...]
@@ -231,10 +208,6 @@ class Subject:
     codec: Quantize
     system: str
     others: Config
-    prev: Checkpoint | None
-    grads: dict[str, Array]
-    kinds: Mapping[str, Any] | None
-    earlier: Earlier | None
 
     @staticmethod
     def of(state: Any, point: Point, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None) -> Subject:
@@ -251,33 +224,30 @@ class Subject:
             rated: whether some point has a rate, for which it matters how much an error in each weight does; default
                 True.
         """
-        cfg, prev, kinds = point.config(), given.prev, given.kinds
-        unique = [dataclasses.replace(node, value=_whole(node.value)) for node in given.arrays]
-        before = {} if given.earlier is None else given.earlier.weights
-        leaves, codecs = matched(unique, cfg, kinds, prev is None or not prev.is_delta, given.gradients, before)
+        cfg = point.config()
+        whole = [dataclasses.replace(node, value=_whole(node.value)) for node in given.opened.arrays]
+        opened = dataclasses.replace(given.opened, arrays=whole)
+        leaves, codecs = matched(opened, cfg)
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
         leaves = with_importance(leaves, [rated and isinstance(codec, Quantize) for codec in codecs])
         small = tuple(i for i, x in enumerate(leaves) if x.spec.nbytes <= _SMALL and "moment" not in x.kind.role)
         chosen = [leaves[i] for i in numbers]
-        parents = [None if prev is None else prev.parent_memory(leaf.key, leaf.spec) for leaf in chosen]
         own = {x.path: x.gradient.reshape(x.spec.shape) for x in chosen if x.gradient is not None}
         earlier = None
-        if given.earlier is not None:
+        if opened.earlier is not None:
             were = {x.path: x.earlier.reshape(x.spec.shape) for x in chosen if x.earlier is not None}
-            earlier = Earlier(were, given.earlier.steps)
-        return Subject(
-            given.nodes, unique, given.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg,
-            prev, own, kinds, earlier,
-        )  # fmt: skip
+            earlier = Earlier(were, opened.earlier.steps)
+        parents, opened = opened.parents(chosen), dataclasses.replace(opened, grads=own, earlier=earlier)
+        return Subject(opened, given.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg)
 
     def config(self, point: Point) -> Config:
         """The configuration of a point, by which it is stored as it was evaluated."""
-        return point.config(ahead=self.earlier is not None)
+        return point.config(ahead=self.opened.earlier is not None)
 
     def where_they_are(self) -> Subject:
         """The same, with nothing known of a drift: weights are coded where they are."""
         leaves = [dataclasses.replace(leaf, earlier=None) for leaf in self.leaves]
-        return dataclasses.replace(self, leaves=leaves, earlier=None)
+        return dataclasses.replace(self, leaves=leaves, opened=dataclasses.replace(self.opened, earlier=None))
 
     @property
     def leads(self) -> bool:
@@ -308,19 +278,19 @@ class Subject:
             spec, flat = read_leaf(node.value, node.path)
             return build_leaf(from_bytes(as_bytes(flat).copy(), spec), spec)
 
-        made = map_chunks(one, self.arrays)
-        return tree.unflatten(self.nodes, lambda number, _place: made[number], rebuild=True)
+        made = map_chunks(one, self.opened.arrays)
+        return tree.unflatten(self.opened.nodes, lambda number, _place: made[number], rebuild=True)
 
     def _kinds(self, numbers: Sequence[int]) -> Mapping[str, Any] | None:
         """The kinds of a part of the state."""
-        return kinds_for(self.kinds, (self.arrays[i].path for i in numbers))
+        return kinds_for(self.opened.kinds, (self.opened.arrays[i].path for i in numbers))
 
     def _rest(self, rate: float) -> tuple[Checkpoint, list[int]]:
         """What is the same at every point with this rate, compressed, and the numbers of its arrays."""
         chosen = set(self.quantized)
-        numbers = [i for i in range(len(self.arrays)) if i not in chosen]
+        numbers = [i for i in range(len(self.opened.arrays)) if i not in chosen]
         cfg = dataclasses.replace(self.others, rate=rate)
-        return compress(self._part(numbers), self.prev, cfg, kinds=self._kinds(numbers)), numbers
+        return compress(self._part(numbers), self.opened.prev, cfg, kinds=self._kinds(numbers)), numbers
 
     @cached_property
     def _taken_over(self) -> tuple[Checkpoint, dict[int, Array]]:
@@ -349,30 +319,31 @@ class Subject:
         """The state compressed and decompressed; the arrays are fresh each time, so the caller may change them."""
         # The rate-distortion encoder also looks at the second moments beside the weights, moments follow the rate, and
         # how far weights are ahead of their drift depends on the first.
-        whole = self.earlier is not None or cfg.rate > 0
-        numbers = list(range(len(self.arrays))) if whole else [*self.quantized, *sorted(self._beside)]
-        beside, grads = self._kinds(numbers), self.grads or None
-        ckpt = compress(self._part(numbers), self.prev, cfg, grads=grads, kinds=beside, earlier=self.earlier)
+        opened = self.opened
+        whole = opened.earlier is not None or cfg.rate > 0
+        numbers = list(range(len(opened.arrays))) if whole else [*self.quantized, *sorted(self._beside)]
+        beside, grads = self._kinds(numbers), opened.grads or None
+        ckpt = compress(self._part(numbers), opened.prev, cfg, grads=grads, kinds=beside, earlier=opened.earlier)
         made = self._by_number(decompress(ckpt), numbers)
         nbytes = ckpt.nbytes
         if not whole:
             rest, others = self._taken_over
             made.update({i: _copy(value) for i, value in others.items()})
-            kept = {self.arrays[i].key for i in others}
+            kept = {opened.arrays[i].key for i in others}
             nbytes += sum(r.nbytes + _RECORD for r in rest.records if r.key in kept)
-        state = tree.unflatten(self.nodes, lambda number, _place: made[number], rebuild=True)
+        state = tree.unflatten(opened.nodes, lambda number, _place: made[number], rebuild=True)
         return Restored(state, nbytes)
 
     def _part(self, numbers: Sequence[int]) -> Any:
         """The state with None in place of all other arrays; what remains keeps its keys, so parents are found."""
         chosen = set(numbers)
-        nodes = [None if _number(n) is not None and _number(n) not in chosen else n for n in self.nodes]
-        return tree.unflatten(nodes, lambda number, _place: self.arrays[number].value)
+        nodes = [None if _number(n) is not None and _number(n) not in chosen else n for n in self.opened.nodes]
+        return tree.unflatten(nodes, lambda number, _place: self.opened.arrays[number].value)
 
     def _by_number(self, part: Any, numbers: Sequence[int]) -> dict[int, Array]:
         _, found = tree.flatten(part, is_array)
         by_key = {node.key: node.value for node in found}
-        return {i: by_key[self.arrays[i].key] for i in numbers}
+        return {i: by_key[self.opened.arrays[i].key] for i in numbers}
 
 
 def _number(node: Any) -> int | None:

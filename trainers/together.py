@@ -10,7 +10,7 @@ import xxhash
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, is_sharded, read_leaf
-from ..codec.matching import tie
+from ..codec.opened import tie
 from ..codec.tree import ArrayNode, flatten, unflatten
 from ..search.result import SearchResult
 from ..search.team import Team

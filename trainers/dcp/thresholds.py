@@ -21,12 +21,11 @@ from ...codec.base import Leaf, Memory
 from ...codec.checkpoint import Checkpoint
 from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
-from ...codec.leaves import is_array
 from ...codec.levels import LevelsMemory
-from ...codec.matching import matched, tie, with_targets
+from ...codec.matching import matched, with_targets
+from ...codec.opened import Opened
 from ...codec.partition import Sketch, kept, pruning
 from ...codec.quantize import Plan, Quantize
-from ...codec.tree import flatten
 from ...kernels.assign import Thresholds
 from ...kernels.floats import FORMATS
 from ...kernels.histogram import Histogram, merge
@@ -129,11 +128,9 @@ class Weights:
 
     def __init__(self, state: Any, cfg: Config, kinds: Mapping[str, Any], parent: Checkpoint | None) -> None:
         self.cfg = cfg
-        unique = tie(*flatten(state, is_array))[1]
+        opened = Opened.of(state, parent, kinds)
         groups: dict[Quantize, list[Leaf]] = {}
-        for leaf, codec in zip(
-            *matched(unique, cfg, kinds, parent is None or not parent.is_delta, {}, {}), strict=True
-        ):
+        for leaf, codec in zip(*matched(opened, cfg), strict=True):
             if isinstance(codec, Quantize) and (codec.protect or codec.prune):
                 groups.setdefault(codec, []).append(leaf)
         self.sketches: dict[Quantize, dict[str, Sketch]] = {}
@@ -143,7 +140,7 @@ class Weights:
                 codec.check_gradients(group)
             found = codec.sketch(group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
-            self.summaries[codec] = Summary(_counts(found), _before(group, parent))
+            self.summaries[codec] = Summary(_counts(found), _before(opened.parents(group)))
 
     def under(self, decided: Mapping[Quantize, Decided]) -> Config:
         """The configuration with those thresholds in place of what it would decide from these weights alone."""
@@ -165,11 +162,8 @@ def _counts(sketches: Sequence[Sketch]) -> tuple[Counts, ...]:
     return tuple(Counts.of(layer, merge(*found)) for (layer, _, _), found in groups.items())
 
 
-def _before(leaves: Sequence[Leaf], parent: Checkpoint | None) -> LevelsMemory | None:
-    if parent is None:
-        return None
-    memories = (parent.parent_memory(leaf.key, leaf.spec) for leaf in leaves)
-    found = next((m for m in memories if isinstance(m, LevelsMemory)), None)
+def _before(parents: Sequence[Memory | None]) -> LevelsMemory | None:
+    found = next((m for m in parents if isinstance(m, LevelsMemory)), None)
     none = np.empty(0, np.uint8)
     return None if found is None else LevelsMemory(none, np.empty(0), none, found.thresholds)
 

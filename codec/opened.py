@@ -1,0 +1,104 @@
+"""A state opened to be compressed: taken apart into its arrays, with what was given beside it checked against these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import tree
+from .base import Array, Leaf, Memory
+from .checkpoint import Checkpoint, check_resolved
+from .drift import Earlier
+from .errors import BadArgumentError, UnsupportedLeafError
+from .kinds import by_path, check_kinds, check_used
+from .leaves import is_array, same_storage_key
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The arguments of `compress` but for the configuration, taken apart.
+
+    Args:
+        nodes: the tree in preorder; array nodes refer to `arrays`.
+        arrays: every array once, tied ones too.
+        prev: the parent, resolved, or None.
+        kinds: as given.
+        grads: gradients by path.
+        earlier: the weights as they were, by path; None: not given.
+    """
+
+    nodes: list[Any]
+    arrays: list[tree.ArrayNode]
+    prev: Checkpoint | None
+    kinds: Mapping[str, Any] | None
+    grads: dict[str, Array]
+    earlier: Earlier | None
+
+    @staticmethod
+    def of(
+        state: Any, prev: Checkpoint | None, kinds: Mapping[str, Any] | None, grads: Any = None, earlier: Any = None
+    ) -> Opened:
+        """Take a state apart; the arguments are those of `compress`, and so are the errors."""
+        if prev is not None:
+            check_resolved(prev)
+        check_kinds(kinds)
+        nodes, found = tree.flatten(state, is_array)
+        check_used(kinds, [node.path for node in found])
+        gradients = by_weights(grads, found, "grads")
+        if earlier is not None:
+            before = Earlier.of(earlier)
+            earlier = Earlier(by_weights(before.weights, found, "earlier"), before.steps)
+        return Opened(*tie(nodes, found), prev, kinds, gradients, earlier)
+
+    def parents(self, leaves: Sequence[Leaf]) -> list[Memory | None]:
+        """What a delta of each of these arrays is coded against."""
+        return [None if self.prev is None else self.prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
+
+
+def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
+    """Let array nodes that are the same memory refer to one array."""
+    first: dict[Any, int] = {}
+    number: list[int] = []
+    unique: list[tree.ArrayNode] = []
+    for node in found:
+        key = same_storage_key(node.value)
+        if key is not None and key in first:
+            number.append(first[key])
+            continue
+        if key is not None:
+            first[key] = len(unique)
+        number.append(len(unique))
+        unique.append(node)
+    renumbered = [{"a": number[n["a"]]} if isinstance(n, dict) and "a" in n else n for n in nodes]
+    return renumbered, unique
+
+
+def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, Any]:
+    """A tree of arrays beside the weights, by path; each must belong to an array of the state, if only to the second
+    name of a tied one. What has the path of one array is for no other of which it is a tail.
+
+    Args:
+        given: the tree, or None.
+        found: the arrays of the state.
+        name: of the argument.
+    """
+    if given is None:
+        return {}
+    try:
+        _, arrays = tree.flatten(given, is_array, name=name)
+    except UnsupportedLeafError as e:
+        raise UnsupportedLeafError(f"{name}/{e}") from None
+    table = {a.path: a.value for a in arrays}
+    entry = entries(table, found)
+    used = {match[0] for match in (entry(node.path) for node in found) if match is not None}
+    for path in table:
+        if path not in used:
+            raise BadArgumentError(f"{name}/{path}: the state has no such weight")
+    return table
+
+
+def entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], tuple[str, Any] | None]:
+    """What finds the entry for an array's path: that of this path, else of a tail of it that is no array's own path."""
+    others = {path: table[path] for path in table.keys() - {node.path for node in found}}
+    return lambda path: (path, table[path]) if path in table else by_path(others, path) if others else None
