@@ -10,7 +10,7 @@ import dataclasses
 import decimal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from .errors import BadArgumentError
 
@@ -107,6 +107,10 @@ class Codec(Protocol):
     def encode(self, leaf: Leaf, parent: Memory | None, plan: Any) -> Stored:
         """Encode one array, as a delta against `parent` where it is not None and that pays."""
         ...
+
+
+Prepare: TypeAlias = Callable[[Sequence[Leaf], Sequence[Memory | None]], Sequence[Any]]
+"""A codec's `prepare`, or what stands in for it."""
 
 
 def to_json(codec: Codec) -> dict[str, Any]:

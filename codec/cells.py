@@ -45,6 +45,7 @@ def fit_closely(
     parent: Floats | None,
     looked: int = 0,
     codes: Floats | None = None,
+    few: Floats | None = None,
 ) -> tuple[Floats, str, Cells, int]:
     """`fit`, to as fine a sketch as it takes: the codebook, the reason, the sketch, and how many times it was refined.
 
@@ -58,8 +59,12 @@ def fit_closely(
         parent: as for `fit`.
         looked: how many times `cells` were refined already.
         codes: as for `fit`, of these cells.
+        few: all values of the array, where they are few: each then has an entry.
     """
     codebook, reason = fit(cells, how, parent, codes)
+    if few is not None:
+        known = np.isin(few, codebook).all()
+        return codebook if known else few, reason if known else "of all its values", cells, looked
     while how.solver != "kmeans++" and too_coarse(cells, codebook):
         closer = finer(leaf, thresholds, cells, looked)
         if closer is None:

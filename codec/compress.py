@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import container
-from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Stored, rounded_error
+from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
@@ -24,7 +24,6 @@ from .siblings import siblings
 from .streams import STREAMS
 
 
-@np.errstate(**NUMPY_DEFAULTS)
 def compress(
     state: Any,
     prev: Checkpoint | None = None,
@@ -69,12 +68,25 @@ def compress(
         (True, True)
     """
     cfg = Config() if cfg is None else check_config(cfg)
-    opened = Opened.of(state, prev, kinds, grads, earlier)
+    return compressed(Opened.of(state, prev, kinds, grads, earlier), cfg)
+
+
+@np.errstate(**NUMPY_DEFAULTS)
+def compressed(opened: Opened, cfg: Config, prepare: Mapping[Codec, Prepare] | None = None) -> Checkpoint:
+    """`compress`, of a state that is open.
+
+    Args:
+        opened: the state.
+        cfg: as `compress` has it.
+        prepare: what plans arrays in place of a codec's own `prepare`, where that would have to know more than this
+            state.
+    """
+    prev, kinds = opened.prev, opened.kinds
     leaves, codecs = matched(opened, cfg)
     leaves = with_lead(leaves, codecs, opened.earlier)
     leaves = with_importance(leaves, [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs])
     parents = opened.parents(leaves)
-    stored = _encode(leaves, codecs, parents)
+    stored = _encode(leaves, codecs, parents, prepare or {})
     for i, (leaf, codec) in enumerate(zip(leaves, codecs, strict=True)):
         if not stored[i].note and (why := overlooked(leaf, codec, cfg, kinds)):
             stored[i] = dataclasses.replace(stored[i], note=why)
@@ -93,11 +105,13 @@ def compress(
     return Checkpoint(data, memory)
 
 
-def _encode(leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None]) -> list[Stored]:
+def _encode(
+    leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None], prepare: Mapping[Codec, Prepare]
+) -> list[Stored]:
     plans: list[Any] = [None] * len(leaves)
     for codec in dict.fromkeys(codecs):
         group = [i for i, c in enumerate(codecs) if c == codec]
-        prepared = codec.prepare([leaves[i] for i in group], [parents[i] for i in group])
+        prepared = prepare.get(codec, codec.prepare)([leaves[i] for i in group], [parents[i] for i in group])
         for i, plan in zip(group, prepared, strict=True):
             plans[i] = plan
 

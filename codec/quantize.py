@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,57 +10,26 @@ from typing import ClassVar
 import numpy as np
 
 from ..kernels.arguments import check_field, choice, flag, integer, number, or_none
-from ..kernels.arrays import on_gpu
 from ..kernels.assign import Thresholds
-from ..kernels.floats import FORMATS, bits_for
-from ..kernels.histogram import Histogram, kept_histogram_many, log_histogram_many
 from .assigning import assigned
 from .base import Leaf, Memory, Stored, rounded_error
-from .batches import map_batches
 from .cells import few_values, fit_closely, held_codebook
-from .codebook import (
-    Cells,
-    Fit,
-    fit,
-    largest_of,
-    predicted_error,
-    problem_of,
-    solve_together,
-    unit,
-)
+from .codebook import fit, largest_of, predicted_error, unit
 from .errors import BadArgumentError
 from .exact import Exact
 from .leaves import LeafSpec, NpArray
 from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
 from .multiples import store_multiples
-from .partition import Sketch, kept, protection, pruning, share_at_or_above
+from .partition import share_at_or_above
+from .planning import Plan, check_gradients, chooses, fit_for, limits, plans, sketched
 from .targets import LADDER, choices, spent
-from .trade import Trade, mean_roots, spread, trades
+from .trade import Trade
 
 FINEST_SKETCH = 2.0**-13
 _STEP = 8
 """A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
 _FEW = 32
 """Fewer protected elements than these may come and go by chance."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What `prepare` decided for one array.
-
-    Args:
-        sketch: of the whole array.
-        thresholds: of what is pruned and what is protected.
-        trade: what the rate-distortion encoder weighs.
-        cells: the elements that are neither pruned nor protected.
-        codes: the solution that the codebook rests on, where it was found together with others'; None: not yet.
-    """
-
-    sketch: Sketch
-    thresholds: Thresholds
-    trade: Trade
-    cells: Cells
-    codes: NpArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,123 +113,9 @@ class Quantize:
         """Sketch every array, then take thresholds over all of them."""
         if not leaves:
             return []
-        sketches = self.sketch(leaves)
-        protect = self.protection_limits(sketches, parents)
-        by_layer = {}
-        if self.prune:
-            self.check_gradients(leaves)
-            by_layer = pruning(sketches, self.prune, self.prune_metric)
-        thresholds = [Thresholds(*protect, *by_layer.get(sketch.layer, (0.0, 0.0))) for sketch in sketches]
-        trades = [Trade(0.0)] * len(leaves)
-        if self.rate:
-            trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
-        return self.plans(leaves, parents, sketches, thresholds, trades)
-
-    def plans(
-        self,
-        leaves: Sequence[Leaf],
-        parents: Sequence[Memory | None],
-        sketches: Sequence[Sketch],
-        thresholds: Sequence[Thresholds],
-        trades: Sequence[Trade],
-    ) -> list[Plan]:
-        """One plan an array; codebooks of arrays on a GPU are solved together, there."""
-        cells = self._cells(leaves, sketches, thresholds)
-        codes = self._codes(leaves, parents, cells)
-        return [Plan(*decided) for decided in zip(sketches, thresholds, trades, cells, codes, strict=True)]
-
-    def _cells(self, leaves: Sequence[Leaf], sketches: Sequence[Sketch], limits: Sequence[Thresholds]) -> list[Cells]:
-        """The elements of each array that are neither pruned nor protected."""
-
-        def some(numbers: list[int]) -> list[Cells]:
-            known = [i for i in numbers if leaves[i].gradient is not None]
-            counted = kept_histogram_many(
-                [leaves[i].flat for i in known],
-                [limits[i] for i in known],
-                self._sketch_bits(),
-                gradients=[leaves[i].gradient for i in known],
-            )
-            of = dict(zip(known, counted, strict=True))
-            return [Cells.of(of[i] if i in of else kept(sketches[i].signed, limits[i])) for i in numbers]
-
-        return map_batches(some, leaves)
-
-    def _codes(
-        self, leaves: Sequence[Leaf], parents: Sequence[Memory | None], cells: Sequence[Cells]
-    ) -> list[NpArray | None]:
-        """Solutions of the exact problems of arrays on a GPU; None for others, which are solved where they are used.
-
-        Those of an error target are, too: what is solved next depends on the error before.
-        """
-
-        def some(numbers: list[int]) -> list[NpArray | None]:
-            place = leaves[numbers[0]].flat
-            problems = {}
-            if self.max_error is None and on_gpu(place):
-                for i in numbers:
-                    before = beneath(parents[i], leaves[i].spec)
-                    problem = problem_of(cells[i], self._fit(self._bins(leaves[i])), _codebook(before))
-                    if problem is not None and problem.method == "exact" and problem.start is None:
-                        problems[i] = problem
-            found = dict(zip(problems, solve_together(list(problems.values()), place), strict=True)) if problems else {}
-            return [found.get(i) for i in numbers]
-
-        return map_batches(some, leaves)
-
-    def _bins(self, leaf: Leaf) -> int:
-        return self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
-
-    def _fit(self, bins: int) -> Fit:
-        return Fit(bins, self.sigma, self.solver, self.policy, self.trigger, self.seed)
-
-    def _sketch_bits(self) -> int:
-        """Of sketches in float64; those of narrower formats are capped at their mantissas."""
-        return bits_for(self.alpha, FORMATS["float64"])
-
-    def trades(self, leaves: Sequence[Leaf], histograms: Sequence[Histogram]) -> list[Trade]:
-        """What a bit is worth in each array, of which these are the values that will be coded."""
-        sizes = [leaf.spec.size for leaf in leaves]
-        return trades(self.rate or 0.0, sizes, [spread(h) for h in histograms], mean_roots(leaves))
-
-    def check_gradients(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse to prune by sensitivity what has no gradient."""
-        if self.prune_metric == "sensitivity":
-            for leaf in leaves:
-                if leaf.gradient is None and leaf.kind.layer != "embedding":
-                    raise BadArgumentError(f"{leaf.path}: pruning by sensitivity needs its gradient in grads=")
-
-    def sketch(self, leaves: Sequence[Leaf]) -> list[Sketch]:
-        """Histograms of the values of each array and, where there is a gradient, of its sensitivity."""
-
-        def some(numbers: list[int]) -> list[Sketch]:
-            bits, known = self._sketch_bits(), [i for i in numbers if leaves[i].gradient is not None]
-            signed = log_histogram_many([leaves[i].flat for i in numbers], bits, signed=True)
-            sensitivity = log_histogram_many(
-                [leaves[i].flat for i in known], bits, gradients=[leaves[i].gradient for i in known]
-            )
-            of = dict(zip(known, sensitivity, strict=True))
-            return [Sketch(leaves[i].kind.layer, h, of.get(i)) for i, h in zip(numbers, signed, strict=True)]
-
-        return map_batches(some, leaves)
-
-    def protection_limits(self, sketches: Sequence[Sketch], parents: Sequence[Memory | None]) -> tuple[float, float]:
-        """Protection thresholds; the parent's stay while they protect about what was asked (moving costs bits).
-
-        Under an error target each array has its own magnitude, and what is protected for its sensitivity stays.
-        """
-        if not self.protect:
-            return (np.inf, np.inf)
-        if self._chooses:
-            return (np.inf, protection(sketches, self.protect)[1])
-        before = [p.thresholds for p in parents if isinstance(p, LevelsMemory)]
-        if self.policy == "frozen" and before and not any(s.sensitivity for s in sketches):
-            old = before[0].protect_magnitude
-            counts = [(share_at_or_above(s.signed.magnitude(), old), s.signed.total) for s in sketches]
-            total = sum(n for _, n in counts)
-            share = math.fsum(f * n for f, n in counts) / total if total else 0.0
-            if 0.5 * self.protect <= share <= 1.25 * self.protect:
-                return (old, np.inf)
-        return protection(sketches, self.protect)
+        check_gradients(self, leaves)
+        sketches = sketched(self, leaves)
+        return plans(self, leaves, parents, sketches, limits(self, sketches, parents))
 
     def _outgrown(self, plan: Plan, before: LevelsMemory | None, spec: LeafSpec) -> str:
         """Why a codebook is refit though its loss would let it stay: the array protects more than it did; or "".
@@ -277,11 +131,11 @@ class Quantize:
         passed = passed and share * plan.sketch.signed.total >= _FEW
         return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
 
-    def _moved(self, limits: Thresholds, before: LevelsMemory | None) -> str:
+    def _moved(self, thresholds: Thresholds, before: LevelsMemory | None) -> str:
         """What to say where the protection threshold, kept as codebooks are, is another than the parent's; or ""."""
         if self.policy != "frozen" or before is None:
             return ""
-        now, was = limits.protect_magnitude, before.thresholds.protect_magnitude
+        now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude
         return "" if now == was else f"; protected from {now:.6g} on, before from {was:.6g}"
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: Plan) -> Stored:
@@ -289,13 +143,13 @@ class Quantize:
         before = beneath(parent, leaf.spec)
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
-        for limits, codebook, reason, may_err in self._attempts(leaf, plan, before):
-            note, goal = f"codebook {reason}{self._moved(limits, before)}", min(may_err, target)
+        for thresholds, codebook, reason, may_err in self._attempts(leaf, plan, before):
+            note, goal = f"codebook {reason}{self._moved(thresholds, before)}", min(may_err, target)
             trade = plan.trade
-            memory, met = assigned(leaf, limits, trade, codebook, before, scale)
+            memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
             if met.relative_l2 > target and trade.price:  # the target bounds the rate
                 trade = Trade(0.0)
-                memory, met = assigned(leaf, limits, trade, codebook, before, scale)
+                memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
             if target == np.inf or met.relative_l2 <= target:
                 break
         else:
@@ -304,7 +158,7 @@ class Quantize:
             if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
                 return twice
             return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}")
-        if not trade.price and (self._chooses or plan.trade.price):
+        if not trade.price and (chooses(self) or plan.trade.price):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
         pieces = [references(memory, leaf.spec, before), *level_chunks(memory, leaf.spec, before, self.coder)]
@@ -312,33 +166,24 @@ class Quantize:
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
         return Stored("levels", metadata(memory), pieces, memory, met.relative_l2, "relative L2", note)
 
-    @property
-    def _chooses(self) -> bool:
-        """Whether the error target chooses step and protection, not the bins alone."""
-        return self.max_error is not None and self.solver == "uniform"
-
     def _attempts(
         self, leaf: Leaf, plan: Plan, before: LevelsMemory | None
     ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
         """Thresholds and codebooks to try in turn, until one keeps to the error target; the reason with each, and the
         error that levels may come to."""
-        few = few_values(leaf, plan.cells, self._bins(leaf)) if self.coder == "smallest" else None
-        if self._chooses:
+        how = fit_for(self, leaf)
+        few = few_values(leaf, plan.cells, how.bins) if self.coder == "smallest" else None
+        if chooses(self):
             magnitudes, keeps = plan.sketch.signed.magnitude(), self.policy == "frozen"
             target = self.max_error or 0.0
             yield from choices(leaf, target, plan.thresholds, magnitudes, plan.cells, few, before, keeps)
             return
-        cells, looked, old = plan.cells, 0, _codebook(before)
-        for count in (self._bins(leaf),) if self.max_error is None else LADDER:
-            how = self._fit(count)
-            if few is None:
-                codebook, reason, cells, looked = fit_closely(
-                    leaf, plan.thresholds, cells, how, old, looked, plan.codes
-                )
-            else:
-                codebook, reason = fit(cells, how, old, plan.codes)
-                if not np.isin(few, codebook).all():
-                    codebook, reason = few, "of all its values"
+        cells, looked, old = plan.cells, 0, None if before is None else before.codebook
+        for bins in (how.bins,) if self.max_error is None else LADDER:
+            how = dataclasses.replace(how, bins=bins)
+            codebook, reason, cells, looked = fit_closely(
+                leaf, plan.thresholds, cells, how, old, looked, plan.codes, few
+            )
             if self.max_error is not None and predicted_error(cells, codebook) > 1.1 * self.max_error:
                 continue
             if reason == "frozen" and (grown := self._outgrown(plan, before, leaf.spec)):
@@ -346,7 +191,3 @@ class Quantize:
             if reason != "frozen":
                 codebook = held_codebook(codebook, cells, how, leaf.spec)
             yield plan.thresholds, codebook, reason, np.inf
-
-
-def _codebook(before: LevelsMemory | None) -> NpArray | None:
-    return None if before is None else before.codebook

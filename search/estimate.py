@@ -17,16 +17,17 @@ import numpy as np
 
 from ..codec.base import Leaf, Memory
 from ..codec.cells import few_values, fit_closely, held_codebook
-from ..codec.codebook import Cells, Fit, fit
+from ..codec.codebook import Cells, Fit
 from ..codec.importance import weights_of
 from ..codec.leaves import NpArray
 from ..codec.levels import MAX_BINS, LevelsMemory, beneath
 from ..codec.parallel import map_chunks
-from ..codec.partition import Sketch, kept, pruning, upper_threshold
+from ..codec.partition import kept, upper_threshold
 from ..codec.places import columns_of
+from ..codec.planning import Limits, fit_for, protection_limits, pruning_limits, sketched, spreads
 from ..codec.quantize import Quantize
 from ..codec.ratedistortion import cheapest_levels
-from ..codec.trade import Trade, mean_roots, spread, trades
+from ..codec.trade import Trade, mean_roots, trades
 from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign
 from ..kernels.histogram import Histogram, kept_histogram
@@ -68,7 +69,7 @@ class Estimator:
     def __init__(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None], codec: Quantize) -> None:
         self._leaves = list(leaves)
         self._parents = [beneath(parent, leaf.spec) for leaf, parent in zip(leaves, parents, strict=True)]
-        self._sketches: list[Sketch] = codec.sketch(self._leaves)
+        self._sketches = sketched(codec, self._leaves)
         scales = [upper_threshold(s.signed.magnitude(), s.signed.total / 2) for s in self._sketches]
         self._chosen = representatives(self._leaves, scales)
         total = sum(self._leaves[i].spec.size for i, _ in self._chosen)
@@ -86,8 +87,8 @@ class Estimator:
         codecs = [_normal(p.codec()) for p in points]
         missing = [c for c in dict.fromkeys(codecs) if c not in self._found]
         if missing:
-            limits = [self._thresholds(c) for c in missing]
-            slopes = [self._trades(c, by_layer) for c, by_layer in zip(missing, limits, strict=True)]
+            limits = [self._limits(c) for c in missing]
+            slopes = [self._trades(c, decided) for c, decided in zip(missing, limits, strict=True)]
             rows = map_chunks(lambda c: self._of_leaf(c[0], missing, limits, slopes), self._chosen)
             sums = np.sum([scale * row for (_, scale), (row, _) in zip(self._chosen, rows, strict=True)], axis=0)
             patterns = np.concatenate([part for _, part in rows], axis=1) / np.float32(len(rows) ** 0.5)
@@ -100,34 +101,32 @@ class Estimator:
                 self._found[codec] = Estimate(self._header + float(nbytes), float(error / size), float(share), pattern)
         return [self._found[c] for c in codecs]
 
-    def _thresholds(self, codec: Quantize) -> dict[str, Thresholds]:
-        """Thresholds by layer type, as `Quantize.prepare` has them."""
+    def _limits(self, codec: Quantize) -> Limits:
+        """Thresholds over all arrays: what is pruned does not depend on what is protected."""
         if codec.protect not in self._protect:
-            self._protect[codec.protect] = codec.protection_limits(self._sketches, self._parents)
+            self._protect[codec.protect] = protection_limits(codec, self._sketches, self._parents)
         key = codec.prune, codec.prune_metric
         if key not in self._prune:
-            self._prune[key] = pruning(self._sketches, *key) if codec.prune else {}
-        protect, prune = self._protect[codec.protect], self._prune[key]
-        return {s.layer: Thresholds(*protect, *prune.get(s.layer, (0.0, 0.0))) for s in self._sketches}
+            self._prune[key] = pruning_limits(codec, self._sketches)
+        return Limits(self._protect[codec.protect], self._prune[key])
 
-    def _trades(self, codec: Quantize, by_layer: dict[str, Thresholds]) -> list[Trade]:
-        """What a bit is worth in each array, as `Quantize.prepare` has it."""
+    def _trades(self, codec: Quantize, decided: Limits) -> list[Trade]:
+        """What a bit is worth in each array."""
         if not codec.rate:
             return [Trade(0.0)] * len(self._leaves)
         if self._roots is None:
             self._roots = mean_roots(self._leaves)
-        limits = tuple(by_layer[s.layer] for s in self._sketches)
-        if limits not in self._spreads:
-            pairs = zip(self._sketches, limits, strict=True)
-            self._spreads[limits] = map_chunks(lambda p: spread(kept(p[0].signed, p[1])), list(pairs))
+        thresholds = tuple(decided.of(s.layer) for s in self._sketches)
+        if thresholds not in self._spreads:
+            self._spreads[thresholds] = spreads(self._sketches, thresholds)
         sizes = [leaf.spec.size for leaf in self._leaves]
-        return trades(codec.rate, sizes, self._spreads[limits], self._roots)
+        return trades(codec.rate, sizes, self._spreads[thresholds], self._roots)
 
     def _of_leaf(
         self,
         i: int,
         codecs: Sequence[Quantize],
-        limits: Sequence[dict[str, Thresholds]],
+        limits: Sequence[Limits],
         slopes: Sequence[Sequence[Trade]],
     ) -> tuple[NpArray, NpArray]:
         """[codecs, 3]: bytes, error and pruned part of the error, both times the number of elements; and patterns."""
@@ -140,16 +139,15 @@ class Estimator:
         columns = columns_of(leaf.spec.shape)
         places = _places(part.wide.size, max(_SHORTEST, _PATTERN // len(self._chosen)))
         patterns = np.zeros((len(codecs), places.size), np.float32)
-        for row, pattern, codec, by_layer, of_all in zip(out, patterns, codecs, limits, slopes, strict=True):
-            limit, trade = by_layer[leaf.kind.layer], of_all[i]
+        for row, pattern, codec, decided, of_all in zip(out, patterns, codecs, limits, slopes, strict=True):
+            limit, trade = decided.of(leaf.kind.layer), of_all[i]
             if limit not in histograms:
                 histograms[limit] = self._histogram(i, limit)
-            bins = codec.embedding_bins if codec.embedding_bins and leaf.kind.layer == "embedding" else codec.bins
-            how = Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
+            how = fit_for(codec, leaf)
             key = how, limit, codec.coder, trade
             if key not in counted:
                 histogram = histograms[limit]
-                few = self._all_values(i, histogram, bins) if codec.coder == "smallest" else None
+                few = self._all_values(i, histogram, how.bins) if codec.coder == "smallest" else None
                 codebook = _codebook(Cells.of(histogram), how, before, leaf, limit, few)
                 levels = _levels(part, limit, codebook, trade)
                 if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in protected:
@@ -190,12 +188,7 @@ def _codebook(
 ) -> NpArray:
     """The codebook as the codec would have it; `few` are all values of the array, which then each have an entry."""
     parent = None if before is None else before.codebook
-    if few is None:
-        codebook, reason, cells, _ = fit_closely(leaf, limit, cells, how, parent)
-    else:
-        codebook, reason = fit(cells, how, parent)
-        if not np.isin(few, codebook).all():
-            return few
+    codebook, reason, cells, _ = fit_closely(leaf, limit, cells, how, parent, few=few)
     return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec)
 
 

@@ -11,6 +11,7 @@ from ..codec import container, entropy
 from ..codec.base import Leaf
 from ..codec.leaves import LeafSpec, NpArray
 from ..codec.levels import LevelsMemory, references
+from ..codec.planning import Limits
 from ..codec.protected import held_values
 from ..kernels.assign import Thresholds
 from ..kernels.huffman import huffman_lengths, pack_lengths
@@ -24,17 +25,17 @@ _ANY = Thresholds(np.inf, np.inf, 0.0, 0.0)
 _PRIME = 7919
 
 
-def nbytes_of_header(leaves: Sequence[Leaf], limits: dict[str, Thresholds], is_delta: bool) -> int:
+def nbytes_of_header(leaves: Sequence[Leaf], limits: Limits, is_delta: bool) -> int:
     """Bytes of the records of these arrays in a header; lengths and errors in them are any.
 
     Args:
         leaves: the arrays.
-        limits: thresholds by layer type.
+        limits: thresholds over all arrays.
         is_delta: whether they are coded against a parent.
     """
 
     def record(i: int, leaf: Leaf) -> dict[str, Any]:
-        limit = limits[leaf.kind.layer]
+        limit = limits.of(leaf.kind.layer)
         protect = [None if np.isinf(t) else t for t in (limit.protect_magnitude, limit.protect_sensitivity)]
         other = _PRIME * i % 900
         made = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec import clusters, firstmoment, leaves, quantize, secondmoment, symbolvalues
+from shrinkpoint.codec import clusters, firstmoment, leaves, planning, quantize, secondmoment, symbolvalues
 from shrinkpoint.codec.codebook import Problem
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.kernels.arrays import is_torch
@@ -134,7 +134,7 @@ def test_the_same_bytes_as_on_the_cpu(
     assert any(aims) is ("earlier" in name)
     device = request.getfixturevalue("device")
     if not HERE and not name.startswith(SOLVED_THERE):
-        monkeypatch.setattr(quantize, "solve_together", one_by_one)
+        monkeypatch.setattr(planning, "solve_together", one_by_one)
     prev = None
     for t, other in enumerate(expected):
         before = earlier(t, device) if "earlier" in name else None

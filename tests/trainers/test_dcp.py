@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shrinkpoint as sp
 from shrinkpoint.codec import container
+from shrinkpoint.codec.compress import compressed
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers.dcp import (
     CompressedCheckpoints,
@@ -457,7 +458,7 @@ def test_saving_to_one_place_again_and_again(tmp_path: Path) -> None:
 def test_a_delta_that_spares_nothing_is_a_base_instead(tmp_path: Path, against: Any, monkeypatch: Any) -> None:
     """After a jump of the weights; the deltas after it are small again. Only in doubt is a state compressed twice."""
     made: list[sp.Checkpoint] = []
-    monkeypatch.setattr(writer_module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    monkeypatch.setattr(writer_module, "compressed", lambda *a: made.append(compressed(*a)) or made[-1])
     w = torch.randn(200, 200)
     writer, redrawn, lengths = Writer(cfg=sp.Config(EXACT.rules, chain=sp.ChainPolicy(None, against))), {2, 3}, []
     for step in range(6):

@@ -9,28 +9,26 @@ Source: Inshrinkerator, sections 4.1 to 4.3 (global thresholds from mergeable sk
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from ...codec.base import Leaf, Memory
+from ...codec.base import Codec, Leaf, Memory, Prepare
 from ...codec.checkpoint import Checkpoint
 from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
 from ...codec.levels import LevelsMemory
-from ...codec.matching import matched, with_targets
+from ...codec.matching import matched
 from ...codec.opened import Opened
-from ...codec.partition import Sketch, kept, pruning
-from ...codec.quantize import Plan, Quantize
-from ...kernels.assign import Thresholds
+from ...codec.partition import Sketch
+from ...codec.planning import Limits, Plan, check_gradients, limits, plans, sketched
+from ...codec.quantize import Quantize
 from ...kernels.floats import FORMATS
 from ...kernels.histogram import Histogram, merge
-
-Limits: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,40 +76,6 @@ class Summary:
     before: LevelsMemory | None
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """The thresholds of a codec.
-
-    Args:
-        protect: (magnitude, sensitivity) from which on weights are protected.
-        prune: layer type -> (magnitude, sensitivity) below which its weights are pruned.
-    """
-
-    protect: Limits
-    prune: Mapping[str, Limits]
-
-
-@dataclass(frozen=True, slots=True)
-class WholeState(Quantize):
-    """`Quantize` under thresholds of more arrays than it sees.
-
-    Args:
-        decided: the thresholds, from `decide`.
-        sketches: of the arrays it will see, by key.
-    """
-
-    decided: Decided = field(default_factory=lambda: Decided((np.inf, np.inf), {}), compare=False)
-    sketches: Mapping[str, Sketch] = field(default_factory=dict, compare=False)
-
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Plan]:
-        """One plan an array, with the thresholds that were decided."""
-        sketches = [self.sketches[leaf.key] for leaf in leaves]
-        pruned = self.decided.prune
-        thresholds = [Thresholds(*self.decided.protect, *pruned.get(s.layer, (0.0, 0.0))) for s in sketches]
-        trades = self.trades(leaves, [kept(s.signed, t) for s, t in zip(sketches, thresholds, strict=True)])
-        return self.plans(leaves, parents, sketches, thresholds, trades)
-
-
 class Weights:
     """The weights of a rank that codecs with global thresholds are for, sketched.
 
@@ -127,7 +91,6 @@ class Weights:
     """
 
     def __init__(self, state: Any, cfg: Config, kinds: Mapping[str, Any], parent: Checkpoint | None) -> None:
-        self.cfg = cfg
         opened = Opened.of(state, parent, kinds)
         groups: dict[Quantize, list[Leaf]] = {}
         for leaf, codec in zip(*matched(opened, cfg), strict=True):
@@ -136,23 +99,19 @@ class Weights:
         self.sketches: dict[Quantize, dict[str, Sketch]] = {}
         self.summaries: dict[Quantize, Summary] = {}
         for codec, group in groups.items():
-            if codec.prune:
-                codec.check_gradients(group)
-            found = codec.sketch(group)
+            check_gradients(codec, group)
+            found = sketched(codec, group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
             self.summaries[codec] = Summary(_counts(found), _before(opened.parents(group)))
 
-    def under(self, decided: Mapping[Quantize, Decided]) -> Config:
-        """The configuration with those thresholds in place of what it would decide from these weights alone."""
-        table = {
-            codec: WholeState(**_fields(codec), decided=decided[codec], sketches=sketches)
-            for codec, sketches in self.sketches.items()
-        }
-        return _Under(self.cfg, table)
+    def under(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
+        """What plans these weights under those thresholds, in place of each codec's own `prepare`."""
+        return {codec: partial(self._plans, codec, decided[codec]) for codec in self.sketches}
 
-
-def _fields(codec: Quantize) -> dict[str, Any]:
-    return {f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)}
+    def _plans(
+        self, codec: Quantize, decided: Limits, leaves: Sequence[Leaf], parents: Sequence[Memory | None]
+    ) -> list[Plan]:
+        return plans(codec, leaves, parents, [self.sketches[codec][leaf.key] for leaf in leaves], decided)
 
 
 def _counts(sketches: Sequence[Sketch]) -> tuple[Counts, ...]:
@@ -168,35 +127,18 @@ def _before(parents: Sequence[Memory | None]) -> LevelsMemory | None:
     return None if found is None else LevelsMemory(none, np.empty(0), none, found.thresholds)
 
 
-class _Under(Config):
-    """A configuration some of whose codecs are replaced."""
-
-    __slots__ = ("_table",)
-    _table: Mapping[Quantize, WholeState]
-
-    def __init__(self, cfg: Config, table: Mapping[Quantize, WholeState]) -> None:
-        super().__init__(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Config)})
-        object.__setattr__(self, "_table", table)
-
-    def codec_for(self, path: str, spec: Any, kind: Any) -> Any:
-        """As the configuration says, under the thresholds."""
-        codec = with_targets(Config.codec_for(self, path, spec, kind), self)
-        return self._table.get(codec, codec) if isinstance(codec, Quantize) else codec
-
-
-def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Decided]:
+def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Limits]:
     """Thresholds of every codec over what all ranks told, in the order of the ranks."""
     decided = {}
     for codec in dict.fromkeys(codec for of_rank in summaries for codec in of_rank):
         told = [of_rank[codec] for of_rank in summaries if codec in of_rank]
         sketches = [counts.sketch() for summary in told for counts in summary.counts]
         before = [summary.before for summary in told if summary.before is not None]
-        prune = pruning(sketches, codec.prune, "magnitude") if codec.prune else {}
-        decided[codec] = Decided(codec.protection_limits(sketches, before), prune)
+        decided[codec] = limits(codec, sketches, before)
     return decided
 
 
-def agree(mine: Mapping[Quantize, Summary] | Exception, group: Any) -> dict[Quantize, Decided]:
+def agree(mine: Mapping[Quantize, Summary] | Exception, group: Any) -> dict[Quantize, Limits]:
     """Thresholds over all ranks of a process group; all of them must call it.
 
     Args:
@@ -222,5 +164,5 @@ def agree(mine: Mapping[Quantize, Summary] | Exception, group: Any) -> dict[Quan
         raise mine
     if isinstance(answer[0], str):
         raise ShrinkpointError(f"nothing was written, since another rank could not: {answer[0]}")
-    decided: dict[Quantize, Decided] = answer[0]
+    decided: dict[Quantize, Limits] = answer[0]
     return decided

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ...codec.checkpoint import Checkpoint
-from ...codec.compress import compress
+from ...codec.compress import compressed
 from ...codec.config import ChainPolicy, Config, check_config
 from ...codec.errors import BadArgumentError, ShrinkpointError, UnsupportedLeafError
 from ...codec.kinds import check_kinds
+from ...codec.opened import Opened
 from ...store.chain import carried_by
 from ...store.files import TEMPORARY, Files
 from ...store.manifest import Manifest
@@ -229,31 +230,28 @@ class Writer(StorageWriter):
         """
         files = self._files()
         talk = isinstance(plan.storage_data, _Together) and plan.storage_data.thresholds
-        cfg = self.cfg
         try:
             state, shards, kinds = self._state(plan, planner)
             head = self._parent_for(files, shards) if state else None
             parent = None if head is None else head.checkpoint
-            weights = Weights(state, cfg, kinds, parent) if talk else None
+            weights = Weights(state, self.cfg, kinds, parent) if talk else None
         except Exception as e:
             if talk:
                 # The others wait for this rank.
                 agree(e, self.process_group)
             raise
-        if weights is not None:
-            cfg = weights.under(agree(weights.summaries, self.process_group))
+        prepare = None if weights is None else weights.under(agree(weights.summaries, self.process_group))
         results = []
         if state:
             trail = self._trail(head, shards)
             earlier = None if trail is None else trail.earlier(state)
-            ckpt, whole = compress(state, parent, cfg, kinds=kinds, earlier=earlier), None
+
+            def against(prev: Checkpoint | None) -> Checkpoint:
+                return compressed(Opened.of(state, prev, kinds, earlier=earlier), self.cfg, prepare)
+
+            ckpt, whole = against(parent), None
             if head is not None:
-                ckpt, whole = smaller(
-                    cfg.chain,
-                    ckpt,
-                    head.base_size,
-                    lambda: compress(state, None, cfg, kinds=kinds, earlier=earlier),
-                )
+                ckpt, whole = smaller(self.cfg.chain, ckpt, head.base_size, lambda: against(None))
                 head = head if ckpt.is_delta else None
             written = _describe(self._rank, ckpt, head)
             files.write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
