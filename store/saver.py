@@ -24,7 +24,7 @@ from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.kinds import check_kinds, check_used
 from ..codec.leaves import is_array
-from ..codec.matching import by_weights
+from ..codec.opened import by_weights
 from ..kernels.arguments import choice, instance, integer, number, or_none
 from . import copying
 from .failing import fail_at_exit
