@@ -3,7 +3,6 @@ worth and what its codebook is fitted to."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from .errors import BadArgumentError
 from .leaves import NpArray
 from .levels import LevelsMemory, beneath
 from .parallel import map_chunks
-from .partition import Sketch, kept, protection, pruning, share_at_or_above
+from .partition import Sketch, kept, magnitudes, protection, pruning, share_at_or_above
 from .trade import Trade, mean_roots, spread, trades
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def sketched(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
             [leaves[i].flat for i in known], bits, gradients=[leaves[i].gradient for i in known]
         )
         of = dict(zip(known, sensitivity, strict=True))
-        return [Sketch(leaves[i].kind.layer, h, of.get(i)) for i, h in zip(numbers, signed, strict=True)]
+        return [Sketch.of(leaves[i].kind.layer, h, of.get(i)) for i, h in zip(numbers, signed, strict=True)]
 
     return map_batches(some, leaves)
 
@@ -114,11 +113,9 @@ def protection_limits(
     if chooses(codec):
         return (np.inf, protection(sketches, codec.protect)[1])
     before = [p.thresholds for p in parents if isinstance(p, LevelsMemory)]
-    if codec.policy == "frozen" and before and not any(s.sensitivity for s in sketches):
+    if codec.policy == "frozen" and before and not any(s.products for s in sketches):
         old = before[0].protect_magnitude
-        counts = [(share_at_or_above(s.signed.magnitude(), old), s.signed.total) for s in sketches]
-        total = sum(n for _, n in counts)
-        share = math.fsum(f * n for f, n in counts) / total if total else 0.0
+        share = share_at_or_above(magnitudes(s.values for s in sketches), old)
         if 0.5 * codec.protect <= share <= 1.25 * codec.protect:
             return (old, np.inf)
     return protection(sketches, codec.protect)

@@ -56,7 +56,7 @@ def merge_sketches(sketches: Sequence[Sketch], group: Any) -> list[Sketch]:
     found = []
     for sketch in sketches:
         signed = dataclasses.replace(sketch.signed, counts=next(merged).copy())
-        found.append(Sketch(sketch.layer, signed, whole(sketch.sensitivity)))
+        found.append(Sketch.of(sketch.layer, signed, whole(sketch.sensitivity)))
     return found
 
 

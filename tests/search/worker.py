@@ -109,7 +109,7 @@ def sketches(rank: int, size: int, group: Any) -> list[float]:
     cut = np.array_split(np.arange(whole.size), size)[rank]
 
     def sketch(x: Any, g: Any) -> Sketch:
-        return Sketch("linear", log_histogram(x, 6, signed=True), log_histogram(x, 6, gradient=g))
+        return Sketch.of("linear", log_histogram(x, 6, signed=True), log_histogram(x, 6, gradient=g))
 
     merged = merge_sketches([sketch(whole[cut], gradient[cut])], group)
     return [*protection(merged, 0.01), *protection([sketch(whole, gradient)], 0.01)]

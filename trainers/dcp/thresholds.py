@@ -24,43 +24,9 @@ from ...codec.errors import ShrinkpointError
 from ...codec.levels import LevelsMemory
 from ...codec.matching import matched
 from ...codec.opened import Opened
-from ...codec.partition import Sketch
+from ...codec.partition import Sketch, magnitudes
 from ...codec.planning import Limits, Plan, check_gradients, limits, plans, sketched
 from ...codec.quantize import Quantize
-from ...kernels.floats import FORMATS
-from ...kernels.histogram import Histogram, merge
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """A magnitude histogram as it travels: the buckets in use.
-
-    Args:
-        layer: layer type of the weights counted.
-        format: float format they are in.
-        bits: sub-bucket bits.
-        buckets: int32, ascending.
-        counts: int64, each above 0.
-    """
-
-    layer: str
-    format: str
-    bits: int
-    buckets: np.ndarray[Any, np.dtype[np.int32]]
-    counts: np.ndarray[Any, np.dtype[np.int64]]
-
-    @staticmethod
-    def of(layer: str, histogram: Histogram) -> Counts:
-        """Of a histogram, folded to magnitudes."""
-        counts = histogram.magnitude().counts
-        used = np.flatnonzero(counts)
-        return Counts(layer, histogram.format, histogram.bits, used.astype(np.int32), counts[used])
-
-    def sketch(self) -> Sketch:
-        """The histogram again."""
-        counts = np.zeros(FORMATS[self.format].buckets(self.bits) + 2, np.int64)
-        counts[self.buckets] = self.counts
-        return Sketch(self.layer, Histogram(counts, self.bits, self.format, False), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +34,11 @@ class Summary:
     """What one rank tells of the weights that one codec is for.
 
     Args:
-        counts: a histogram each layer type and float format.
+        sketches: one of the magnitudes of each layer type.
         before: its parent's first quantized array, without elements: the thresholds; None: it has none.
     """
 
-    counts: tuple[Counts, ...]
+    sketches: tuple[Sketch, ...]
     before: LevelsMemory | None
 
 
@@ -102,7 +68,7 @@ class Weights:
             check_gradients(codec, group)
             found = sketched(codec, group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
-            self.summaries[codec] = Summary(_counts(found), _before(opened.parents(group)))
+            self.summaries[codec] = Summary(_by_layer(found), _before(opened.parents(group)))
 
     def under(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
         """What plans these weights under those thresholds, in place of each codec's own `prepare`."""
@@ -114,11 +80,10 @@ class Weights:
         return plans(codec, leaves, parents, [self.sketches[codec][leaf.key] for leaf in leaves], decided)
 
 
-def _counts(sketches: Sequence[Sketch]) -> tuple[Counts, ...]:
-    groups: dict[tuple[str, str, int], list[Histogram]] = {}
-    for s in sketches:
-        groups.setdefault((s.layer, s.signed.format, s.signed.bits), []).append(s.signed.magnitude())
-    return tuple(Counts.of(layer, merge(*found)) for (layer, _, _), found in groups.items())
+def _by_layer(sketches: Sequence[Sketch]) -> tuple[Sketch, ...]:
+    """The magnitudes of all arrays of a layer type in one sketch: what travels."""
+    layers = dict.fromkeys(s.layer for s in sketches)
+    return tuple(Sketch.of(layer, magnitudes(s.values for s in sketches if s.layer == layer)) for layer in layers)
 
 
 def _before(parents: Sequence[Memory | None]) -> LevelsMemory | None:
@@ -132,7 +97,7 @@ def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Li
     decided = {}
     for codec in dict.fromkeys(codec for of_rank in summaries for codec in of_rank):
         told = [of_rank[codec] for of_rank in summaries if codec in of_rank]
-        sketches = [counts.sketch() for summary in told for counts in summary.counts]
+        sketches = [sketch for summary in told for sketch in summary.sketches]
         before = [summary.before for summary in told if summary.before is not None]
         decided[codec] = limits(codec, sketches, before)
     return decided
