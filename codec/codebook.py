@@ -120,6 +120,7 @@ class Cells:
         return entries + self.offset if self.offset else entries
 
 
+_NEGLIGIBLE = 2.0**-20
 _BLURRED = 0.05
 """A sketch is too coarse where the spread inside of its buckets is more than this share of a codebook's loss."""
 
@@ -130,6 +131,20 @@ def too_coarse(cells: Cells, codebook: Floats) -> bool:
         return False
     scale = unit(float(np.abs(cells.values).max()))
     return cells.within(cells.counts.astype(np.float64), scale) > _BLURRED * cells.loss(codebook, scale)
+
+
+def lost_share(cells: Cells, codebook: Floats) -> float:
+    """Share of the elements that err by as much as they are, as if they had become zero; of those that are not
+    negligible, at least a millionth of the root mean square."""
+    scale = unit(float(np.abs(cells.values).max(initial=0.0)))
+    values, entries = cells.values * scale, codebook * scale
+    if not entries.size or not values.any():
+        return 0.0
+    size, share = np.abs(values), cells.counts / cells.counts.sum()
+    counted = size >= _NEGLIGIBLE * math.sqrt(float((share * size * size).sum()))
+    nearest = entries[np.searchsorted((entries[1:] + entries[:-1]) / 2, values)]
+    lost = counted & (np.abs(nearest - values) >= size)
+    return float(share[lost].sum() / share[counted].sum())
 
 
 def variance(histogram: Histogram) -> float:

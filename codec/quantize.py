@@ -14,11 +14,12 @@ from ..kernels.assign import Thresholds
 from .assigning import assigned
 from .base import Leaf, Memory, Stored, rounded_error
 from .cells import few_values, fit_closely, held_codebook
-from .codebook import fit, largest_of, predicted_error, unit
+from .codebook import fit, largest_of, lost_share, predicted_error, unit
 from .errors import BadArgumentError
 from .exact import Exact
 from .leaves import LeafSpec, NpArray
 from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
+from .moments import LogBuckets
 from .multiples import store_multiples
 from .partition import share_at_or_above
 from .planning import Plan, check_gradients, chooses, fit_for, limits, plans, sketched
@@ -26,6 +27,9 @@ from .targets import LADDER, choices, spent
 from .trade import Trade
 
 FINEST_SKETCH = 2.0**-13
+_LOST, _FINE, _RELATIVE = 0.5, 12, 0.125
+"""Where more than this share of an array would be as good as zero, though it has at least so many bins, each of its
+elements is kept to this relative error instead. Weights of trained models lose 5 to 15 % so, by 24 bins."""
 _STEP = 8
 """A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
 _FEW = 32
@@ -46,7 +50,9 @@ class Quantize:
             fitted to a finer one, see `codec.cells`; not with "kmeans++", which is as published.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
-            (the best `bins` entries) or "kmeans++"; see `codec.codebook`.
+            (the best `bins` entries) or "kmeans++"; see `codec.codebook`. An array of whose elements more than half
+            would become as good as zero, for parts of it have very different scales, is kept in log buckets of a
+            relative error of 1/8 instead ("uniform", 12 bins or more, or an error target), and its note says so.
         policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
             which has but a step); see `codec.codebook`.
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
@@ -158,6 +164,11 @@ class Quantize:
             if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
                 return twice
             return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}")
+        lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else 0.0
+        if lost > _LOST:
+            if chooses(self) or self.bins >= _FINE:
+                return self._each_by_its_size(leaf, parent, lost)
+            note += f"; {lost:.0%} of it are as good as zero"
         if not trade.price and (chooses(self) or plan.trade.price):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
@@ -165,6 +176,14 @@ class Quantize:
         if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
         return Stored("levels", metadata(memory), pieces, memory, met.relative_l2, "relative L2", note)
+
+    def _each_by_its_size(self, leaf: Leaf, parent: Memory | None, lost: float) -> Stored:
+        """In log buckets, whose error is relative to each element: for what no common step serves, as parts of very
+        different scale in one array."""
+        alpha = min(_RELATIVE, self.max_error or _RELATIVE)
+        stored = LogBuckets(alpha, max_error=self.max_error).encode(leaf, parent)
+        why = f"log buckets: by a common step {lost:.0%} of it would be as good as zero"
+        return dataclasses.replace(stored, note=f"{why}; {stored.note}" if stored.note else why)
 
     def _attempts(
         self, leaf: Leaf, plan: Plan, before: LevelsMemory | None

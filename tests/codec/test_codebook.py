@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import numpy as np
@@ -129,3 +130,48 @@ def test_float64_over_the_widest_range_is_compressed(scale: float, few: float, t
     (row,) = ckpt.summary()
     assert (row.error > 0) == bool((found.reshape(-1) != values).any())
     assert target is None or row.error <= target
+
+
+def _uneven(kind: str) -> tuple[torch.Tensor, slice]:
+    """Weights whose parts have very different scales, and the part that a common step takes for nothing."""
+    draw = torch.Generator().manual_seed(0)
+    if kind == "flat parameters":  # an embedding, then layers of a hundredth of its scale
+        return torch.cat([torch.randn(100_000, generator=draw), 0.01 * torch.randn(150_000, generator=draw)]), slice(
+            100_000, None
+        )
+    w = 0.02 * torch.randn(256, 256, generator=draw)
+    if kind == "large rows":
+        w[:25] *= 50
+        return w, slice(25, None)
+    w[:3, 0] = 6e4
+    return w, slice(3, None)
+
+
+@pytest.mark.parametrize("kind", ["flat parameters", "large rows", "outliers"])
+@pytest.mark.parametrize("cfg", [sp.Config(), sp.Config(rate=0.002), sp.Config(max_rel_error=0.05)], ids=str)
+def test_no_part_of_an_array_is_lost_beside_a_larger_one(kind: str, cfg: sp.Config) -> None:
+    w, small = _uneven(kind)
+    base = sp.compress({"w": w}, cfg=cfg)
+    delta = sp.compress({"w": w * 1.001}, base, cfg)
+    for ckpt, given in ((base, w), (delta, w * 1.001)):
+        found = through_bytes(ckpt, base if ckpt.is_delta else None)["w"]
+        assert float((found[small] - given[small]).norm() / given[small].norm()) < 0.15
+        (row,) = ckpt.summary()
+        if row.codec != "levels":  # outliers alone may be protected
+            assert "by a common step" in row.note
+            assert row.error <= (cfg.max_rel_error or 0.125)
+
+
+def test_of_few_bins_it_is_said_what_is_lost() -> None:
+    w, _ = _uneven("large rows")
+    (row,) = sp.compress({"w": w}, cfg=sp.Config([("weight", sp.Quantize(bins=6))])).summary()
+    assert row.codec == "levels"
+    assert re.search(r"[89]\d% of it are as good as zero", row.note)
+
+
+def test_what_is_negligible_does_not_count_as_lost() -> None:
+    w = 0.02 * torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    w[50:] *= 1e-12  # rows that weight decay has worn away
+    (row,) = sp.compress({"w": w}).summary()
+    assert row.codec == "levels"
+    assert "zero" not in row.note
