@@ -27,9 +27,10 @@ from .targets import LADDER, choices, spent
 from .trade import Trade
 
 FINEST_SKETCH = 2.0**-13
-_LOST, _FINE, _RELATIVE = 0.5, 12, 0.125
-"""Where more than this share of an array would be as good as zero, though it has at least so many bins, each of its
-elements is kept to this relative error instead. Weights of trained models lose 5 to 15 % so, by 24 bins."""
+_LOST, _FINE, _STRICT, _RELATIVE = 0.5, 12, 0.1, 0.125
+"""Where more than this share of an array would be as good as zero, though at least so many bins or at most such an error
+were asked for, each of its elements is kept to this relative error instead. Weights of trained models lose 5 to 15 % so,
+by 24 bins."""
 _STEP = 8
 """A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
 _FEW = 32
@@ -52,7 +53,8 @@ class Quantize:
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
             (the best `bins` entries) or "kmeans++"; see `codec.codebook`. An array of whose elements more than half
             would become as good as zero, for parts of it have very different scales, is kept in log buckets of a
-            relative error of 1/8 instead ("uniform", 12 bins or more, or an error target), and its note says so.
+            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less), and its note says
+            so.
         policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
             which has but a step); see `codec.codebook`.
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
@@ -166,7 +168,7 @@ class Quantize:
             return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}")
         lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else 0.0
         if lost > _LOST:
-            if chooses(self) or self.bins >= _FINE:
+            if self.max_error <= _STRICT if self.max_error is not None else self.bins >= _FINE:
                 return self._each_by_its_size(leaf, parent, lost)
             note += f"; {lost:.0%} of it are as good as zero"
         if not trade.price and (chooses(self) or plan.trade.price):

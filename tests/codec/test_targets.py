@@ -151,7 +151,8 @@ def test_what_the_sketch_foretells_is_what_nearest_levels_take_and_err(spread: s
 
 def test_the_step_is_the_widest_and_the_protected_share_the_cheapest() -> None:
     rng = np.random.default_rng(0)
-    calm, wild = (drawn(rng, s, (200, 200)).astype("f4") for s in ("normal", "outliers"))
+    calm, wild = (drawn(rng, "normal", (200, 200)).astype("f4") for _ in range(2))
+    wild[rng.random(wild.shape) < 0.002] *= 60
     ckpt = sp.compress({"calm": calm, "wild": wild}, cfg=sp.Config(max_rel_error=0.02))
     memories = [ckpt.memory_of(r) for r in ckpt.records]
     shares = []
@@ -220,7 +221,7 @@ def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: st
     chosen = row(sp.compress({"w": x}, cfg=sp.Config(max_rel_error=target), kinds={"w": "linear"})).stored_bytes
     for bins in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254):
         plain = row(sp.compress({"w": x}, cfg=sp.Config([("*", sp.Quantize(bins=bins))]), kinds={"w": "linear"}))
-        if plain.error <= target:
+        if plain.error <= target and "zero" not in plain.note:  # by a common step half of it would be lost
             break
     else:
         return
