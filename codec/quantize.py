@@ -28,9 +28,9 @@ from .trade import Trade
 
 FINEST_SKETCH = 2.0**-13
 _LOST, _FINE, _STRICT, _RELATIVE = 0.5, 12, 0.1, 0.125
-"""Where more than this share of an array would be as good as zero, though at least so many bins or at most such an error
-were asked for, each of its elements is kept to this relative error instead. Weights of trained models lose 5 to 15 % so,
-by 24 bins."""
+"""Where more than this share of an array would be as good as zero, though at least so many bins or at most such an
+error were asked for, each of its elements is kept to this relative error instead. Weights of trained models lose 5 to
+15 % so, by 24 bins."""
 _STEP = 8
 """A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
 _FEW = 32
@@ -53,7 +53,7 @@ class Quantize:
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
             (the best `bins` entries) or "kmeans++"; see `codec.codebook`. An array of whose elements more than half
             would become as good as zero, for parts of it have very different scales, is kept in log buckets of a
-            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less), and its note says
+            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less); its note says
             so.
         policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
             which has but a step); see `codec.codebook`.

@@ -196,6 +196,14 @@ def strings(name: str, values: Any) -> tuple[str, ...]:
     raise BadArgumentError(f"{name} is {shown(values)}; a sequence of strings is needed, () for none")
 
 
+def function(name: str, value: Any) -> Callable[..., Any]:
+    """`value` if it can be called; raises BadArgumentError otherwise."""
+    if not callable(value):
+        raise BadArgumentError(f"{name} is {shown(value)}; something to call is needed")
+    called: Callable[..., Any] = value
+    return called
+
+
 def instance(name: str, value: Any, kind: type[T]) -> T:
     """`value` if it is a `kind`; raises BadArgumentError otherwise."""
     if not isinstance(value, kind):

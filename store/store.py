@@ -16,7 +16,7 @@ from ..codec.config import Config, check_config
 from ..codec.drift import Earlier
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.partial import check_patterns, decompress_only
-from ..kernels.arguments import instance, number, or_none
+from ..kernels.arguments import flag, function, instance, number, or_none, sequence
 from . import branches, labels, restores
 from .agent import InMemory, InMemoryWarning, check_keep
 from .catalog import Catalog, Entry, named, unknown
@@ -163,6 +163,7 @@ class Store:
         Raises:
             CorruptDataError, MissingParentError, NewerFormatError: it is not readable.
         """
+        instance("manifest", manifest, Manifest)
         try:
             return opener(self._files, manifest)(None)
         except MissingParentError:
@@ -227,8 +228,8 @@ class Store:
 
     def go_on(self, head: Head) -> None:
         """Let the next delta build on what another object for the same store has as its head, in this process."""
+        self._at = branches.Loaded.of(self._catalog, instance("head", head, Head).last.step)
         self._head, self._trail = head, None
-        self._at = branches.Loaded.of(self._catalog, head.last.step)
 
     def read(self, step: int | str) -> Checkpoint:
         """A step's (or tag's) checkpoint, resolved: for `summary()`, or as a parent.
@@ -374,7 +375,7 @@ class Store:
             CorruptDataError, MissingParentError, NewerFormatError: the step (with None: every step) is not readable.
             OSError: the storage cannot be reached.
         """
-        patterns = None if paths is None else check_patterns(paths)
+        patterns, count = None if paths is None else check_patterns(paths), flag("count", count)
         if step is not None:
             return self._load(self._step(step), patterns, count)
         steps = self.steps()
@@ -444,7 +445,7 @@ class Store:
         Args:
             progress: called with (step, done, total) after each step.
         """
-        return problems(self._files, self._catalog, progress)
+        return problems(self._files, self._catalog, or_none("progress", progress, function))
 
     # ----------------------------------------------------------------------------------------------- housekeeping
 
@@ -465,6 +466,7 @@ class Store:
             readable and stay as they are.
         """
         max_cost = number("max_cost", max_cost, 1, 1e6)
+        progress = or_none("progress", progress, function)
         if not self._is_there():
             return []
         with self._lock.shared() as lease:
@@ -501,7 +503,7 @@ class Store:
             TimeoutError: others did not stop writing.
         """
         retention = or_none("retention", retention, instance, Retention)
-        timeout = number("timeout", timeout, 0, math.inf)
+        timeout, dry_run = number("timeout", timeout, 0, math.inf), flag("dry_run", dry_run)
         if not self._is_there():
             return []
         with self._lock.alone(timeout) as lease:
@@ -612,9 +614,9 @@ class Store:
             CorruptDataError, MissingParentError, NewerFormatError: a step is not intact; those before it are copied.
         """
         target = Store(url, self.cfg)
-        if isinstance(steps, (int, str)):
+        if isinstance(steps, str):
             raise BadArgumentError(f"steps is {steps!r}; it must be a list of steps, or None")
-        asked = self.steps() if steps is None else [self._step(step) for step in steps]
+        asked = self.steps() if steps is None else [self._step(step) for step in sequence("steps", steps)]
         chosen = {step: self._catalog.present(step).manifest for step in asked}
         with target._lock.shared() as lease:
             copy_all(self._side, chosen, target._side, lease)

@@ -515,3 +515,24 @@ def test_two_stores_in_one_folder_do_not_build_on_each_others_heads(root: Path) 
     assert sp.Store(root).verify() == {}
     for i in range(4):
         assert same(sp.Store(root).load(i), state(i))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda store: store.copy("memory://nowhere", steps=np.int64(1)), "steps is"),
+        (lambda store: store.verify(progress=3), "progress is 3"),
+        (lambda store: store.compact(progress="x"), "progress is 'x'"),
+        (lambda store: store.header(1), "manifest is 1"),
+        (lambda store: store.gc(dry_run=np.array([1, 2])), "dry_run is"),
+        (lambda store: store.load(count=np.array([1, 2])), "count is"),
+        (lambda store: store.go_on("x"), "head is 'x'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(tmp_path: Path, call: Any, said: str) -> None:
+    store = sp.Store(tmp_path)
+    store.save(1, {"w": np.zeros(2000, np.float32)})
+    with pytest.raises(sp.BadArgumentError, match=said):
+        call(store)
+    store.save(2, {"w": np.ones(2000, np.float32)})
+    assert store.steps() == [1, 2]
