@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,9 @@ class Distortion:
 
     @property
     def relative_l2(self) -> float:
-        """||y - x|| / ||x||; 0 for two zero arrays."""
+        """||y - x|| / ||x||; 0 for arrays that are equal. What is too small for a float is the smallest normal one."""
         if self.squared_error == 0.0:
-            return 0.0
+            return sys.float_info.min if self.largest_relative else 0.0
         return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else math.inf
 
     def __add__(self, other: Distortion) -> Distortion:

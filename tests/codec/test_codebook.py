@@ -118,16 +118,18 @@ def test_a_step_that_is_no_number_stays_infinite(step: float) -> None:
 
 
 @pytest.mark.parametrize("target", [None, 0.05])
-@pytest.mark.parametrize(("scale", "few"), [(1e-170, 1e150), (1e-300, 1.0), (1e-3, 1.7e308)])
+@pytest.mark.parametrize(("scale", "few"), [(1e-170, 1e150), (1e-300, 1.0), (1e-3, 1.7e308), (1.0, 0.0)])
 def test_float64_over_the_widest_range_is_compressed(scale: float, few: float, target: float | None) -> None:
     values = np.random.default_rng(0).lognormal(size=4096) * scale
     values[:5] = few * (np.arange(1, 6) / 5)
+    values[0] = max(values[0], 1.7e308 * (few == 0.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ckpt = sp.compress({"w": values.reshape(64, 64)}, cfg=sp.Config(max_rel_error=target))
     found = sp.decompress(ckpt)["w"]
     assert np.isfinite(found).all()
     (row,) = ckpt.summary()
+    # Of one huge value among small ones the error is too small for a float, and not 0 all the same.
     assert (row.error > 0) == bool((found.reshape(-1) != values).any())
     assert target is None or row.error <= target
 

@@ -51,6 +51,7 @@ def test_shapes_must_match() -> None:
 def test_parts_add_up() -> None:
     assert Distortion(1.0, 2.0, 0.5) + Distortion(2.0, 2.0, 0.25) == Distortion(3.0, 4.0, 0.5)
     assert Distortion(0.0, 0.0, 0.0).relative_l2 == 0.0
+    assert 0.0 < Distortion(0.0, 1.0, 0.5).relative_l2 < 1e-300  # something differs, and its square is no float
 
 
 @pytest.mark.parametrize("shape", STRICT_SHAPES)
