@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,3 +36,16 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert y.shape == (n,)
     assert y[places].tolist() == list(range(1, len(places) + 1))
     assert int(torch.count_nonzero(y)) == len(places)
+
+
+def test_many_small_arrays_take_little_memory() -> None:
+    """All are sketched before the first is encoded; a sketch of float64 with all its buckets takes 2 MB."""
+    rng = np.random.default_rng(0)
+    state = {"model": {f"{i}.weight": rng.standard_normal((40, 40)) for i in range(200)}}
+    sp.compress({"w": state["model"]["0.weight"]})
+    tracemalloc.start()
+    try:
+        sp.compress(state, cfg=sp.Config(rate=0.001))
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20  # 14 MB; 430 with all buckets
+    finally:
+        tracemalloc.stop()
