@@ -428,6 +428,15 @@ def same(name: str, result: Any, expected: Any) -> None:
         _same_array(name, *(host(z) if hasattr(z, "dtype") else np.asarray(z) for z in (x, y)))
 
 
+def near(name: str, result: Any, expected: Any, within: float, of_largest: float = 0.0) -> None:
+    """Raise CheckFailed unless numbers are equal up to a share of their own, and one of the largest beside it."""
+    import numpy as np
+
+    room = of_largest * float(np.abs(expected).max(initial=0.0))
+    if not np.allclose(result, expected, rtol=within, atol=room):
+        raise CheckFailed(f"{name}: further than {within:g} from what is expected")
+
+
 def _parts(result: Any) -> Iterable[Any]:
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         for one in dataclasses.fields(result):

@@ -13,11 +13,12 @@ import numpy as np
 
 from .devices import host
 from .elementwise import LEVELS, Place, oracle
-from .harness import Case, CheckFailed, Job, same
+from .harness import Case, Job, near, same
 
 _COLUMNS = 64
 _CHANGES = 1000
 _RANK = 8
+_ROUNDING = 1e-9
 _SLOW = 1 << 20
 """Most elements of a case that takes many steps an element."""
 _PREFIX = 1 << 14
@@ -98,7 +99,7 @@ def grid_symbols(at: Place) -> Job:
             oracle("grid").grid_symbols(x[:p], square[:p], 0.5),
         )
         same("symbols and counts", (found, counts), (expected[0], expected[2]))
-        _near("sums", sums, expected[1])
+        near("sums", sums, expected[1], _ROUNDING, _ROUNDING)
         return f"{at.says}, sums to 1e-9"
 
     return at.job(lambda: symbols_of(a, b, 0.5), check, 9, note="step 0.5")
@@ -122,11 +123,6 @@ def grid_values(at: Place) -> Job:
     return at.job(lambda: values_of(symbols, b, table), check, 9)
 
 
-def _near(name: str, found: Any, expected: Any) -> None:
-    if not np.allclose(found, expected, rtol=1e-9, atol=1e-9 * float(np.abs(expected).max(initial=0.0))):
-        raise CheckFailed(f"{name} are further than 1e-9 from the oracle's")
-
-
 def _second(at: Place) -> Any:
     """Second moments as a matrix of `_COLUMNS` columns, flat."""
     return np.square(at.sample.before(at.n)[: at.n // _COLUMNS * _COLUMNS])
@@ -142,7 +138,7 @@ def factor_sums(at: Place) -> Job:
         for mine, expected in zip(
             sums_of(x[:part], _COLUMNS), oracle("residual").factor_sums(square[:part], _COLUMNS), strict=True
         ):
-            _near("sums", mine, expected)
+            near("sums", mine, expected, _ROUNDING, _ROUNDING)
         return f"{part:,} elements = oracle to 1e-9"
 
     return at.job(lambda: sums_of(x, _COLUMNS), check, 4, note=f"rows of {_COLUMNS}")
@@ -167,7 +163,7 @@ def residual_symbols(at: Place) -> Job:
         found, sums, counts = symbols_of(x[:p], rows, columns, 0, 1)
         expected = oracle("residual").residual_symbols(square[:p], rows, columns, 0, 1)
         same("symbols and counts", (found, counts), (expected[0], expected[2]))
-        _near("sums", sums, expected[1])
+        near("sums", sums, expected[1], _ROUNDING, _ROUNDING)
         return f"{p:,} elements = oracle, sums to 1e-9"
 
     return at.job(lambda: symbols_of(x, rows, columns, 0, 1), check, 5, note=f"rows of {_COLUMNS}, an octave a cell")

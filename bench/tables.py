@@ -14,7 +14,7 @@ import numpy as np
 
 from . import peers
 from .elementwise import BITS, LEVELS, Place, oracle
-from .harness import Case, CheckFailed, Job, Peer, same
+from .harness import Case, CheckFailed, Job, Peer, near, same
 
 _PRECISION = 12
 _ROUNDING = 1e-12
@@ -56,11 +56,6 @@ def _job(
 
 def _numpy(call: Callable[[], object]) -> Peer:
     return Peer("NumPy", lambda: call, note="the definition, unchecked")
-
-
-def _near(name: str, found: Any, expected: Any) -> None:
-    if not np.allclose(found, expected, rtol=_ROUNDING, atol=0.0):
-        raise CheckFailed(f"{name}: {found} is further than {_ROUNDING} from {expected}")
 
 
 def _sketch(at: Place) -> Any:
@@ -119,7 +114,7 @@ def bucket_weights(at: Place) -> Job:
         return 0.2 * counts / counts.sum() + 0.8 * size / size.sum()
 
     def check() -> str:
-        _near("weights", weights_of(counts, values), plain())
+        near("weights", weights_of(counts, values), plain(), _ROUNDING)
         return "= NumPy"
 
     return _job(at, lambda: weights_of(counts, values), check, _filled(counts), [_numpy(plain)])
@@ -135,7 +130,7 @@ def prepare(at: Place) -> Job:
     def check() -> str:
         x, w, exponent = prepared(values, weights)
         same("centers", np.ldexp(x, exponent), values[weights > 0].astype(np.float64))
-        _near("weights", w / w.sum(), weights[weights > 0] / weights.sum())
+        near("weights", w / w.sum(), weights[weights > 0] / weights.sum(), _ROUNDING)
         return "centers and shares are those given"
 
     return _job(at, lambda: prepared(values, weights), check, _filled(counts))
@@ -220,7 +215,7 @@ def promote(at: Place) -> Job:
         for value in found[1:]:
             members = np.abs(steps[(exponents == np.frexp(abs(value))[1]) & (np.sign(steps) == np.sign(value))])
             # The middle of two patterns of one octave is that of their values, rounded once.
-            _near("value", abs(value), np.float32((float(members.min()) + float(members.max())) / 2))
+            near("value", abs(value), np.float32((float(members.min()) + float(members.max())) / 2), _ROUNDING)
         return f"{found.size - 1} values = the middle of what they stand for"
 
     return _job(at, lambda: promoted(buckets, 3), check, "3 bits")
@@ -325,8 +320,8 @@ def entropy_bits(at: Place) -> Job:
         return float((counts * np.log2(np.maximum(counts.sum(axis=1, keepdims=True), 1) / present)).sum())
 
     def check() -> str:
-        _near("bits", bits_of(counts), oracle("rans").entropy_bits(counts))
-        _near("bits", bits_of(counts), plain())
+        near("bits", bits_of(counts), oracle("rans").entropy_bits(counts), _ROUNDING)
+        near("bits", bits_of(counts), plain(), _ROUNDING)
         return f"= oracle and NumPy to {_ROUNDING:g}"
 
     return _job(at, lambda: bits_of(counts), check, _OF_LEVELS, [_numpy(plain)])
@@ -343,8 +338,10 @@ def coding_cost(at: Place) -> Job:
         return float((counts * (_PRECISION - np.log2(np.where(counts > 0, table, 1)))).sum())
 
     def check() -> str:
-        _near("bits", cost_of(counts, table, _PRECISION), oracle("rans").coding_cost(counts, table, _PRECISION))
-        _near("bits", cost_of(counts, table, _PRECISION), plain())
+        near(
+            "bits", cost_of(counts, table, _PRECISION), oracle("rans").coding_cost(counts, table, _PRECISION), _ROUNDING
+        )
+        near("bits", cost_of(counts, table, _PRECISION), plain(), _ROUNDING)
         return f"= oracle and NumPy to {_ROUNDING:g}"
 
     return _job(at, lambda: cost_of(counts, table, _PRECISION), check, _OF_LEVELS, [_numpy(plain)])

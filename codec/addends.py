@@ -99,8 +99,8 @@ def added(before: NpArray, levels: NpArray, addends: NpArray, spec: LeafSpec) ->
     with np.errstate(all="ignore"):
         for part in blocks(levels.size, spec):
             out[part] = rounded(float_values(before[part], spec) + float_values(steps[part], spec), spec)
-    still = levels == 0  # to the bit also where the processor takes subnormal numbers for zero
-    out.view(addends.dtype)[still] = before.view(addends.dtype)[still]
+    # To the bit also where the processor takes subnormal numbers for zero.
+    np.copyto(out.view(addends.dtype), before.view(addends.dtype), where=levels == 0)
     return out
 
 

@@ -133,10 +133,11 @@ class Quantize:
         """
         if before is None or not self.protect or not spec.size:
             return ""
-        share = share_at_or_above(plan.sketch.signed.magnitude(), plan.thresholds.protect_magnitude)
+        signed = plan.sketch.signed
+        share = share_at_or_above(signed.magnitude(), plan.thresholds.protect_magnitude)
         was = before.protected.size / spec.itemsize / spec.size
         passed = any(was < _STEP**n * self.protect <= share for n in range(1, 20))
-        passed = passed and share * plan.sketch.signed.total >= _FEW
+        passed = passed and share * signed.total >= _FEW
         return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
 
     def _moved(self, thresholds: Thresholds, before: LevelsMemory | None) -> str:
@@ -168,7 +169,7 @@ class Quantize:
             return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}")
         lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else 0.0
         if lost > _LOST:
-            if self.max_error <= _STRICT if self.max_error is not None else self.bins >= _FINE:
+            if fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT:
                 return self._each_by_its_size(leaf, parent, lost)
             note += f"; {lost:.0%} of it are as good as zero"
         if not trade.price and (chooses(self) or plan.trade.price):

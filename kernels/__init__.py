@@ -228,7 +228,6 @@ def make_callable(module: str, function: Callable[..., Any]) -> None:
         "__call__": staticmethod(function),
         "__signature__": inspect.signature(function),
         "__reduce__": lambda self: (import_module, (module,)),  # a copy or pickle of a module is the module
-        "__doc__": function.__doc__,
     }
     sys.modules[module].__class__ = type("CallableModule", (ModuleType,), members)
     sys.modules[module].__doc__ = function.__doc__

@@ -70,7 +70,8 @@ class Estimator:
         self._leaves = list(leaves)
         self._parents = [beneath(parent, leaf.spec) for leaf, parent in zip(leaves, parents, strict=True)]
         self._sketches = sketched(codec, self._leaves)
-        scales = [upper_threshold(s.signed.magnitude(), s.signed.total / 2) for s in self._sketches]
+        signed = (s.signed for s in self._sketches)
+        scales = [upper_threshold(h.magnitude(), h.total / 2) for h in signed]
         self._chosen = representatives(self._leaves, scales)
         total = sum(self._leaves[i].spec.size for i, _ in self._chosen)
         self._samples = {i: sample(self._leaves[i], self._parents[i], total) for i, _ in self._chosen}

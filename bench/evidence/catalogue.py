@@ -56,8 +56,9 @@ def kernels() -> str:
     lines = []
     for name, subject in functions().items():
         files = [_link(where, path.format(subject), name) for where, path in PLACES.items()]
-        rows = [found.get((ROWS.get(name, name), cpu)) for cpu in (True, False)]
-        lines.append([f"`{name}`", *files, *("" if row is None else _figure(row) for row in rows)])
+        host, card = (found.get((ROWS.get(name, name), cpu)) for cpu in (True, False))
+        on_card = NONE if dict(zip(PLACES, files, strict=True))["Triton"] else ""
+        lines.append([f"`{name}`", *files, _figure(host), _figure(card) or on_card])
     return markdown(["", *PLACES, "CPU, one thread", "GPU"], lines)
 
 
@@ -69,8 +70,10 @@ def _link(where: str, path: str, name: str) -> str:
     return f"[{where}](../{path})" if there else ""
 
 
-def _figure(row: Json) -> str:
-    """A rate with its share of the copy's, or a time."""
+def _figure(row: Json | None) -> str:
+    """A rate with its share of the copy's, or a time; nothing where there is no row."""
+    if row is None:
+        return ""
     if row["value"] is None:
         return NONE
     share = f", {number(row['ratio'], 2)} x {row['peer']}" if row["peer"] in FLOORS else ""

@@ -164,6 +164,13 @@ def test_no_part_of_an_array_is_lost_beside_a_larger_one(kind: str, cfg: sp.Conf
             assert row.error <= (cfg.max_rel_error or 0.125)
 
 
+def test_bins_of_embeddings_count_for_embeddings() -> None:
+    w, _ = _uneven("large rows")
+    cfg = sp.Config([("*", sp.Quantize(bins=6, embedding_bins=24))])
+    rows = sp.compress({"a": w, "b": w * 2}, cfg=cfg, kinds={"a": "embedding", "b": "linear"}).summary()
+    assert [row.codec for row in rows] == ["log-buckets", "levels"]
+
+
 def test_of_few_bins_it_is_said_what_is_lost() -> None:
     w, _ = _uneven("large rows")
     (row,) = sp.compress({"w": w}, cfg=sp.Config([("weight", sp.Quantize(bins=6))])).summary()
