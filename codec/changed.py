@@ -21,10 +21,11 @@ from ..kernels.arguments import check_field, choice
 from ..kernels.mask import changed_mask, gather, scatter
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
+from .chunks import Chunk, chunks_of
 from .errors import CorruptDataError
 from .exact import PLAIN, BytesMemory, decode_chunk, encode_chunk
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory
+from .leaves import Array, LeafSpec, NpArray, as_bytes
 from .parallel import map_chunks
 
 FULL, MASKED = range(2)
@@ -150,18 +151,15 @@ def decode_changed(
 ) -> BytesMemory:
     """The stream format "changed"."""
     step = CHUNK * spec.itemsize
-    starts = range(0, spec.nbytes, step)
-    if len(pieces) != len(starts):
-        raise CorruptDataError(f"changed: {len(pieces)} pieces for {len(starts)} chunks")
+    chunks = chunks_of("changed", pieces, spec.nbytes, spec.nbytes, step=step)
     before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
-    check_memory(spec.nbytes, "changed")
     data = np.empty(spec.nbytes, np.uint8)
 
-    def one(number: int) -> None:
-        part = slice(starts[number], starts[number] + step)
-        _decode_part(pieces[number], data[part], spec, None if before is None else before[part])
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        _decode_part(piece, data[part], spec, None if before is None else before[part])
 
-    map_chunks(one, range(len(starts)))
+    map_chunks(one, chunks)
     return BytesMemory(data)
 
 

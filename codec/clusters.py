@@ -28,10 +28,11 @@ from . import entropy
 from .addends import blocks
 from .base import CHUNK, Leaf, Memory, Stored
 from .casting import float_values, rounded
+from .chunks import Chunk, chunks_of
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest, on_host
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, largest, on_host
 from .moments import ValuesMemory
 from .parallel import map_chunks
 
@@ -156,20 +157,17 @@ def decode_clusters(
     """The stream format "clusters"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"clusters: {spec.dtype} has none")
-    starts = range(0, spec.size, CHUNK)
-    if len(pieces) != len(starts):
-        raise CorruptDataError(f"clusters: {len(pieces)} pieces for {len(starts)} chunks")
-    check_memory(spec.nbytes, "clusters")
+    chunks = chunks_of("clusters", pieces, spec.nbytes, spec.nbytes, step=CHUNK * spec.itemsize)
     data = np.empty(spec.nbytes, np.uint8)
 
-    def one(number: int) -> None:
-        start = starts[number] * spec.itemsize
-        part = data[start : start + CHUNK * spec.itemsize]
-        values = _unpack(pieces[number], part.size // spec.itemsize)
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        out = data[part]
+        values = _unpack(piece, out.size // spec.itemsize)
         with np.errstate(all="ignore"):
-            part[:] = rounded(values, spec)
+            out[:] = rounded(values, spec)
 
-    map_chunks(one, range(len(starts)))
+    map_chunks(one, chunks)
     return ValuesMemory(from_bytes(data, spec))
 
 

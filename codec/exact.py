@@ -26,10 +26,11 @@ from ..kernels.levels import joint_counts
 from ..kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
+from .chunks import Chunk, chunks_of
 from .differences import decode_differences, difference_bits, difference_of, encode_differences
 from .errors import CorruptDataError
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .parallel import map_chunks
 from .places import columns_of
 from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
@@ -250,21 +251,15 @@ def decode_bytes(
     sibling: Array | None = None,
 ) -> BytesMemory:
     """The stream format "bytes"."""
-    total = spec.nbytes
-    step = CHUNK * 4
-    starts = range(0, total, step)
-    if len(pieces) != len(starts):
-        raise CorruptDataError(f"exact: {len(pieces)} pieces for {len(starts)} chunks")
-    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == total else None
-    check_memory(total, "exact")
-    data = np.empty(total, np.uint8)
+    chunks = chunks_of("exact", pieces, spec.nbytes, spec.nbytes, step=CHUNK * 4)
+    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
+    data = np.empty(spec.nbytes, np.uint8)
 
-    def one(number: int) -> None:
-        start = starts[number]
-        part = data[start : start + step]
-        decode_chunk(pieces[number], part, spec, None if before is None else before[start : start + step])
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        decode_chunk(piece, data[part], spec, None if before is None else before[part])
 
-    map_chunks(one, range(len(starts)))
+    map_chunks(one, chunks)
     return BytesMemory(data)
 
 

@@ -39,11 +39,12 @@ from . import entropy
 from .addends import added, blocks, decode_addends, encode_addends
 from .base import CHUNK, Leaf, Memory, Stored
 from .casting import float_values, rounded
+from .chunks import Chunk, chunks_of
 from .codebook import unit
 from .errors import BadArgumentError, CorruptDataError
 from .exact import BytesMemory, Exact, decode_chunk, encode_chunk
 from .fields import Piece, Reader, Writer
-from .leaves import LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import LeafSpec, NpArray, as_bytes, from_bytes
 from .parallel import map_chunks
 
 LEVELS, RESTATED = range(2)
@@ -358,9 +359,8 @@ def decode_exponent(
     """The stream format "exponent"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"exponent: {spec.dtype} has no buckets")
-    starts = range(0, spec.size, CHUNK)
-    if len(pieces) != len(starts) + 1:
-        raise CorruptDataError(f"exponent: {len(pieces)} pieces for {len(starts)} chunks")
+    step = CHUNK * spec.itemsize
+    chunks = chunks_of("exponent", pieces, spec.nbytes, spec.nbytes, step=step, head=True)
     before = parent_bytes(parent, spec)
     inherited = parent.tables if isinstance(parent, ExponentMemory) else ()
     head = Reader(pieces[0], "exponent")
@@ -375,20 +375,18 @@ def decode_exponent(
     else:
         raise CorruptDataError(f"exponent: form {form} is unknown")
     head.end()
-    check_memory(spec.nbytes, "exponent")
     data = np.empty(spec.nbytes, np.uint8)
 
-    def one(number: int) -> None:
-        part = _bytes_of(starts[number], spec)
-        own, piece = data[part], pieces[number + 1]
-        old = None if before is None else before[part]
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        own, old = data[part], None if before is None else before[part]
         if form == RESTATED:
             _decode_restated(piece, own, spec, old)
         elif old is not None:
             levels = meaning.levels(piece, own.size // spec.itemsize)
             own[:] = added(old, levels, meaning.addends, spec)
 
-    map_chunks(one, range(len(starts)))
+    map_chunks(one, chunks)
     return ExponentMemory(data, tables)
 
 

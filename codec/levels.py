@@ -21,10 +21,11 @@ from ..kernels.planes import difference, merge_planes, split_planes, undifferenc
 from . import entropy
 from .base import CHUNK, Memory
 from .casting import from_bfloat16
+from .chunks import Chunk, chunks_of
 from .codebook import MOST, spacing, to_8_bits
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .parallel import map_chunks
 from .places import columns_of
 from .protected import held_patterns
@@ -192,19 +193,16 @@ def decode_levels(
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"levels: {spec.dtype} has none")
     before = beneath(parent, spec)
-    starts = range(0, spec.size, CHUNK)
-    if len(pieces) != len(starts) + 1:
-        raise CorruptDataError(f"levels: {len(pieces)} pieces for {len(starts)} chunks")
-    check_memory(2 * spec.size, "levels")
+    chunks = chunks_of("levels", pieces, spec.size, 2 * spec.size, step=CHUNK, head=True)
     levels = np.empty(spec.size, np.uint8)
 
-    def one(number: int) -> None:
-        part = slice(starts[number], starts[number] + CHUNK)
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
         own = levels[part]
         parent_levels = None if before is None else before.levels[part]
-        own[:] = entropy.decode(pieces[number + 1], own.size, parent_levels, 0 if before is None else before.size)
+        own[:] = entropy.decode(piece, own.size, parent_levels, 0 if before is None else before.size)
 
-    map_chunks(one, range(len(starts)))
+    map_chunks(one, chunks)
     codebook, protected = _read_references(pieces[0], spec, levels, before)
     if levels.size and int(levels.max()) >= codebook.size + 2:
         raise CorruptDataError("levels: a level is beyond the codebook")

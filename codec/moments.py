@@ -26,11 +26,12 @@ from ..kernels.logbucket import bucket_index, bucket_value
 from ..kernels.octaves import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
+from .chunks import Chunk, chunks_of
 from .codebook import scaled_distortion, unit
 from .errors import CorruptDataError
 from .exact import Exact
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 from .parallel import map_chunks
 
 _SIGNS, _NOT_FINITE = 1, 2
@@ -177,18 +178,14 @@ def decode_log_buckets(
     bits = meta.get("b")
     if type(bits) is not int or not 0 <= bits <= min(16, fmt.mantissa):
         raise CorruptDataError(f"log buckets: {bits!r} bits out of range")
-    starts = range(0, spec.size, CHUNK)
-    if len(pieces) != len(starts):
-        raise CorruptDataError(f"log buckets: {len(pieces)} pieces for {len(starts)} chunks")
-    check_memory(spec.nbytes, "log buckets")
+    chunks = chunks_of("log buckets", pieces, spec.nbytes, spec.nbytes, step=CHUNK * spec.itemsize)
     data = np.empty(spec.nbytes, np.uint8)
 
-    def one(number: int) -> None:
-        start = starts[number] * spec.itemsize
-        part = data[start : start + CHUNK * spec.itemsize]
-        _decode_chunk(pieces[number], part, spec, fmt.octaves, bits)
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        _decode_chunk(piece, data[part], spec, fmt.octaves, bits)
 
-    map_chunks(one, range(len(starts)))
+    map_chunks(one, chunks)
     return ValuesMemory(from_bytes(data, spec))
 
 

@@ -30,7 +30,7 @@ def sample_sizes(rows: Sequence[int]) -> list[int]:
     return [min(n, int(np.ceil(wanted * n / total))) for n in rows]
 
 
-def spread(rows: int, count: int) -> NpArray:
+def evenly(rows: int, count: int) -> NpArray:
     """`count` row numbers below `rows`, evenly spaced."""
     return (2 * np.arange(count, dtype=np.int64) + 1) * rows // (2 * count) if count else np.empty(0, np.int64)
 

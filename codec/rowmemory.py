@@ -87,7 +87,7 @@ class RowsMemory:
 
     def values(self, spec: LeafSpec) -> Array:
         """Dequantize."""
-        columns = columns_of(spec)
+        columns = row_length(spec)
         data = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
         step = max(1, CHUNK // columns)
 
@@ -100,7 +100,7 @@ class RowsMemory:
 
     def decoded(self, spec: LeafSpec) -> NpArray:
         """The bytes of the rows, uint8 [R, bytes of a row]."""
-        columns = columns_of(spec)
+        columns = row_length(spec)
         out = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
         for style, at, records in self.groups():
             values = records if style.method == "raw" else _narrowed(dequantized(records, style, columns), spec)
@@ -137,7 +137,7 @@ class RowsMemory:
         return RowsMemory(self.table, self.style[rows], tuple(records))
 
 
-def columns_of(spec: LeafSpec) -> int:
+def row_length(spec: LeafSpec) -> int:
     """Elements of a row: rows go along the first axis."""
     return spec.size // spec.shape[0]
 

@@ -28,12 +28,13 @@ from ..kernels.mask import unpack_mask
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
 from .casting import float_values
+from .chunks import Chunk, chunks_of
 from .errors import BadArgumentError, CorruptDataError
 from .exact import Exact, decode_chunk, encode_chunk
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 from .parallel import map_chunks
-from .profile import DEFAULT_BINS, sample_sizes, search_parameters, spread
+from .profile import DEFAULT_BINS, evenly, sample_sizes, search_parameters
 from .rowmemory import (
     METHODS,
     MOST_STYLES,
@@ -42,13 +43,13 @@ from .rowmemory import (
     RowsMemory,
     Style,
     all_of,
-    columns_of,
     joined,
     opened,
     pack_codes,
     picked,
     quantized,
     replaced,
+    row_length,
     same_records,
 )
 
@@ -236,7 +237,7 @@ class Rows:
         note = f"{missed:,} rows changed that were not marked as touched; they are stored, too" if missed else ""
         meta, pieces = _write(leaf.spec, memory, before, self.coder)
         if style == RAW and plan != RAW:
-            narrow = plan.length(columns_of(leaf.spec), leaf.spec.itemsize) >= _row_bytes(leaf.spec)
+            narrow = plan.length(row_length(leaf.spec), leaf.spec.itemsize) >= _row_bytes(leaf.spec)
             why = "rows this short are not smaller quantized" if narrow else f"8 bits miss {self.max_error:g}"
             note = "; ".join(part for part in (f"exact: {why}", note) if part)
         # In `RAW` a row is either the parent's to the bit or stored.
@@ -252,12 +253,12 @@ class Rows:
                 else:
                     styles.append(Style("asymmetric" if plan.method == "adaptive" else plan.method, width))
             styles.append(RAW)
-        smaller = [s for s in styles if s == RAW or s.length(columns_of(spec), spec.itemsize) < _row_bytes(spec)]
+        smaller = [s for s in styles if s == RAW or s.length(row_length(spec), spec.itemsize) < _row_bytes(spec)]
         return smaller or [RAW]
 
 
 def _row_bytes(spec: LeafSpec) -> int:
-    return columns_of(spec) * spec.itemsize
+    return row_length(spec) * spec.itemsize
 
 
 def _has_rows(leaf: Leaf) -> bool:
@@ -286,12 +287,12 @@ def marked_rows(bits: Any, rows: int, path: str) -> NpArray | None:
 
 def _rows_of(leaf: Leaf) -> Array:
     """The values as a matrix, rows along the first axis."""
-    return leaf.flat.reshape(leaf.spec.shape[0], columns_of(leaf.spec))
+    return leaf.flat.reshape(leaf.spec.shape[0], row_length(leaf.spec))
 
 
 def _sample(leaf: Leaf, count: int) -> NpArray:
     """Evenly spaced rows, float32 on the host."""
-    rows = picked(_rows_of(leaf), spread(leaf.spec.shape[0], count))
+    rows = picked(_rows_of(leaf), evenly(leaf.spec.shape[0], count))
     with np.errstate(over="ignore"):
         wide = float_values(as_bytes(rows.reshape(-1)), leaf.spec).astype(np.float32)
     return wide.reshape(count, -1)
@@ -345,7 +346,7 @@ def _quantize(
     from step to step, and edits by hand move others. So all rows are compared, and a missing mark is counted.
     """
     spec, x = leaf.spec, _rows_of(leaf)
-    step = max(1, CHUNK // columns_of(spec))
+    step = max(1, CHUNK // row_length(spec))
     starts = range(0, spec.shape[0], step)
     parents = [None] * len(starts) if before is None else before.split(step)
     seen = before.prints if isinstance(before, SeenRows) else None
@@ -457,7 +458,7 @@ def _write(
     spec: LeafSpec, memory: RowsMemory, before: RowsMemory | None, coder: str
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Metadata and pieces of a memory, as a delta where there is a parent; in a base every row is its own."""
-    step = max(1, CHUNK // columns_of(spec))
+    step = max(1, CHUNK // row_length(spec))
     parts = memory.split(step)
     parents = [None] * len(parts) if before is None else before.split(step)
     pieces = map_chunks(lambda pair: _write_chunk(spec, *pair, coder), list(zip(parts, parents, strict=True)))
@@ -470,7 +471,7 @@ def _write_chunk(spec: LeafSpec, memory: RowsMemory, before: RowsMemory | None, 
         symbols[same_records(memory, before)] = 0
     out = Writer()
     out.block(_coded(symbols, coder))
-    columns = columns_of(spec)
+    columns = row_length(spec)
     for symbol, (style, at, records) in enumerate(memory.groups(), 1):
         own = np.flatnonzero(symbols == symbol)
         if not own.size:
@@ -515,7 +516,7 @@ def _flat32(size: int) -> LeafSpec:
 def _parent_bytes(known: RowsMemory | None, spec: LeafSpec) -> NpArray | None:
     if known is None:
         return None
-    return known.decoded(dataclasses.replace(spec, shape=(known.style.size, columns_of(spec)))).reshape(-1)
+    return known.decoded(dataclasses.replace(spec, shape=(known.style.size, row_length(spec)))).reshape(-1)
 
 
 def _parent_codes(known: RowsMemory | None, style: Style, columns: int) -> tuple[NpArray | None, NpArray | None]:
@@ -577,18 +578,15 @@ def decode_rows(
     rows = spec.shape[0]
     before = parent if isinstance(parent, RowsMemory) and parent.style.size == rows else None
     table = _read_styles(meta, spec)
-    step = max(1, CHUNK // columns_of(spec))
-    starts = range(0, rows, step)
-    if len(pieces) != len(starts):
-        raise CorruptDataError(f"rows: {len(pieces)} pieces for {len(starts)} chunks")
-    check_memory(spec.nbytes + rows, "rows")
-    parents = [None] * len(starts) if before is None else before.split(step)
+    step = max(1, CHUNK // row_length(spec))
+    chunks = chunks_of("rows", pieces, rows, spec.nbytes + rows, step=step)
+    parents = [None] * len(chunks) if before is None else before.split(step)
 
-    def one(number: int) -> RowsMemory:
-        count = min(step, rows - starts[number])
-        return _read_chunk(pieces[number], spec, table, count, parents[number])
+    def one(both: tuple[Chunk, RowsMemory | None]) -> RowsMemory:
+        (piece, part), old = both
+        return _read_chunk(piece, spec, table, part.stop - part.start, old)
 
-    return joined(map_chunks(one, range(len(starts))))
+    return joined(map_chunks(one, zip(chunks, parents, strict=True)))
 
 
 def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
@@ -608,7 +606,7 @@ def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
             and 0.0 <= style.ratio <= 1.0
             and (style.method == "adaptive") == (style.num_bins > 0) == (style.ratio > 0)
         )
-        if style != RAW and not (quantizer and style.length(columns_of(spec), spec.itemsize) < _row_bytes(spec)):
+        if style != RAW and not (quantizer and style.length(row_length(spec), spec.itemsize) < _row_bytes(spec)):
             raise CorruptDataError(f"rows: {str(row)[:60]} is no style of rows of {_row_bytes(spec)} bytes")
         table.append(style)
     if any(a >= b for a, b in itertools.pairwise(table)):
@@ -624,7 +622,7 @@ def _read_chunk(
     if int(symbols.max()) > len(table) or (before is None and int(symbols.min()) == 0):
         raise CorruptDataError("rows: a style is not in the table, or a row is a parent's that is not there")
     own = np.flatnonzero(symbols)
-    columns = columns_of(spec)
+    columns = row_length(spec)
     records = []
     for symbol, style in enumerate(table, 1):
         at = np.flatnonzero(symbols == symbol)

@@ -29,9 +29,10 @@ from ..kernels.residual import factor_sums, residual_factors, residual_symbols, 
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
 from .casting import rounded, to_bfloat16
+from .chunks import Chunk, chunks_of
 from .errors import BadArgumentError, CorruptDataError
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, check_memory, from_bytes, on_host
+from .leaves import Array, LeafSpec, NpArray, from_bytes, on_host
 from .moments import LogBuckets, check_limits
 from .parallel import map_chunks
 from .symbolvalues import (
@@ -315,13 +316,10 @@ def decode_rank_one(
 ) -> RankOneMemory:
     """The stream format "rank-one"."""
     shape = matrix_shape(spec)
-    if shape is None or not pieces:
+    if shape is None:
         raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is no matrix of it")
+    chunks = chunks_of("rank one", pieces, spec.size, 8 * (shape[0] + shape[1]) + spec.size, step=CHUNK, head=True)
     head = Reader(pieces[0], "rank one")
-    starts = range(0, spec.size, CHUNK)
-    if len(pieces) != len(starts) + 1:
-        raise CorruptDataError(f"rank one: {len(pieces)} pieces for {len(starts)} chunks")
-    check_memory(8 * (shape[0] + shape[1]) + spec.size, "rank one")
     before = _rank_one(parent, spec)
     rows = _read_factors(head.block(), shape[0], None if before is None else before.rows)
     columns = _read_factors(head.block(), shape[1], None if before is None else before.columns)
@@ -330,11 +328,11 @@ def decode_rank_one(
 
     symbols = np.empty(spec.size, np.uint8)
 
-    def one(number: int) -> NpArray:
-        own = symbols[starts[number] : starts[number] + CHUNK]
-        old = None if before is None else before.symbols[starts[number] : starts[number] + CHUNK]
-        own[:], escaped = read_chunk(pieces[number + 1], own.size, NO_RESIDUAL, old)
+    def one(chunk: Chunk) -> NpArray:
+        piece, part = chunk
+        own, old = symbols[part], None if before is None else before.symbols[part]
+        own[:], escaped = read_chunk(piece, own.size, NO_RESIDUAL, old)
         return escaped
 
-    escaped = np.concatenate(map_chunks(one, range(len(starts))))
+    escaped = np.concatenate(map_chunks(one, chunks))
     return RankOneMemory(symbols, rows, columns, table, escaped)

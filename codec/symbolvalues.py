@@ -11,9 +11,10 @@ from ..kernels.arrays import on_gpu
 from . import entropy
 from .base import CHUNK
 from .casting import float_values, rounded
+from .chunks import Chunk, chunks_of
 from .errors import CorruptDataError
 from .fields import Reader, Writer
-from .leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, on_host
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 from .moments import ValuesMemory
 from .parallel import map_chunks
 
@@ -123,17 +124,13 @@ def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = 
 
 def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:
     """An array by chunks, `one(piece, start, n)` giving the float32 values of each; raises CorruptDataError."""
-    starts = range(0, spec.size, CHUNK)
-    if len(pieces) != len(starts) + 1:
-        raise CorruptDataError(f"moment: {len(pieces)} pieces for {len(starts)} chunks")
-    check_memory(spec.nbytes, "moment")
+    chunks = chunks_of("moment", pieces, spec.size, spec.nbytes, step=CHUNK, head=True)
     data = np.empty(spec.nbytes, np.uint8)
 
-    def chunk(number: int) -> None:
-        start = starts[number]
-        n = min(CHUNK, spec.size - start)
-        values = rounded(one(pieces[number + 1], start, n), spec)
-        data[start * spec.itemsize : (start + n) * spec.itemsize] = values
+    def decode(chunk: Chunk) -> None:
+        piece, part = chunk
+        values = rounded(one(piece, part.start, part.stop - part.start), spec)
+        data[part.start * spec.itemsize : part.stop * spec.itemsize] = values
 
-    map_chunks(chunk, range(len(starts)))
+    map_chunks(decode, chunks)
     return ValuesMemory(from_bytes(data, spec))

@@ -50,11 +50,11 @@ def without_lowest_digit(number: int, base: int) -> int:
     return number - number // unit % base * unit
 
 
-def spread(steps: int, depth: int) -> int:
+def digit_base(steps: int, depth: int) -> int:
     """The least base g >= 2 in which no number below `steps` has more than `depth` (1 or more) non-zero digits.
 
     Example:
-        >>> spread(100, 2), spread(100, 6), spread(100, 1)
+        >>> digit_base(100, 2), digit_base(100, 6), digit_base(100, 1)
         (10, 2, 99)
     """
     for base in itertools.count(2):
@@ -190,7 +190,7 @@ class Compaction:
                 deepest = max(deepest, above)
             stack.extend((child, above) for child in node.children.values())
         room = int((self._max_cost - 1) / share + 1e-6)
-        return spread(deepest, room) if room else None
+        return digit_base(deepest, room) if room else None
 
     def _step(self, entry: Entry, ckpt: Checkpoint, live: tuple[_Live, ...], base: int | None) -> tuple[_Live, ...]:
         """Move a step to its new parent; returns what the steps above it may be coded against."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.store import compaction
-from shrinkpoint.store.compaction import LEAST_SHARE, spread, without_lowest_digit
+from shrinkpoint.store.compaction import LEAST_SHARE, digit_base, without_lowest_digit
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.store import NotCompactedWarning
@@ -42,8 +42,8 @@ def test_clearing_digits(number: int, base: int) -> None:
 
 
 @given(st.integers(1, 3000), st.integers(1, 8))
-def test_spread_is_the_least(steps: int, depth: int) -> None:
-    base = spread(steps, depth)
+def test_digit_base_is_the_least(steps: int, depth: int) -> None:
+    base = digit_base(steps, depth)
     assert all(len(list(_walk(i, base))) <= depth for i in range(steps))
     assert base == 2 or any(len(list(_walk(i, base - 1))) > depth for i in range(steps))
 
