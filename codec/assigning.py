@@ -44,6 +44,7 @@ _GAIN = 0.5
 _BORNE, _TRIES = 0.25, 2
 """Part of the squared error that an overshoot may be; aims that are tried before none."""
 _NONE = Distortion(0.0, 0.0, 0.0)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ def _coded(
     """As `assigned`, with an aim; beside it by how much that was too far, 0 where it will do."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
-    keeps = bool(trade.price) and codebook.size > 0
+    # Prices are compared in float32: what it does not hold stays at the nearest levels.
+    keeps = bool(trade.price) and codebook.size > 0 and float(np.abs(codebook).max()) <= _LARGEST
 
     def one(start: int) -> _Part:
         part = slice(start, start + CHUNK)

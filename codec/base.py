@@ -24,10 +24,6 @@ CHUNK = 1 << 22
 """Elements coded at once: bounds the memory in use and is the unit of parallel work inside one large array."""
 
 
-NUMPY_DEFAULTS: Any = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
-"""NumPy's own reactions to floating-point errors, whatever a caller set: `np.seterr(all="raise")` is no concern."""
-
-
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """An array to encode: its flat values, and what is known beside them.

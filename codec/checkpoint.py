@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 from blake3 import blake3
 
 from . import container, tree
-from .base import NUMPY_DEFAULTS, Memory
+from .arithmetic import own_arithmetic
+from .base import Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
 from .parallel import map_arrays, map_chunks
@@ -179,6 +179,7 @@ class Checkpoint:
 
     __slots__ = ("_body", "_by_key", "_data", "_header", "_id", "_memory", "_nodes", "_records")
 
+    @own_arithmetic()
     def __init__(self, data: bytes | Ranged, memory: dict[str, Memory] | None, claimed: str = "") -> None:
         """Use `compress` or `from_bytes`; this only takes bytes apart.
 
@@ -344,7 +345,7 @@ class Checkpoint:
             if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
                 raise CorruptDataError(f"header: {record.path}: {other.path} beside it is of another kind")
             if sibling is None:
-                sibling = self.memory_of(other, prev).values(other.spec)
+                sibling = self.values_of(other, prev)
             if record.format.beside is not None:
                 sibling = record.format.beside(sibling, other.spec)
         try:
@@ -352,11 +353,17 @@ class Checkpoint:
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
 
+    @own_arithmetic()
+    def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Array:
+        """The decoded values of one array, flat; arguments as `memory_of` has them."""
+        return self.memory_of(record, prev, sibling).values(record.spec)
+
     def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
         """The bytes of one array, their checksums verified."""
         starts = itertools.accumulate(record.lengths, initial=record.offset)
         return [self._body.piece(start, length) for start, length in zip(starts, record.lengths, strict=False)]
 
+    @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
         """Decode these arrays and keep their memory, for `memory_of`; nothing else of the file is fetched."""
         check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
@@ -389,7 +396,7 @@ class Checkpoint:
         self._memory[key] = memory
         return memory
 
-    @np.errstate(**NUMPY_DEFAULTS)
+    @own_arithmetic()
     def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
         wanted = [r for r in self._records if r.format.has_deltas]
         needed = sum(r.spec.nbytes if r.format.is_wide else r.spec.size for r in wanted)
@@ -428,7 +435,7 @@ def check_resolved(prev: Any) -> Checkpoint:
     return prev
 
 
-@np.errstate(**NUMPY_DEFAULTS)
+@own_arithmetic()
 def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
     """The state a checkpoint holds: the same tree, keys, dtypes and shapes.
 
@@ -467,7 +474,7 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
 
     def values(record: ArrayRecord, sibling: Array | None = None) -> Array:
         try:
-            return ckpt.memory_of(record, prev, sibling).values(record.spec)
+            return ckpt.values_of(record, prev, sibling)
         except MemoryError:
             raise _too_large(record) from None
 

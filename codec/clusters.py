@@ -12,6 +12,7 @@ Mean, deviation and clusters are those of a chunk, so that memory stays bounded 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -93,13 +94,15 @@ class Clusters:
             except BadArgumentError:  # not finite, or too wide for float32
                 return None
             met, relative, nonzero = _errors(x, cluster_dequantize(codes, labels, scale, minimum), spec)
+            if not math.isfinite(met.squared_error):  # entry * scale + minimum was rounded beyond the largest number
+                return None
             piece = _pack(on_host(codes), labels, on_host(scale), on_host(minimum), self.coder)
             return piece, met, relative, nonzero
 
         parts = map_chunks(one, range(0, spec.size, CHUNK))
         done = [p for p in parts if p is not None]
         if len(done) < len(parts):
-            return _exactly(leaf, parent, "what is not finite has no cluster")
+            return _exactly(leaf, parent, "what is not finite, or would not be, has no cluster")
         met = sum((p[1] for p in done), Distortion(0.0, 0.0, 0.0))
         if self.max_error is not None and met.relative_l2 > self.max_error:
             return _exactly(leaf, parent, f"{self.clusters} clusters miss the error target {self.max_error:g}")
@@ -126,10 +129,8 @@ def _errors(x: Array, values: Array, spec: LeafSpec) -> tuple[Distortion, float,
 
 def _differences(x: Array, y: Array) -> tuple[Distortion, float, int]:
     some = x != 0
-    own = x[some]
-    off = abs((y[some] - own) / own)
-    total = off.sum(dtype=np.float64) if isinstance(off, np.ndarray) else off.double().sum()
-    return distortion(x, y), float(total), int(own.shape[0])
+    own, other = (a[some].astype(np.float64) if isinstance(a, np.ndarray) else a[some].double() for a in (x, y))
+    return distortion(x, y), float(abs((other - own) / own).sum()), int(own.shape[0])
 
 
 def _pack(codes: NpArray, labels: Array, scale: NpArray, minimum: NpArray, coder: str) -> bytes:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,8 +58,10 @@ def scaled_distortion(x: Array, y: Array, scale: float) -> Distortion:
     """The distortion of arrays brought near 1 by `unit`; its sums are in those units, its ratios the arrays' own."""
     if scale == 1.0:
         return distortion(x, y)
+    # In float64, whatever they are: the scale may be beyond float32.
+    a, b = (v.astype(np.float64, copy=False) if isinstance(v, np.ndarray) else v.double() for v in (x, y))
     with np.errstate(invalid="ignore", under="ignore"):
-        return distortion(x * scale, y * scale)
+        return distortion(a * scale, b * scale)
 
 
 def largest_of(histogram: Histogram) -> float:
@@ -133,18 +135,40 @@ def too_coarse(cells: Cells, codebook: Floats) -> bool:
     return cells.within(cells.counts.astype(np.float64), scale) > _BLURRED * cells.loss(codebook, scale)
 
 
-def lost_share(cells: Cells, codebook: Floats) -> float:
-    """Share of the elements that err by as much as they are, as if they had become zero; of those that are not
-    negligible, at least a millionth of the root mean square."""
+class Lost(NamedTuple):
+    """Shares of the elements that err by as much as they are, as if they had become zero.
+
+    Args:
+        counted: of those that are not negligible: at least a millionth of the root mean square.
+        nonzero: of all but zeros.
+    """
+
+    counted: float
+    nonzero: float
+
+
+def lost_share(cells: Cells, codebook: Floats) -> Lost:
+    """What is lost to the nearest entries of a codebook."""
     scale = unit(float(np.abs(cells.values).max(initial=0.0)))
     values, entries = cells.values * scale, codebook * scale
     if not entries.size or not values.any():
-        return 0.0
-    size, share = np.abs(values), cells.counts / cells.counts.sum()
-    counted = size >= _NEGLIGIBLE * math.sqrt(float((share * size * size).sum()))
+        return Lost(0.0, 0.0)
     nearest = entries[np.searchsorted((entries[1:] + entries[:-1]) / 2, values)]
-    lost = counted & (np.abs(nearest - values) >= size)
-    return float(share[lost].sum() / share[counted].sum())
+    return _lost(values, nearest, cells.counts)
+
+
+def lost_to_step(cells: Cells, step: float) -> Lost:
+    """What is lost to the multiples of a step."""
+    scale = unit(float(np.abs(cells.values).max(initial=0.0)))
+    values, width = cells.values * scale, step * scale
+    return _lost(values, np.rint(values / width) * width, cells.counts) if values.any() else Lost(0.0, 0.0)
+
+
+def _lost(values: Floats, nearest: Floats, counts: Floats) -> Lost:
+    size, share = np.abs(values), counts / counts.sum()
+    least = _NEGLIGIBLE * math.sqrt(float((share * size * size).sum()))
+    lost = np.abs(nearest - values) >= size
+    return Lost(*(float(share[of & lost].sum() / share[of].sum()) for of in (size >= least, size > 0)))
 
 
 def variance(histogram: Histogram) -> float:
@@ -163,9 +187,10 @@ def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floa
     for parts in (1 << kept for kept in (bits - 1, bits) if kept > 0):
         first = np.flatnonzero(np.diff(np.ldexp(np.trunc(fraction * parts) / parts, exponent), prepend=-np.inf))
         if first.size >= 16 * bins:
-            number = np.add.reduceat(counts, first)
+            number, total = np.add.reduceat(counts, first), np.add.reduceat(counts * values, first)
+            some = number > 0  # zeros have no weight where only magnitudes count
             # Rounded, the means of subnormal values may come out of order.
-            return np.maximum.accumulate(np.add.reduceat(counts * values, first) / number), number
+            return np.maximum.accumulate(total[some] / number[some]), number[some]
     return values, counts
 
 

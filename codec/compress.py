@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from . import container
-from .base import NUMPY_DEFAULTS, Codec, Leaf, Memory, Prepare, Stored, rounded_error
+from .arithmetic import own_arithmetic
+from .base import Codec, Leaf, Memory, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
@@ -71,7 +70,7 @@ def compress(
     return compressed(Opened.of(state, prev, kinds, grads, earlier), cfg)
 
 
-@np.errstate(**NUMPY_DEFAULTS)
+@own_arithmetic()
 def compressed(opened: Opened, cfg: Config, prepare: Mapping[Codec, Prepare] | None = None) -> Checkpoint:
     """`compress`, of a state that is open.
 

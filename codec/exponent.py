@@ -44,7 +44,7 @@ from .codebook import unit
 from .errors import BadArgumentError, CorruptDataError
 from .exact import BytesMemory, Exact, decode_chunk, encode_chunk
 from .fields import Piece, Reader, Writer
-from .leaves import LeafSpec, NpArray, as_bytes, from_bytes
+from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .parallel import map_chunks
 
 LEVELS, RESTATED = range(2)
@@ -117,7 +117,7 @@ class ExponentDelta:
         def counted(start: int) -> tuple[Buckets, float]:
             part = _bytes_of(start, spec)
             largest = float(np.abs(data[part].view(np.float64)).max()) if spec.dtype == "float64" else 0.0
-            return exponent_buckets(from_bytes(_minus(data[part], before[part], spec), spec)), largest
+            return exponent_buckets(_minus(data[part], before[part], spec)), largest
 
         first = map_chunks(counted, starts)
         buckets = merge_buckets(*(b for b, _ in first))
@@ -128,18 +128,18 @@ class ExponentDelta:
         if promotion.codebook.size <= 1 << 8 and promotion.table.dtype != np.uint8:
             promotion = dataclasses.replace(promotion, table=promotion.table.astype(np.uint8))
         levels = np.empty(spec.size, promotion.table.dtype)
-        restored = np.empty_like(data)
+        restored, addends = np.empty_like(data), _addends(promotion, spec)
         scale = unit(max(largest for _, largest in first))
 
         def quantized(start: int) -> Distortion:
             part = _bytes_of(start, spec)
             own = levels[start : start + CHUNK]
-            own[:] = as_numpy(exponent_quantize(from_bytes(_minus(data[part], before[part], spec), spec), promotion))
-            restored[part] = added(before[part], own, promotion.codebook[1:], spec)
+            own[:] = as_numpy(exponent_quantize(_minus(data[part], before[part], spec), promotion))
+            restored[part] = added(before[part], own, addends, spec)
             if leaf.kind.role == "second moment":
                 x, y = float_values(data[part], spec), float_values(restored[part], spec)
                 own[(y < 0) & (x >= 0)] = 0
-                restored[part] = added(before[part], own, promotion.codebook[1:], spec)
+                restored[part] = added(before[part], own, addends, spec)
             return _distortion(data[part], restored[part], spec, scale)
 
         with np.errstate(all="ignore"):
@@ -149,7 +149,7 @@ class ExponentDelta:
         if self.max_error is not None and met.relative_l2 > self.max_error:
             return _exactly(leaf, parent, f"the differences miss the error target {self.max_error:g}")
         tables = parent.tables if isinstance(parent, ExponentMemory) else ()
-        pieces, tables, how = _encode_levels(levels, promotion, tables, self.coder)
+        pieces, tables, how = _encode_levels(levels, addends, tables, self.coder)
         memory = ExponentMemory(restored, tables)
         note = _shares(buckets, promotion, spec, self, sum(map(len, pieces))) + how
         return Stored(
@@ -177,16 +177,29 @@ def _bytes_of(start: int, spec: LeafSpec) -> slice:
     return slice(start * spec.itemsize, (start + CHUNK) * spec.itemsize)
 
 
-def _minus(data: NpArray, before: NpArray, spec: LeafSpec) -> NpArray:
-    """Bytes of data - before, rounded once to the array's dtype; bfloat16 has an infinity for NaN."""
-    out = np.empty_like(data)
+def _of_differences(spec: LeafSpec) -> LeafSpec:
+    """What differences are in. Those of float16 are often subnormal in it, of no exponent: they are in float32."""
+    return dataclasses.replace(spec, dtype="float32") if spec.dtype == "float16" else spec
+
+
+def _minus(data: NpArray, before: NpArray, spec: LeafSpec) -> Array:
+    """data - before, given as bytes, rounded once; bfloat16 has an infinity for NaN."""
+    wide, n = _of_differences(spec), data.size // spec.itemsize
+    out = np.empty(n * wide.itemsize, np.uint8)
     with np.errstate(all="ignore"):
-        for part in blocks(data.size // spec.itemsize, spec):
+        for part, own in zip(blocks(n, spec), blocks(n, wide), strict=True):
             difference = float_values(data[part], spec) - float_values(before[part], spec)
             if spec.dtype == "bfloat16":  # whose rounding is for numbers only
                 difference[np.isnan(difference)] = np.inf
-            out[part] = rounded(difference, spec)
-    return out
+            out[own] = rounded(difference, wide)
+    return from_bytes(out, wide)
+
+
+def _addends(promotion: Promotion, spec: LeafSpec) -> NpArray:
+    """Patterns of what is added for each level from 1 on, in the array's dtype."""
+    patterns = promotion.codebook[1:]
+    wide = _of_differences(spec)
+    return patterns if wide is spec else rounded(patterns.view(wide.dtype), spec).view(f"<u{spec.itemsize}")
 
 
 def _distortion(data: NpArray, restored: NpArray, spec: LeafSpec, scale: float) -> Distortion:
@@ -202,10 +215,9 @@ def _distortion(data: NpArray, restored: NpArray, spec: LeafSpec, scale: float) 
 
 
 def _encode_levels(
-    levels: NpArray, promotion: Promotion, tables: tuple[bytes, ...], coder: str
+    levels: NpArray, addends: NpArray, tables: tuple[bytes, ...], coder: str
 ) -> tuple[list[bytes], tuple[bytes, ...], str]:
     """Pieces, the code tables in use afterwards, and a word on where the table came from."""
-    addends = promotion.codebook[1:]
     out = Writer()
     out.byte(LEVELS)
     out.varint(addends.size)

@@ -91,7 +91,7 @@ class FirstMoment:
             if self.max_error is None or not math.isfinite(error):
                 break
             # The error is about in proportion to the step, once that is not much more than the values.
-            step *= 2.0 ** -(max(1, math.ceil(8 * math.log2(error / self.max_error))) / 8)
+            step *= 2.0 ** -(max(1, math.ceil(8 * (math.log2(error) - math.log2(self.max_error)))) / 8)
         return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
 
     def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:

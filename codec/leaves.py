@@ -116,6 +116,8 @@ def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
     if is_torch(value):
         return _read_torch(value, path)
     if isinstance(value, np.generic):
+        if isinstance(value, (bytes, str)):
+            return _read_text(value, path)
         spec, flat = _read_numpy(np.asarray(value), path)
         return LeafSpec("numpy scalar", spec.dtype, ()), flat
     if isinstance(value, np.ndarray):
@@ -155,13 +157,26 @@ def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
     ):
         raise UnsupportedLeafError(f"{path}: NumPy dtype {dtype} cannot be stored without pickle")
     extension = dtype.kind == "V" or dtype.type.__module__ == "ml_dtypes"
-    native = dtype.isnative
-    plain = dtype.kind in "biufc" and native
+    if extension and not dtype.isnative:
+        raise UnsupportedLeafError(
+            f"{path}: {dtype.name} in foreign byte order cannot be stored; give it in the machine's, "
+            'x.astype(x.dtype.newbyteorder("="))'
+        )
+    plain = dtype.kind in "biufc" and dtype.isnative
     name = dtype.name if extension or plain else dtype.str
     flat = np.ascontiguousarray(x).reshape(-1)
     if not extension and not plain:
         flat = flat.view(np.uint8)
     return LeafSpec("numpy", name, tuple(x.shape)), flat
+
+
+def _read_text(value: bytes | str, path: str) -> tuple[LeafSpec, NpArray]:
+    """A scalar of text. As an array it would lose NULs at its end; what is empty is an array of no text."""
+    dtype = np.dtype(f"{'S' if isinstance(value, bytes) else 'U'}{max(1, len(value))}")
+    if dtype.itemsize > _MAX_ITEM:
+        raise UnsupportedLeafError(f"{path}: items of {dtype.itemsize} bytes; 1 to {_MAX_ITEM} can be stored")
+    data = bytes(value) if isinstance(value, bytes) else value.encode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass")
+    return LeafSpec("numpy scalar", dtype.str, () if data else (0,)), np.frombuffer(data, np.uint8)
 
 
 @functools.cache
@@ -281,7 +296,7 @@ def build_leaf(flat: Array, spec: LeafSpec) -> Array:
     if spec.library in ("torch", "numpy"):
         return shaped
     if spec.library == "numpy scalar":
-        return shaped[()]
+        return _text(shaped) if shaped.dtype.kind in "SU" else shaped[()]
     try:
         namespace = importlib.import_module(LIBRARIES[spec.library])
     except ImportError:
@@ -294,6 +309,14 @@ def build_leaf(flat: Array, spec: LeafSpec) -> Array:
             f"{spec.library} makes {array.dtype} of a stored {spec.dtype} (JAX: enable jax_enable_x64 to read it)"
         )
     return array
+
+
+def _text(x: NpArray) -> np.bytes_ | np.str_:
+    """An array of one text, or of none, as the scalar it was: indexing it would take NULs at its end for padding."""
+    if x.dtype.kind == "S":
+        return np.bytes_(x.tobytes())
+    order = "be" if x.dtype.str.startswith(">") else "le"
+    return np.str_(x.tobytes().decode(f"utf-32-{order}", "surrogatepass"))
 
 
 def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:

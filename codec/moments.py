@@ -93,7 +93,7 @@ class LogBuckets:
         if self.max_error is None:
             return self._at(bits, leaf, parent)[0]
         # One bit more halves the error: how many are needed follows from those of the first attempt.
-        bits = max(bits, math.ceil(math.log2(_LEAST_ERROR / self.max_error)))
+        bits = max(bits, math.ceil(math.log2(_LEAST_ERROR) - math.log2(self.max_error)))
         scale = unit(_largest_finite(leaf.flat)) if leaf.spec.dtype == "float64" else 1.0
         while bits <= min(_FINEST_BITS, fmt.mantissa):
             stored, met = self._at(bits, leaf, parent, scale)
@@ -101,7 +101,7 @@ class LogBuckets:
                 return stored
             if met <= self.max_error:
                 return dataclasses.replace(stored, error=met, measure="relative L2")
-            bits += max(1, math.floor(math.log2(met / self.max_error)))
+            bits += max(1, math.floor(math.log2(met) - math.log2(self.max_error)))
         note = f"exact: log buckets miss the error target {self.max_error:g}"
         return dataclasses.replace(Exact().encode(leaf, parent), note=note)
 

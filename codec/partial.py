@@ -84,7 +84,7 @@ def decode_only(
         prev = ckpt
 
     def one(record: ArrayRecord) -> Array:
-        return build_leaf(top.memory_of(record).values(record.spec), record.spec)
+        return build_leaf(top.values_of(record), record.spec)
 
     arrays = dict(zip(unique, map_chunks(one, unique.values()), strict=True))
     top.let_go()

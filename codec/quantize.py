@@ -14,12 +14,12 @@ from ..kernels.assign import Thresholds
 from .assigning import assigned
 from .base import Leaf, Memory, Stored, rounded_error
 from .cells import few_values, fit_closely, held_codebook
-from .codebook import fit, largest_of, lost_share, predicted_error, unit
+from .codebook import Lost, fit, largest_of, lost_share, lost_to_step, predicted_error, unit
 from .errors import BadArgumentError
 from .exact import Exact
 from .leaves import LeafSpec, NpArray
 from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
-from .moments import LogBuckets
+from .moments import FINEST, LogBuckets
 from .multiples import store_multiples
 from .partition import share_at_or_above
 from .planning import Plan, check_gradients, chooses, fit_for, limits, plans, sketched
@@ -163,15 +163,20 @@ class Quantize:
                 break
         else:
             stored = Exact().encode(leaf, parent)
+            note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
             twice = store_multiples(leaf, parent, target) if self.residual else None
             if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
-                return twice
-            return dataclasses.replace(stored, note=f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}")
-        lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else 0.0
-        if lost > _LOST:
-            if fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT:
-                return self._each_by_its_size(leaf, parent, lost)
-            note += f"; {lost:.0%} of it are as good as zero"
+                lost = lost_to_step(plan.cells, twice.meta["s"])
+                if lost.nonzero <= _LOST:
+                    return twice
+                note += f", and by a finer step {lost.nonzero:.0%} of it would be as good as zero"
+            return dataclasses.replace(stored, note=note)
+        lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
+        is_fine = fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
+        if lost.counted > _LOST and is_fine:
+            return self._each_by_its_size(leaf, parent, lost.counted)
+        if lost.nonzero > _LOST:
+            note += f"; {lost.nonzero:.0%} of it are as good as zero"
         if not trade.price and (chooses(self) or plan.trade.price):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
@@ -183,7 +188,7 @@ class Quantize:
     def _each_by_its_size(self, leaf: Leaf, parent: Memory | None, lost: float) -> Stored:
         """In log buckets, whose error is relative to each element: for what no common step serves, as parts of very
         different scale in one array."""
-        alpha = min(_RELATIVE, self.max_error or _RELATIVE)
+        alpha = min(_RELATIVE, max(self.max_error or _RELATIVE, FINEST))
         stored = LogBuckets(alpha, max_error=self.max_error).encode(leaf, parent)
         why = f"log buckets: by a common step {lost:.0%} of it would be as good as zero"
         return dataclasses.replace(stored, note=f"{why}; {stored.note}" if stored.note else why)

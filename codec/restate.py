@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import container
+from .arithmetic import own_arithmetic
 from .base import Memory
 from .checkpoint import ArrayRecord, Checkpoint, check_resolved
 from .fields import Piece
 from .parallel import map_chunks
 
 
+@own_arithmetic()
 def restate(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
     """State a resolved checkpoint anew over another parent; nothing is quantized again.
 

@@ -23,12 +23,18 @@ class Distortion:
     Args:
         squared_error: sum of (y - x)**2.
         squared_norm: sum of x**2.
-        largest_relative: largest |y - x| / |x| over nonzero x; infinite where a zero became something else.
+        largest_relative: largest |y - x| / |x| over nonzero x; infinite where a zero became something else; NaN where
+            y is NaN anywhere, as the squared error then is.
     """
 
     squared_error: float
     squared_norm: float
     largest_relative: float
+
+    def __post_init__(self) -> None:
+        # The largest of some numbers and NaN is either, by the order of comparisons.
+        if math.isnan(self.squared_error):
+            object.__setattr__(self, "largest_relative", math.nan)
 
     @property
     def relative_l2(self) -> float:

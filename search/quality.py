@@ -30,7 +30,9 @@ def measured(evaluate: Evaluate, state: Any, what: str) -> float:
     if shape is not None and math.prod(shape) == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise BadArgumentError(f"evaluate returned {str(value)[:60]} at {what}; it must return a number")
+        raise BadArgumentError(
+            f"evaluate returned {str(value)[:60]}, a {type(value).__name__}, at {what}; it must return a number"
+        )
     try:
         return float(value)
     except OverflowError:

@@ -125,9 +125,9 @@ def search(
             return finished(nothing_to_choose(allowed, cube, subject), last, begin)
         with Report(progress, budget, silent=team.rank != 0) as report:
             trials = Trials(given, subject, watched, fingerprint, evaluate, allowed, team, report, resume, cube)
-            found = _agreed(team, _search(trials, asked))
+            found = finished(_agreed(team, _search(trials, asked)), last, begin)
             report.say(f"search: {found}", warn=not found.met)
-        return finished(found, last, begin)
+        return found
     except BaseException as error:
         team.fail(error)
         raise

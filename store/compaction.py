@@ -237,7 +237,7 @@ def _check_same(old: Checkpoint, new: Checkpoint) -> None:
     same = old.identity == new.identity and len(old.records) == len(new.records)
     for a, b in zip(old.records, new.records, strict=True) if same else ():
         if a.format.has_deltas:
-            values = [as_bytes(c.memory_of(r).values(r.spec)) for c, r in ((old, a), (new, b))]
+            values = [as_bytes(c.values_of(r)) for c, r in ((old, a), (new, b))]
             same = same and bool((values[0] == values[1]).all())
         else:
             same = same and [bytes(p) for p in old.pieces_of(a)] == [bytes(p) for p in new.pieces_of(b)]

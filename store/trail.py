@@ -107,13 +107,13 @@ class Trail:
 
         def value(path: str) -> float | None:
             record = records[path]
-            return _number(checkpoint.memory_of(record).values(record.spec)) if record.spec.size == 1 else None
+            return _number(checkpoint.values_of(record)) if record.spec.size == 1 else None
 
         counted = steps_taken(records, value)
         self._clock = self._clock if counted is None else _Clock(counted, counted=True)
         for record in checkpoint.records:
             if record.stream == "levels":
-                values = _copied(checkpoint.memory_of(record).values(record.spec))
+                values = _copied(checkpoint.values_of(record))
                 self._means[record.path] = values.reshape(record.spec.shape)
 
     def earlier(self, state: Any, step: float | None = None) -> Earlier:

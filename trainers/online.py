@@ -90,7 +90,7 @@ def apply_update(
             if name not in targets:
                 continue
             target = targets[name]
-            new = torch.as_tensor(build_leaf(ckpt.memory_of(record).values(record.spec), record.spec)).to(target.device)
+            new = torch.as_tensor(build_leaf(ckpt.values_of(record), record.spec)).to(target.device)
             if _same_bits(new, target):
                 continue
             with guard:

@@ -170,8 +170,9 @@ def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
     codes = _list(codebook)
     loss = 0.0
     for center, weight in zip(_list(centers), _list(weights), strict=True):
-        d = center - codes[_nearest(center, codes)]
-        loss += weight * (d * d)
+        if weight > 0.0:  # else a square that overflows would be 0 * inf
+            d = center - codes[_nearest(center, codes)]
+            loss += weight * (d * d)
     return loss
 
 

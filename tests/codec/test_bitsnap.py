@@ -193,6 +193,27 @@ def test_what_has_no_clusters_is_exact(odd: float) -> None:
     assert bits(through_bytes(ckpt)["w"]) == bits(x)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_clusters_would_round_beyond_the_largest_number_is_exact(dtype: str) -> None:
+    most = float(np.finfo(np.float32).max)
+    found = set()
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        x = np.minimum(np.abs(rng.standard_normal((64, 64))) * most * 10 ** -rng.uniform(0, 1), most).astype(dtype)
+        ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters(2))]))
+        assert np.isfinite(through_bytes(ckpt)["w"]).all()
+        assert row(ckpt).error < 0.5
+        found.add(row(ckpt).codec)
+    assert found == {"bytes", "clusters"}
+
+
+def test_a_subnormal_element_makes_no_warning() -> None:
+    x = moment()
+    x[:2] = 1e-44
+    ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters())]))
+    assert re.search(r"MRE [\d.]+e\+", row(ckpt).note)
+
+
 def test_an_error_target_is_kept() -> None:
     x = moment()
     for cfg in (

@@ -178,9 +178,54 @@ def test_of_few_bins_it_is_said_what_is_lost() -> None:
     assert re.search(r"[89]\d% of it are as good as zero", row.note)
 
 
-def test_what_is_negligible_does_not_count_as_lost() -> None:
+@pytest.mark.parametrize("error", [7e-6, 1e-6, 1e-300, 1e-310, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_target_finer_than_log_buckets_is_met_or_the_array_exact(dtype: torch.dtype, error: float) -> None:
+    w = 1e-3 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    w[:4] = torch.where(w[:4] < 0, -1e6, 1e6)
+    state = {"w": w.to(dtype), "optimizer": {"state": {0: {"exp_avg": w.to(dtype), "exp_avg_sq": (w * w).to(dtype)}}}}
+    for row in sp.compress(state, cfg=sp.Config(max_rel_error=error)).summary():
+        assert row.error <= error
+
+
+@pytest.mark.parametrize("largest", [1e38, 1e39, -np.finfo(np.float64).max])
+@pytest.mark.parametrize("cfg", [sp.Config(rate=0.0005), sp.Config(rate=0.0005, max_rel_error=0.01)], ids=str)
+def test_a_rate_leaves_levels_alone_that_float32_does_not_hold(cfg: sp.Config, largest: float) -> None:
+    w = np.random.default_rng(0).integers(0, 2, (64, 64)).astype(np.float64)
+    w[3, 4] = largest
+    base = sp.compress({"w": w}, cfg=cfg)
+    delta = sp.compress({"w": w}, base, cfg)
+    for found in (through_bytes(base)["w"], through_bytes(delta, base)["w"]):
+        assert np.isfinite(found).all()
+        assert abs(found[3, 4] / largest - 1) < 0.01
+    assert base.summary()[0].codec == "levels"
+
+
+@pytest.mark.parametrize("bins", [2, 12, 24])
+@pytest.mark.parametrize("solver", ["uniform", "exact", "kmeans++"])
+def test_zeros_have_no_weight_where_only_magnitudes_count(solver: str, bins: int) -> None:
+    w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
+    w[0] = 0
+    errors = []
+    for sigma in (0.0, 1e-300):
+        cfg = sp.Config([("*", sp.Quantize(bins=bins, solver=solver, sigma=sigma, protect=0.0))])
+        errors.append(sp.compress({"w": w}, cfg=cfg).summary()[0].error)
+    assert errors[0] == errors[1]
+
+
+def test_earlier_weights_of_another_dtype_make_no_warning() -> None:
+    w = np.random.default_rng(0).standard_normal((64, 64)) * 1e-150
+    earlier = sp.Earlier({"w": np.ones((64, 64), np.float32)}, 10)
+    assert sp.compress({"w": w}, cfg=sp.Config(rate=0.002), earlier=earlier).summary()[0].codec == "levels"
+
+
+@pytest.mark.parametrize("kind", ["worn", "filled"])
+def test_what_is_negligible_stays_levels_and_is_told(kind: str) -> None:
     w = 0.02 * torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    w[50:] *= 1e-12  # rows that weight decay has worn away
+    if kind == "worn":  # rows that weight decay has worn away
+        w[50:] *= 1e-12
+    else:  # more than are protected
+        w[:16] = -1e9
     (row,) = sp.compress({"w": w}).summary()
     assert row.codec == "levels"
-    assert "zero" not in row.note
+    assert re.search(r"(8|9|10)\d% of it are as good as zero", row.note)

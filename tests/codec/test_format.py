@@ -354,6 +354,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
 
 
+def text_of(data: bytes, record: dict[str, Any]) -> Any:
+    """A scalar of text, with what NUL it has at its end."""
+    dtype = numpy_dtype(record["d"])
+    if dtype.kind == "S":
+        return np.bytes_(bytes(data))
+    return np.str_(bytes(data).decode("utf-32-be" if record["d"][0] == ">" else "utf-32-le", "surrogatepass"))
+
+
 def item_size(name: str) -> int:
     return numpy_dtype(name).itemsize
 
@@ -982,7 +990,8 @@ def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
                 x: Any = flat.view(getattr(torch, record["d"])).reshape(record["s"])
             else:
                 x = np.frombuffer(data, numpy_dtype(record["d"])).reshape(record["s"])
-                x = x[()] if record["l"] == "numpy scalar" else x
+                if record["l"] == "numpy scalar":
+                    x = text_of(data, record) if x.dtype.kind in "SU" else x[()]
             made[number] = x
         return made[number]
 

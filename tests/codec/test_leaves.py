@@ -105,6 +105,27 @@ def test_empty_text() -> None:
     assert difference(state, round_trip(state)) == ""
 
 
+def test_text_keeps_the_nuls_at_its_end() -> None:
+    state = [np.bytes_(b"a\0"), np.bytes_(b"\0"), np.str_("a\0b\0"), np.str_("\0"), np.array(b"a\0"), np.str_("\ud800")]
+    back = round_trip(state)
+    assert difference(state, back) == ""
+    assert [bytes(x) if isinstance(x, bytes) else "".join(x) for x in (*back[:4], back[5])] == [
+        b"a\0", b"\0", "a\0b\0", "\0", "\ud800",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_foreign_byte_order_is_kept_or_refused(name: str) -> None:
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    x = np.array([1.0, 2.0, 3.0]).astype(dtype)
+    x = x.astype(x.dtype.newbyteorder(">"))
+    if name == "bfloat16":
+        with pytest.raises(sp.UnsupportedLeafError, match="a/0: bfloat16 in foreign byte order"):
+            sp.compress({"a": [x]})
+        x = x.astype(x.dtype.newbyteorder("="))
+    assert difference([x], round_trip([x])) == ""
+
+
 def test_numpy_layouts() -> None:
     base = np.arange(120, dtype="f4").reshape(4, 5, 6)
     views = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,14 @@ def test_without_it_such_an_array_is_exact() -> None:
     ckpt = sp.compress({"w": w}, cfg=sp.Config(max_rel_error=1e-3))
     assert torch.equal(sp.decompress(ckpt)["w"], w)
     assert "254 bins miss" in ckpt.summary()[0].note
+
+
+def test_a_step_that_would_make_zeros_of_most_is_not_taken() -> None:
+    w = weights()
+    w *= torch.where(torch.arange(w.shape[0]) < 4, 1e5, 1.0)[:, None]
+    ckpt = sp.compress({"w": w}, cfg=config(1e-4))
+    assert torch.equal(sp.decompress(ckpt)["w"], w)
+    assert re.search(r"by a finer step 9\d% of it would be as good as zero", ckpt.summary()[0].note)
 
 
 def test_where_bins_are_enough_or_the_dtype_is_too_coarse_nothing_changes() -> None:

@@ -43,6 +43,20 @@ def test_what_is_not_finite_and_zeros(back_end: BackEnd) -> None:
     assert math.isinf(zero.relative_l2)
 
 
+@pytest.mark.parametrize("at", [0, 1, 3, 5000])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_nan_in_what_is_finite_is_told(back_end: BackEnd, dtype: str, at: int) -> None:
+    x = np.ones(6000)
+    y = x + 0.25
+    y[at] = np.nan
+    found = back_end.module("distortion").distortion(back_end.array(x, dtype), back_end.array(y, dtype))
+    assert math.isnan(found.largest_relative)
+    assert math.isnan(found.relative_l2)
+    fine = Distortion(1.0, 1.0, 0.5)
+    assert math.isnan((fine + found).largest_relative)
+    assert math.isnan((found + fine).largest_relative)
+
+
 def test_shapes_must_match() -> None:
     with pytest.raises(BadArgumentError, match="shape"):
         distortion(np.zeros(2), np.zeros(3))

@@ -316,3 +316,10 @@ def test_numbers_of_other_kinds() -> None:
             weighted_kmeans(x, w, 2, iterations=iterations)  # type: ignore[arg-type]
     with pytest.raises(BadArgumentError, match="centers is bfloat16"):  # whose bits would be taken for numbers
         weighted_kmeans(torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.ones(2), 1)
+
+
+def test_what_has_no_weight_has_no_loss(back_end: BackEnd) -> None:
+    """Not even where its squared distance is no float64."""
+    x, w = np.array([0.0, 1.0, 1e300]), np.array([1.0, 2.0, 0.0])
+    module = back_end.module("kmeans")
+    assert module.quantization_loss(back_end.array(x), back_end.array(w), back_end.array(np.array([0.5]))) == 0.75

@@ -476,7 +476,7 @@ def test_a_log_line_a_trial(caplog: pytest.LogCaptureFixture, capsys: pytest.Cap
     lines = [r.getMessage() for r in caplog.records]
     assert sum("quality" in line and "bytes" in line for line in lines) == found.evaluations
     assert "lower quality is better" in lines
-    assert lines[-1].startswith("search: ")
+    assert lines[-1] == f"search: {found}"
     assert capsys.readouterr() == ("", "")
 
 
@@ -575,7 +575,7 @@ def test_a_trial_that_is_no_number_fails_and_the_search_goes_on() -> None:
         (lambda s: math.inf, "returned inf for the state itself"),
         (lambda s: 0.0, "returned 0 for the state itself"),
         (lambda s: None, "returned None"),
-        (lambda s: "0.3", "returned 0.3"),
+        (lambda s: "0.3", "returned 0.3, a str, at the state itself; it must return a number"),
         (lambda s: True, "returned True"),
         (lambda s: 1j, "returned 1j"),
         (lambda s: torch.ones(3), "must return a number"),
