@@ -184,8 +184,8 @@ _SHORTEST = (
 )
 STUDIES = {
     "MLP": Study(3, None, _FEW, thresholds=3, ablation=2),
-    "embedding": Study(3, _SHORT),
-    "CNN": Study(3, _SHORT, thresholds=1),
+    "embedding": Study(2, _SHORT),
+    "CNN": Study(2, _SHORT, thresholds=1),
     "ViT": Study(3, _SHORT),
     "GPT": Study(2, _SHORTEST, spacing=30, batches=1),
 }

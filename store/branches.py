@@ -77,23 +77,31 @@ class Loaded:
         """As it is now."""
         return Loaded(step, frozenset(s for s in catalog.steps() if s > step))
 
+    def replayed(self, step: int) -> Loaded:
+        """As if a step had been loaded that was saved anew to the bit: so far the run has gone no other way."""
+        return Loaded(max(step, self.step), self.above.difference([step]))
+
+
+def is_there(catalog: Catalog, manifest: Manifest) -> bool:
+    """Whether the very same step is."""
+    with contextlib.suppress(CorruptDataError, NewerFormatError):
+        present = catalog.get(manifest.step) if manifest.step in catalog.steps() else None
+        return present is not None and present.manifest.identity == manifest.identity
+    return False
+
 
 def going_back(catalog: Catalog, manifest: Manifest, loaded: Loaded | None, told: Collection[int]) -> Branch | None:
     """A record of the steps above the one that a new step goes on from, if it is to be below any of them.
 
     Args:
         catalog: of the store.
-        manifest: of the new step, which is not committed yet.
+        manifest: of the new step, which is not committed yet, nor there already (`is_there`).
         loaded: what was; None: nothing, or there was a save since.
         told: steps that were left behind and written down already.
     """
     step, steps = manifest.step, catalog.steps()
     if not steps or step >= steps[-1]:
         return None
-    with contextlib.suppress(CorruptDataError, NewerFormatError):
-        present = catalog.get(step) if step in steps else None
-        if present is not None and present.manifest.identity == manifest.identity:
-            return None
     since, beyond = None, frozenset[int]()
     if loaded is not None and loaded.step < step:
         # What another writer has added since is not left behind by this one.

@@ -96,7 +96,10 @@ def one_name(url: str) -> str:
 
 def is_of_this_process(url: str) -> bool:
     """Whether what stands there is in this process's memory, where no other finds it."""
-    return isinstance(fsspec.core.url_to_fs(url)[0], MemoryFileSystem)
+    fs = fsspec.core.url_to_fs(url)[0]
+    while (below := getattr(fs, "fs", None)) is not None:  # of a cache, an archive, a folder
+        fs = below
+    return isinstance(fs, MemoryFileSystem)
 
 
 def open_files(url: str | os.PathLike[str]) -> Files:
@@ -111,7 +114,9 @@ def open_files(url: str | os.PathLike[str]) -> Files:
     fs, root = fsspec.core.url_to_fs(os.fspath(url))
     root = root.rstrip("/") or "/"
     # `~nobody` is no home of anyone's, and left as it is.
-    return LocalFiles(os.path.join(os.getcwd(), root)) if isinstance(fs, LocalFileSystem) else ObjectFiles(fs, root)
+    if not isinstance(fs, LocalFileSystem):
+        return ObjectFiles(fs, root)
+    return LocalFiles(root if os.path.isabs(root) else os.path.join(os.getcwd(), root))
 
 
 def opened(url: Any) -> Files:

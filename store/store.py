@@ -179,7 +179,10 @@ class Store:
 
     @property
     def loaded(self) -> int | None:
-        """The step that was loaded last, and that the next save goes on from; None from the first save on."""
+        """The step that was loaded last, and that the next save goes on from; None from the first save on.
+
+        A save that finds the very same step in its place counts as loading that: the run is where it has been before.
+        """
         return None if self._at is None else self._at.step
 
     @property
@@ -293,7 +296,8 @@ class Store:
                 self._files.write(file, ckpt.to_bytes())
                 lease.renew()
                 branches.come_back(self._files, step, manifest.identity)
-                record = branches.going_back(self._catalog, manifest, self._at, self._beyond)
+                replays = branches.is_there(self._catalog, manifest)
+                record = None if replays else branches.going_back(self._catalog, manifest, self._at, self._beyond)
                 if record is not None:
                     undo.callback(branches.forget, self._files, record)
                     warnings.warn(record.told(self._files.root), StoreWarning, stacklevel=2)
@@ -307,7 +311,7 @@ class Store:
                 self._trail.follow(state, ckpt, step)
             except (MemoryError, RuntimeError):  # torch's for want of memory is the latter
                 self._trail = None  # the step is there: no reason to say that it is not
-        self._at = None
+        self._at = self._at.replayed(step) if self._at is not None and replays else None
         if record is not None:
             self._beyond.update(record.left)
         if self._memory is not None:
@@ -597,14 +601,18 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------------ copying
 
-    def copy(self, url: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Store:
+    def copy(
+        self, url: str | os.PathLike[str], steps: Iterable[int | str] | None = None, *, repair: bool = False
+    ) -> Store:
         """Copy steps with all they need to another store, their pins and tags too; every file is checked on its way.
 
         The restores so far are copied, whatever the steps: who goes on there goes on with the same run.
 
         Args:
             url: where to. Steps that are there already must be the same ones.
-            steps: which; None: all.
+            steps: which, by number or tag; None: all.
+            repair: also read the files of steps that are there already, and write those anew that are damaged; default
+                False, which reads no more there than what a new step is stored over.
 
         Returns:
             The other store.
@@ -619,7 +627,7 @@ class Store:
         asked = self.steps() if steps is None else [self._step(step) for step in sequence("steps", steps)]
         chosen = {step: self._catalog.present(step).manifest for step in asked}
         with target._lock.shared() as lease:
-            copy_all(self._side, chosen, target._side, lease)
+            copy_all(self._side, chosen, target._side, lease, repair=flag("repair", repair))
         return target
 
     @property

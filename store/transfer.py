@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Side:
     catalog: Catalog
 
 
-def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: Lease) -> None:
+def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: Lease, *, repair: bool = False) -> None:
     """Copy steps with all they need, the lowest first, then their pins and tags, all restores so far, and the records
     of runs that went back.
 
@@ -34,6 +35,7 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
         chosen: manifests of the steps.
         target: where to.
         lease: on the target, held shared; renewed from step to step.
+        repair: whether the files of steps that the target has already are read, too, and damaged ones written anew.
 
     Raises:
         BadArgumentError: the target has another one of a number or tag; nothing is copied.
@@ -47,9 +49,12 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
     for name, step in labels.tags(target.files).items():
         if tags.get(name, step) != step:
             raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
+    sound: set[str] = set()
     for step in sorted(chosen):
         if step not in there:
-            source.catalog.settled(step, lambda e: copy_step(source.files, e.manifest, target.files, target.catalog))
+            source.catalog.settled(step, lambda e: _copy_step(source.files, e.manifest, target, sound))
+        elif repair:  # over whatever files it has there, which compaction may have changed
+            copy_files(source.files, there[step], target.files, sound)
         lease.renew()
     for step in sorted(labels.pins(source.files) & set(chosen)):
         target.files.write(labels.pin_name(step), b"")
@@ -61,27 +66,45 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
             branches.write(target.files, record)
 
 
-def copy_step(source: Files, manifest: Manifest, target: Files, catalog: Catalog) -> None:
-    """Copy what is missing of a step's chain, the base first, then let the step exist.
+def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]) -> None:
+    """Copy what is missing or damaged of a step's chain, the base first.
 
     Args:
         source: where the step is.
         manifest: of the step.
         target: where to.
-        catalog: of the target.
+        sound: names of files that the target is known to have; those of the chain join them.
 
     Raises:
         CorruptDataError, MissingParentError: a file is not what its name says, or gone.
     """
     for name in reversed(manifest.chain):
         path = f"{FOLDER}/{name}"
-        if target.exists(path):
+        if name in sound or _is_sound(target, name):
+            sound.add(name)
             continue
         try:
             data = source.read(path)
         except FileNotFoundError:
             raise MissingParentError(f"step {manifest.step}: its file {source.path(path)} is gone") from None
-        if not name.endswith(f"-{blake3(data).hexdigest()[:16]}.spt"):
+        if not _is_named(name, data):
             raise CorruptDataError(f"step {manifest.step}: {source.path(path)} is not what its name says")
         target.write(path, data)
-    catalog.commit(manifest)
+        sound.add(name)
+
+
+def _copy_step(source: Files, manifest: Manifest, target: Side, sound: set[str]) -> None:
+    copy_files(source, manifest, target.files, sound)
+    target.catalog.commit(manifest)
+
+
+def _is_sound(files: Files, name: str) -> bool:
+    """Whether a file is there, and is what its name says: a step is not let exist over a damaged one."""
+    path = f"{FOLDER}/{name}"
+    with contextlib.suppress(FileNotFoundError):
+        return files.exists(path) and _is_named(name, files.read(path))
+    return False
+
+
+def _is_named(name: str, data: bytes) -> bool:
+    return name.endswith(f"-{blake3(data).hexdigest()[:16]}.spt")

@@ -108,8 +108,14 @@ def refuse_unplaced(model: nn.Module) -> None:
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers by name; whole on rank 0, and empty on others, under several processes."""
-    state: dict[str, Any] = plain(get_model_state_dict(_target(model), options=_options()))
+    state: dict[str, Any] = plain(_held(model, _options()))
     return state
+
+
+def _held(model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:
+    target = _target(model)
+    # Of a model without any state torch asks for a process group.
+    return get_model_state_dict(target, options=options) if target.state_dict() else {}
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -191,11 +197,11 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 
 def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     """What a saved model state and a model do not agree on, a line each, and nothing where they fit."""
-    return differences(saved, get_model_state_dict(_target(model)), dtypes=True)
+    return differences(saved, _held(model), dtypes=True)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    state = get_model_state_dict(_target(model))
+    state = _held(model)
     return {k: (tuple(v.shape), v.dtype) for k, v in state.items() if isinstance(v, torch.Tensor)}
 
 
@@ -240,9 +246,10 @@ def set_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
         fitting = {k: v for k, v in saved.items() if k not in shapes or tuple(v.shape) == shapes[k][0]}
         set_model_state_dict(_target(model), fitting, options=_options(load=True))
         return
-    mine: dict[str, Any] = dict(get_model_state_dict(_target(model)))
+    mine = dict(_held(model))
     fitting = {k: laid_out(v, mine[k]) for k, v in saved.items() if k in mine and _fits(v, mine[k])}
-    set_model_state_dict(_target(model), mine | fitting)
+    if mine:
+        set_model_state_dict(_target(model), mine | fitting)
 
 
 def _fits(saved: Any, mine: Any) -> bool:

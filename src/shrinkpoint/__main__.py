@@ -100,7 +100,8 @@ for command in (
     housekeeping.rate,
     housekeeping.copy,
 ):
-    app.command()(command)
+    # A metric may be negative, which looks like an option.
+    app.command(context_settings={"ignore_unknown_options": command is housekeeping.rate})(command)
 
 
 def main() -> None:

@@ -556,6 +556,7 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
         (1, "nowhere: No such file or directory", "ls nowhere"),
         (1, "nowhere: No such file or directory", "verify nowhere"),
         (1, "nowhere: No such file or directory", "info nowhere"),
+        (1, "nowhere: No such file or directory", "restore nowhere o.pt --parent a.pt"),
         (1, r"\.: no store: it has no folder 'steps'", "ls ."),
         (1, "memory://nothing: holds no checkpoint", "gc memory://nothing"),
         (2, "url 'nosuch://x'", "ls nosuch://x"),
@@ -760,13 +761,75 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
 def test_force_replaces_files_and_folders(store: sp.Store, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
+    good("restore", store.url, out, "--to", "dcp", "--force")
     (out / "x").write_text("x")
     good("restore", store.url, out, "--to", "dcp", "--force")
     assert not (out / "x").exists()
-    good("restore", store.url, out, "--to", "dcp", "--force")
     assert load_state(out)["step"] == 30
     good("restore", store.url, tmp_path / "sub" / "deep" / "o.pt")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "store", "sub"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("restore store store --to dcp", "store is what it would be made from"),
+        ("restore link store/../store --to dcp", "store is what it would be made from"),
+        ("restore store . --to dcp", "is around .*store, which it would be made from"),
+        ("restore store/data .. --to dcp", "is around .*data, which it would be made from"),
+        ("restore a.spt a.spt --to pt", "a.spt is what it would be made from"),
+        ("restore d.spt a.spt --parent a.spt --to pt", "a.spt is what it would be made from"),
+        ("restore a.spt store --to dcp", "store is a store, which --force does not replace"),
+        ("restore a.spt notes --to dcp", "notes is no DCP folder, which --force does not replace"),
+        ("restore a.spt notes --to pt", "notes is a folder, which --force does not replace"),
+    ],
+)
+def test_force_replaces_nothing_that_is_read_and_no_other_folder(
+    words: str, says: str, store: sp.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = sp.compress(state())
+    Path("a.spt").write_bytes(base.to_bytes())
+    Path("d.spt").write_bytes(sp.compress(state(), base).to_bytes())
+    Path("link").symlink_to("store")
+    Path("notes").mkdir()
+    Path("notes/mine.txt").write_text("mine")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    bad(2, says, *words.split(), "--force")
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert store.verify() == {}
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_names_that_safetensors_does_not_have(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.spt").write_bytes(sp.compress({name: torch.ones(3)}).to_bytes())
+    bad(2, "safetensors cannot name an array", "restore", tmp_path / "a.spt", tmp_path / "a.safetensors")
+    good("restore", tmp_path / "a.spt", tmp_path / "a.pt")
+    assert torch.equal(load_state(tmp_path / "a.pt")[name], torch.ones(3))
+
+
+def test_negative_metrics_and_tags_in_copies(store: sp.Store, tmp_path: Path) -> None:
+    good("rate", store.url, 30, "-3.5")
+    assert store.describe(30).metric == -3.5
+    code, _, err = run("rate", store.url, 30, "-3.5", "--jsno")
+    assert code == 2
+    assert "--jsno" in err
+    good("tag", store.url, "best", 20)
+    good("copy", store.url, tmp_path / "copy", "--step", "best")
+    assert sp.Store(tmp_path / "copy").steps() == [20]
+    bad(2, "no tag|not in", "copy", store.url, tmp_path / "copy", "--step", "worst")
+
+
+def test_a_copy_repairs_what_is_damaged_if_asked(store: sp.Store, tmp_path: Path) -> None:
+    good("copy", store.url, tmp_path / "good")
+    (file,) = Path(store.url).glob("data/000000000030-*")
+    data = bytearray(file.read_bytes())
+    data[400] ^= 1
+    file.write_bytes(data)
+    good("copy", tmp_path / "good", store.url)
+    assert list(sp.Store(store.url).verify()) == [30]
+    good("copy", tmp_path / "good", store.url, "--repair")
+    assert sp.Store(store.url).verify() == {}
 
 
 # --- the real thing ---

@@ -108,6 +108,25 @@ def test_the_very_same_checkpoint_saved_again_counts(url: str) -> None:
     assert sp.Store(url).candidates() == [30, 20, 15, 10, 40]
 
 
+@pytest.mark.parametrize("replayed", [1, 2, 4])
+def test_a_run_that_replays_steps_before_it_parts_has_gone_back(url: str, replayed: int) -> None:
+    """Exactly resumed, the first steps are the very same; only then it goes another way."""
+    fill(sp.Store(url, lossless()), *TENS)
+    store = sp.Store(url, lossless())
+    store.load(50)
+    steps = list(range(60, 60 + 10 * replayed, 10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fill(store, *steps)
+        assert newest(url) == 100
+        assert store.loaded == steps[-1]
+    with pytest.warns(StoreWarning, match=f"goes on from step {steps[-1]} and leaves steps? .*100 behind"):
+        store.save(steps[-1] + 5, second(steps[-1] + 5))
+    assert store.loaded is None
+    assert newest(url) == 1000 + steps[-1] + 5
+    assert not set(steps) & set(sp.Store(url).candidates()[-(5 - replayed) :])
+
+
 def test_damage_at_the_end_goes_back_along_the_run(tmp_path: Path) -> None:
     fill(sp.Store(tmp_path, lossless(base_every=1)), *TENS)
     store = sp.Store(tmp_path, lossless(base_every=1))

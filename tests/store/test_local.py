@@ -255,3 +255,18 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
             store.save(2, {"w": 1})
     assert caught.value.errno == errno.ENOSPC
     assert same(sp.Store(tmp_path).load(), 1)
+
+
+def test_an_absolute_path_needs_no_working_folder(tmp_path: Path) -> None:
+    code = f"""
+import os, tempfile, torch, shrinkpoint as sp
+here = tempfile.mkdtemp(dir={str(tmp_path)!r})
+os.chdir(here)
+os.rmdir(here)
+store = sp.Store({str(tmp_path / "run")!r})
+store.save(1, {{"w": torch.ones(3)}})
+assert store.load()["w"].sum() == 3
+"""
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    )

@@ -416,6 +416,42 @@ def test_copy(to: str, tmp_path: Path) -> None:
     assert 100 not in other.steps()
 
 
+def test_no_step_is_copied_over_a_damaged_file(tmp_path: Path) -> None:
+    """A new delta, over a base that the target has already; and a step that was dropped, whose file is still there."""
+    store = fill(sp.Store(tmp_path / "a", lossless()), 0, 1)
+    other = store.copy(tmp_path / "b")
+    fill(store, 2)
+    for damaged, asked in ((0, [2]), (1, None)):
+        path = data_path(tmp_path / "b", damaged)
+        path.write_bytes(path.read_bytes()[:-1])
+        if asked is None:
+            other.drop(damaged)
+        assert store.copy(tmp_path / "b", asked).verify() == {}
+    assert same(sp.Store(tmp_path / "b").load(), 2)
+
+
+@pytest.mark.parametrize("compacted", ["neither", "source", "target"])
+def test_damaged_files_are_put_back(compacted: str, tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path / "a", lossless()), *range(6))
+    other = store.copy(tmp_path / "b")
+    if compacted != "neither":
+        (store if compacted == "source" else other).compact(1.0)
+    path = next(p for p in (tmp_path / "b" / "data").iterdir() if f"/{p.name}" in f"/{_file_of(other, 4)}")
+    path.write_bytes(bytes(100))
+    assert 4 in store.copy(tmp_path / "b").verify()
+    if compacted == "target":  # whose file of the step only it has
+        with pytest.raises(sp.MissingParentError, match="step 4"):
+            store.copy(tmp_path / "b", repair=True)
+        other.drop(4)
+    store.copy(tmp_path / "b", repair=compacted != "target")
+    assert sp.Store(tmp_path / "b").verify() == {}
+    assert same(sp.Store(tmp_path / "b").load(4), 4)
+
+
+def _file_of(store: sp.Store, step: int) -> str:
+    return store._catalog.present(step).manifest.file
+
+
 def test_copies_are_checked(tmp_path: Path) -> None:
     store = fill(sp.Store(tmp_path / "a", lossless()), 0, 1, 2)
     path = data_path(tmp_path / "a", 1)

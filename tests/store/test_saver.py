@@ -1055,3 +1055,14 @@ def test_an_argument_that_no_save_can_take_is_refused_at_once(tmp_path: Path, wr
         assert saver.save(3, state, kinds={"w": "linear"}, metric=np.float32(0.5)).result().status == "saved"
     assert store.steps() == [1, 3]
     assert store.describe(3).metric == 0.5
+
+
+def test_memory_behind_a_cache_is_of_this_process() -> None:
+    url = f"simplecache::{memory_url()}"
+    store = sp.Store(url)
+    with sp.Saver(store) as saver:
+        assert saver.mode == "thread"
+        saver.save(1, {"w": torch.ones(3)})
+    assert sp.Store(url).steps() == [1]
+    with pytest.raises(sp.BadArgumentError, match="memory"):
+        sp.Saver(store, mode="process")

@@ -719,3 +719,12 @@ def test_the_loop_of_the_readme_has_at_most_six_added_lines() -> None:
     blocks = (Path(__file__).parents[2] / "README.md").read_text().split("```")
     (loop,) = [block for block in blocks if "trainers.resume" in block]
     assert 0 < sum("# +" in line for line in loop.splitlines()) <= 6
+
+
+@pytest.mark.parametrize("make", [torch.nn.Dropout, torch.nn.Identity, torch.nn.Sequential])
+def test_a_model_without_any_state(make: Any, store: sp.Store) -> None:
+    """Random numbers, the data's position and the rest are worth saving."""
+    trainers.save(store, 1, make())
+    assert trainers.resume(store, make()) == 1
+    with pytest.raises(sp.BadArgumentError, match="does not fit"):
+        trainers.resume(store, torch.nn.Linear(2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -167,12 +168,11 @@ def restore(
     Without --step the newest intact step of a store is taken; those passed over are named. This is not counted as a
     restore of the run.
     """
-    from .files import check_free
-    from .foreign import format_of, save_state
+    from .foreign import check_target, format_of, save_state
     from .sources import subtree
 
     kind = format_of(target, to)
-    check_free(target, force)
+    check_target(target, kind, force, [source, *map(str, parents or [])])
     with busy(f"reading {source}"):
         state, where = _state(source, step, parents, paths)
     if under:
@@ -190,13 +190,15 @@ def _state(
 ) -> tuple[Any, dict[str, Any]]:
     from ..codec.checkpoint import decompress
     from ..codec.errors import BadArgumentError
-    from .sources import newest_intact, open_store, parse_step, resolved
+    from .sources import is_url, newest_intact, open_store, parse_step, resolved
 
     if Path(source).is_file():
         for option, given in (("--step", step), ("--paths", paths)):
             if given:
                 raise BadArgumentError(f"{option}: {source} is a file, no store")
         return decompress(resolved(Path(source), parents or [])), {"file": source}
+    if parents and not is_url(source):
+        os.stat(source)
     if parents:
         raise BadArgumentError(f"--parent: {source} is a store, which knows its chains")
     store = open_store(source)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..codec import tree
 from ..codec.errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
 from ..codec.leaves import is_array
+from ..store.files import one_name
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
-from .files import write_file, write_folder
+from .files import check_free, write_file, write_folder
 from .output import note
 
 FORMATS = ("pt", "safetensors", "dcp")
@@ -88,8 +89,29 @@ def _load_safetensors(path: Path) -> Any:
     return state
 
 
+def check_target(target: Path, kind: str, force: bool, read: Iterable[str]) -> None:
+    """Refuse an output of `kind` (one of `FORMATS`) that may not be written, before the work is done.
+
+    Args:
+        target: the output.
+        kind: what it will be.
+        force: whether it may replace what is there; of folders only one of DCP.
+        read: files, folders and URLs that it is made from; it is none of them, nor a folder around one.
+    """
+    own = Path(os.path.realpath(target))
+    for name in map(one_name, read):
+        if own in (Path(name), *Path(name).parents):
+            where = "what it would be made from" if own == Path(name) else f"around {name}, which it would be made from"
+            raise BadArgumentError(f"the output {target} is {where}")
+    check_free(target, force)
+    is_store = (target / "steps").is_dir()
+    if target.is_dir() and (is_store or not (kind == "dcp" and (is_dcp(target) or not any(target.iterdir())))):
+        what = "a store" if is_store else "no DCP folder" if kind == "dcp" else "a folder"
+        raise BadArgumentError(f"{target} is {what}, which --force does not replace")
+
+
 def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
-    """Write a state as `kind` (one of `FORMATS`), whole or not at all."""
+    """Write a state as `kind` (one of `FORMATS`), whole or not at all, where `check_target` has nothing against it."""
     if kind == "safetensors":
         arrays, metadata = _for_safetensors(state)
         from safetensors import SafetensorError
@@ -141,6 +163,8 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
                 value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
             except TypeError as error:
                 raise UnsupportedLeafError(f"{node.path}: safetensors: {error}") from None
+        if node.path == "__metadata__" or not _is_utf8(node.path):
+            raise BadArgumentError(f"safetensors cannot name an array {ascii(node.path)[:80]}; --to pt can")
         if node.path in arrays:
             raise BadArgumentError(f"two arrays have the path {node.path!r}, and safetensors has but one name for each")
         value = value.contiguous()
@@ -155,6 +179,12 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
         return arrays, {"format": "pt"}
     # Places of arrays are found by their paths; numbers only have to be there.
     return arrays, {"format": "pt", _TREE: json.dumps(nodes)}
+
+
+def _is_utf8(text: str) -> bool:
+    with contextlib.suppress(UnicodeEncodeError):
+        return bool(text.encode()) or not text
+    return False
 
 
 def _check_dcp(state: Any) -> None:

@@ -175,17 +175,21 @@ def copy(
     store: StoreUrl,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder or fsspec URL; a store or nothing yet.")],
     steps: Annotated[
-        list[int] | None, typer.Option("--step", help="Only this step and what it needs; repeatable.")
+        list[str] | None, typer.Option("--step", help="Only this step (number or tag) and what it needs; repeatable.")
     ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Read what the target has already, and write anew what is damaged.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy steps with all they need to another store, pins and tags too; every file is checked on its way."""
-    from .sources import open_store
+    from .sources import open_store, parse_step
 
     opened = open_store(store)
+    asked = [parse_step(step) for step in steps or []]
     with busy(f"copying to {target}"):
-        copied = opened.copy(target, steps or None)
-    chosen = sorted(set(steps)) if steps else opened.steps()
+        copied = opened.copy(target, asked or None, repair=repair)
+    chosen = sorted({opened.describe(step).step for step in asked}) if asked else opened.steps()
     told = f"{len(chosen)} steps are in {target}, which has {len(copied.steps())}"
     _told(as_json, told, store=store, target=target, steps=chosen)
 
