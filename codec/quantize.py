@@ -152,7 +152,12 @@ class Quantize:
         before = beneath(parent, leaf.spec)
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
+        is_fine = fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
         for thresholds, codebook, reason, may_err in self._attempts(leaf, plan, before):
+            lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
+            parts_are_lost = lost.counted > _LOST and is_fine
+            if parts_are_lost and target == np.inf:  # there is no other attempt
+                break
             note, goal = f"codebook {reason}{self._moved(thresholds, before)}", min(may_err, target)
             trade = plan.trade
             memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
@@ -171,9 +176,7 @@ class Quantize:
                     return twice
                 note += f", and by a finer step {lost.nonzero:.0%} of it would be as good as zero"
             return dataclasses.replace(stored, note=note)
-        lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
-        is_fine = fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
-        if lost.counted > _LOST and is_fine:
+        if parts_are_lost:
             return self._each_by_its_size(leaf, parent, lost.counted)
         if lost.nonzero > _LOST:
             note += f"; {lost.nonzero:.0%} of it are as good as zero"
