@@ -316,7 +316,10 @@ def _text(x: NpArray) -> np.bytes_ | np.str_:
     if x.dtype.kind == "S":
         return np.bytes_(x.tobytes())
     order = "be" if x.dtype.str.startswith(">") else "le"
-    return np.str_(x.tobytes().decode(f"utf-32-{order}", "surrogatepass"))
+    try:
+        return np.str_(x.tobytes().decode(f"utf-32-{order}", "surrogatepass"))
+    except UnicodeDecodeError:
+        raise CorruptDataError("a text holds what is no character") from None
 
 
 def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:

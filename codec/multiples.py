@@ -69,6 +69,11 @@ def _values(multiples: NpArray, step: float, dtype: str) -> NpArray:
         return (multiples * step).astype(dtype)
 
 
+def _squares(x: NpArray) -> float:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return float(np.square(x, dtype=np.float64).sum())
+
+
 def _integers(spec: LeafSpec, width: int) -> LeafSpec:
     return LeafSpec("numpy", f"uint{8 * width}", spec.shape)
 
@@ -85,8 +90,7 @@ def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored 
         return None
     x = as_bytes(leaf.flat).view(f"<{_letter(leaf.spec)}")
     starts = range(0, x.size, CHUNK)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        squares = math.fsum(map_chunks(lambda s: float(np.square(x[s : s + CHUNK], dtype=np.float64).sum()), starts))
+    squares = math.fsum(map_chunks(lambda s: _squares(x[s : s + CHUNK]), starts))
     most = largest(x)
     wanted = target * math.sqrt(12 * squares / max(1, x.size))
     before = parent if isinstance(parent, MultiplesMemory) and parent.numbers.size == x.size else None

@@ -42,7 +42,10 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
         CorruptDataError, MissingParentError, NewerFormatError: a step is not intact; those before it are copied.
     """
     tags = {name: step for name, step in labels.tags(source.files).items() if step in chosen}
-    there = {step: e.manifest for step, e in target.catalog.all().items() if step in chosen}
+    try:
+        there = {step: e.manifest for step, e in target.catalog.all().items() if step in chosen}
+    except CorruptDataError as e:
+        raise CorruptDataError(f"{target.url}: {e}; drop the step there, and copy again") from None
     for step, manifest in there.items():
         if manifest.identity != chosen[step].identity:
             raise BadArgumentError(f"step {step}: {target.url} has another one of that number")
@@ -53,8 +56,14 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
     for step in sorted(chosen):
         if step not in there:
             source.catalog.settled(step, lambda e: _copy_step(source.files, e.manifest, target, sound))
-        elif repair:  # over whatever files it has there, which compaction may have changed
-            copy_files(source.files, there[step], target.files, sound)
+        elif repair:
+            try:
+                copy_files(source.files, there[step], target.files, sound)
+            except MissingParentError:
+                raise MissingParentError(
+                    f"step {step}: damaged in {target.url}, and {source.url} has it in other files, for one was "
+                    "compacted: drop it there, and copy again"
+                ) from None
         lease.renew()
     for step in sorted(labels.pins(source.files) & set(chosen)):
         target.files.write(labels.pin_name(step), b"")

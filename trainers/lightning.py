@@ -13,7 +13,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import new_class
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +39,7 @@ from .pointers import (
     drop,
     grads_within,
     is_same,
+    is_shared,
     kinds_within,
     load_at,
     next_step,
@@ -467,21 +467,8 @@ def _remove(path: PathLike) -> None:
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     if fs.exists(name):
         fs.rm(name, recursive=True)
-    if pointer is not None and not _shared(path, pointer.step):
+    if pointer is not None and not is_shared(path, pointer):
         drop(store_of(path, pointer), [pointer.step])
-
-
-def _shared(path: PathLike, step: int) -> bool:
-    """Whether another file of the folder points to the same step (`save_last="link"`)."""
-    folder = Path(os.path.dirname(os.fspath(path)) or ".")
-    if not folder.is_dir():
-        return False
-    # A copy by another name too.
-    for other in (entry for entry in folder.iterdir() if entry.is_file()):
-        found = read_pointer(other)
-        if found is not None and found.step == step:
-            return True
-    return False
 
 
 def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..codec import errors
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointError
+from ..codec.leaves import is_array
+from ..codec.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult
@@ -25,6 +29,8 @@ from .sensitivity import SensitivityTracker
 from .spread import rank, world
 from .state import Generator, Stateful, capture, plain, restore
 
+A = TypeVar("A")
+B = TypeVar("B")
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
@@ -59,40 +65,70 @@ def training_state(
         >>> sorted(training_state(3, model, torch.optim.SGD(model.parameters())))
         ['model', 'optimizer', 'optimizers', 'ranks', 'step']
     """
-    optimizers = parts.optimizers_of(optimizer)
-    _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
-    state: dict[str, Any] = {"step": check_step(step), "model": parts.model_state(model)}
+    named = {"scheduler": scheduler, "scaler": scaler, "ema": ema} | {
+        ("more", k): one for k, one in (more or {}).items()
+    }
+    given = {name: part for name, part in named.items() if part is not None}
+
+    def alone() -> tuple[int, list[torch.optim.Optimizer], dict[Any, Any], dict[str, Any]]:
+        """All that this process says without the others."""
+        optimizers = parts.optimizers_of(optimizer)
+        _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
+        own = {name: plain(one.state_dict()) for name, one in given.items() if not isinstance(one, nn.Module)}
+        position = None if loader is None else loader.state_dict()
+        mine = capture(generators=generators, position=position)
+        # What cannot be stored is refused here, with its path, for it may not even be sent.
+        flatten({"ranks": mine, **{str(name): one for name, one in own.items()}}, is_array)
+        return check_step(step), list(optimizers), own, mine
+
+    # Before anything that all do together: who could not come to that would leave the others waiting.
+    (number, optimizers, own, mine), told = _on_all(alone, lambda found: list(parts.sharded(found[2], "")))
+    if any(paths != told[0] for paths in told):
+        raise ShrinkpointError("nothing was saved: ranks have different sharded tensors beside model and optimizer")
+    state: dict[str, Any] = {"step": number, "model": parts.model_state(model)}
     if optimizers:
         state["optimizers"] = [type(one).__qualname__ for one in optimizers]
         state["optimizer"] = parts.optimizer_state(model, optimizers)
-    for name, part in (("scheduler", scheduler), ("scaler", scaler), ("ema", ema), ("more", more)):
-        if isinstance(part, Mapping):
-            state[name] = {key: plain(one.state_dict()) for key, one in part.items()}
-        elif part is not None:
-            state[name] = _state_of(part)
-    state["ranks"] = _of_all(
-        lambda: capture(generators=generators, position=None if loader is None else loader.state_dict())
-    )
+    if more is not None:
+        state["more"] = {}
+    for name, part in given.items():
+        place, key = (state, name) if isinstance(name, str) else (state["more"], name[1])
+        if isinstance(part, nn.Module):
+            place[key] = parts.model_state(part)
+        else:
+            place[key] = parts.whole(own[name]) if world() > 1 else own[name]
+    state["ranks"] = _gathered(mine)
     return state if rank() == 0 else None
 
 
-def _of_all(work: Callable[[], Any]) -> list[Any]:
-    """What each process found, on rank 0; nothing on the others. An error of one is raised there and on rank 0."""
+def _on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
+    """What `work` found here, and in brief what it found in each process. An error of one is raised on all."""
     if world() == 1:
-        return [work()]
-    mine, error = None, None
+        found = work()
+        return found, [brief(found)]
+    error, told = None, None
     try:
-        mine = work()
+        found = work()
+        told = brief(found)
     except Exception as e:
         error = e
-    gathered: list[Any] | None = [None] * world() if rank() == 0 else None
-    dist.gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"), gathered)
+    everyone: list[Any] = [None] * world()
+    dist.all_gather_object(everyone, (told, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
-    failed = [f"rank {number}: {why}" for number, (_, why) in enumerate(gathered or ()) if why is not None]
+    failed = [f"rank {number}: {why}" for number, (_, why) in enumerate(everyone) if why is not None]
     if failed:
         raise ShrinkpointError(f"nothing was saved, since another rank could not: {'; '.join(failed)}")
-    return [found for found, _ in gathered or ()]
+    return found, [one for one, _ in everyone]
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """What each process has, on rank 0; nothing on the others."""
+    if world() == 1:
+        return [mine]
+    gathered: list[Any] | None = [None] * world() if rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    return gathered or []
 
 
 @contextlib.contextmanager
@@ -169,15 +205,20 @@ def save(
 
     Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
     """
-    _store_of(saver)
-    step = check_step(step)
-    _check_tracker(tracker, model)
-    _check_sensitivity(sensitivity, grads)
-    if sensitivity is not None:
-        sensitivity.at(step)
-        grads = sensitivity.grads(shards_only=rank() != 0)
+
+    def averages() -> Mapping[str, Any] | None:
+        _store_of(saver)
+        number = check_step(step)
+        _check_tracker(tracker, model)
+        _check_sensitivity(sensitivity, grads)
+        if sensitivity is None:
+            return grads
+        sensitivity.at(number)
+        return sensitivity.grads(shards_only=rank() != 0)
+
     with _together(f"step {step} was not saved"):
-        grads = parts.gathered(grads)
+        found, _ = _on_all(averages, lambda _: None)
+        grads = parts.gathered(found)
         state = training_state(
             step,
             model,
@@ -191,7 +232,7 @@ def save(
         )
     if state is None:
         return None
-    optimizers = parts.optimizers_of(optimizer)
+    step, optimizers = state["step"], parts.optimizers_of(optimizer)
     kinds = parts.kinds_of(model, optimizers)
     marked = None if tracker is None else tracker.kinds(optimizers or None)
     beside = None if grads is None else {"model": dict(grads)}
@@ -287,7 +328,10 @@ def resume(
                 # A copy: a scheduler keeps the very objects it is given.
                 part.load_state_dict(copy.deepcopy(state[name]))
     for name, one in (more or {}).items():
-        one.load_state_dict(copy.deepcopy(state["more"][name]))
+        if isinstance(one, nn.Module):
+            parts.set_model(one, state.get("more", {}).get(name, {}))
+        else:
+            one.load_state_dict(copy.deepcopy(state["more"][name]))
     if tracker is not None:
         tracker.forget()
     if sensitivity is not None:
@@ -324,11 +368,25 @@ def _on_rank_0(load: Any, left_out: Sequence[str]) -> Any:
         except Exception as e:
             error = e
     light = None if state is None else {k: v for k, v in state.items() if k not in left_out}
-    sent: list[Any] = [light, error]
+    sent: list[Any] = [light, None if error is None else (type(error).__name__, str(error))]
     dist.broadcast_object_list(sent)
+    if error is not None:
+        raise error
     if sent[1] is not None:
-        raise sent[1]
+        raise _as_told(*sent[1])
     return state if rank() == 0 else sent[0]
+
+
+def _as_told(name: str, text: str) -> Exception:
+    """An error of another process, of its class where that is one that everybody has and that a text makes.
+
+    It does not travel itself: those of storage libraries may hold what cannot, or take more than a text.
+    """
+    known = getattr(errors, name, None) or getattr(builtins, name, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with contextlib.suppress(TypeError):
+            return known(text)
+    return ShrinkpointError(f"rank 0: {name}: {text}")
 
 
 def _check_parts(

@@ -74,6 +74,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._home = os.path.dirname(self.store.url)
         self._pending: tuple[str, Future[SaveResult]] | None = None
+        self._wrote = False
 
     def save(self, directory: Any, args: CompressedSave) -> None:
         """Called by Orbax's synchronous Checkpointer."""
@@ -91,6 +92,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         state, grads = (None if part is None else nested(part) for part in (args.item, args.grads))
         if jax.process_index():
             return []
+        self._wrote = True
         self._follow()
         step, more = next_step(self.store), {"grads": grads, "kinds": args.kinds}
         if isinstance(self.saver, Saver):
@@ -110,6 +112,10 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         if store.describe(result.step).identity != result.id:
             raise ShrinkpointError(f"{directory}: step {result.step} of {store.url} was saved by another handler too")
         write_pointer(str(directory / POINTER), store, result.step, result.id)
+        if result.step not in store.steps():
+            raise ShrinkpointError(
+                f"{directory}: step {result.step} of {store.url} was removed before the folder had it"
+            )
 
     def restore(self, directory: Any, args: CompressedRestore | None = None) -> Any:
         """Called by Orbax, on all processes.
@@ -164,7 +170,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
 
     def close(self) -> None:
         """Called by Orbax when the manager is closed."""
-        if not jax.process_index():
+        # A job that only reads leaves alone what another is writing.
+        if self._wrote and not jax.process_index():
             self._follow()
 
     def _follow(self) -> None:

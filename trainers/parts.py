@@ -8,7 +8,7 @@ processes the whole state comes together on rank 0.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         names = _names(model, one)
         beside = {k: v for k, v in one.state_dict().items() if k not in ("state", "param_groups")}
         if beside:
-            more[_first(names)] = beside
+            more[_first(names)] = whole(plain(beside)) if world() > 1 else beside
         if one.state:
             # One by one: of several optimizers, one that has not stepped yet must not be touched.
             found: Any = get_optimizer_state_dict(_target(model), one, options=_options())
@@ -170,15 +170,34 @@ def gathered(grads: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
     Under several processes a collective; what other ranks get is of no use.
     """
-    if grads is None:
-        return None
-    found = {}
-    for name, value in grads.items():
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-            value = value.cpu() if rank() == 0 else None
-        found[name] = value
-    return found
+    return None if grads is None else dict(whole(grads))
+
+
+def sharded(tree: Any, path: str) -> Iterator[str]:
+    """The paths of the DTensors in a tree of dicts, lists and tuples, in the order in which `whole` takes them."""
+    if isinstance(tree, DTensor):
+        yield path
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from sharded(value, f"{path}/{key}")
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from sharded(value, f"{path}/{number}")
+
+
+def whole(tree: Any) -> Any:
+    """A tree of dicts, lists and tuples with its DTensors whole on rank 0 and in its host memory, one after another.
+
+    Under several processes a collective, which all call with the same tree; what other ranks get is of no use.
+    """
+    if isinstance(tree, DTensor):
+        value = tree.full_tensor()
+        return value.cpu() if rank() == 0 else None
+    if isinstance(tree, Mapping):
+        return {key: whole(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(whole, tree))
+    return tree
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

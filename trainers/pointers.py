@@ -68,6 +68,11 @@ def read_pointer(path: PathLike) -> Pointer | None:
     coming = in_flight.get(key_of(name)) if in_flight else None
     if coming is not None:
         concurrent.futures.wait([coming])
+    return _read(fs, name, path)
+
+
+def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
+    """As it is now."""
     try:
         if not fs.isfile(name) or fs.size(name) > _LARGEST:
             return None
@@ -139,9 +144,39 @@ def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Poi
 
 
 def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
-    """Remove from the store what a file pointed to before it was written anew."""
-    if before is not None and is_same(store_of(path, before), store):
+    """Remove from the store what a file pointed to before it was written anew, and no other does."""
+    if before is not None and is_same(store_of(path, before), store) and not is_shared(path, before):
         drop(store, [before.step])
+
+
+def is_shared(path: PathLike, pointer: Pointer) -> bool:
+    """Whether another file points to the same step: a link, or a copy of the file or of its folder by another name.
+
+    Looked at are the files of its folder, and those of its name in the folders beside that one. None is waited for:
+    what is being saved in the background points to its former step until it is there.
+    """
+    fs, name = fsspec.core.url_to_fs(os.fspath(path))
+    fs.invalidate_cache()
+    folder, base = os.path.split(name)
+    store = one_name(store_of(path, pointer).url)
+    others = [entry["name"] for entry in _entries(fs, folder) if entry["type"] == "file"]
+    others += [f"{entry['name'].rstrip('/')}/{base}" for entry in _entries(fs, os.path.dirname(folder))]
+    for other in others:
+        if os.path.normpath(other) == os.path.normpath(name):
+            continue
+        url = fs.unstrip_protocol(other)
+        found = _read(fs, other, url)
+        if found is not None and found.step == pointer.step and one_name(store_of(url, found).url) == store:
+            return True
+    return False
+
+
+def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = fs.ls(folder or ".", detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return found
 
 
 def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Store:

@@ -364,8 +364,12 @@ def expand(folder: PathLike) -> str:
     state = load_at(path / POINTER)
     seen: set[int] = set()
     # Tied weights once, as Transformers writes them.
-    tensors = {n: t for n, t in state["model"].items() if not (t.data_ptr() in seen or seen.add(t.data_ptr()))}  # type: ignore[func-returns-value]
-    save_file({n: t.contiguous() for n, t in tensors.items()}, path / _WEIGHTS, {"format": "pt"})
+    tensors = {}
+    for name, tensor in state["model"].items():
+        if tensor.numel() == 0 or tensor.data_ptr() not in seen:
+            tensors[name] = tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    save_file(tensors, path / _WEIGHTS, {"format": "pt"})
     for part, name in _PARTS.items():
         if part in state:
             torch.save(state[part], path / name)

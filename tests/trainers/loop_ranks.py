@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -112,6 +113,92 @@ def failing(folder: Path, rank: int) -> None:
     assert store.steps() == []
 
 
+class Averages:
+    """An average that is no Module, as others' libraries have them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [10 * p.detach() for p in model.parameters()]
+
+    def state_dict(self) -> Any:
+        return {"decay": 0.9, "shadow": self.shadow}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Says:
+    """Says something else on rank 1."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.value = first if dist.get_rank() == 0 else second
+
+    def state_dict(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def beside(folder: Path, rank: int) -> None:
+    """Sharded tensors beside model and optimizer come together, and modules among `more` come back."""
+    store, model, teacher = sp.Store(folder / "beside", cfg=sp.presets.lossless()), wrapped("fsdp2"), wrapped("fsdp2")
+    teaches = [whole(p) for p in teacher.parameters()]
+    trainers.save(store, 1, model, ema=Averages(model), more={"teacher": teacher})
+    wanted = [10 * whole(p) for p in model.parameters()]
+    if rank == 0:
+        found = store.load(count=False)
+        assert all(torch.equal(a, b) for a, b in zip(found["ema"]["shadow"], wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found["more"]["teacher"].values(), teaches, strict=True))
+    dist.barrier()
+    other = wrapped("fsdp2")
+    assert trainers.resume(store, model, more={"teacher": other}) == 1
+    assert all(torch.equal(whole(p), t) for p, t in zip(other.parameters(), teaches, strict=True))
+
+
+def refused(folder: Path, rank: int) -> None:
+    """What one rank cannot say, or says otherwise, is an error on all, and the next save is none the worse."""
+    store, model = sp.Store(folder / "refused"), wrapped("fsdp2")
+    broken = (i for i in range(3))
+    for part, error, told in (
+        (Says(1, ValueError("of rank 1")), ValueError, "rank 1: ValueError: of rank 1"),
+        (Says(1, broken), sp.UnsupportedLeafError, "rank 1: UnsupportedLeafError: .*generator"),
+        (Says(1, next(model.parameters())), sp.ShrinkpointError, "different sharded tensors"),
+    ):
+        with pytest.raises(error if rank == 1 else sp.ShrinkpointError, match=None if rank == 1 else told):
+            trainers.save(store, 1, model, scheduler=part)
+        with pytest.raises(error if rank == 1 else sp.ShrinkpointError):
+            trainers.save(store, 1, model, more={"part": part})
+    with pytest.raises(sp.BadArgumentError if rank == 1 else sp.ShrinkpointError, match="step is -1"):
+        trainers.save(store, -rank, model)
+    assert store.steps() == []
+    trainers.save(store, 1, model)
+
+
+class Denied(OSError):
+    """As clients of object stores have them: of two arguments, and with what cannot be sent."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(code, why)
+        self.lock = threading.Lock()
+
+
+def unread(folder: Path, rank: int) -> None:
+    """An error of reading that cannot travel is told all the same."""
+    store, model = sp.Store(folder / "unread"), wrapped("ddp")
+    trainers.save(store, 1, model)
+    dist.barrier()
+
+    for error in (Denied(403, "go away"), sp.MissingParentError("go away")):
+
+        def load(*_: Any, error: Exception = error, **__: Any) -> Any:
+            raise error
+
+        store.load = load  # type: ignore[method-assign]
+        family = sp.ShrinkpointError if isinstance(error, Denied) and rank == 1 else type(error)
+        with pytest.raises(family, match="go away"):
+            trainers.resume(store, model)
+
+
 def lost(how: str, folder: Path, rank: int) -> None:
     """The other rank is gone, or does not come."""
     store, model = sp.Store(folder / "run"), wrapped("ddp")
@@ -175,7 +262,9 @@ def main(home: Path, number: int) -> None:
             dist.barrier()
         changed(wrapper, home, number)
         afresh(wrapper, home)
-    failing(home, number)
+    for scene in (failing, beside, refused, unread):
+        scene(home, number)
+        dist.barrier()
     if number == 0:
         save_at(home / "pointer.json", sp.Store(home / "pointed"), {"w": torch.arange(4.0)})
     dist.barrier()

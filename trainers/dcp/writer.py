@@ -70,9 +70,12 @@ class _Parent:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """What the coordinator tells all ranks: whether they agree on thresholds before they compress."""
+    """What the coordinator tells all ranks: how many save together.
 
-    thresholds: bool
+    Nothing that may differ from save to save: where torch caches plans, some ranks have an earlier one.
+    """
+
+    ranks: int
 
 
 _TORCH, _SAVES = "torch.distributed.checkpoint.", {"save", "_save_state_dict"}
@@ -199,7 +202,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, and in them for all ranks alike whether they agree on thresholds.
+        """The plans, and in them for all ranks alike how many they are.
 
         Raises:
             BadArgumentError: `kinds` names no tensor of any rank.
@@ -208,16 +211,20 @@ class Writer(StorageWriter):
         if self._collective and all(getattr(plan, "usable", True) for plan in plans):
             items = (item for plan in plans for item in plan.items)
             check_named(self.kinds, {i.index.fqn: None for i in items if i.type != WriteItemType.BYTE_IO})
-        together = _Together(
-            len(plans) > 1 and self._may_talk() and dist.get_world_size(self.process_group) == len(plans)
-        )
-        return [dataclasses.replace(plan, storage_data=together) for plan in plans]
+        return [dataclasses.replace(plan, storage_data=_Together(len(plans))) for plan in plans]
 
-    def _may_talk(self) -> bool:
-        """Whether this thread may use the process group: training may be using the default one in another."""
+    def _agrees(self, plan: SavePlan) -> bool:
+        """Whether the ranks agree on thresholds before they compress; the same on all of them.
+
+        Not where this thread may not use the process group: training may be using the default one in another.
+        """
         if not self._collective or not (dist.is_available() and dist.is_initialized()):
             return False
-        return self.process_group is not None or threading.current_thread() is threading.main_thread()
+        if self.process_group is None and threading.current_thread() is not threading.main_thread():
+            return False
+        together = plan.storage_data
+        ranks = together.ranks if isinstance(together, _Together) else 1
+        return ranks > 1 and dist.get_world_size(self.process_group) == ranks
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Compress this rank's items and write their container.
@@ -229,7 +236,7 @@ class Writer(StorageWriter):
             OSError: the bytes could not be written.
         """
         files = self._files()
-        talk = isinstance(plan.storage_data, _Together) and plan.storage_data.thresholds
+        talk = self._agrees(plan)
         try:
             state, shards, kinds = self._state(plan, planner)
             head = self._parent_for(files, shards) if state else None

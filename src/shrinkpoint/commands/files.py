@@ -6,18 +6,38 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..kernels.errors import BadArgumentError
 from ..store import local
-from ..store.files import TEMPORARY
+from ..store.files import TEMPORARY, one_name
 
 
 def check_free(target: Path, force: bool) -> None:
     """Raise BadArgumentError where something is that may not be replaced; before the work, and again after it."""
     if os.path.lexists(target) and not force:
         raise BadArgumentError(f"{target} exists; say --force to replace it")
+
+
+def check_apart(target: Path, read: Iterable[str]) -> None:
+    """Raise BadArgumentError where an output is what it is made from, a folder around that, or a file within it.
+
+    Directly in a folder that is read there may be others: a report beside the folders of a store.
+
+    Args:
+        target: the output.
+        read: files, folders and URLs.
+    """
+    own = Path(os.path.realpath(target))
+    for name in map(one_name, read):
+        path = Path(name)
+        if own == path:
+            raise BadArgumentError(f"the output {target} is what it would be made from")
+        if own in path.parents:
+            raise BadArgumentError(f"the output {target} is around {name}, which it would be made from")
+        if path in own.parent.parents and own.exists():
+            raise BadArgumentError(f"the output {target} is a part of {name}, which it would be made from")
 
 
 def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 from ..codec import tree
 from ..codec.errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
 from ..codec.leaves import is_array
-from ..store.files import one_name
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
-from .files import check_free, write_file, write_folder
+from .files import check_apart, check_free, write_file, write_folder
 from .output import note
 
 FORMATS = ("pt", "safetensors", "dcp")
@@ -96,13 +95,9 @@ def check_target(target: Path, kind: str, force: bool, read: Iterable[str]) -> N
         target: the output.
         kind: what it will be.
         force: whether it may replace what is there; of folders only one of DCP.
-        read: files, folders and URLs that it is made from; it is none of them, nor a folder around one.
+        read: files, folders and URLs that it is made from, see `check_apart`.
     """
-    own = Path(os.path.realpath(target))
-    for name in map(one_name, read):
-        if own in (Path(name), *Path(name).parents):
-            where = "what it would be made from" if own == Path(name) else f"around {name}, which it would be made from"
-            raise BadArgumentError(f"the output {target} is {where}")
+    check_apart(target, read)
     check_free(target, force)
     is_store = (target / "steps").is_dir()
     if target.is_dir() and (is_store or not (kind == "dcp" and (is_dcp(target) or not any(target.iterdir())))):

@@ -31,13 +31,14 @@ def report(
     """
     from ..report.collect import collect
     from ..report.page import page
-    from .files import check_free, write_file
+    from .files import check_apart, check_free, write_file
     from .sources import is_store, open_store, parse_step
 
-    check_free(output, force)
     folder = Path(run)
     inside = folder / "store"
     url = str(inside) if not is_store(run) and is_store(str(inside)) else run
+    check_apart(output, [url, *map(str, search or ())])
+    check_free(output, force)
     store = open_store(url)
     with steps_done("report", quiet=as_json) as progress:
         found = collect(
