@@ -187,7 +187,7 @@ STUDIES = {
     "embedding": Study(2, _SHORT),
     "CNN": Study(2, _SHORT, thresholds=1),
     "ViT": Study(3, _SHORT),
-    "GPT": Study(2, _SHORTEST, spacing=30, batches=1),
+    "GPT": Study(1, _SHORTEST, spacing=30, batches=1),
 }
 _COARSE = tuple(RARE_BASES)
 _LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)

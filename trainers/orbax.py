@@ -44,8 +44,9 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
 
     `manager.save(step, args=CompressedSave(tree))` and `manager.restore(step, args=CompressedRestore(abstract_tree))`.
     A step's folder appears, by Orbax's own atomic step, once its checkpoint is durable. What Orbax has removed
-    (`max_to_keep` and its like) leaves the store at the next save and when the manager is closed; what later deltas
-    need of it stays. Arrays that are spread over several processes come together in each, and the first one writes.
+    (`max_to_keep` and its like) leaves the store at the next save and when the manager that saved is closed; what later
+    deltas need of it stays. Arrays that are spread over several processes come together in each, and the first one
+    writes.
 
     Args:
         saver: where to: a store beside the step folders, of this item alone: steps that no folder points to are removed

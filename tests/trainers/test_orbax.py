@@ -111,6 +111,27 @@ def test_rotation_reaches_the_store_and_deltas_stay_whole(tmp_path: Path) -> Non
     assert store.describe(store.steps()[-1]).is_delta
 
 
+def test_a_manager_that_only_reads_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is closed while another process has committed a step and not pointed to it yet."""
+    states = [jax.tree.map(np.array, state) for state, _ in trained(build(), 2)]
+    writes = adapter.write_pointer
+
+    def later(*given: Any) -> Any:
+        options = ocp.CheckpointManagerOptions(read_only=True)
+        handler = CompressedHandler(sp.Store(tmp_path / "shrinkpoint", sp.presets.lossless()))
+        with ocp.CheckpointManager(tmp_path, item_handlers=handler, options=options) as reader:
+            reader.restore(reader.latest_step(), args=CompressedRestore())
+        return writes(*given)
+
+    with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
+        manager.save(1, args=CompressedSave(states[0]))
+        manager.wait_until_finished()
+        monkeypatch.setattr(adapter, "write_pointer", later)
+        manager.save(2, args=CompressedSave(states[1]))
+        manager.wait_until_finished()
+        assert same(manager.restore(2, args=CompressedRestore(states[1])), states[1])
+
+
 def test_in_the_background_a_step_is_kept_until_the_next_is_complete(tmp_path: Path) -> None:
     store = sp.Store(tmp_path / "shrinkpoint", cfg=sp.presets.lossless())
     state = build()

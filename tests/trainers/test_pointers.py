@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.trainers.background import Background
-from shrinkpoint.trainers.pointers import Pointer, drop, load_at, read_pointer, save_at, steps_in_use
+from shrinkpoint.trainers.pointers import Pointer, drop, is_shared, load_at, read_pointer, save_at, steps_in_use
 
 
 def state(value: float) -> dict[str, Any]:
@@ -119,3 +120,32 @@ def test_other_files_are_no_pointers(tmp_path: Path) -> None:
     path.write_text(json.dumps(good | {"step": 10**30}))
     with pytest.raises(sp.MissingParentError):
         load_at(path)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("root", ["folder", "file", "memory"])
+def test_a_copy_by_another_name_keeps_its_step(tmp_path: Path, root: str, background: bool) -> None:
+    """Of a file beside it, or of its whole folder, whatever becomes of the original."""
+    home = {"folder": f"{tmp_path}/", "file": f"file://{tmp_path}/", "memory": f"memory://{tmp_path.name}/"}[root]
+    store, fs = sp.Store(f"{home}store", sp.presets.lossless()), fsspec.core.url_to_fs(home)[0]
+
+    def save(value: float) -> None:
+        for path in (f"{home}last.ckpt", f"{home}last/p.json"):
+            if background:
+                saver = Background(store)
+                saver.save(path, state(value))
+                saver.close()
+            else:
+                save_at(path, store, state(value))
+
+    save(1)
+    fs.copy(f"{home}last.ckpt", f"{home}mine.ckpt")
+    fs.makedirs(f"{home}best", exist_ok=True)
+    fs.copy(f"{home}last/p.json", f"{home}best/p.json")
+    save(2)
+    save(3)
+    assert len(store.steps()) == 4, "the two that were copied, and the newest two"
+    for kept, value in (("mine.ckpt", 1), ("best/p.json", 1), ("last.ckpt", 3), ("last/p.json", 3)):
+        assert load_at(f"{home}{kept}")["step"] == value
+    fs.rm(f"{home}mine.ckpt")
+    assert not is_shared(f"{home}mine.ckpt", Pointer(store.url, 0, ""))
