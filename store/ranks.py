@@ -28,12 +28,13 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
     Args:
         store: this rank's.
         group: a `torch.distributed` process group; None: the default one, or this process alone where there is none.
-        drop: remove this rank's newer steps, which some rank lacks: from memory, and from the store. Default False.
+        drop: remove this rank's newer steps, which some rank lacks: from the store, and from memory; the same on all
+            ranks. Default False.
 
     Raises:
         CorruptDataError: there is no such step; on all ranks alike.
         Exception: what keeps this rank from looking: storage that cannot be reached, or `store` is none.
-        ShrinkpointError: another rank cannot look; it says which, and why.
+        ShrinkpointError: another rank cannot look, or drop; it says which, and why.
         BadArgumentError: a step to be dropped is pinned or tagged.
 
     Example:
@@ -64,10 +65,16 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
     if mine == _NONE:
         raise CorruptDataError(f"{store.url}: there is no step that all {len(everyone)} ranks hold intact")
     newer = [step for step in steps[: steps.index(mine)] if step > mine]
-    if drop and newer:
-        if store.in_memory:
-            InMemory(store.url, store.in_memory).drop(newer)
-        store.drop(*newer)
+
+    def dropped() -> int:
+        if newer:
+            store.drop(*newer)
+            if store.in_memory:
+                InMemory(store.url, store.in_memory).drop(newer)
+        return mine
+
+    if drop:
+        _told(dropped, group, "drop its newer steps")
     return mine
 
 
@@ -90,7 +97,7 @@ def _newest_intact(store: Store, steps: list[int]) -> int:
     return _NONE
 
 
-def _told(work: Callable[[], int], group: Any) -> list[int]:
+def _told(work: Callable[[], int], group: Any, does: str = "look for its newest step") -> list[int]:
     """What `work` says on every rank. Where it raises on one, all raise: nobody waits for who will not come."""
     error: Exception | None = None
     step = _FAILED
@@ -108,7 +115,7 @@ def _told(work: Callable[[], int], group: Any) -> list[int]:
         for rank, text in enumerate(texts)
         if everyone[rank] == _FAILED
     }
-    message = "; ".join(f"rank {rank} cannot look for its newest step: {why}" for rank, why in problems.items())
+    message = "; ".join(f"rank {rank} cannot {does}: {why}" for rank, why in problems.items())
     if error is None:
         raise ShrinkpointError(message)
     if len(everyone) > 1:

@@ -31,6 +31,7 @@ class CompressedStates:
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
         self._failed: Exception | None = None
+        self._strict = True
         self._stand_ins: list[tuple[Any, str]] = []
         self._handles = [
             accelerator.register_save_state_pre_hook(self._save),
@@ -82,9 +83,11 @@ class CompressedStates:
         except Exception as e:
             self._failed = e
         self.accelerator.wait_for_everyone()
+        self._strict = bool(keywords.get("strict", True))
         try:
             return type(self.accelerator).load_state(self.accelerator, *args, **keywords)
         finally:
+            self._strict = True
             self._clear()
 
     def _once(self, thing: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -154,7 +157,7 @@ class CompressedStates:
         for number, (one, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
             lines += [f"optimizer {number}: {line}" for line in group_differences(saved, one.state_dict())]
         refuse(lines, path)
-        load_models(models, state["models"], path)
+        load_models(models, state["models"], path, strict=self._strict)
         models.clear()
         for one, saved in zip(optimizers, state["optimizers"], strict=True):
             self._once(one, "load_state_dict", lambda _file, one=one, saved=saved: one.load_state_dict(saved))

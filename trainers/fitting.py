@@ -45,8 +45,10 @@ def group_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list
     return [] if before == now else [f"groups of {before} parameters in the checkpoint, of {now} here"]
 
 
-def load_models(models: Sequence[nn.Module], states: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Put saved states into modules, all or none.
+def load_models(
+    models: Sequence[nn.Module], states: Sequence[Mapping[str, Any]], where: str, *, strict: bool = True
+) -> None:
+    """Put saved states into modules, all or none; with `strict` false also where only one of the two has a name.
 
     Raises:
         BadArgumentError: parameters were renamed or resized, and no hook of the modules sees to it; a list of them.
@@ -54,11 +56,11 @@ def load_models(models: Sequence[nn.Module], states: Sequence[Mapping[str, Any]]
     lines = []
     for number, (model, saved) in enumerate(zip(models, states, strict=True)):
         which = f"model {number}: " if len(models) > 1 else ""
-        lines += [f"{which}{line}" for line in differences(saved, model.state_dict())]
+        lines += [f"{which}{line}" for line in differences(saved, model.state_dict(), names=strict)]
     before = [{n: _copy(v) for n, v in model.state_dict().items()} for model in models] if lines else []
     try:
         for model, saved in zip(models, states, strict=True):
-            model.load_state_dict(saved)
+            model.load_state_dict(saved, strict=strict)
     except RuntimeError:
         for model, saved in zip(models, before, strict=False):
             model.load_state_dict(saved)

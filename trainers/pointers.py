@@ -183,8 +183,12 @@ def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Sto
     """The store that a pointer file names."""
     if "://" in pointer.store or os.path.isabs(pointer.store):
         return Store(pointer.store, cfg)
-    folder = os.path.dirname(os.fspath(path))
-    return Store(os.path.normpath(os.path.join(folder or ".", pointer.store)), cfg)
+    folder = os.path.dirname(os.fspath(path)) or "."
+    found = os.path.normpath(os.path.join(folder, pointer.store))
+    if "://" not in found and not os.path.isdir(found):  # a link to a file or folder elsewhere
+        beyond = os.path.normpath(os.path.join(os.path.dirname(os.path.realpath(path)), pointer.store))
+        found = beyond if os.path.isdir(beyond) else found
+    return Store(found, cfg)
 
 
 def is_same(store: Store, other: Store) -> bool:

@@ -245,6 +245,24 @@ def test_a_save_that_fails_halfway_leaves_the_optimizer_answering(tmp_path: Path
     takes.remove()
 
 
+def test_what_only_one_has_is_loaded_past_if_asked(tmp_path: Path) -> None:
+    """As `load_state(strict=False)` of Accelerate itself does; what has another shape does not fit at all."""
+    ours, model, _ = trained()
+    compress_states(ours, sp.Store(tmp_path / "store", sp.presets.lossless()))
+    ours.save_state(str(tmp_path / "a"))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.register_buffer("added", torch.ones(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(sp.BadArgumentError, match="added: not in the checkpoint"):
+        ours.load_state(str(tmp_path / "a"))
+    ours.load_state(str(tmp_path / "a"), strict=False)
+    assert all(torch.equal(value, saved.get(name, torch.ones(2))) for name, value in model.state_dict().items())
+    with pytest.raises(sp.BadArgumentError, match="added: not in the checkpoint"):
+        ours.load_state(str(tmp_path / "a"))
+
+
 def test_renamed_and_resized_parameters_are_listed_and_nothing_is_changed(tmp_path: Path) -> None:
     ours, _, _ = trained()
     compress_states(ours, sp.Store(tmp_path / "store"))

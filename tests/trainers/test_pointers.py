@@ -149,3 +149,12 @@ def test_a_copy_by_another_name_keeps_its_step(tmp_path: Path, root: str, backgr
         assert load_at(f"{home}{kept}")["step"] == value
     fs.rm(f"{home}mine.ckpt")
     assert not is_shared(f"{home}mine.ckpt", Pointer(store.url, 0, ""))
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_a_link_from_elsewhere_is_followed(tmp_path: Path, linked: str) -> None:
+    save_at(tmp_path / "run" / "a" / "p.json", sp.Store(tmp_path / "run" / "store"), state(1))
+    (tmp_path / "far" / "off").mkdir(parents=True)
+    link = tmp_path / "far" / "off" / "best"
+    link.symlink_to(tmp_path / "run" / "a" / ("p.json" if linked == "file" else ""))
+    assert load_at(link if linked == "file" else link / "p.json")["step"] == 1
