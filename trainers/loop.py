@@ -65,21 +65,21 @@ def training_state(
         >>> sorted(training_state(3, model, torch.optim.SGD(model.parameters())))
         ['model', 'optimizer', 'optimizers', 'ranks', 'step']
     """
-    named = {"scheduler": scheduler, "scaler": scaler, "ema": ema} | {
-        ("more", k): one for k, one in (more or {}).items()
-    }
-    given = {name: part for name, part in named.items() if part is not None}
 
-    def alone() -> tuple[int, list[torch.optim.Optimizer], dict[Any, Any], dict[str, Any]]:
-        """All that this process says without the others."""
+    def alone() -> tuple[int, Sequence[torch.optim.Optimizer], dict[str, Any], Any]:
+        """All that this process says without the others; of modules only that they are some."""
         optimizers = parts.optimizers_of(optimizer)
         _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
-        own = {name: plain(one.state_dict()) for name, one in given.items() if not isinstance(one, nn.Module)}
-        position = None if loader is None else loader.state_dict()
-        mine = capture(generators=generators, position=position)
+        own: dict[str, Any] = {}
+        for name, part in (("scheduler", scheduler), ("scaler", scaler), ("ema", ema)):
+            if part is not None:
+                own[name] = _alone(part)
+        if more is not None:
+            own["more"] = {key: _alone(one) for key, one in more.items()}
+        mine = capture(generators=generators, position=None if loader is None else loader.state_dict())
         # What cannot be stored is refused here, with its path, for it may not even be sent.
-        flatten({"ranks": mine, **{str(name): one for name, one in own.items()}}, is_array)
-        return check_step(step), list(optimizers), own, mine
+        flatten({"ranks": mine, **own}, is_array)
+        return check_step(step), optimizers, own, mine
 
     # Before anything that all do together: who could not come to that would leave the others waiting.
     (number, optimizers, own, mine), told = _on_all(alone, lambda found: list(parts.sharded(found[2], "")))
@@ -89,16 +89,20 @@ def training_state(
     if optimizers:
         state["optimizers"] = [type(one).__qualname__ for one in optimizers]
         state["optimizer"] = parts.optimizer_state(model, optimizers)
-    if more is not None:
-        state["more"] = {}
-    for name, part in given.items():
-        place, key = (state, name) if isinstance(name, str) else (state["more"], name[1])
+    state |= parts.whole(own) if world() > 1 else own
+    for name, part in (("scheduler", scheduler), ("scaler", scaler), ("ema", ema)):
         if isinstance(part, nn.Module):
-            place[key] = parts.model_state(part)
-        else:
-            place[key] = parts.whole(own[name]) if world() > 1 else own[name]
+            state[name] = parts.model_state(part)
+    for key, one in (more or {}).items():
+        if isinstance(one, nn.Module):
+            state["more"][key] = parts.model_state(one)
     state["ranks"] = _gathered(mine)
     return state if rank() == 0 else None
+
+
+def _alone(part: Stateful) -> Any:
+    """What a part says; of a module nothing yet, for all processes say that together."""
+    return None if isinstance(part, nn.Module) else plain(part.state_dict())
 
 
 def _on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
@@ -307,12 +311,22 @@ def resume(
             lines += parts.optimizer_mismatches(model, optimizers, state["optimizer"], classes)
         if isinstance(ema, nn.Module):
             lines += [f"ema: {line}" for line in parts.mismatches(ema, state["ema"])]
+        for name, one in (more or {}).items():
+            if isinstance(one, nn.Module):
+                lines += [f"more[{name!r}]: {line}" for line in parts.mismatches(one, state["more"][name])]
         parts.refuse_or_warn(lines, strict, where, stacklevel=5)
         found: dict[str, Any] = state
         return found
 
+    def light(state: dict[str, Any]) -> dict[str, Any]:
+        """Without what modules and optimizers are sent by themselves."""
+        heavy = {"model", "optimizer", *["ema"] * isinstance(ema, nn.Module)}
+        found = {k: v for k, v in state.items() if k not in heavy}
+        named = {n: {} if isinstance((more or {}).get(n), nn.Module) else v for n, v in state.get("more", {}).items()}
+        return found | ({"more": named} if named else {})
+
     with _together("nothing was resumed"):
-        state = _on_rank_0(load, ["model", "optimizer", *["ema"] * isinstance(ema, nn.Module)])
+        state = _on_rank_0(load, light)
     if state is None:
         return 0
     resized = parts.resized(model, state.get("model", {}))
@@ -357,8 +371,8 @@ def _restore_rank(
     restore(mine, generators=generators, rng=rng)
 
 
-def _on_rank_0(load: Any, left_out: Sequence[str]) -> Any:
-    """What `load` returns on rank 0; the others get it without some parts. Its error is raised on all of them."""
+def _on_rank_0(load: Any, light: Callable[[Any], Any]) -> Any:
+    """What `load` returns on rank 0; the others get what `light` makes of it. Its error is raised on all of them."""
     if world() == 1:
         return load()
     state, error = None, None
@@ -367,8 +381,10 @@ def _on_rank_0(load: Any, left_out: Sequence[str]) -> Any:
             state = load()
         except Exception as e:
             error = e
-    light = None if state is None else {k: v for k, v in state.items() if k not in left_out}
-    sent: list[Any] = [light, None if error is None else (type(error).__name__, str(error))]
+    sent: list[Any] = [
+        None if state is None else light(state),
+        None if error is None else (type(error).__name__, str(error)),
+    ]
     dist.broadcast_object_list(sent)
     if error is not None:
         raise error
@@ -458,7 +474,3 @@ def _check_sensitivity(sensitivity: Any, grads: Any) -> None:
         raise BadArgumentError(f"sensitivity must be a SensitivityTracker, not {type(sensitivity).__qualname__}")
     if grads is not None:
         raise BadArgumentError("sensitivity and grads: both are gradient averages; give one of them")
-
-
-def _state_of(part: Stateful) -> Any:
-    return parts.model_state(part) if isinstance(part, nn.Module) else plain(part.state_dict())

@@ -728,3 +728,15 @@ def test_a_model_without_any_state(make: Any, store: sp.Store) -> None:
     assert trainers.resume(store, make()) == 1
     with pytest.raises(sp.BadArgumentError, match="does not fit"):
         trainers.resume(store, torch.nn.Linear(2, 2))
+
+
+def test_modules_among_more_come_back_or_are_listed(store: sp.Store) -> None:
+    model, teacher = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    trainers.save(store, 1, model, more={"teacher": teacher})
+    other = torch.nn.Linear(3, 2)
+    assert trainers.resume(store, model, more={"teacher": other}) == 1
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), teacher.parameters(), strict=True))
+    with pytest.raises(sp.BadArgumentError, match=r"more\['teacher'\]: weight: shape \(2, 3\) in the checkpoint"):
+        trainers.resume(store, model, more={"teacher": torch.nn.Linear(4, 2)})
+    with pytest.raises(sp.BadArgumentError, match="more must map names"):
+        trainers.save(store, 2, model, more=[teacher])  # type: ignore[arg-type]
