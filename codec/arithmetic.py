@@ -29,15 +29,22 @@ def own_arithmetic() -> Iterator[None]:
         True
         >>> restored = torch.set_flush_denormal(False)
     """
-    with np.errstate(**_NUMPY):
-        # Not a constant expression: it is the thread's own product.
-        if _LEAST * _HALF != 0.0:
-            yield
-            return
-        import torch
+    with np.errstate(**_NUMPY), subnormal_numbers():
+        yield
 
-        torch.set_flush_denormal(False)
-        try:
-            yield
-        finally:
-            torch.set_flush_denormal(True)
+
+@contextmanager
+def subnormal_numbers() -> Iterator[None]:
+    """Within, subnormal numbers count in this thread: the part of `own_arithmetic` that a thread has of the one that
+    started it."""
+    # Not a constant expression: it is the thread's own product.
+    if _LEAST * _HALF != 0.0:
+        yield
+        return
+    import torch
+
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(True)

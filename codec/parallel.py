@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from ..kernels.arguments import integer, or_none
-from .arithmetic import own_arithmetic
+from .arithmetic import subnormal_numbers
 from .base import CHUNK
 from .errors import BadArgumentError
 
@@ -137,7 +137,7 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
         """Take one item after another. Nothing is begun after an error, so the first of all is among the errors."""
         token = _inside.set(True)
         try:
-            with own_arithmetic():  # a thread has that of the one that started it
+            with subnormal_numbers():
                 while not errors and (i := next(numbers)) < len(items):
                     try:
                         results[i] = checked(items[i])
