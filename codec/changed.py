@@ -21,9 +21,8 @@ from ..kernels.arguments import check_field, choice
 from ..kernels.mask import changed_mask, gather, scatter
 from . import entropy
 from .base import CHUNK, Leaf, Memory, Stored
-from .chunks import Chunk, chunks_of
 from .errors import CorruptDataError
-from .exact import PLAIN, BytesMemory, decode_chunk, encode_chunk
+from .exact import PLAIN, BytesMemory, decode_chunk, decode_parts, encode_chunk, parent_bytes
 from .fields import Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes
 from .parallel import map_chunks
@@ -84,8 +83,7 @@ class _Chunk:
 
 
 def _chunks(data: NpArray, spec: LeafSpec, parent: Memory | None, coder: str) -> list[_Chunk]:
-    usable = isinstance(parent, BytesMemory) and parent.data.size == data.size and spec.itemsize in _WIDTHS
-    before = parent.data if usable and isinstance(parent, BytesMemory) else None
+    before = parent_bytes(parent, spec) if spec.itemsize in _WIDTHS else None
     step = CHUNK * spec.itemsize
 
     def one(start: int) -> _Chunk:
@@ -150,17 +148,7 @@ def decode_changed(
     sibling: Array | None = None,
 ) -> BytesMemory:
     """The stream format "changed"."""
-    step = CHUNK * spec.itemsize
-    chunks = chunks_of("changed", pieces, spec.nbytes, spec.nbytes, step=step)
-    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
-    data = np.empty(spec.nbytes, np.uint8)
-
-    def one(chunk: Chunk) -> None:
-        piece, part = chunk
-        _decode_part(piece, data[part], spec, None if before is None else before[part])
-
-    map_chunks(one, chunks)
-    return BytesMemory(data)
+    return decode_parts("changed", spec, pieces, parent, CHUNK * spec.itemsize, _decode_part)
 
 
 def _decode_part(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:

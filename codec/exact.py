@@ -82,7 +82,7 @@ class Exact:
 
 def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[Writer]:
     """The pieces of an array given as its bytes, against a parent where that is a `BytesMemory` of the same size."""
-    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == data.size else None
+    before = parent_bytes(parent, spec)
     step = CHUNK * 4
 
     def one(start: int) -> Writer:
@@ -251,13 +251,28 @@ def decode_bytes(
     sibling: Array | None = None,
 ) -> BytesMemory:
     """The stream format "bytes"."""
-    chunks = chunks_of("exact", pieces, spec.nbytes, spec.nbytes, step=CHUNK * 4)
-    before = parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
+    return decode_parts("exact", spec, pieces, parent, CHUNK * 4, decode_chunk)
+
+
+DecodePart = Callable[[memoryview, NpArray, LeafSpec, NpArray | None], None]
+"""Fills a part of an array, the second argument, from its piece and the parent's same bytes."""
+
+
+def parent_bytes(parent: Memory | None, spec: LeafSpec) -> NpArray | None:
+    """The parent's restored bytes, where it has any of the right number."""
+    return parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
+
+
+def decode_parts(
+    what: str, spec: LeafSpec, pieces: Sequence[memoryview], parent: Memory | None, step: int, decode: DecodePart
+) -> BytesMemory:
+    """An array by parts of `step` bytes, each by `decode` against the same bytes of the parent, if there are any."""
+    chunks, before = chunks_of(what, pieces, spec.nbytes, spec.nbytes, step=step), parent_bytes(parent, spec)
     data = np.empty(spec.nbytes, np.uint8)
 
     def one(chunk: Chunk) -> None:
         piece, part = chunk
-        decode_chunk(piece, data[part], spec, None if before is None else before[part])
+        decode(piece, data[part], spec, None if before is None else before[part])
 
     map_chunks(one, chunks)
     return BytesMemory(data)

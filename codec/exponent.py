@@ -42,7 +42,7 @@ from .casting import float_values, rounded
 from .chunks import Chunk, chunks_of
 from .codebook import unit
 from .errors import BadArgumentError, CorruptDataError
-from .exact import BytesMemory, Exact, decode_chunk, encode_chunk
+from .exact import BytesMemory, Exact, decode_chunk, encode_chunk, parent_bytes
 from .fields import Piece, Reader, Writer
 from .leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .parallel import map_chunks
@@ -155,11 +155,6 @@ class ExponentDelta:
         return Stored(
             "exponent", {}, pieces, memory, met.relative_l2, "relative L2", note, decoded=lambda: memory.values(spec)
         )
-
-
-def parent_bytes(parent: Memory | None, spec: LeafSpec) -> NpArray | None:
-    """The parent's restored bytes, where it has any of the right number."""
-    return parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
 
 
 def as_numpy(x: Any) -> NpArray:

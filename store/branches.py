@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..codec.errors import CorruptDataError, NewerFormatError
@@ -85,21 +85,24 @@ class Loaded:
 def is_there(catalog: Catalog, manifest: Manifest) -> bool:
     """Whether the very same step is."""
     with contextlib.suppress(CorruptDataError, NewerFormatError):
-        present = catalog.get(manifest.step) if manifest.step in catalog.steps() else None
+        present = catalog.get(manifest.step)
         return present is not None and present.manifest.identity == manifest.identity
     return False
 
 
-def going_back(catalog: Catalog, manifest: Manifest, loaded: Loaded | None, told: Collection[int]) -> Branch | None:
+def going_back(
+    catalog: Catalog, steps: Sequence[int], manifest: Manifest, loaded: Loaded | None, told: Collection[int]
+) -> Branch | None:
     """A record of the steps above the one that a new step goes on from, if it is to be below any of them.
 
     Args:
         catalog: of the store.
+        steps: those that are there, ascending.
         manifest: of the new step, which is not committed yet, nor there already (`is_there`).
         loaded: what was; None: nothing, or there was a save since.
         told: steps that were left behind and written down already.
     """
-    step, steps = manifest.step, catalog.steps()
+    step = manifest.step
     if not steps or step >= steps[-1]:
         return None
     since, beyond = None, frozenset[int]()

@@ -296,8 +296,10 @@ class Store:
                 self._files.write(file, ckpt.to_bytes())
                 lease.renew()
                 branches.come_back(self._files, step, manifest.identity)
-                replays = branches.is_there(self._catalog, manifest)
-                record = None if replays else branches.going_back(self._catalog, manifest, self._at, self._beyond)
+                steps, record = self._catalog.steps(), None
+                replays = step in steps and branches.is_there(self._catalog, manifest)
+                if not replays:
+                    record = branches.going_back(self._catalog, steps, manifest, self._at, self._beyond)
                 if record is not None:
                     undo.callback(branches.forget, self._files, record)
                     warnings.warn(record.told(self._files.root), StoreWarning, stacklevel=2)

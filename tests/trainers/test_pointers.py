@@ -158,3 +158,12 @@ def test_a_link_from_elsewhere_is_followed(tmp_path: Path, linked: str) -> None:
     link = tmp_path / "far" / "off" / "best"
     link.symlink_to(tmp_path / "run" / "a" / ("p.json" if linked == "file" else ""))
     assert load_at(link if linked == "file" else link / "p.json")["step"] == 1
+
+
+def test_beside_a_pointer_that_is_not_readable_nothing_is_removed(tmp_path: Path) -> None:
+    store, path = sp.Store(tmp_path / "store"), tmp_path / "p.json"
+    first = save_at(path, store, state(1))
+    (tmp_path / "q.json").write_bytes(first.to_bytes().replace(b'"version": 1', b'"version": 2'))
+    save_at(path, store, state(2))
+    assert load_at(path)["step"] == 2
+    assert store.steps() == [0, 1]

@@ -177,9 +177,11 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _is_utf8(text: str) -> bool:
-    with contextlib.suppress(UnicodeEncodeError):
-        return bool(text.encode()) or not text
-    return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_dcp(state: Any) -> None:
