@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
+from ..kernels.arrays import DEVICES, is_torch
 from .errors import CorruptDataError, UnsupportedLeafError
 
 Array = Any
@@ -235,7 +235,7 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(t.element_size())
         plain = t if integers is None else t.view(integers)
         flat = plain.reshape(-1).contiguous().view(t.dtype)
-    if flat.device.type not in ("cpu", "cuda"):
+    if flat.device.type not in DEVICES:
         flat = flat.cpu()
     return LeafSpec("torch", name, shape), flat
 

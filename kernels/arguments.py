@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .arrays import device_of, dtype_name, is_torch, on_gpu
+from .arrays import DEVICES, device_of, dtype_name, is_torch, on_gpu
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _check_device(name: str, x: Any) -> None:
 def _check_tensor(name: str, x: Any) -> None:
     import torch
 
-    if x.layout is not torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
+    if x.layout is not torch.strided or x.is_nested or x.device.type not in DEVICES:
         raise BadArgumentError(
             f"{name} is a torch tensor of layout {x.layout} on device {x.device}; a dense one on cpu or cuda is needed"
         )

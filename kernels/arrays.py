@@ -22,6 +22,10 @@ Array = Any
 """Any array-API array; the standard has no nominal type to name."""
 
 
+DEVICES = ("cpu", "cuda")
+"""Kinds of torch's devices that kernels run on."""
+
+
 def is_torch(x: Array) -> bool:
     """Whether x is a torch tensor, without importing torch for those who do not use it."""
     torch = sys.modules.get("torch")

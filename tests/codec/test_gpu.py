@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,35 +119,51 @@ def earlier(t: int, device: str = "cpu") -> sp.Earlier:
     return sp.Earlier(to(training(t - 5)["model"], device), steps=50)
 
 
-@pytest.mark.parametrize(
-    "name", [*CONFIGS, "default, gradients", "exact, gradients", "inshrinkerator, gradients", "rate, earlier"]
-)
-def test_the_same_bytes_as_on_the_cpu(
-    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg, prev = CONFIGS[name.partition(",")[0]], None
-    grads = [gradients(t) if "gradients" in name else None for t in range(2)]
-    expected = []
+def coded_twice(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
+    """A base and a delta, of what lies on a device."""
+    cfg, chain = CONFIGS[name.partition(",")[0]], list[sp.Checkpoint]()
     for t in range(2):
-        before = earlier(t) if "earlier" in name else None
-        prev = sp.compress(training(t), prev, cfg, grads=grads[t], earlier=before)
-        expected.append(prev)
-    aims = [record.meta.get("a", 0) for record in expected[0].records]
-    assert any(aims) is ("earlier" in name)
-    device = request.getfixturevalue("device")
-    if not HERE and not name.startswith(SOLVED_THERE):
-        monkeypatch.setattr(planning, "solve_together", one_by_one)
-    prev = None
-    for t, other in enumerate(expected):
+        grads = to(gradients(t), device) if "gradients" in name else None
         before = earlier(t, device) if "earlier" in name else None
-        prev = sp.compress(to(training(t), device), prev, cfg, grads=to(grads[t], device), earlier=before)
-        (header, body), (other_header, other_body) = (take_apart(c.to_bytes()) for c in (prev, other))
+        prev = chain[-1] if chain else None
+        chain.append(sp.compress(to(training(t), device), prev, cfg, grads=grads, earlier=before))
+    return chain
+
+
+def check_same_bytes(chain: list[sp.Checkpoint], others: list[sp.Checkpoint]) -> None:
+    """All but the errors that are stated, and the parent's checksum with them."""
+    for one, other in zip(chain, others, strict=True):
+        (header, body), (other_header, other_body) = (take_apart(c.to_bytes()) for c in (one, other))
         for record, other_record in zip(header["arrays"], other_header["arrays"], strict=True):
             # The order of an error's sum is the device's own.
             assert record.pop("e", 0) == pytest.approx(other_record.pop("e", 0), rel=0.02)
         del header["parent"], other_header["parent"]
         assert header == other_header
         assert body == other_body
+
+
+@pytest.mark.parametrize(
+    "name", [*CONFIGS, "default, gradients", "exact, gradients", "inshrinkerator, gradients", "rate, earlier"]
+)
+def test_the_same_bytes_as_on_the_cpu(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = coded_twice(name)
+    aims = [record.meta.get("a", 0) for record in expected[0].records]
+    assert any(aims) is ("earlier" in name)
+    device = request.getfixturevalue("device")
+    if not HERE and not name.startswith(SOLVED_THERE):
+        monkeypatch.setattr(planning, "solve_together", one_by_one)
+    check_same_bytes(coded_twice(name, device), expected)
+
+
+@pytest.mark.skipif(HERE, reason="a real device says so itself, in every other test")
+def test_nothing_of_the_host_is_computed_with_what_lies_on_a_device() -> None:
+    """By torch's own rules, on devices that are not there: a tensor of the host among others is an error on a GPU."""
+    script = Path(__file__).with_name("pretended_gpu.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["refused", "refused", "done"]
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -1,0 +1,86 @@
+"""States on two devices that are not there: the bytes of a CPU, and no operand of the host among a device's.
+
+A script, for a process of its own (`tests/pretended.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec import leaves, planning
+from shrinkpoint.codec.parallel import set_threads
+from shrinkpoint.kernels import arguments, arrays
+from tests import pretended
+from tests.codec import test_gpu as gpu
+
+CONFIGS = (
+    "default, gradients", "exact, gradients", "target", "residual", "rate, earlier", "inshrinkerator, gradients",
+    "lc", "check-n-run", "bitsnap", "fine log buckets", "rows",
+)  # fmt: skip
+"""Each codec, with all that it does on a device."""
+
+
+def take_for_gpus() -> None:
+    """Let the library take the pretended devices for GPUs, where it asks."""
+    for package in ("kernels", "kernels.gpu", "codec"):
+        for module in pkgutil.iter_modules(importlib.import_module(f"shrinkpoint.{package}").__path__):
+            importlib.import_module(f"shrinkpoint.{package}.{module.name}")
+    kind, of_others, plain = arrays.device_of, arrays.on_gpu, (*leaves._plain_tensors(), pretended.Elsewhere)
+
+    def on_gpu(x: Any) -> bool:
+        return isinstance(x, pretended.Elsewhere) or of_others(x)
+
+    def device_of(x: Any) -> tuple[int, int]:
+        return (2, x.place.index) if isinstance(x, pretended.Elsewhere) else kind(x)
+
+    here: dict[str, Any] = {"on_gpu": on_gpu, "device_of": device_of, "DEVICES": ("cpu", pretended.KIND)}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("shrinkpoint."):
+            for known in here.keys() & vars(module).keys():
+                setattr(module, known, here[known])
+    leaves._plain_tensors = lambda: plain  # type: ignore[assignment]
+    arguments._check_tensor = lambda name, x: None  # a subclass's storage is the host's
+
+
+def refused(work: Any) -> None:
+    """Say that the rules refuse it; they would find nothing if they let it pass."""
+    try:
+        work()
+    except RuntimeError:
+        print("refused")
+
+
+def main() -> None:
+    pretended.register()
+    take_for_gpus()
+    set_threads(1)  # Triton's interpreter runs one kernel at a time
+    together = planning.solve_together
+    expected = {name: gpu.coded_twice(name) for name in CONFIGS}
+    with pretended.pretending():
+        one, other = (torch.ones(4, device=f"{pretended.KIND}:{i}") for i in range(2))
+        refused(lambda: one + torch.ones(4))
+        refused(lambda: one + other)
+        for name in CONFIGS:
+            planning.solve_together = together if name.startswith(gpu.SOLVED_THERE) else gpu.one_by_one
+            gpu.check_same_bytes(gpu.coded_twice(name, f"{pretended.KIND}:0"), expected[name])
+        state = gpu.to(gpu.training(0), f"{pretended.KIND}:0")
+        state["optimizer"] = gpu.to(state["optimizer"], f"{pretended.KIND}:1")
+        whole = sp.compress(state, cfg=gpu.CONFIGS["default"])
+        gpu.check_same_bytes([whole], [sp.compress(gpu.training(0), cfg=gpu.CONFIGS["default"])])
+    if pretended.Rules.launches > 100 and pretended.Rules.operations > 1000:
+        print("done")
+
+
+if __name__ == "__main__":
+    main()
