@@ -101,22 +101,22 @@ class ObjectFiles:
 
         def put() -> bool:
             try:
-                if self._conditional:
-                    self.fs.pipe_file(self.path(name), data, mode="create")
-                elif self.fs.exists(self.path(name)):
-                    raise FileExistsError(self.path(name))
-                else:
-                    self.fs.pipe_file(self.path(name), data)
+                self.fs.pipe_file(self.path(name), data, mode="create")
             except FileExistsError:
-                return self._holds(name, data)
+                return False
             except OSError as e:
                 # s3fs gives a failed precondition as EINVAL where the server does not say which one failed.
-                if e.errno != errno.EINVAL or not self._exists(name):
+                if e.errno != errno.EINVAL or not self.exists(name):
                     raise
-                return self._holds(name, data)
+                return False
             return True
 
-        return self._retry(put)
+        if self._conditional:
+            placed = self._retry(put)
+        elif placed := not self.exists(name):
+            self.write(name, data)
+        # Retried by itself: six tries are for one request, and not for this one with the put before it.
+        return placed or self._retry(lambda: self._holds(name, data))
 
     def _holds(self, name: str, data: bytes) -> bool:
         """Whether an object that was there a moment ago has these bytes; it may be gone again."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
@@ -83,6 +83,7 @@ ERRORS = (Weather, lambda: OSError(errno.EIO, "reset"), TimeoutError, Connection
 
 @settings(max_examples=50)
 @given(st.text(".....ab", max_size=60), st.sampled_from(ERRORS))
+@example(".....aaaa.aaab.ab", TimeoutError)  # a commit whose answer is lost, and then every second request
 def test_everything_goes_well_in_the_end(plan: str, error: Callable[[], Exception]) -> None:
     """At most five failures in a row: nobody notices. What is there is there once."""
     while "aaaaaa" in plan.replace("b", "a"):
