@@ -107,7 +107,7 @@ RARE_BASES: dict[str, Make] = {
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 OWN_CUBE = Cube(
-    bins=(8, 12, 16, 24, 32),
+    bins=(8, 12, 16, 24, 32, 64, 128),
     prune=(0.0,),
     metric=("magnitude",),
     protect=(0.0005,),
