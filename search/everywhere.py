@@ -21,12 +21,14 @@ def everywhere(space: Space, stale: Sequence[Trial], *, soon: bool) -> Choice:
     """Guided exhaustive search: the whole cube, both metrics; then fewer bins for embeddings.
 
     Args:
-        soon: in the middle of a run, what surely passes is enough: the first that does is taken.
+        soon: in the middle of a run, what surely passes is enough: the first that does is taken. What passed before,
+            as the mildest point of all, says that something does, not that it is worth taking.
     """
     trials = space.trials
+    before = len(trials.passing)
     points = list(dict.fromkeys(normal(p) for p in space.cube))
     worth = [c.point for c in distinct(trials.candidates(points))]
-    while space.left > 0 and not (soon and trials.passing):
+    while space.left > 0 and not (soon and len(trials.passing) > before):
         candidates = trials.candidates(worth)
         known = trials.known(stale)
         chosen = next_trials(

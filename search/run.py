@@ -142,6 +142,11 @@ def _search(trials: Trials, asked: Asked) -> SearchResult:
         trials.where_they_are()
         space.notes.append(f"ahead of the drift nothing keeps {trials.allowed:.3%}: weights are coded where they are")
         choice, method, fell_back = _chosen(space, asked)
+    if choice.trial is not None and not space.can_tell(asked.last):
+        trials.note(
+            "evaluate gives one and the same number for the state itself, for what was tried, and for a state "
+            "compressed beyond use: whatever is chosen passes. Does it load the state that it is given?"
+        )
     return concluded(space, choice, method, fell_back)
 
 

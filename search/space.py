@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .cube import Cube, Point, normal
 from .plan import HOPELESS, degradations
-from .result import Trial
+from .result import SearchResult, Trial
 from .trials import Trials
 
 _LIKELY = 0.5
@@ -102,6 +102,18 @@ class Space:
         """
         while self.left > spare and (wreck := self.trials.next_wreck) is not None:
             self.trials.round([wreck], [None])
+
+    def can_tell(self, last: SearchResult | None) -> bool:
+        """Whether anything changes what `evaluate` says; where nothing did yet, a state compressed beyond use should.
+
+        One that never looks at what it is given, or an accuracy that is chance, lets everything pass.
+        """
+        trials = self.trials
+        heard = {t.quality for t in trials.found} | (set() if trials.has_seen_itself else {trials.scale.baseline})
+        if len(heard) > 1 or (last is not None and len({t.quality for t in last.trials}) > 1):
+            return True
+        self.probe()
+        return not trials.is_probed or len({t.quality for t in trials.found}) > 1
 
     def check(self) -> None:
         """Evaluate the state itself again, once a search: numbers that are too good may be no numbers to compare.

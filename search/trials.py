@@ -133,7 +133,7 @@ class Trials:
         self._was_in_vain = False
         if self._direction is not None:
             self._direction = None
-            self._note(
+            self.note(
                 f"the state itself evaluates to {now:.6g}, at the last search to {before:.6g}: which direction is "
                 "better is looked for anew"
             )
@@ -342,16 +342,16 @@ class Trials:
         others = [t for t in found if t.point is not None and t.point != wreck.point]
         best = min((judged.degradation(t.quality) for t in others), default=0.0)
         if -best > loss:
-            self._note(
+            self.note(
                 f"which direction is better is not clear: a state compressed beyond use gave {wreck.quality:.6g}, "
                 f"the state itself {self.scale.baseline:.6g}, and a trial differs more to the other side"
             )
             return None
         if self._direction not in (None, direction):
-            self._note(f"{direction} quality is better, not {self._direction} as at the last search")
+            self.note(f"{direction} quality is better, not {self._direction} as at the last search")
         return direction
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Something that speaks against what was believed."""
         if text not in self.notes:
             self.notes.append(text)

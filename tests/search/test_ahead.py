@@ -179,3 +179,26 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
 def test_earlier_weights_that_fit_nothing(earlier: Any, message: str) -> None:
     with pytest.raises(BadArgumentError, match=message):
         sp.search(drifting(1), lambda _: 1.0, 0.1, earlier=earlier)
+
+
+def test_where_the_last_choice_fails_the_mildest_is_not_all_that_is_left() -> None:
+    """The mildest point is tried first, to see whether anything passes ahead; what is smaller and passes is taken."""
+    store = sp.Store("memory://search-between", sp.Config(chain=CHAIN, rate=0.002))
+    for step in range(10, 60, 10):
+        store.save(step, drifting(step))
+    state = drifting(60)
+    spread = float(state["model"]["w"].var())
+
+    def loss(restored: Any) -> float:
+        return 1.0 + float(((restored["model"]["w"] - state["model"]["w"]) ** 2).mean()) / spread
+
+    more: Any = {"prev": store.parent, "earlier": store.earlier(state, 60), "cube": CUBE, "direction": "lower"}
+    coarse = sp.search(state, loss, 0.5, progress=False, **more)
+    assert coarse.point is not None
+    assert (coarse.point.bins, coarse.point.rate) == (8, 0.002)
+    found = sp.search(state, loss, 0.012, last=coarse, steps=0, progress=False, **more)
+    assert found.fell_back
+    assert found.config.ahead
+    tried = [t for t in found.trials if t.point is not None and t.passed]
+    assert len(tried) == 2
+    assert found.nbytes == min(t.nbytes for t in tried) < max(t.nbytes for t in tried)

@@ -34,6 +34,40 @@ def points(found: sp.SearchResult) -> list[Point | None]:
     return [t.point for t in found.trials]
 
 
+# ---------------------------------------------------------------------- whether it looks at all
+
+
+@pytest.mark.parametrize("direction", [None, "lower", "higher"])
+def test_an_evaluate_that_does_not_look_at_what_it_is_given(
+    direction: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading was forgotten: whatever is tried, it says what the model itself does. That is said, each time."""
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    last = None
+    for value in (0.7, 0.6):  # the model goes on: another number, as little worth
+        caplog.clear()
+        last = sp.search({"w": x}, lambda _, v=value: v, 0.01, last=last, direction=direction, progress=False)
+        assert last.met
+        assert any("Does it load the state that it is given?" in note for note in last.notes)
+        assert any("Does it load the state that it is given?" in text for text in caplog.messages)
+        assert WRECK in points(last)
+
+
+def test_an_accuracy_that_stays_is_asked_for_its_worth_every_other_time() -> None:
+    """What is chosen changes nothing, now and later; that something would is seen at one search or the next."""
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+
+    def accuracy(restored: State) -> float:
+        return 0.9 if float(((restored["w"] - x) ** 2).mean()) < 0.3 else 0.1
+
+    found = [sp.search({"w": x}, accuracy, 0.01, direction="higher", progress=False)]
+    for _ in range(3):
+        found.append(sp.search({"w": x}, accuracy, 0.01, direction="higher", last=found[-1], progress=False))
+    assert [(f.met, f.degradation) for f in found] == 4 * [(True, 0.0)]
+    assert [WRECK in points(f) for f in found] == [True, False, True, False]
+    assert [f.evaluations for f in found[1:]] == [2, 3, 2]
+
+
 # ---------------------------------------------------------------------- the direction
 
 
