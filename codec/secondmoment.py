@@ -42,6 +42,7 @@ from .symbolvalues import (
     pack_chunk,
     pack_table,
     placed_with,
+    put,
     read_chunk,
     read_table,
     room_beside,
@@ -130,7 +131,7 @@ class SecondMoment:
             start, symbols, escaped = starts[number], parts[number][0], parts[number][3]
             values = residual_values(symbols, rows, columns, start, table)
             restored = as_stored(with_escapes(values, symbols, NO_RESIDUAL, escaped), leaf.spec)
-            data[start : start + CHUNK] = restored
+            put(data, start, restored)
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
@@ -180,27 +181,27 @@ class RankOneMemory:
     table: NpArray
     escaped: NpArray
 
-    def chunk(self, start: int) -> NpArray:
-        """The decoded elements of the chunk at `start` as float32."""
-        symbols = self.symbols[start : start + CHUNK]
-        values: NpArray = residual_values(
-            symbols, _factor_values(self.rows), _factor_values(self.columns), start, self.table
-        )
-        if self.escaped.size:
-            first = int(np.count_nonzero(self.symbols[:start] == NO_RESIDUAL))
-            own = self.escaped[first : first + np.count_nonzero(symbols == NO_RESIDUAL)]
-            with_escapes(values, symbols, NO_RESIDUAL, own)
-        return values
+    def escapes(self) -> list[NpArray]:
+        """The escaped values of each chunk."""
+        if not self.escaped.size:
+            return [self.escaped] * -(-self.symbols.size // CHUNK)
+        starts = range(0, self.symbols.size, CHUNK)
+        counts = [int(np.count_nonzero(self.symbols[start : start + CHUNK] == NO_RESIDUAL)) for start in starts]
+        return np.split(self.escaped, np.cumsum(counts[:-1]))
 
     def values(self, spec: LeafSpec) -> Array:
         """The decoded array."""
+        rows, columns = _factor_values(self.rows), _factor_values(self.columns)
         data = np.empty(spec.nbytes, np.uint8)
 
-        def one(start: int) -> None:
-            values = rounded(self.chunk(start), spec)
-            data[start * spec.itemsize : start * spec.itemsize + values.size] = values
+        def one(chunk: tuple[int, NpArray]) -> None:
+            start, escaped = chunk
+            symbols = self.symbols[start : start + CHUNK]
+            values = residual_values(symbols, rows, columns, start, self.table)
+            raw = rounded(with_escapes(values, symbols, NO_RESIDUAL, escaped), spec)
+            data[start * spec.itemsize : start * spec.itemsize + raw.size] = raw
 
-        map_chunks(one, range(0, spec.size, CHUNK))
+        map_chunks(one, zip(range(0, spec.size, CHUNK), self.escapes(), strict=True))
         return from_bytes(data, spec)
 
 
@@ -218,15 +219,14 @@ def _rank_one_pieces(
     head.block(_pack_factors(memory.columns, None if before is None else before.columns))
     head.raw(pack_table(memory.table))
 
-    def one(start: int) -> bytes:
-        symbols = memory.symbols[start : start + CHUNK]
+    def one(chunk: tuple[int, NpArray]) -> bytes:
+        start, escaped = chunk
         old = None if before is None else before.symbols[start : start + CHUNK]
-        first = int(np.count_nonzero(memory.symbols[:start] == NO_RESIDUAL)) if memory.escaped.size else 0
-        count = int(np.count_nonzero(symbols == NO_RESIDUAL)) if memory.escaped.size else 0
         known = counts[start // CHUNK] if counts else None
-        return pack_chunk(symbols, memory.escaped[first : first + count], known, old, memory.columns.size, start)
+        return pack_chunk(memory.symbols[start : start + CHUNK], escaped, known, old, memory.columns.size, start)
 
-    return [head.done(), *map_chunks(one, range(0, memory.symbols.size, CHUNK))]
+    starts = range(0, memory.symbols.size, CHUNK)
+    return [head.done(), *map_chunks(one, zip(starts, memory.escapes(), strict=True))]
 
 
 def restate_rank_one(

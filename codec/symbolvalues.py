@@ -38,6 +38,16 @@ def room_beside(flat: Array, spec: LeafSpec) -> Array:
     return flat.new_empty(spec.size) if on_gpu(flat) else from_bytes(np.empty(spec.nbytes, np.uint8), spec)
 
 
+def put(room: Array, start: int, part: Array) -> None:
+    """Write decoded values from an element on. On the host as bytes: torch would begin threads of its own to copy."""
+    if on_gpu(room):
+        room[start : start + part.shape[0]] = part
+    elif part.shape[0]:
+        data = as_bytes(part)
+        at = start * (data.size // part.shape[0])
+        as_bytes(room)[at : at + data.size] = data
+
+
 def as_stored(values: Array, spec: LeafSpec) -> Array:
     """float32 values in the array's dtype, where they are."""
     if on_gpu(values):

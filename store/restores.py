@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -12,6 +13,7 @@ from .files import Files
 FOLDER = "restores"
 _NAME = re.compile(r"([0-9]{9})\.json")
 _MOST = 10**9 - 1
+_TRIES = 10
 
 
 def count(files: Files) -> int:
@@ -68,8 +70,8 @@ def _path(files: Files, number: int) -> str:
 
 
 def _created(files: Files, name: str, data: bytes) -> bool:
-    try:
-        return files.create(name, data)
-    except FileNotFoundError:
-        # A reader holds no lock, so `gc` may have taken the file in the making for garbage.
-        return files.create(name, data)
+    for _ in range(_TRIES):
+        # A reader holds no lock, so `gc` may take the file in the making for garbage, and again the next time.
+        with contextlib.suppress(FileNotFoundError):
+            return files.create(name, data)
+    return files.create(name, data)

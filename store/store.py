@@ -84,6 +84,10 @@ class RestoreNotCountedWarning(StoreWarning):
     """A restore could not be counted: the store cannot be written."""
 
 
+_DEEPEST = 12
+"""How often steps are listed anew, and two more: a run that saves faster than it can be read is not chased for ever."""
+
+
 class Store:
     """Checkpoints by step, as chains of bases and deltas.
 
@@ -384,6 +388,10 @@ class Store:
         patterns, count = None if paths is None else check_patterns(paths), flag("count", count)
         if step is not None:
             return self._load(self._step(step), patterns, count)
+        return self._load_newest(patterns, count)
+
+    def _load_newest(self, patterns: Sequence[str] | None, count: bool, level: int = 3) -> Any:
+        """`level`: calls down from the caller of `load`, whom warnings name; it grows when steps are listed anew."""
         steps = self.steps()
         if not steps:
             raise BadArgumentError(f"{self._files.root} holds no checkpoint")
@@ -392,27 +400,30 @@ class Store:
         try:
             behind = branches.passed_over(self._files, self._catalog)
         except CorruptDataError as e:
-            warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=2)
+            warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=level)
         for candidate in branches.in_order(steps, behind):
             try:
                 state = self._load(candidate, patterns, count)
             except DAMAGE as e:
+                if level < _DEEPEST and max(self.steps(), default=0) > max(steps):
+                    # A run saves and removes beside us: its newest step is none of those that were listed.
+                    return self._load_newest(patterns, count, level + 1)
                 skipped.append(str(e))
                 continue
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
-                warnings.warn(message, SkippedCheckpointWarning, stacklevel=2)
+                warnings.warn(message, SkippedCheckpointWarning, stacklevel=level)
             if message := branches.not_taken(self._files.root, candidate, behind):
-                warnings.warn(message, StoreWarning, stacklevel=2)
+                warnings.warn(message, StoreWarning, stacklevel=level)
             return state
         if patterns is None and self._near is None and (near := still_held(self._files, self.url)) is not None:
             self._near = near
             try:
-                state = self.load(count=count)
+                state = self._load_newest(None, count, level + 1)
             finally:
                 self._near = None
             message = f"{self._files.root}: no checkpoint is intact in storage; loaded from the memory of its agent"
-            warnings.warn(message, InMemoryWarning, stacklevel=2)
+            warnings.warn(message, InMemoryWarning, stacklevel=level)
             return state
         raise CorruptDataError(f"{self._files.root}: no checkpoint is intact: {'; '.join(skipped)}")
 
@@ -626,10 +637,13 @@ class Store:
         target = Store(url, self.cfg)
         if isinstance(steps, str):
             raise BadArgumentError(f"steps is {steps!r}; it must be a list of steps, or None")
-        asked = self.steps() if steps is None else [self._step(step) for step in sequence("steps", steps)]
-        chosen = {step: self._catalog.present(step).manifest for step in asked}
+        if steps is None:
+            chosen = {step: entry.manifest for step in self.steps() if (entry := self._catalog.get(step)) is not None}
+        else:
+            asked = [self._step(step) for step in sequence("steps", steps)]
+            chosen = {step: self._catalog.present(step).manifest for step in asked}
         with target._lock.shared() as lease:
-            copy_all(self._side, chosen, target._side, lease, repair=flag("repair", repair))
+            copy_all(self._side, chosen, target._side, lease, may_go=steps is None, repair=flag("repair", repair))
         return target
 
     @property

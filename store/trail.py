@@ -30,8 +30,8 @@ from ..kernels.arrays import is_torch, on_gpu
 Array = Any
 _SHARE = 0.1
 """Part of the way to the weights that the average goes at each checkpoint."""
-_BLOCK = 1 << 16
-"""Elements moved at once on the host: what is made on the way stays in the cache."""
+_BLOCK = (1 << 15) - 1
+"""Elements moved at once on the host: what is made on the way stays in the cache, and torch begins no threads."""
 
 
 def aims(cfg: Config) -> bool:

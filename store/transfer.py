@@ -26,7 +26,15 @@ class Side:
     catalog: Catalog
 
 
-def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: Lease, *, repair: bool = False) -> None:
+def copy_all(
+    source: Side,
+    chosen: Mapping[int, Manifest],
+    target: Side,
+    lease: Lease,
+    *,
+    may_go: bool = False,
+    repair: bool = False,
+) -> None:
     """Copy steps with all they need, the lowest first, then their pins and tags, all restores so far, and the records
     of runs that went back.
 
@@ -35,6 +43,7 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
         chosen: manifests of the steps.
         target: where to.
         lease: on the target, held shared; renewed from step to step.
+        may_go: whether a step that a run beside us removes before its turn is left out; else it is an error.
         repair: whether the files of steps that the target has already are read, too, and damaged ones written anew.
 
     Raises:
@@ -53,9 +62,15 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
         if tags.get(name, step) != step:
             raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
     sound: set[str] = set()
+    chosen = dict(chosen)
     for step in sorted(chosen):
         if step not in there:
-            source.catalog.settled(step, lambda e: _copy_step(source.files, e.manifest, target, sound))
+            try:
+                source.catalog.settled(step, lambda e: _copy_step(source.files, e.manifest, target, sound))
+            except MissingParentError:
+                if not may_go or source.catalog.get(step) is not None:
+                    raise
+                del chosen[step]
         elif repair:
             try:
                 copy_files(source.files, there[step], target.files, sound)
@@ -68,7 +83,8 @@ def copy_all(source: Side, chosen: Mapping[int, Manifest], target: Side, lease: 
     for step in sorted(labels.pins(source.files) & set(chosen)):
         target.files.write(labels.pin_name(step), b"")
     for name, step in tags.items():
-        target.files.write(labels.tag_name(name), labels.tag_data(step))
+        if step in chosen:
+            target.files.write(labels.tag_name(name), labels.tag_data(step))
     restores.copy(source.files, target.files)
     for record in branches.read(source.files):
         if chosen.keys() & record.left.keys():

@@ -196,7 +196,7 @@ def save(
         UnsupportedLeafError: a state holds what cannot be stored without pickle; the path is named.
         RuntimeError: of torch: another process is gone, or does not answer within the timeout of the process group.
         ShrinkpointError: another process could not say its part of the state; the message says why.
-        Exception: see `Saver.save`.
+        Exception: see `Saver.save`; what rank 0 meets is raised on all processes, and all may call it again.
 
     Example:
         >>> import shrinkpoint as sp
@@ -223,7 +223,7 @@ def save(
     with _together(f"step {step} was not saved"):
         found, _ = _on_all(averages, lambda _: None)
         grads = parts.gathered(found)
-        state = training_state(
+        state: Any = training_state(
             step,
             model,
             optimizer,
@@ -234,15 +234,21 @@ def save(
             generators=generators,
             more=more,
         )
-    if state is None:
-        return None
-    step, optimizers = state["step"], parts.optimizers_of(optimizer)
-    kinds = parts.kinds_of(model, optimizers)
-    marked = None if tracker is None else tracker.kinds(optimizers or None)
-    beside = None if grads is None else {"model": dict(grads)}
-    result = saver.save(step, state, grads=beside, kinds=kinds | (marked or {}), metric=metric, cfg=cfg)
-    if tracker is not None:
-        tracker.follow(result, kinds=marked)
+
+    def write() -> Future[SaveResult] | Saved:
+        optimizers = parts.optimizers_of(optimizer)
+        kinds = parts.kinds_of(model, optimizers)
+        marked = None if tracker is None else tracker.kinds(optimizers or None)
+        beside = None if grads is None else {"model": dict(grads)}
+        result = saver.save(state["step"], state, grads=beside, kinds=kinds | (marked or {}), metric=metric, cfg=cfg)
+        if tracker is not None:
+            tracker.follow(result, kinds=marked)
+        return result
+
+    # What rank 0 meets is raised on all: one that tries again must not do so alone.
+    result: Future[SaveResult] | Saved | None = _on_rank_0(
+        write, lambda _: None, f"what became of step {step} could not be told"
+    )
     return result
 
 
@@ -325,8 +331,7 @@ def resume(
         named = {n: {} if isinstance((more or {}).get(n), nn.Module) else v for n, v in state.get("more", {}).items()}
         return found | ({"more": named} if named else {})
 
-    with _together("nothing was resumed"):
-        state = _on_rank_0(load, light)
+    state = _on_rank_0(load, light, "nothing was resumed")
     if state is None:
         return 0
     resized = parts.resized(model, state.get("model", {}))
@@ -371,29 +376,33 @@ def _restore_rank(
     restore(mine, generators=generators, rng=rng)
 
 
-def _on_rank_0(load: Any, light: Callable[[Any], Any]) -> Any:
-    """What `load` returns on rank 0; the others get what `light` makes of it. Its error is raised on all of them."""
+def _on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: str) -> Any:
+    """What `work` returns on rank 0; the others get what `light` makes of it. Its error is raised on all of them.
+
+    `otherwise` says what became of it where they cannot be told (`_together`).
+    """
     if world() == 1:
-        return load()
-    state, error = None, None
+        return work()
+    found, error = None, None
     if rank() == 0:
         try:
-            state = load()
+            found = work()
         except Exception as e:
             error = e
     sent: list[Any] = [
-        None if state is None else light(state),
-        None if error is None else (type(error).__name__, str(error)),
+        None if found is None else light(found),
+        None if error is None else (type(error).__name__, str(error), getattr(error, "errno", None)),
     ]
-    dist.broadcast_object_list(sent)
+    with _together(otherwise):
+        dist.broadcast_object_list(sent)
     if error is not None:
         raise error
     if sent[1] is not None:
         raise _as_told(*sent[1])
-    return state if rank() == 0 else sent[0]
+    return found if rank() == 0 else sent[0]
 
 
-def _as_told(name: str, text: str) -> Exception:
+def _as_told(name: str, text: str, errno: int | None) -> Exception:
     """An error of another process, of its class where that is one that everybody has and that a text makes.
 
     It does not travel itself: those of storage libraries may hold what cannot, or take more than a text.
@@ -401,7 +410,10 @@ def _as_told(name: str, text: str) -> Exception:
     known = getattr(errors, name, None) or getattr(builtins, name, None)
     if isinstance(known, type) and issubclass(known, Exception):
         with contextlib.suppress(TypeError):
-            return known(text)
+            told = known(text)
+            if isinstance(told, OSError):
+                told.errno = errno
+            return told
     return ShrinkpointError(f"rank 0: {name}: {text}")
 
 

@@ -416,6 +416,52 @@ def test_copy(to: str, tmp_path: Path) -> None:
     assert 100 not in other.steps()
 
 
+def removing(store: sp.Store, times: int, keep: Retention) -> sp.Store:
+    """Another that opens the same store; as often, while a step is read, a newer one is saved and that one removed."""
+    reader, newest = sp.Store(store.url), max(store.steps())
+    settled, left = reader._catalog.settled, iter(range(newest + 1, newest + 1 + times))
+
+    def raced(step: int, work: Any) -> Any:
+        if (newer := next(left, None)) is not None:
+            fill(store, newer)
+            store.gc(keep)
+        return settled(step, work)
+
+    reader._catalog.settled = raced  # type: ignore[method-assign]
+    return reader
+
+
+def test_the_newest_step_is_loaded_beside_a_run_that_removes_steps(tmp_path: Path) -> None:
+    """What was listed may be gone when it is read: not an old step that is kept, nor an error, is what comes then."""
+    for name, keep in (("one", Retention(last=1)), ("some", Retention(last=1, every=10))):
+        store = fill(sp.Store(tmp_path / name, lossless()), 10, 11)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert same(removing(store, 3, keep).load(), 14)
+    # Nobody is chased for ever.
+    store = fill(sp.Store(tmp_path / "fast", lossless()), 0)
+    with pytest.raises(sp.CorruptDataError, match="no checkpoint is intact: step 9: it was removed while it was read"):
+        removing(store, 100, Retention(last=1)).load()
+    assert store.steps() == [10]
+
+
+def test_all_steps_are_copied_but_those_that_a_run_removes_meanwhile(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path / "a", lossless()), 0, 1, 2)
+    store.pin(0)
+    store.tag("last", 2)
+    store.tag("first", 0)
+    source = removing(store, 1, Retention(last=2))  # keeps 0, which is pinned, 2, which is tagged, and 3
+    other = source.copy(tmp_path / "b")
+    assert other.steps() == [0, 2]
+    assert (other.pins(), other.tags()) == ([0], {"first": 0, "last": 2})
+    assert other.verify() == {}
+    with pytest.raises(sp.BadArgumentError, match="step 1"):
+        source.copy(tmp_path / "c", [0, 1])
+    gone = removing(fill(sp.Store(tmp_path / "d", lossless()), 0, 1), 1, Retention(last=1))
+    with pytest.raises(sp.MissingParentError, match="step 0: it was removed while it was read"):
+        gone.copy(tmp_path / "e", [0])
+
+
 def test_no_step_is_copied_over_a_damaged_file(tmp_path: Path) -> None:
     """A new delta, over a base that the target has already; and a step that was dropped, whose file is still there."""
     store = fill(sp.Store(tmp_path / "a", lossless()), 0, 1)

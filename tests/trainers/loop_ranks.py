@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import sys
 import threading
@@ -174,6 +175,30 @@ def refused(folder: Path, rank: int) -> None:
     trainers.save(store, 1, model)
 
 
+def unwritten(folder: Path, rank: int) -> None:
+    """What rank 0 meets while it writes is raised on all, so that they try again together; later saves go on."""
+    for kind in ("ddp", "fsdp2"):
+        store, model = sp.Store(folder / f"unwritten-{kind}", cfg=sp.presets.lossless()), wrapped(kind)
+        with sp.Saver(store, mode="thread") as saver:
+            for to in (store, saver):
+                save, number = to.save, len(store.steps()) + 1
+
+                def full(*_: Any, **__: Any) -> Any:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+                to.save = full  # type: ignore[assignment, method-assign, union-attr]
+                with pytest.raises(OSError, match="No space left") as caught:
+                    trainers.save(to, number, model)
+                assert caught.value.errno == errno.ENOSPC
+                to.save = save  # type: ignore[method-assign, union-attr]
+                model(torch.ones(2, 6)).square().sum().backward()
+                trainers.save(to, number, model)
+                if rank == 0:
+                    saver.wait()
+                dist.barrier()
+                assert store.steps() == list(range(1, number + 1))
+
+
 class Denied(OSError):
     """As clients of object stores have them: of two arguments, and with what cannot be sent."""
 
@@ -262,7 +287,7 @@ def main(home: Path, number: int) -> None:
             dist.barrier()
         changed(wrapper, home, number)
         afresh(wrapper, home)
-    for scene in (failing, beside, refused, unread):
+    for scene in (failing, beside, refused, unwritten, unread):
         scene(home, number)
         dist.barrier()
     if number == 0:

@@ -1029,6 +1029,33 @@ def test_a_save_that_begins_within_another_is_refused(tmp_path: Path, kind: Asyn
         _async_process_executor._CHECKPOINT_PROCESS = None
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_save_of_a_job_that_is_gone_commits_nothing_over_that_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process outlives a killed trainer, and ends when the job that was started anew has saved to the folder."""
+    writer = Writer(cfg=EXACT)
+    save({"w": torch.zeros(500)}, tmp_path, writer)
+    (tmp_path / ".tmp-7-.metadata").write_bytes(b"of a rank that was killed")
+    finish = Writer.finish
+
+    def late(self: Writer, metadata: Any, results: Any) -> None:
+        if self is writer:
+            monkeypatch.setattr(Writer, "finish", finish)
+            again = Writer(cfg=EXACT)
+            for value in (10.0, 11.0):
+                save({"w": torch.full((500,), value)}, tmp_path, again)
+        finish(self, metadata, results)
+
+    monkeypatch.setattr(Writer, "finish", late)
+    with pytest.raises(dcp.CheckpointException, match="is gone: another job has saved to this folder meanwhile"):
+        save({"w": torch.ones(500)}, tmp_path, writer)
+    assert everything(Reader(tmp_path))["w"][0] == 11
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
+    save({"w": torch.full((500,), 12.0)}, tmp_path, Writer(cfg=EXACT))
+    assert everything(Reader(tmp_path))["w"][0] == 12
+
+
 class Manager:
     """What torchtitan's manager has of its own, as far as the mix-in meets it."""
 

@@ -22,7 +22,7 @@ from torch.futures import Future
 from ...codec.checkpoint import Checkpoint
 from ...codec.compress import compressed
 from ...codec.config import ChainPolicy, Config, check_config
-from ...codec.errors import BadArgumentError, ShrinkpointError, UnsupportedLeafError
+from ...codec.errors import BadArgumentError, MissingParentError, ShrinkpointError, UnsupportedLeafError
 from ...codec.kinds import check_kinds
 from ...codec.opened import Opened
 from ...store.chain import carried_by
@@ -277,6 +277,8 @@ class Writer(StorageWriter):
 
         Raises:
             BadArgumentError: what the ranks wrote is not what was planned; nothing is committed.
+            MissingParentError: another job saved to this folder meanwhile, and took a file for garbage; nothing is
+                committed, for it has a checkpoint of its own here.
             OSError: the metadata could not be written; nothing is committed.
         """
         files = self._files()
@@ -285,13 +287,18 @@ class Writer(StorageWriter):
         if index.partial and len(results) > 1:
             raise BadArgumentError("the shards of all ranks together do not fill their tensors")
         name = metadata_name(None if self._collective else self._rank)
+        needed, there = {file for rank in index.files for file, _ in rank.chain}, files.list(FOLDER)
+        if gone := needed.difference(there):
+            raise MissingParentError(
+                f"{files.path(f'{FOLDER}/{min(gone)}')} is gone: another job has saved to this folder meanwhile"
+            )
         files.write(name, index.to_bytes())
-        needed = {file for rank in index.files for file, _ in rank.chain}
         mine = None if self._collective else self._rank
-        garbage = [n for n in files.list(FOLDER) if is_data(n, mine) and n not in needed]
+        garbage = [f"{FOLDER}/{n}" for n in there if is_data(n, mine) and n not in needed]
         if self._collective:
-            garbage += [n for n in files.list(FOLDER) if n.startswith(TEMPORARY)]
-        files.remove([f"{FOLDER}/{n}" for n in garbage])
+            garbage += [f"{FOLDER}/{n}" for n in there if n.startswith(TEMPORARY)]
+            garbage += [n for n in files.list("") if n.startswith(TEMPORARY) and n.endswith(name)]
+        files.remove(garbage)
         metadata.storage_data = index
         metadata.storage_meta = self.storage_meta()
 
