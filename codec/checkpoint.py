@@ -254,9 +254,15 @@ class Checkpoint:
         """Content hash (BLAKE3, 64 hexadecimal digits) of the bytes; a delta names its parent by it."""
         return self._id
 
+    def __eq__(self, other: object) -> bool:
+        return self._id == other._id if isinstance(other, Checkpoint) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
     @property
     def identity(self) -> str:
-        """What deltas call their parent: `id`, or of a checkpoint stated anew the `id` of the one it stands for."""
+        """What deltas call their parent: `id`, or of what compaction wrote anew that of the original."""
         identity: str = self._header.get("as") or self._id
         return identity
 
@@ -427,7 +433,8 @@ def check_parent(ckpt: Checkpoint, prev: Checkpoint) -> Checkpoint:
 def check_resolved(prev: Any) -> Checkpoint:
     """`prev` if it can be a parent."""
     if not isinstance(prev, Checkpoint):
-        raise BadArgumentError(f"prev must be a Checkpoint, not {type(prev).__qualname__}")
+        hint = "; a configuration goes to cfg=" if type(prev).__qualname__ == "Config" else ""
+        raise BadArgumentError(f"prev must be a Checkpoint, not {type(prev).__qualname__}{hint}")
     if not prev.is_resolved:
         raise MissingParentError(
             f"checkpoint {prev.id[:12]}... is a delta read without its parent; use from_bytes(blob, prev=parent)"

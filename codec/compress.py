@@ -44,9 +44,9 @@ def compress(
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it; default: guessed from names and
             shapes. Paths that the state does not have are passed over, unless it has none of them.
         earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
-            (or the tails of their paths), or an `Earlier`, which says when that was. Where the rate-distortion encoder
-            keeps levels back, it aims ahead of the way they went since, so that what is restored does not stay behind
-            the training (`codec.assigning`). `Store` and `Saver` see to it themselves.
+            (or the tails of their paths), or an `Earlier`, which says when that was. Levels that the rate-distortion
+            encoder keeps back lag behind the training; each weight is extrapolated along its way since then to make up
+            for that (`codec.assigning`). `Store` and `Saver` see to it themselves.
 
     Returns:
         A resolved checkpoint.

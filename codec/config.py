@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +14,7 @@ from ..kernels.floats import FORMATS
 from .base import Codec, from_json, to_json
 from .changed import Changed
 from .clusters import Clusters
-from .errors import BadArgumentError
+from .errors import BadArgumentError, ShrinkpointWarning
 from .exact import Exact
 from .exponent import ExponentDelta
 from .firstmoment import FirstMoment
@@ -26,6 +28,10 @@ from .secondmoment import SecondMoment
 CODECS: dict[str, type[Codec]] = {
     c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)
 }
+
+
+class UnmatchedRuleWarning(ShrinkpointWarning):
+    """A rule is for no array of a state, and looks as if it was meant for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,23 @@ class Rule:
         return fnmatch.fnmatchcase(path, self.match)
 
 
+def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
+    """Warn of a glob that fits the end of paths and none of them whole, and of what is nearly a kind's name.
+
+    What fits nothing at all may be meant for other states, or for other processes' parts of this one.
+    """
+    for rule in rules:
+        if rule.match in (*ROLES, *LAYERS) or any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
+            continue
+        if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
+            hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"
+        elif meant := next(iter(difflib.get_close_matches(rule.match.lower(), (*ROLES, *LAYERS), 1, 0.8)), None):
+            hint = f"did you mean the kind {meant!r}?"
+        else:
+            continue
+        warnings.warn(f"rule {rule.match!r} matches no array of this state: {hint}", UnmatchedRuleWarning, stacklevel=2)
+
+
 @dataclass(frozen=True, slots=True)
 class ChainPolicy:
     """When `Store` takes a base, and what a delta is against.
@@ -71,8 +94,8 @@ class ChainPolicy:
     Args:
         base_every: a base every so many checkpoints, 1 (only bases) or more; default 20. None: no such rule.
         against: "previous" (linear chain) or "base".
-        predictor: "size": a base when the checkpoints to come are expected to take no more with it than without
-            (Check-N-Run, section 5.1). None: no such rule.
+        predictor: "size": a base when the checkpoints to come are predicted to be no larger, all together, with a new
+            base than as further deltas (Check-N-Run, section 5.1). None: no such rule.
         max_restore_cost: a base when restoring would otherwise decode more than so many times the bytes of a base, in
             [1, 1e6]; every delta below costs at most 1 (its quantized and exact arrays are decoded, its moments are
             not). None: no such rule.

@@ -1,8 +1,8 @@
-"""The whole family of errors: those of the kernels, and those that only a checkpoint can have."""
+"""The whole family of errors: those of the kernels, and those that only a checkpoint can have; and of warnings."""
 
 from __future__ import annotations
 
-from ..kernels.errors import BadArgumentError, CorruptDataError, ShrinkpointError
+from ..kernels.errors import BadArgumentError, CorruptDataError, ShrinkpointError, ShrinkpointWarning
 
 __all__ = [
     "BadArgumentError",
@@ -10,6 +10,7 @@ __all__ = [
     "MissingParentError",
     "NewerFormatError",
     "ShrinkpointError",
+    "ShrinkpointWarning",
     "UnsupportedLeafError",
 ]
 

@@ -71,7 +71,6 @@ class FirstMoment:
     alpha: float = 0.25
     max_error: float | None = None
     id: ClassVar[str] = "first moment"
-    uses_sibling: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_field(self, "step", or_none, number, 0, 16, open_low=True)

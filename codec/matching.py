@@ -12,7 +12,7 @@ from ..kernels.arrays import is_torch
 from ..kernels.floats import FORMATS
 from .base import CHUNK, Codec, Leaf
 from .clusters import Clusters
-from .config import Config
+from .config import Config, warn_of_unmatched
 from .errors import BadArgumentError
 from .exact import Exact
 from .exponent import ExponentDelta
@@ -42,6 +42,7 @@ def matched(opened: Opened, cfg: Config) -> tuple[list[Leaf], list[Codec]]:
         UnsupportedLeafError: an array that cannot be stored.
     """
     found, kinds = opened.arrays, opened.kinds
+    warn_of_unmatched(cfg.rules, [node.path for node in found])
     # Over a base, if over anything, the rows touched since the base are those that count.
     over_base = opened.prev is None or not opened.prev.is_delta
     leaves: list[Leaf] = []

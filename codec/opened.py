@@ -76,7 +76,7 @@ def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[
 
 def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, Any]:
     """A tree of arrays beside the weights, by path; each must belong to an array of the state, if only to the second
-    name of a tied one. What has the path of one array is for no other of which it is a tail.
+    name of a tied one. An entry that is the whole path of an array is for that one, and for no other whose tail it is.
 
     Args:
         given: the tree, or None.
@@ -99,6 +99,6 @@ def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, 
 
 
 def entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], tuple[str, Any] | None]:
-    """What finds the entry for an array's path: that of this path, else of a tail of it that is no array's own path."""
+    """A look-up by path: the entry of this path, else that of its longest tail that is no array's own path."""
     others = {path: table[path] for path in table.keys() - {node.path for node in found}}
     return lambda path: (path, table[path]) if path in table else by_path(others, path) if others else None

@@ -91,9 +91,14 @@ def _bits(codec: Quantize) -> int:
     return bits_for(codec.alpha, FORMATS["float64"])
 
 
-def limits(codec: Quantize, sketches: Sequence[Sketch], parents: Sequence[Memory | None]) -> Limits:
-    """Thresholds over all arrays that have these sketches and parents."""
-    return Limits(protection_limits(codec, sketches, parents), pruning_limits(codec, sketches))
+def limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> Limits:
+    """Thresholds over all arrays that have these sketches, and had those thresholds in the parent."""
+    return Limits(protection_limits(codec, sketches, before), pruning_limits(codec, sketches))
+
+
+def thresholds_before(parents: Sequence[Memory | None]) -> Thresholds | None:
+    """The parents' thresholds, which the first quantized one knows; None where none is."""
+    return next((p.thresholds for p in parents if isinstance(p, LevelsMemory)), None)
 
 
 def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tuple[float, float]]:
@@ -101,10 +106,8 @@ def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tup
     return pruning(sketches, codec.prune, codec.prune_metric) if codec.prune else {}
 
 
-def protection_limits(
-    codec: Quantize, sketches: Sequence[Sketch], parents: Sequence[Memory | None]
-) -> tuple[float, float]:
-    """Protection thresholds; the parent's stay while they protect about what was asked (moving costs bits).
+def protection_limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> tuple[float, float]:
+    """Protection thresholds; those before stay while they protect about what was asked (moving costs bits).
 
     Under an error target each array has its own magnitude, and what is protected for its sensitivity stays.
     """
@@ -112,9 +115,8 @@ def protection_limits(
         return (np.inf, np.inf)
     if chooses(codec):
         return (np.inf, protection(sketches, codec.protect)[1])
-    before = [p.thresholds for p in parents if isinstance(p, LevelsMemory)]
-    if codec.policy == "frozen" and before and not any(s.products for s in sketches):
-        old = before[0].protect_magnitude
+    if codec.policy == "frozen" and before is not None and not any(s.products for s in sketches):
+        old = before.protect_magnitude
         share = share_at_or_above(magnitudes(s.values for s in sketches), old)
         if 0.5 * codec.protect <= share <= 1.25 * codec.protect:
             return (old, np.inf)

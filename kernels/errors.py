@@ -1,4 +1,5 @@
-"""The errors that kernels and decoders raise; `codec.errors` adds those that only a checkpoint can have."""
+"""The errors that kernels and decoders raise, and the family of warnings; `codec.errors` adds the errors that only a
+checkpoint can have."""
 
 from __future__ import annotations
 
@@ -13,3 +14,7 @@ class BadArgumentError(ShrinkpointError, ValueError):
 
 class CorruptDataError(ShrinkpointError, ValueError):
     """Stored bytes are truncated, altered, or not what they claim to be."""
+
+
+class ShrinkpointWarning(UserWarning):
+    """Base of every warning of this package: `warnings.simplefilter("error", ShrinkpointWarning)` makes them errors."""

@@ -25,12 +25,12 @@ class Point:
     """One configuration of the cube.
 
     Args:
-        bins: codebook entries, 2 to 254.
+        bins: how fine, 2 to 254: see `Quantize`.
         prune: fraction pruned, in [0, 1).
         metric: pruning metric, "magnitude" or "sensitivity"; of no meaning where nothing is pruned.
         protect: fraction protected, in [0, 1).
         rate: as `Config.rate`, which moments follow, >= 0; default 0.
-        embedding_bins: codebook entries of embeddings; default None, as `bins`.
+        embedding_bins: the same for embeddings; default None, as `bins`.
         system: what the point is a configuration of: "default", this project's own coder as in `Config()`, or
             "inshrinkerator", the published one as in `presets.inshrinkerator`.
 
@@ -149,7 +149,7 @@ class Cube:
     """The axes; quality is expected to rise along bins, protect and embedding_bins, and to fall along prune and rate.
 
     Args:
-        bins: codebook entries, ascending.
+        bins: how fine, ascending: see `Quantize`.
         prune: pruned fractions, ascending.
         metric: pruning metrics.
         protect: protected fractions, ascending.

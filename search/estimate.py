@@ -24,7 +24,7 @@ from ..codec.levels import MAX_BINS, LevelsMemory, beneath
 from ..codec.parallel import map_chunks
 from ..codec.partition import kept, upper_threshold
 from ..codec.places import columns_of
-from ..codec.planning import Limits, fit_for, protection_limits, pruning_limits, sketched, spreads
+from ..codec.planning import Limits, fit_for, protection_limits, pruning_limits, sketched, spreads, thresholds_before
 from ..codec.quantize import Quantize
 from ..codec.ratedistortion import cheapest_levels
 from ..codec.trade import Trade, mean_roots, trades
@@ -105,7 +105,7 @@ class Estimator:
     def _limits(self, codec: Quantize) -> Limits:
         """Thresholds over all arrays: what is pruned does not depend on what is protected."""
         if codec.protect not in self._protect:
-            self._protect[codec.protect] = protection_limits(codec, self._sketches, self._parents)
+            self._protect[codec.protect] = protection_limits(codec, self._sketches, thresholds_before(self._parents))
         key = codec.prune, codec.prune_metric
         if key not in self._prune:
             self._prune[key] = pruning_limits(codec, self._sketches)

@@ -76,9 +76,9 @@ def search(
             the same data: one call less. The first search evaluates it once all the same, and refuses a number that is
             not comparable. Default None: it is evaluated.
         expected_restores: how often a run is expected to resume, >= 0: so many restores together are to lose no more
-            than `threshold`. What those so far took (`last`, see `SearchResult.restored`) is taken off, and the rest
-            is shared by those to come: all of it by the last one expected, half of it by each beyond. None: each may
-            take all of `threshold`.
+            than `threshold`. Each may take what is left of it after those so far (`last`, see
+            `SearchResult.restored`), divided by the number still expected; beyond that number half of what is left.
+            None: each may take all of `threshold`.
         steps: reach of the neighbourhood search, 0 or more; default 2.
         relax: let the neighbourhood search be more aggressive than `last`; default False.
         budget: most calls of `evaluate` one after another, baseline included, 3 or more; default 12.

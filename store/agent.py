@@ -27,7 +27,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..codec.errors import BadArgumentError
+from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.arguments import integer
 from .channel import ProtocolError, close_all, receive, send
 from .files import is_of_this_process, one_name
@@ -45,7 +45,7 @@ _LONGEST = 100
 """Bytes in the path of a Unix socket, a little below every system's limit."""
 
 
-class InMemoryWarning(UserWarning):
+class InMemoryWarning(ShrinkpointWarning):
     """A checkpoint is on the disk but not in memory."""
 
 

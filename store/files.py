@@ -16,7 +16,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ..codec.errors import BadArgumentError
+from ..codec.errors import BadArgumentError, ShrinkpointWarning
 
 TEMPORARY = ".tmp-"
 """How a file begins that is being written; what a crash leaves of it is garbage."""
@@ -26,7 +26,7 @@ UNOPENED = (ValueError, ImportError, AttributeError, TypeError, KeyError, NotImp
 """What fsspec and its file systems raise of a URL that they cannot make anything of."""
 
 
-class StoreWarning(UserWarning):
+class StoreWarning(ShrinkpointWarning):
     """Something about a store that its user should know and that is no error."""
 
 

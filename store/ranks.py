@@ -25,6 +25,9 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
 
         s_r <- max {s intact on rank r : s <= min_q s_q}
 
+    Steps are compared by their numbers alone. Where a run went back, and ranks have saved other states under the same
+    numbers since, only `drop=True` tells them apart: it has removed what was newer than the answer each time.
+
     Args:
         store: this rank's.
         group: a `torch.distributed` process group; None: the default one, or this process alone where there is none.

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..codec import tree
 from ..codec.config import Config, check_config
-from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
 from ..codec.kinds import check_kinds, check_used
 from ..codec.leaves import is_array
 from ..codec.opened import by_weights
@@ -45,7 +45,7 @@ _BARREN = 2
 may be what they died of."""
 
 
-class SaverWarning(UserWarning):
+class SaverWarning(ShrinkpointWarning):
     """The worker was warned while it saved, or the saver has something to say that is no error."""
 
 

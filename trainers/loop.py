@@ -16,7 +16,7 @@ from torch import nn
 
 from ..codec import errors
 from ..codec.config import Config
-from ..codec.errors import ShrinkpointError
+from ..codec.errors import ShrinkpointError, ShrinkpointWarning
 from ..codec.leaves import is_array
 from ..codec.tree import flatten
 from ..kernels.errors import BadArgumentError
@@ -34,7 +34,7 @@ B = TypeVar("B")
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
-class RanksChangedWarning(UserWarning):
+class RanksChangedWarning(ShrinkpointWarning):
     """A run goes on with another number of processes: each one's random numbers and data position start anew."""
 
 
@@ -309,7 +309,7 @@ def resume(
         if step is None and not store.steps():
             return None
         state = store.load(step)
-        where = f"{store.url}: step {state.get('step') if isinstance(state, dict) else '?'}"
+        where = f"{store.url}: step {state['step']}" if _is_ours(state) else store.url
         _check_parts(state, where, ["model", *["optimizer"] * bool(optimizers), *wanted], lists, loader)
         lines = parts.mismatches(model, state["model"])
         if optimizers:

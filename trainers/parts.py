@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..codec.kinds import Kind, kinds
-from ..kernels.errors import BadArgumentError
+from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from .fitting import differences, listed
 from .spread import laid_out, rank, spread, world
 from .state import plain
@@ -31,7 +31,7 @@ from .state import plain
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 
-class StateMismatchWarning(UserWarning):
+class StateMismatchWarning(ShrinkpointWarning):
     """With `strict=False`: parts of a checkpoint that the model has no place for, or the reverse."""
 
 

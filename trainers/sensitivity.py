@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..codec.errors import BadArgumentError
+from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.arguments import integer, number, or_none
 from .averages import Average, Transfer, gradient_of
 from .hooks import Nesting, after_closure, closure_of, remove, weak
@@ -35,7 +35,7 @@ from .wrappers import bare_name
 _NOTHING, _FEWEST = 40, 12
 
 
-class SensitivityWarning(UserWarning):
+class SensitivityWarning(ShrinkpointWarning):
     """What a `SensitivityTracker` gives is not of the batches just before, or had values that are not finite.
 
     Each tracker says either once.

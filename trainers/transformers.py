@@ -21,7 +21,7 @@ import torch
 from ..codec.config import Config, check_config
 from ..codec.extras import install
 from ..codec.kinds import kinds
-from ..kernels.errors import BadArgumentError
+from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.store import Store
 from .background import Background, check_compact
 from .fitting import differences, refuse
@@ -299,7 +299,7 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
             drop_unreferenced(self._store)
 
 
-class IncompleteCheckpointWarning(UserWarning):
+class IncompleteCheckpointWarning(ShrinkpointWarning):
     """A newer checkpoint folder was not resumed from: its save was cut off."""
 
 

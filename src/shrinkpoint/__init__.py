@@ -19,6 +19,7 @@ from .codec.errors import (
     MissingParentError,
     NewerFormatError,
     ShrinkpointError,
+    ShrinkpointWarning,
     UnsupportedLeafError,
 )
 from .codec.exact import Exact
@@ -98,6 +99,7 @@ __all__ = [
     "SecondMoment",
     "SensitivityTracker",
     "ShrinkpointError",
+    "ShrinkpointWarning",
     "SkippedCheckpointWarning",
     "Store",
     "StoreWarning",
@@ -116,10 +118,17 @@ __all__ = [
 ]
 
 
+_PACKAGES = ("kernels", "search", "store", "trainers")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
+
+
 def __getattr__(name: str) -> Any:
     """On first use: file systems and torch need not be imported by those who only compress."""
-    if name == "search":
-        return import_module(".search", __name__)  # the package itself is what is called
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)  # of `search` the package itself is what is called
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_LATER[name]}", __name__), name)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import convert, diff, housekeeping, inspect, report
+from .commands import convert, diff, housekeeping, inspect, report, warm
 from .commands.guard import Guarded
 
 app = typer.Typer(
@@ -99,6 +99,7 @@ for command in (
     housekeeping.untag,
     housekeeping.rate,
     housekeeping.copy,
+    warm.warm,
 ):
     # A metric may be negative, which looks like an option.
     app.command(context_settings={"ignore_unknown_options": command is housekeeping.rate})(command)

@@ -1,7 +1,8 @@
-"""Rules that are for some dtypes only."""
+"""Rules: which arrays they are for, by path, kind and dtype; and which look as if they were meant for one."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.config import UnmatchedRuleWarning
 
 X = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
 
@@ -43,3 +45,26 @@ def test_dtypes_that_are_none(dtypes: Any) -> None:
         sp.Rule("a", sp.Exact(), dtypes)
     with pytest.raises(sp.BadArgumentError):
         sp.Config.from_json({**sp.Config().to_json(), "rules": [["a", {"id": "exact"}, dtypes]]})
+
+
+@pytest.mark.parametrize(
+    ("match", "hint"),
+    [
+        ("w", r"globs are for whole paths, such as a/w; '\*/w' matches it"),
+        ("[vw]", r"globs are for whole paths, such as a/w; '\*/\[vw\]' matches it"),
+        ("weights", "did you mean the kind 'weight'"),
+        ("Embedding", "did you mean the kind 'embedding'"),
+        ("second_moment", "did you mean the kind 'second moment'"),
+    ],
+)
+def test_a_rule_that_was_meant_for_an_array_and_matches_none_is_told(match: str, hint: str) -> None:
+    """It would be compressed with loss, though it was asked for exactly."""
+    with pytest.warns(UnmatchedRuleWarning, match=f"matches no array of this state: {hint}"):
+        assert codec(sp.Config([(match, sp.Exact())]), X) == "levels"
+
+
+@pytest.mark.parametrize("match", ["a/w", "*w", "*/w", "weight", "embedding", "other.weight", "optimizer/*", "b/w"])
+def test_a_rule_for_other_states_is_no_mistake(match: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sp.ShrinkpointWarning)
+        codec(sp.Config([(match, sp.Exact())]), X)

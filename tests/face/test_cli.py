@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,7 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
 from shrinkpoint.commands import convert
+from shrinkpoint.commands.configs import config
 from shrinkpoint.commands.files import write_file, write_folder
 from shrinkpoint.commands.foreign import load_state, save_state
 from shrinkpoint.commands.text import printable, size
@@ -379,7 +382,7 @@ def test_every_preset(preset: str, tmp_path: Path) -> None:
 
 def test_configurations(tmp_path: Path) -> None:
     save_pt(state(), tmp_path / "a.pt")
-    cfg = sp.Config([("model/*", sp.Quantize(bins=8))], rate=0.5)
+    cfg = sp.Config([("model/*", sp.Quantize(bins=8))], rate=0.5, ahead=False)
     (tmp_path / "c.json").write_text(json.dumps(cfg.to_json()))
 
     def made(*words: object) -> bytes:
@@ -388,6 +391,7 @@ def test_configurations(tmp_path: Path) -> None:
 
     assert made("--config", tmp_path / "c.json") == sp.compress(state(), cfg=cfg).to_bytes()
     other = sp.Config(cfg.rules, rate=0.25, max_rel_error=0.2)
+    assert config(None, tmp_path / "c.json", rate=0.25) == dataclasses.replace(cfg, rate=0.25)
     both = made("--config", tmp_path / "c.json", "--rate", 0.25, "--max-rel-error", 0.2)
     assert both == sp.compress(state(), cfg=other).to_bytes()
     compress = ("compress", tmp_path / "a.pt", tmp_path / "b.spt")
@@ -944,3 +948,14 @@ def test_help_of_every_command_is_quick() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_warming_compiles_once_and_leaves_nothing_behind() -> None:
+    """What was compiled is found by the next, here or in another process."""
+    files = fsspec.filesystem("memory")
+    before = files.find("/")
+    said = [good("warm", "--preset", "lossless") for _ in range(2)]
+    assert re.fullmatch(r"\d+ functions compiled in \d+ s; those that were there are as good\n", said[0])
+    assert said[1].startswith("0 functions compiled")
+    assert files.find("/") == before
+    bad(2, "--preset is 'none'; it must be one of default, ", "warm", "--preset", "none")

@@ -66,15 +66,16 @@ def demo() -> Iterator[str]:
 
 
 def headline() -> Iterator[str]:
-    """From the default's least chain to the greatest of all settings, whole states, in tens."""
+    """The default's least and greatest chain, and the greatest of all settings, whole states, in tens."""
     chains: dict[str, list[float]] = {}
     for row in rows("ratio-*"):
         where, _, what = row["row"].partition(": ")
         system = where.partition(", ")[2]
         if what == "whole state, chain with its bases" and system.startswith(("default", "rate ")) and row["value"]:
             chains.setdefault(system, []).append(row["value"])
-    least, most = min(chains["default"]), max(x for values in chains.values() for x in values)
-    yield f"Makes training checkpoints {least // 10 * 10:.0f} to {most // 10 * 10:.0f} times smaller"
+    most = max(x for values in chains.values() for x in values)
+    least, great, most = (x // 10 * 10 for x in (min(chains["default"]), max(chains["default"]), most))
+    yield f"Makes training checkpoints {least:.0f} to {great:.0f} times smaller by default, up to {most:.0f} times with a rate"
 
 
 def alternatives() -> Iterator[str]:
@@ -249,8 +250,8 @@ def thresholds() -> Iterator[str]:
     yield (
         f"the training ends {of('MLP', middle, END):+.1f} and {of('MLP', least, END):+.1f} %: at 1 % better than the "
         f"published pipeline, which ends {of('MLP', published, END):+.1f} % at {of('MLP', published, WEIGHTS):.0f} and "
-        f"{of('MLP', published, WHOLE):.1f} times, by size too ({of('MLP', middle, WEIGHTS):.0f} and "
-        f"{of('MLP', middle, WHOLE):.0f} times), at 0.1 % worse than it ({of('MLP', mildest, END):+.1f} %)"
+        f"{of('MLP', published, WHOLE):.1f} times, but by {of('MLP', middle, WEIGHTS):.0f} and "
+        f"{of('MLP', middle, WHOLE):.0f} times; at 0.1 % worse than it ({of('MLP', mildest, END):+.1f} %)"
     )
 
 

@@ -9,10 +9,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from ...codec.errors import BadArgumentError
+from ...codec.errors import BadArgumentError, ShrinkpointWarning
 
 
-class PartialLoadWarning(UserWarning):
+class PartialLoadWarning(ShrinkpointWarning):
     """A load that need not be complete left entries as they were."""
 
 

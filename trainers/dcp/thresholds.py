@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from ...codec.base import Codec, Leaf, Memory, Prepare
 from ...codec.checkpoint import Checkpoint
 from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
-from ...codec.levels import LevelsMemory
 from ...codec.matching import matched
 from ...codec.opened import Opened
 from ...codec.partition import Sketch, magnitudes
-from ...codec.planning import Limits, Plan, check_gradients, limits, plans, sketched
+from ...codec.planning import Limits, Plan, check_gradients, limits, plans, sketched, thresholds_before
 from ...codec.quantize import Quantize
+from ...kernels.assign import Thresholds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,11 @@ class Summary:
 
     Args:
         sketches: one of the magnitudes of each layer type.
-        before: its parent's first quantized array, without elements: the thresholds; None: it has none.
+        before: its parent's thresholds; None: it has none.
     """
 
     sketches: tuple[Sketch, ...]
-    before: LevelsMemory | None
+    before: Thresholds | None
 
 
 class Weights:
@@ -68,7 +67,7 @@ class Weights:
             check_gradients(codec, group)
             found = sketched(codec, group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
-            self.summaries[codec] = Summary(_by_layer(found), _before(opened.parents(group)))
+            self.summaries[codec] = Summary(_by_layer(found), thresholds_before(opened.parents(group)))
 
     def under(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
         """What plans these weights under those thresholds, in place of each codec's own `prepare`."""
@@ -86,19 +85,13 @@ def _by_layer(sketches: Sequence[Sketch]) -> tuple[Sketch, ...]:
     return tuple(Sketch.of(layer, magnitudes(s.values for s in sketches if s.layer == layer)) for layer in layers)
 
 
-def _before(parents: Sequence[Memory | None]) -> LevelsMemory | None:
-    found = next((m for m in parents if isinstance(m, LevelsMemory)), None)
-    none = np.empty(0, np.uint8)
-    return None if found is None else LevelsMemory(none, np.empty(0), none, found.thresholds)
-
-
 def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Limits]:
     """Thresholds of every codec over what all ranks told, in the order of the ranks."""
     decided = {}
     for codec in dict.fromkeys(codec for of_rank in summaries for codec in of_rank):
         told = [of_rank[codec] for of_rank in summaries if codec in of_rank]
         sketches = [sketch for summary in told for sketch in summary.sketches]
-        before = [summary.before for summary in told if summary.before is not None]
+        before = next((summary.before for summary in told if summary.before is not None), None)
         decided[codec] = limits(codec, sketches, before)
     return decided
 

@@ -22,7 +22,13 @@ from torch.futures import Future
 from ...codec.checkpoint import Checkpoint
 from ...codec.compress import compressed
 from ...codec.config import ChainPolicy, Config, check_config
-from ...codec.errors import BadArgumentError, MissingParentError, ShrinkpointError, UnsupportedLeafError
+from ...codec.errors import (
+    BadArgumentError,
+    MissingParentError,
+    ShrinkpointError,
+    ShrinkpointWarning,
+    UnsupportedLeafError,
+)
 from ...codec.kinds import check_kinds
 from ...codec.opened import Opened
 from ...store.chain import carried_by
@@ -36,7 +42,7 @@ from .places import VALUES, Place, check_named, insert, kinds_of, numbered, plac
 from .thresholds import Weights, agree
 
 
-class ParentNotUsedWarning(UserWarning):
+class ParentNotUsedWarning(ShrinkpointWarning):
     """The checkpoint that a delta was to be against cannot be its parent; a base is written instead."""
 
 

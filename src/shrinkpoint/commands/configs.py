@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from ..codec.config import Config
@@ -34,11 +35,10 @@ def config(
         if (preset or "default") not in known:
             raise BadArgumentError(f"--preset is {preset!r}; it must be one of {', '.join(known)}")
         found = known[preset or "default"]()
-    return Config(
-        found.rules,
+    return replace(
+        found,
         max_rel_error=found.max_rel_error if max_rel_error is None else max_rel_error,
         rate=found.rate if rate is None else rate,
-        chain=found.chain,
     )
 
 

@@ -1,0 +1,53 @@
+"""The public names: all are listed, those too that are imported late, and warnings have one family."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import shrinkpoint as sp
+
+OPTIONAL = ("accelerate", "composer", "jax", "keras", "lightning", "orbax", "torchtitan", "transformers", "megatron")
+"""Modules of `trainers` that import what may not be there."""
+
+
+def test_a_listing_has_what_is_imported_late() -> None:
+    """In a process where nothing was yet: names complete before they are used."""
+    code = (
+        "import shrinkpoint as sp\n"
+        "assert {'Store', 'Saver', 'search', 'trainers', 'kernels', 'store', *sp.__all__} <= set(dir(sp))\n"
+        "print(sp.trainers.save.__name__, sp.kernels.assign.__name__, sp.store.__name__, callable(sp.search))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert said.stdout == "save shrinkpoint.kernels.assign shrinkpoint.store True\n", said.stderr
+
+
+@pytest.mark.parametrize("package", ["kernels", "codec", "search", "store", "trainers", "trainers.dcp"])
+def test_every_warning_is_of_the_family(package: str) -> None:
+    where = importlib.import_module(f"shrinkpoint.{package}")
+    for module in pkgutil.iter_modules(where.__path__):
+        if module.name in OPTIONAL or module.name == "gpu":
+            continue
+        for name, found in vars(importlib.import_module(f"{where.__name__}.{module.name}")).items():
+            if isinstance(found, type) and issubclass(found, Warning) and found.__module__.startswith("shrinkpoint."):
+                assert issubclass(found, sp.ShrinkpointWarning), name
+
+
+def test_checkpoints_of_the_same_bytes_are_equal() -> None:
+    state = {"w": np.arange(4000.0)}
+    base = sp.compress(state)
+    assert base == sp.compress(state) == sp.Checkpoint.from_bytes(base.to_bytes())
+    assert len({base, sp.compress(state), sp.compress({"w": np.arange(4001.0)})}) == 2
+    assert base != base.to_bytes()
+
+
+def test_a_configuration_in_the_place_of_the_parent_is_named() -> None:
+    with pytest.raises(
+        sp.BadArgumentError, match="prev must be a Checkpoint, not Config; a configuration goes to cfg="
+    ):
+        sp.compress({"w": np.zeros(3)}, sp.Config())  # type: ignore[arg-type]
