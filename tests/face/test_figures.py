@@ -75,7 +75,7 @@ def headline() -> Iterator[str]:
             chains.setdefault(system, []).append(row["value"])
     most = max(x for values in chains.values() for x in values)
     least, great, most = (x // 10 * 10 for x in (min(chains["default"]), max(chains["default"]), most))
-    yield f"Makes training checkpoints {least:.0f} to {great:.0f} times smaller by default, up to {most:.0f} times with a rate"
+    yield f"Makes training checkpoints {least:.0f} to {great:.0f} times smaller by default, up to {most:.0f} times with"
 
 
 def alternatives() -> Iterator[str]:
