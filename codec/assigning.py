@@ -1,26 +1,7 @@
-"""Which level each weight gets, and what it is restored to; levels that are kept back are aimed ahead of the drift.
-
-A weight that keeps its old level because the bits of a new one are not worth it stays behind where the training takes
-it: the errors of an array then point against its *drift*, the way its weights are going, and who goes on from a
-restored checkpoint has lost that much of the training. So where the drift is known (`compress(..., earlier=)`), what is
-coded is not `w` but `w + aim (w - earlier)`. The aim is each array's own. It is moved by half the *lag* found at each
-checkpoint, the part of the drift that is missing,
-
-    lag = <w - w~, w - earlier> / |w - earlier|**2,
-
-until none is; the next delta finds it in the metadata of its parent. Where first moments are lost, too, so are the
-steps that they would still have brought about: then the restored weights shall lead by those (`codec.drift`). The
-decoder does not know, and errors are stated against the true weights.
-
-After a jump (a layer that is initialised anew, a learning rate raised thirtyfold) an aim that was right leads far
-astray: by as much again as the weights jumped. So an array whose error is to a good part an overshoot is coded again,
-with an aim that is lower by that much, or none; and no lead is longer than the rest of the error is. Weights that have
-gone farther than they are long (a layer set to zero) are on no way that could be aimed along, whatever the error is.
-"""
+"""Which level each weight gets, and what it is restored to; where the drift is known, ahead of it (`codec.aim`)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,32 +10,28 @@ from ..kernels.arrays import is_torch, on_gpu
 from ..kernels.assign import Thresholds, assign, dequantize
 from ..kernels.distortion import Distortion
 from ..kernels.extrapolate import extrapolate
+from .aim import Distances, coarse
 from .base import CHUNK, Leaf
 from .codebook import scaled_distortion
 from .importance import weights_of
 from .leaves import Array, NpArray, from_bytes, on_host
-from .levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory, codebook_array
+from .levels import LevelsMemory, codebook_array
 from .parallel import map_chunks
 from .protected import held_values
 from .ratedistortion import cheapest_levels
 from .trade import Trade
 
-_GAIN = 0.5
-"""Part of the lag found by which the aim is moved."""
-_BORNE, _TRIES = 0.25, 2
-"""Part of the squared error that an overshoot may be; aims that are tried before none."""
-_NONE = Distortion(0.0, 0.0, 0.0)
+_TRIES = 2
+"""Aims that are tried before none."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk: its protected values, and how far the restored ones, x and the earlier ones are from each other."""
+    """What becomes of a chunk beside its levels."""
 
     protected: NpArray
-    met: Distortion
-    drift: Distortion
-    made: Distortion
+    distances: Distances
 
 
 def assigned(
@@ -75,7 +52,7 @@ def assigned(
         memory, met, over = _coded(leaf, limits, trade, codebook, before, scale, aim)
         if not over:
             return memory, met
-        aim = _rounded(aim - over)
+        aim = coarse(aim - over)
     return _coded(leaf, limits, trade, codebook, before, scale, 0.0)[:2]
 
 
@@ -115,59 +92,15 @@ def _coded(
         levels[part] = on_host(own)
         met = scaled_distortion(x, restored, scale)
         if earlier is None:
-            return _Part(held, met, _NONE, _NONE)
-        return _Part(held, met, scaled_distortion(x, earlier, scale), scaled_distortion(earlier, restored, scale))
+            return _Part(held, Distances(met))
+        drift, gone = scaled_distortion(x, earlier, scale), scaled_distortion(earlier, restored, scale)
+        return _Part(held, Distances(met, drift, gone))
 
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
-    met, drift, made = (sum((getattr(p, name) for p in parts), _NONE) for name in ("met", "drift", "made"))
-    memory = LevelsMemory(levels, codebook, protected, limits, moved(aim, met, drift, made, leaf.lead))
-    return memory, met, overshoot(aim, met, drift, made, leaf.lead)
-
-
-def moved(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float:
-    """The aim of the next delta, a multiple of `1 / AIM_STEPS`; as it is where no drift is known.
-
-    With e = w - w~ and D = w - earlier it is `|e|**2 + |D|**2 - |D - e|**2 = 2 <e, D>`.
-
-    Args:
-        aim: of this one.
-        met: of w~ as an approximation of w.
-        drift: of earlier as an approximation of w.
-        made: of w~ as an approximation of earlier.
-        lead: part of the drift by which w~ shall be ahead.
-    """
-    missing = _missing(met, drift, made, lead)
-    return aim if missing is None else _rounded(aim + _GAIN * missing)
-
-
-def overshoot(aim: float, met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float:
-    """By how much an aim was too far, where much of the squared error comes of that; else 0. Arguments as `moved`.
-
-    All of it, where the drift is longer than the weights: that was a jump.
-    """
-    if drift.squared_error > drift.squared_norm:
-        return aim
-    missing = _missing(met, drift, made, lead)
-    if not aim or missing is None or missing >= 0:
-        return 0.0
-    return -missing if missing**2 * drift.squared_error > _BORNE * met.squared_error else 0.0
-
-
-def _missing(met: Distortion, drift: Distortion, made: Distortion, lead: float) -> float | None:
-    """The lag and what lead is wanted; None where there is no drift, or none that can be summed."""
-    if not drift.squared_error > 0:
-        return None
-    lag = (met.squared_error + drift.squared_error - made.squared_error) / (2 * drift.squared_error)
-    if not math.isfinite(lag):
-        return None
-    rest = max(0.0, met.squared_error / drift.squared_error - min(0.0, lag) ** 2)
-    return lag + min(lead, math.sqrt(rest))
-
-
-def _rounded(aim: float) -> float:
-    """In range, and so coarse that the order in which distortions are summed decides nothing."""
-    return round(AIM_STEPS * min(FARTHEST_AIM, max(0.0, aim))) / AIM_STEPS
+    distances = sum((p.distances for p in parts), Distances())
+    memory = LevelsMemory(levels, codebook, protected, limits, distances.next_aim(aim, leaf.lead))
+    return memory, distances.met, distances.overshoot(aim, leaf.lead)
 
 
 def _where_protected(x: Array, levels: Array) -> Array:

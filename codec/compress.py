@@ -46,7 +46,7 @@ def compress(
         earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
             (or the tails of their paths), or an `Earlier`, which says when that was. Levels that the rate-distortion
             encoder keeps back lag behind the training; each weight is extrapolated along its way since then to make up
-            for that (`codec.assigning`). `Store` and `Saver` see to it themselves.
+            for that (`codec.aim`). `Store` and `Saver` see to it themselves.
 
     Returns:
         A resolved checkpoint.

@@ -47,7 +47,7 @@ class LevelsMemory:
         codebook: float64, ascending, values of the array's dtype.
         protected: bytes of the protected values in the array's dtype, in order.
         thresholds: those the levels were made with.
-        aim: how far ahead of the drift the next delta is coded, see `codec.assigning`; a multiple of `1 / AIM_STEPS` in
+        aim: how far ahead of the drift the next delta is coded, see `codec.aim`; a multiple of `1 / AIM_STEPS` in
             [0, `FARTHEST_AIM`].
     """
 

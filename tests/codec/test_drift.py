@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.assigning import moved, overshoot
+from shrinkpoint.codec.aim import Distances
 from shrinkpoint.codec.levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory
 from shrinkpoint.kernels.distortion import distortion
 
@@ -323,17 +323,17 @@ def test_the_aim_moves_by_half_of_the_lag(seed: int, aim: float, lead: float, sh
     w, way, noise = rng.standard_normal((3, 500))
     restored, old = w - share * way + 0.1 * noise, w - way
     behind = float(((w - restored) * way).sum() / (way * way).sum())
-    found = distortion(w, restored), distortion(w, old), distortion(old, restored)
+    found = Distances(distortion(w, restored), distortion(w, old), distortion(old, restored))
     rest = float(np.linalg.norm(w - restored - min(0.0, behind) * way) / np.linalg.norm(way))
     lead = min(lead, rest)
-    got = moved(aim, *found, lead)
-    assert got == moved(aim, *found, 1.0 + lead) or lead < rest
-    far, most = -behind - lead, 0.5 * math.sqrt(found[0].squared_error / found[1].squared_error)
-    if found[1].squared_error > found[1].squared_norm:
-        assert overshoot(aim, *found, lead) == aim
+    got = found.next_aim(aim, lead)
+    assert got == found.next_aim(aim, 1.0 + lead) or lead < rest
+    far, most = -behind - lead, 0.5 * math.sqrt(found.met.squared_error / found.drift.squared_error)
+    if found.drift.squared_error > found.drift.squared_norm:
+        assert found.overshoot(aim, lead) == aim
     elif aim and abs(far - most) > 1e-9:
-        assert overshoot(aim, *found, lead) == (pytest.approx(far) if far > most else 0.0)
-    assert overshoot(0.0, *found, lead) == 0.0
+        assert found.overshoot(aim, lead) == (pytest.approx(far) if far > most else 0.0)
+    assert found.overshoot(0.0, lead) == 0.0
     assert got == pytest.approx(min(FARTHEST_AIM, max(0.0, aim + 0.5 * (behind + lead))), abs=0.51 / AIM_STEPS)
     assert got * AIM_STEPS == round(got * AIM_STEPS)
 
@@ -341,5 +341,6 @@ def test_the_aim_moves_by_half_of_the_lag(seed: int, aim: float, lead: float, sh
 def test_an_aim_stays_where_there_is_no_drift_or_none_that_can_be_summed() -> None:
     w = np.linspace(-1, 1, 100)
     same, far = distortion(w, w), distortion(w, np.full(100, 1e200))
-    assert moved(0.25, distortion(w, w + 0.1), same, distortion(w, w + 0.1), 0.1) == 0.25
-    assert moved(0.25, far, far, far, 0.1) == 0.25
+    assert Distances(distortion(w, w + 0.1), same, distortion(w, w + 0.1)).next_aim(0.25, 0.1) == 0.25
+    assert Distances(distortion(w, w + 0.1)).next_aim(0.25, 0.1) == 0.25
+    assert Distances(far, far, far).next_aim(0.25, 0.1) == 0.25
