@@ -36,8 +36,7 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
     for i, leaf in enumerate(leaves):
         # Of several (amsgrad's maximum) the first.
         if leaf.kind.role == "second moment":
-            above, _, below = moment_place(leaf.path)
-            seconds.setdefault((above, below), i)
+            seconds.setdefault(moment_place(leaf.path).owner, i)
     by_tail: dict[str, list[int]] = {}
     for i in weights:
         parts = leaves[i].path.split("/")

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -104,20 +104,39 @@ def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
         tail = tail[cut + 1 :]
 
 
-def moment_place(path: str) -> tuple[str, str, str]:
-    """What stands above a moment's name in its path, the name, and what stands below it.
+class Place(NamedTuple):
+    """Where a moment stands: its path taken apart at its name.
 
-    Below is the parameter where the optimizer keeps a tree of parameters for each moment, as Optax does; else nothing.
+    Args:
+        above: what stands above the name.
+        name: the moment's.
+        below: the parameter, where the optimizer keeps a tree of parameters for each moment, as Optax does; else "".
+    """
+
+    above: str
+    name: str
+    below: str
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """What the moments of one parameter have in common."""
+        return self.above, self.below
+
+
+def moment_place(path: str) -> Place:
+    """The place of a moment with this path.
 
     Example:
-        >>> moment_place("optimizer/state/0/exp_avg_sq"), moment_place("opt_state/0/nu/dense/kernel")
-        (('optimizer/state/0', 'exp_avg_sq', ''), ('opt_state/0', 'nu', 'dense/kernel'))
+        >>> moment_place("optimizer/state/0/exp_avg_sq")
+        Place(above='optimizer/state/0', name='exp_avg_sq', below='')
+        >>> moment_place("opt_state/0/nu/dense/kernel").owner
+        ('opt_state/0', 'dense/kernel')
     """
     parts = path.split("/")
     for at, part in enumerate(parts[:-1]):
         if part in ("mu", "nu") and any(p.isdigit() for p in parts[:at]):
-            return "/".join(parts[:at]), part, "/".join(parts[at + 1 :])
-    return "/".join(parts[:-1]), parts[-1], ""
+            return Place("/".join(parts[:at]), part, "/".join(parts[at + 1 :]))
+    return Place("/".join(parts[:-1]), parts[-1], "")
 
 
 def role_of(path: str) -> str:
@@ -146,11 +165,11 @@ def no_moments(paths: Sequence[str], kinds_of_them: Sequence[Kind], negative: Ca
         kinds_of_them: their kinds.
         negative: whether the array of a number has a negative value; asked of few.
     """
-    short = {i: moment_place(path) for i, path in enumerate(paths) if len(moment_place(path)[1]) <= 2}
+    short = {i: moment_place(path) for i, path in enumerate(paths) if len(moment_place(path).name) <= 2}
     known = {i: place for i, place in short.items() if kinds_of_them[i].role.endswith("moment")}
     seconds = [i for i in known if kinds_of_them[i].role == "second moment" and negative(i)]
-    places = {known[i][::2] for i in seconds}
-    return seconds + [i for i in known if kinds_of_them[i].role == "first moment" and known[i][::2] in places]
+    owners = {known[i].owner for i in seconds}
+    return seconds + [i for i in known if kinds_of_them[i].role == "first moment" and known[i].owner in owners]
 
 
 def without_root(path: str, kind: Kind) -> Kind:
@@ -173,22 +192,22 @@ def subtracted(paths: Sequence[str], kinds_of_them: Sequence[Kind], variance: Ca
     places = [moment_place(path) for path in paths]
     below = [_BELOW.search(path) is not None for path in paths]
     averages = {
-        place[::2] for place, optimizers in zip(places, below, strict=True) if optimizers and place[1] in _SUBTRACTED
+        place.owner for place, optimizers in zip(places, below, strict=True) if optimizers and place.name in _SUBTRACTED
     }
-    seconds: dict[tuple[str, ...], list[int]] = {}
+    seconds: dict[tuple[str, str], list[int]] = {}
     for j, place in enumerate(places):
         role = kinds_of_them[j].role
         # Beside such an average everything but a first moment may be it, by whatever name.
-        if role == "second moment" or (below[j] and role != "first moment" and place[::2] in averages):
-            seconds.setdefault(place[::2], []).append(j)
+        if role == "second moment" or (below[j] and role != "first moment" and place.owner in averages):
+            seconds.setdefault(place.owner, []).append(j)
     found: set[int] = set()
     groups: dict[str, list[tuple[int, int]]] = {}
     for i, place in enumerate(places):
-        beside = seconds.get(place[::2], [])
-        if beside and place[1] in _SUBTRACTED:
+        beside = seconds.get(place.owner, [])
+        if beside and place.name in _SUBTRACTED:
             found.update(beside, [i])
-        elif place[1] == "mu" and kinds_of_them[i].optimizer is None:
-            groups.setdefault(place[0], []).extend((j, i) for j in beside if places[j][1] == "nu")
+        elif place.name == "mu" and kinds_of_them[i].optimizer is None:
+            groups.setdefault(place.above, []).extend((j, i) for j in beside if places[j].name == "nu")
     held = set(paths)
     for above, pairs in groups.items():
         if f"{above}/count".lstrip("/") not in held and all(variance(j, i) for j, i in pairs):
@@ -206,7 +225,7 @@ def is_update(first: str, kind: Kind, second: str) -> bool:
     """
     if kind.optimizer is not None and kind.optimizer.lower() in _ADAMS:
         return True
-    names = moment_place(first)[1], moment_place(second)[1]
+    names = moment_place(first).name, moment_place(second).name
     return names in _BESIDE and kind.optimizer not in _OTHER_UNITS
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from .kinds import moment_place, role_of
+from .kinds import Place, moment_place, role_of
 
 _BESIDE = ("step", "count")
 """Names of the count beside a second moment: PyTorch's, Optax's."""
@@ -25,13 +25,15 @@ def counting(paths: Iterable[str]) -> list[str]:
         >>> counting(["optimizer/adam/iteration", "data/iteration"])
         ['optimizer/adam/iteration']
     """
-    named = [(path, *moment_place(path)[:2]) for path in paths]
-    places = {above for path, above, _ in named if role_of(path) == "second moment"}
+    named = [(path, moment_place(path)) for path in paths]
+    places = {place.above for path, place in named if role_of(path) == "second moment"}
 
-    def counts(above: str, last: str) -> bool:
-        return (last in _BESIDE and above in places) or (last in _BELOW and "optimizer" in above.split("/"))
+    def counts(place: Place) -> bool:
+        if place.name in _BELOW and "optimizer" in place.above.split("/"):
+            return True
+        return place.name in _BESIDE and place.above in places
 
-    return [path for path, above, last in named if counts(above, last)]
+    return [path for path, place in named if counts(place)]
 
 
 def steps_taken(paths: Iterable[str], value: Callable[[str], float | None]) -> float | None:
