@@ -13,10 +13,10 @@ from ..kernels.arguments import check_field, choice, flag, integer, number, or_n
 from ..kernels.assign import Thresholds
 from .assigning import assigned
 from .base import Leaf, Memory, Stored, rounded_error
-from .cells import few_values, fit_closely, held_codebook
 from .codebook import Lost, fit, largest_of, lost_share, lost_to_step, predicted_error, unit
 from .errors import BadArgumentError
 from .exact import Exact
+from .finesketch import few_values, fit_closely, held_codebook
 from .leaves import LeafSpec, NpArray
 from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
 from .moments import FINEST, LogBuckets
@@ -49,7 +49,7 @@ class Quantize:
         prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
         protect: fraction kept as bfloat16, over all arrays, in [0, 1); default 0.0005.
         alpha: relative error of the sketch, in [2**-13, 1); default 0.01. Codebooks of arrays that need a finer one are
-            fitted to a finer one, see `codec.cells`; not with "kmeans++", which is as published.
+            fitted to a finer one, see `codec.finesketch`; not with "kmeans++", which is as published.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
             (the best `bins` entries) or "kmeans++"; see `codec.codebook`. An array of whose elements more than half

@@ -22,8 +22,8 @@ from ..kernels.distortion import Distortion
 from ..kernels.histogram import Histogram
 from .assigning import assigned
 from .base import Leaf
-from .cells import fit_closely, held_codebook
 from .codebook import MOST, Cells, Fit, Floats, multiples, predicted_error, to_8_bits
+from .finesketch import fit_closely, held_codebook
 from .leaves import NpArray, blocks, taken
 from .levels import LevelsMemory, rounded_codebook
 from .partition import upper_threshold

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import Leaf, Memory
-from ..codec.cells import few_values, fit_closely, held_codebook
 from ..codec.codebook import Cells, Fit
+from ..codec.finesketch import few_values, fit_closely, held_codebook
 from ..codec.importance import weights_of
 from ..codec.leaves import NpArray
 from ..codec.levels import MAX_BINS, LevelsMemory, beneath
