@@ -47,8 +47,8 @@ from .pointers import (
     save_at,
     store_of,
 )
+from .processes import from_all, rank, world
 from .sensitivity import SensitivityTracker
-from .spread import rank, world
 from .state import capture_rng, plain, restore_rng
 from .strategies import of_both, plugins, watch
 from .together import agreed, of_first
@@ -412,12 +412,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         own: dict[str, Any] = {} if self.search is None else {"search": None}
         if not self.rng:
             return own
-        found: list[Any] = [capture_rng()]
-        if world() > 1 and not self._failed:
-            gathered: list[Any] | None = [None] * world() if rank() == 0 else None
-            dist.gather_object(found[0], gathered)
-            found = found if gathered is None else gathered
-        return own | {"rng": found}
+        mine = capture_rng()
+        return own | {"rng": (not self._failed and from_all(mine)) or [mine]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called by Lightning, on all processes."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..codec import errors
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointError, ShrinkpointWarning
 from ..codec.leaves import is_array
@@ -24,13 +20,11 @@ from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult
 from ..store.store import Saved, Store
 from . import parts
+from .processes import explaining, from_all, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .sensitivity import SensitivityTracker
-from .spread import rank, world
 from .state import Generator, Stateful, capture, plain, restore
 
-A = TypeVar("A")
-B = TypeVar("B")
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
@@ -82,7 +76,7 @@ def training_state(
         return check_step(step), optimizers, own, mine
 
     # Before anything that all do together: who could not come to that would leave the others waiting.
-    (number, optimizers, own, mine), told = _on_all(alone, lambda found: list(parts.sharded(found[2], "")))
+    (number, optimizers, own, mine), told = on_all(alone, lambda found: list(parts.sharded(found[2], "")))
     if any(paths != told[0] for paths in told):
         raise ShrinkpointError("nothing was saved: ranks have different sharded tensors beside model and optimizer")
     state: dict[str, Any] = {"step": number, "model": parts.model_state(model)}
@@ -96,54 +90,13 @@ def training_state(
     for key, one in (more or {}).items():
         if isinstance(one, nn.Module):
             state["more"][key] = parts.model_state(one)
-    state["ranks"] = _gathered(mine)
+    state["ranks"] = from_all(mine)
     return state if rank() == 0 else None
 
 
 def _alone(part: Stateful) -> Any:
     """What a part says; of a module nothing yet, for all processes say that together."""
     return None if isinstance(part, nn.Module) else plain(part.state_dict())
-
-
-def _on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
-    """What `work` found here, and in brief what it found in each process. An error of one is raised on all."""
-    if world() == 1:
-        found = work()
-        return found, [brief(found)]
-    error, told = None, None
-    try:
-        found = work()
-        told = brief(found)
-    except Exception as e:
-        error = e
-    everyone: list[Any] = [None] * world()
-    dist.all_gather_object(everyone, (told, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    failed = [f"rank {number}: {why}" for number, (_, why) in enumerate(everyone) if why is not None]
-    if failed:
-        raise ShrinkpointError(f"nothing was saved, since another rank could not: {'; '.join(failed)}")
-    return found, [one for one, _ in everyone]
-
-
-def _gathered(mine: Any) -> list[Any]:
-    """What each process has, on rank 0; nothing on the others."""
-    if world() == 1:
-        return [mine]
-    gathered: list[Any] | None = [None] * world() if rank() == 0 else None
-    dist.gather_object(mine, gathered)
-    return gathered or []
-
-
-@contextlib.contextmanager
-def _together(what: str) -> Iterator[None]:
-    """Say what became of it where torch reports that another process is gone or does not answer."""
-    try:
-        yield
-    except RuntimeError as e:
-        if world() > 1:
-            e.add_note(f"rank {rank()} of {world()}: {what}; another process is gone or does not answer")
-        raise
 
 
 def save(
@@ -220,8 +173,8 @@ def save(
         sensitivity.at(number)
         return sensitivity.grads(shards_only=rank() != 0)
 
-    with _together(f"step {step} was not saved"):
-        found, _ = _on_all(averages, lambda _: None)
+    with explaining(f"step {step} was not saved"):
+        found, _ = on_all(averages, lambda _: None)
         grads = parts.gathered(found)
         state: Any = training_state(
             step,
@@ -246,7 +199,7 @@ def save(
         return result
 
     # What rank 0 meets is raised on all: one that tries again must not do so alone.
-    result: Future[SaveResult] | Saved | None = _on_rank_0(
+    result: Future[SaveResult] | Saved | None = on_rank_0(
         write, lambda _: None, f"what became of step {step} could not be told"
     )
     return result
@@ -331,7 +284,7 @@ def resume(
         named = {n: {} if isinstance((more or {}).get(n), nn.Module) else v for n, v in state.get("more", {}).items()}
         return found | ({"more": named} if named else {})
 
-    state = _on_rank_0(load, light, "nothing was resumed")
+    state = on_rank_0(load, light, "nothing was resumed")
     if state is None:
         return 0
     resized = parts.resized(model, state.get("model", {}))
@@ -374,47 +327,6 @@ def _restore_rank(
     if loader is not None:
         loader.load_state_dict(mine["position"])
     restore(mine, generators=generators, rng=rng)
-
-
-def _on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: str) -> Any:
-    """What `work` returns on rank 0; the others get what `light` makes of it. Its error is raised on all of them.
-
-    `otherwise` says what became of it where they cannot be told (`_together`).
-    """
-    if world() == 1:
-        return work()
-    found, error = None, None
-    if rank() == 0:
-        try:
-            found = work()
-        except Exception as e:
-            error = e
-    sent: list[Any] = [
-        None if found is None else light(found),
-        None if error is None else (type(error).__name__, str(error), getattr(error, "errno", None)),
-    ]
-    with _together(otherwise):
-        dist.broadcast_object_list(sent)
-    if error is not None:
-        raise error
-    if sent[1] is not None:
-        raise _as_told(*sent[1])
-    return found if rank() == 0 else sent[0]
-
-
-def _as_told(name: str, text: str, errno: int | None) -> Exception:
-    """An error of another process, of its class where that is one that everybody has and that a text makes.
-
-    It does not travel itself: those of storage libraries may hold what cannot, or take more than a text.
-    """
-    known = getattr(errors, name, None) or getattr(builtins, name, None)
-    if isinstance(known, type) and issubclass(known, Exception):
-        with contextlib.suppress(TypeError):
-            told = known(text)
-            if isinstance(told, OSError):
-                told.errno = errno
-            return told
-    return ShrinkpointError(f"rank 0: {name}: {text}")
 
 
 def _check_parts(

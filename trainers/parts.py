@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from ..codec.kinds import Kind, kinds
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from .fitting import differences, listed
-from .spread import laid_out, rank, spread, world
+from .processes import rank, world
+from .spread import laid_out, spread
 from .state import plain
 
 _HOW = {"foreach", "fused", "capturable", "differentiable"}

@@ -25,7 +25,7 @@ from ..codec.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.files import one_name
 from ..store.store import Store
-from .spread import rank
+from .processes import rank
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _FORMAT = "shrinkpoint pointer"

@@ -27,7 +27,7 @@ from ..codec.kinds import kinds as kinds_of
 from ..kernels.errors import BadArgumentError
 from ..kernels.mask import pack_mask
 from .hooks import Nesting, closure_of, remove, weak
-from .spread import world
+from .processes import world
 
 if TYPE_CHECKING:
     from ..store.saver import SaveResult

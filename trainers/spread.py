@@ -9,18 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .processes import world
+
 _SMALL = 1 << 10
 """Elements up to which an array travels with the outline: broadcasts one by one take longer than their bytes."""
-
-
-def world() -> int:
-    """Number of processes that train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """This process's number among them."""
-    return dist.get_rank() if world() > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)

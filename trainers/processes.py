@@ -1,0 +1,108 @@
+"""What the processes of a training do together: an error of one is raised on all, so that nobody waits in vain."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..codec import errors
+from ..codec.errors import ShrinkpointError
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def world() -> int:
+    """Number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's number among them."""
+    return dist.get_rank() if world() > 1 else 0
+
+
+def on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
+    """What `work` found here, and in brief what it found in each process. An error of one is raised on all."""
+    if world() == 1:
+        found = work()
+        return found, [brief(found)]
+    error, told = None, None
+    try:
+        found = work()
+        told = brief(found)
+    except Exception as e:
+        error = e
+    everyone: list[Any] = [None] * world()
+    dist.all_gather_object(everyone, (told, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    failed = [f"rank {number}: {why}" for number, (_, why) in enumerate(everyone) if why is not None]
+    if failed:
+        raise ShrinkpointError(f"nothing was saved, since another rank could not: {'; '.join(failed)}")
+    return found, [one for one, _ in everyone]
+
+
+def from_all(mine: Any) -> list[Any]:
+    """What each process has, on rank 0; nothing on the others."""
+    if world() == 1:
+        return [mine]
+    everyone: list[Any] | None = [None] * world() if rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    return everyone or []
+
+
+@contextlib.contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """Say what became of it where torch reports that another process is gone or does not answer."""
+    try:
+        yield
+    except RuntimeError as e:
+        if world() > 1:
+            e.add_note(f"rank {rank()} of {world()}: {what}; another process is gone or does not answer")
+        raise
+
+
+def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: str) -> Any:
+    """What `work` returns on rank 0; the others get what `light` makes of it. Its error is raised on all of them.
+
+    `otherwise` says what became of it where they cannot be told (`explaining`).
+    """
+    if world() == 1:
+        return work()
+    found, error = None, None
+    if rank() == 0:
+        try:
+            found = work()
+        except Exception as e:
+            error = e
+    sent: list[Any] = [
+        None if found is None else light(found),
+        None if error is None else (type(error).__name__, str(error), getattr(error, "errno", None)),
+    ]
+    with explaining(otherwise):
+        dist.broadcast_object_list(sent)
+    if error is not None:
+        raise error
+    if sent[1] is not None:
+        raise _as_told(*sent[1])
+    return found if rank() == 0 else sent[0]
+
+
+def _as_told(name: str, text: str, errno: int | None) -> Exception:
+    """An error of another process, of its class where that is one that everybody has and that a text makes.
+
+    It does not travel itself: those of storage libraries may hold what cannot, or take more than a text.
+    """
+    known = getattr(errors, name, None) or getattr(builtins, name, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with contextlib.suppress(TypeError):
+            told = known(text)
+            if isinstance(told, OSError):
+                told.errno = errno
+            return told
+    return ShrinkpointError(f"rank 0: {name}: {text}")
