@@ -20,10 +20,11 @@ from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult
 from ..store.store import Saved, Store
 from . import parts
+from .beside import Beside, Place, at, has, label, put
 from .processes import explaining, from_all, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .sensitivity import SensitivityTracker
-from .state import Generator, Stateful, capture, plain, restore
+from .state import Generator, Stateful, capture, restore
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -60,23 +61,18 @@ def training_state(
         ['model', 'optimizer', 'optimizers', 'ranks', 'step']
     """
 
-    def alone() -> tuple[int, Sequence[torch.optim.Optimizer], dict[str, Any], Any]:
+    def alone() -> tuple[int, Sequence[torch.optim.Optimizer], Beside, dict[str, Any], Any]:
         """All that this process says without the others; of modules only that they are some."""
-        optimizers = parts.optimizers_of(optimizer)
-        _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
-        own: dict[str, Any] = {}
-        for name, part in (("scheduler", scheduler), ("scaler", scaler), ("ema", ema)):
-            if part is not None:
-                own[name] = _alone(part)
-        if more is not None:
-            own["more"] = {key: _alone(one) for key, one in more.items()}
+        optimizers, beside = parts.optimizers_of(optimizer), Beside.of(scheduler, scaler, ema, more)
+        _check(model, beside, loader)
+        own = beside.said()
         mine = capture(generators=generators, position=None if loader is None else loader.state_dict())
         # What cannot be stored is refused here, with its path, for it may not even be sent.
         flatten({"ranks": mine, **own}, is_array)
-        return check_step(step), optimizers, own, mine
+        return check_step(step), optimizers, beside, own, mine
 
     # Before anything that all do together: who could not come to that would leave the others waiting.
-    (number, optimizers, own, mine), told = on_all(alone, lambda found: list(parts.sharded(found[2], "")))
+    (number, optimizers, beside, own, mine), told = on_all(alone, lambda found: list(parts.sharded(found[3], "")))
     if any(paths != told[0] for paths in told):
         raise ShrinkpointError("nothing was saved: ranks have different sharded tensors beside model and optimizer")
     state: dict[str, Any] = {"step": number, "model": parts.model_state(model)}
@@ -84,19 +80,10 @@ def training_state(
         state["optimizers"] = [type(one).__qualname__ for one in optimizers]
         state["optimizer"] = parts.optimizer_state(model, optimizers)
     state |= parts.whole(own) if world() > 1 else own
-    for name, part in (("scheduler", scheduler), ("scaler", scaler), ("ema", ema)):
-        if isinstance(part, nn.Module):
-            state[name] = parts.model_state(part)
-    for key, one in (more or {}).items():
-        if isinstance(one, nn.Module):
-            state["more"][key] = parts.model_state(one)
+    for place, module in beside.modules:
+        put(state, place, parts.model_state(module))
     state["ranks"] = from_all(mine)
     return state if rank() == 0 else None
-
-
-def _alone(part: Stateful) -> Any:
-    """What a part says; of a module nothing yet, for all processes say that together."""
-    return None if isinstance(part, nn.Module) else plain(part.state_dict())
 
 
 def save(
@@ -247,14 +234,11 @@ def resume(
         >>> resume(sp.Store("memory://docs-empty"), nn.Linear(2, 1))
         0
     """
-    optimizers = parts.optimizers_of(optimizer)
-    _check(model, scheduler=scheduler, scaler=scaler, ema=ema, loader=loader, **_named(more))
+    optimizers, beside = parts.optimizers_of(optimizer), Beside.of(scheduler, scaler, ema, more)
+    _check(model, beside, loader)
     _check_tracker(tracker, model)
     _check_sensitivity(sensitivity, None)
-    asked = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
     parts.refuse_unplaced(model)
-    lists = {"more": more, "generators": generators}
-    wanted = [name for name, part in asked.items() if part is not None]
 
     def load() -> dict[str, Any] | None:
         """Read and check on rank 0, before anything is changed anywhere."""
@@ -263,26 +247,20 @@ def resume(
             return None
         state = store.load(step)
         where = f"{store.url}: step {state['step']}" if _is_ours(state) else store.url
-        _check_parts(state, where, ["model", *["optimizer"] * bool(optimizers), *wanted], lists, loader)
+        _check_parts(state, where, bool(optimizers), beside, generators or {}, loader)
         lines = parts.mismatches(model, state["model"])
         if optimizers:
             classes = state["optimizers"]
             lines += parts.optimizer_mismatches(model, optimizers, state["optimizer"], classes)
-        if isinstance(ema, nn.Module):
-            lines += [f"ema: {line}" for line in parts.mismatches(ema, state["ema"])]
-        for name, one in (more or {}).items():
-            if isinstance(one, nn.Module):
-                lines += [f"more[{name!r}]: {line}" for line in parts.mismatches(one, state["more"][name])]
+        for place, module in beside.modules:
+            lines += [f"{label(place)}: {line}" for line in parts.mismatches(module, at(state, place))]
         parts.refuse_or_warn(lines, strict, where, stacklevel=5)
         found: dict[str, Any] = state
         return found
 
     def light(state: dict[str, Any]) -> dict[str, Any]:
         """Without what modules and optimizers are sent by themselves."""
-        heavy = {"model", "optimizer", *["ema"] * isinstance(ema, nn.Module)}
-        found = {k: v for k, v in state.items() if k not in heavy}
-        named = {n: {} if isinstance((more or {}).get(n), nn.Module) else v for n, v in state.get("more", {}).items()}
-        return found | ({"more": named} if named else {})
+        return {k: v for k, v in beside.without_modules(state).items() if k not in ("model", "optimizer")}
 
     state = on_rank_0(load, light, "nothing was resumed")
     if state is None:
@@ -292,18 +270,13 @@ def resume(
     if optimizers:
         fitting = [one for one in optimizers if type(one).__qualname__ in state["optimizers"]]
         parts.set_optimizers(model, fitting, state.get("optimizer", {}), resized)
-    for name, part in asked.items():
-        if part is not None:
-            if isinstance(part, nn.Module):
-                parts.set_model(part, state.get(name, {}))
-            elif state[name] or name != "scaler":  # that of a disabled scaler is empty, which no other one takes
-                # A copy: a scheduler keeps the very objects it is given.
-                part.load_state_dict(copy.deepcopy(state[name]))
-    for name, one in (more or {}).items():
-        if isinstance(one, nn.Module):
-            parts.set_model(one, state.get("more", {}).get(name, {}))
-        else:
-            one.load_state_dict(copy.deepcopy(state["more"][name]))
+    for place, part in beside.parts.items():
+        held = at(state, place)
+        if isinstance(part, nn.Module):
+            parts.set_model(part, held)
+        elif held or place != ("scaler",):  # that of a disabled scaler is empty, which no other one takes
+            # A copy: a scheduler keeps the very objects it is given.
+            part.load_state_dict(copy.deepcopy(held))
     if tracker is not None:
         tracker.forget()
     if sensitivity is not None:
@@ -330,16 +303,15 @@ def _restore_rank(
 
 
 def _check_parts(
-    state: Any, where: str, wanted: Sequence[str], lists: Mapping[str, Mapping[str, Any] | None], loader: Any
+    state: Any, where: str, optimizers: bool, beside: Beside, generators: Mapping[str, Any], loader: Any
 ) -> None:
     """Refuse a checkpoint without what is asked for."""
     if not _is_ours(state):
         held = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__qualname__
         raise BadArgumentError(f"{where}: no checkpoint of trainers.save; it holds {held}")
-    missing = [name for name in wanted if name not in state]
-    for part, named in lists.items():
-        held_here = state["ranks"][0] if part == "generators" else state
-        missing += [f"{part}/{name}" for name in named or () if name not in held_here.get(part, {})]
+    wanted: list[Place] = [("model",), *[("optimizer",)] * optimizers, *beside.parts]
+    missing = ["/".join(map(str, place)) for place in wanted if not has(state, place)]
+    missing += [f"generators/{name}" for name in generators if not has(state["ranks"][0], ("generators", name))]
     if loader is not None and any(mine.get("position") is None for mine in state["ranks"]):
         missing.append("loader")
     if missing:
@@ -362,19 +334,14 @@ def _store_of(saver: Any) -> Store:
     raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
 
 
-def _named(more: Any) -> dict[str, Any]:
-    if more is not None and not isinstance(more, Mapping):
-        raise BadArgumentError(f"more must map names to what has a state, not be a {type(more).__qualname__}")
-    return {f"more[{name!r}]": part for name, part in (more or {}).items()}
-
-
-def _check(model: Any, **stateful: Any) -> None:
+def _check(model: Any, beside: Beside, loader: Any) -> None:
     if not isinstance(model, nn.Module):
         raise BadArgumentError(f"model must be a torch.nn.Module, not {type(model).__qualname__}")
-    for module in (model, *(part for part in stateful.values() if isinstance(part, nn.Module))):
+    for module in (model, *(module for _, module in beside.modules)):
         parts.refuse_flat(module)
+    stateful = beside.named() | ({} if loader is None else {"loader": loader})
     for name, part in stateful.items():
-        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise BadArgumentError(f"{name} is a {type(part).__qualname__}, without state_dict and load_state_dict")
 
 

@@ -1,0 +1,96 @@
+"""What a training has beside its model and optimizer, each at its place in the state: `ema`, or `more/teacher`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from ..kernels.errors import BadArgumentError
+from .state import Stateful, plain
+
+Place: TypeAlias = tuple[str, ...]
+_MORE = "more"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A scheduler, a scaler, an averaged model, and more, as far as there are any.
+
+    Args:
+        parts: by place.
+        has_more: whether there is a `more`, if only an empty one.
+    """
+
+    parts: Mapping[Place, Stateful]
+    has_more: bool
+
+    @staticmethod
+    def of(
+        scheduler: Stateful | None, scaler: Stateful | None, ema: Stateful | None, more: Mapping[str, Stateful] | None
+    ) -> Beside:
+        """From the arguments of `save`; raises BadArgumentError where `more` is no mapping."""
+        if more is not None and not isinstance(more, Mapping):
+            raise BadArgumentError(f"more must map names to what has a state, not be a {type(more).__qualname__}")
+        given: dict[Place, Any] = {("scheduler",): scheduler, ("scaler",): scaler, ("ema",): ema}
+        given |= {(_MORE, name): part for name, part in (more or {}).items()}
+        parts = {place: part for place, part in given.items() if part is not None or place[0] == _MORE}
+        return Beside(parts, more is not None)
+
+    @property
+    def modules(self) -> Iterator[tuple[Place, nn.Module]]:
+        """Those that all processes save and load together."""
+        return ((place, part) for place, part in self.parts.items() if isinstance(part, nn.Module))
+
+    def named(self) -> dict[str, Stateful]:
+        """By the names that messages have for them."""
+        return {label(place): part for place, part in self.parts.items()}
+
+    def said(self) -> dict[str, Any]:
+        """What each says of itself; of a module nothing yet."""
+        own: dict[str, Any] = {_MORE: {}} if self.has_more else {}
+        for place, part in self.parts.items():
+            put(own, place, None if isinstance(part, nn.Module) else plain(part.state_dict()))
+        return own
+
+    def without_modules(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state, not changed, with nothing where modules have theirs."""
+        light = {**state, _MORE: dict(state[_MORE])} if _MORE in state else dict(state)
+        for place, _ in self.modules:
+            put(light, place, {})
+        return light
+
+
+def label(place: Place) -> str:
+    """The argument that a place is of.
+
+    Example:
+        >>> label(("ema",)), label(("more", "teacher"))
+        ('ema', "more['teacher']")
+    """
+    return place[0] if len(place) == 1 else f"{place[0]}[{place[1]!r}]"
+
+
+def put(state: dict[str, Any], place: Place, value: Any) -> None:
+    """Put a value at its place; what is above that is there."""
+    for name in place[:-1]:
+        state = state[name]
+    state[place[-1]] = value
+
+
+def at(state: Mapping[str, Any], place: Place) -> Any:
+    """What stands at a place."""
+    for name in place:
+        state = state[name]
+    return state
+
+
+def has(state: Mapping[str, Any], place: Place) -> bool:
+    """Whether something stands at a place."""
+    for name in place:
+        if not isinstance(state, Mapping) or name not in state:
+            return False
+        state = state[name]
+    return True
