@@ -1056,6 +1056,34 @@ def test_a_save_of_a_job_that_is_gone_commits_nothing_over_that_of_the_next(
     assert everything(Reader(tmp_path))["w"][0] == 12
 
 
+@pytest.mark.usefixtures("alone")
+def test_more_writers_than_are_kept_go_on_from_their_last_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `async_save` by a process has them: pickled for each save. What they were resumed from is removed."""
+    monkeypatch.setattr(writer_module, "_MOST_KEPT", 2)
+
+    def state(number: int, step: int) -> Tree:
+        return {"w": torch.arange(2000.0) * (number + 1) + step}
+
+    for number in range(3):
+        save(state(number, 0), tmp_path / f"start-{number}", Writer(cfg=EXACT))
+    writers = [Writer(cfg=EXACT, parent=tmp_path / f"start-{number}") for number in range(3)]
+    for step in (1, 2, 3):
+        for number, writer in enumerate(writers):
+            folder = tmp_path / f"{number}-{step}"
+            save(state(number, step), folder, pickle.loads(pickle.dumps(writer)))
+            assert len(index_of(folder).files[0].chain) == step + 1
+        if step == 1:
+            for number in range(3):
+                shutil.rmtree(tmp_path / f"start-{number}")
+    same(everything(Reader(tmp_path / "0-3")), state(0, 3))
+    shutil.rmtree(tmp_path / "0-3")
+    with pytest.warns(ParentNotUsedWarning, match="the checkpoint in .*0-3, which was saved last, is gone"):
+        save(state(0, 4), tmp_path / "0-4", pickle.loads(pickle.dumps(writers[0])))
+    same(everything(Reader(tmp_path / "0-4")), state(0, 4))
+
+
 class Manager:
     """What torchtitan's manager has of its own, as far as the mix-in meets it."""
 

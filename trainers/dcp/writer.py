@@ -90,6 +90,8 @@ _claims = threading.Lock()
 _MOST_KEPT = 4
 _kept: dict[str, _Parent] = {}
 """Parents of writers that arrive anew for each save: `async_save` in a process pickles its writer every time."""
+_folders: dict[str, str] = {}
+"""Where each of them saved last: parents that are kept no longer are read from there."""
 
 
 class Writer(StorageWriter):
@@ -365,7 +367,7 @@ class Writer(StorageWriter):
         head = self._last()
         asked = head is None
         if head is None:
-            head = self._stored_parent(files)
+            head = self._stored_parent()
         if head is None:
             return None
         if _wants_base(self.cfg.chain, head):
@@ -392,12 +394,16 @@ class Writer(StorageWriter):
             return last.trail
         return Trail(None if head is None else head.checkpoint)
 
-    def _stored_parent(self, files: Files) -> _Parent | None:
-        """The parent as `parent=` names it (its errors are raised), or as the folder saved to holds it."""
-        source = files if self.parent is None else open_folder(self.parent)
-        folder = str(self.path if self.parent is None else self.parent)
+    def _stored_parent(self) -> _Parent | None:
+        """The parent in the folder saved to last, else in `parent=` (its errors are raised), else in the folder itself."""
+        last = _folders.get(self._token) if self._travelled else None
+        named = self.parent if last is None else None
+        folder = str(self.path if last is None and named is None else last or named)
+        source = open_folder(folder)
         try:
-            if self.parent is None and not source.exists(metadata_name(None if self._collective else self._rank)):
+            if named is None and not source.exists(metadata_name(None if self._collective else self._rank)):
+                if last is not None:
+                    _warn(f"rank {self._rank}: the checkpoint in {last}, which was saved last, is gone")
                 return None
             index = read_index(source, None if self._collective else self._rank)
             file, shards = index.of_rank(self._rank)
@@ -406,7 +412,7 @@ class Writer(StorageWriter):
                 return None
             ckpt = resolve(source, file)
         except ShrinkpointError as e:
-            if self.parent is not None:
+            if named is not None:
                 raise
             _warn(f"rank {self._rank}: {e}")
             return None
@@ -433,6 +439,7 @@ class Writer(StorageWriter):
             return
         _kept.pop(self._token, None)
         _kept[self._token] = new
+        _folders[self._token] = folder
         for old in list(_kept)[:-_MOST_KEPT]:
             del _kept[old]
 
