@@ -395,7 +395,7 @@ class Writer(StorageWriter):
         return Trail(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
-        """The parent in the folder saved to last, else in `parent=` (its errors are raised), else in the folder itself."""
+        """The parent in the folder saved to last, else in `parent=` (its errors are raised), else in this folder."""
         last = _folders.get(self._token) if self._travelled else None
         named = self.parent if last is None else None
         folder = str(self.path if last is None and named is None else last or named)
