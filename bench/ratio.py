@@ -99,6 +99,7 @@ BESIDE_LOSSY: dict[str, Callable[[], sp.Config]] = {
     "default": sp.Config,
     "fine": lambda: _fine(128, second=LogBuckets(alpha=1 / 4)),
     "finer": lambda: _fine(128, first=LogBuckets(alpha=1 / 8), second=LogBuckets(alpha=1 / 8)),
+    "finest": lambda: _fine(254, first=LogBuckets(alpha=1 / 16), second=LogBuckets(alpha=1 / 16)),
     "lossless": sp.presets.lossless,
 }
 """Our settings beside libraries that lose something: the smallest that loses no more than such a library counts."""
