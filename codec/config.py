@@ -71,12 +71,17 @@ class Rule:
 
 
 def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
-    """Warn of a glob that fits the end of paths and none of them whole, and of what is nearly a kind's name.
+    """Warn of a name that is the end of paths and none of them whole, and of what is nearly a kind's name.
 
-    What fits nothing at all may be meant for other states, or for other processes' parts of this one.
+    A glob with a "/" is written by who knows paths. What matches nothing at all may be meant for other states, or for
+    other processes' parts of this one.
     """
-    for rule in rules:
-        if rule.match in (*ROLES, *LAYERS) or any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
+    for rule in rules if paths else ():
+        if (
+            rule.match in (*ROLES, *LAYERS)
+            or "/" in rule.match
+            or any(fnmatch.fnmatchcase(path, rule.match) for path in paths)
+        ):
             continue
         if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
             hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"

@@ -112,7 +112,10 @@ class Space:
         heard = {t.quality for t in trials.found} | (set() if trials.has_seen_itself else {trials.scale.baseline})
         if len(heard) > 1 or (last is not None and len({t.quality for t in last.trials}) > 1):
             return True
-        self.probe()
+        if not trials.can_wreck:
+            return True
+        if self.left > 0 and (wreck := trials.next_wreck) is not None:
+            trials.round([wreck], [None])
         return not trials.is_probed or len({t.quality for t in trials.found}) > 1
 
     def check(self) -> None:

@@ -274,6 +274,12 @@ class Trials:
         return None
 
     @property
+    def can_wreck(self) -> bool:
+        """Whether a state compressed beyond use is another one: of few values, or zeros, it may be the same."""
+        (worst,) = self.candidates([dataclasses.replace(_WRECKS[0], system=self.subject.system)])
+        return worst.error > 0
+
+    @property
     def is_probed(self) -> bool:
         """Whether a state compressed beyond use has been tried."""
         return self._wrecks(self.found)[0] is not None

@@ -106,7 +106,7 @@ class ObjectFiles:
                 return False
             except OSError as e:
                 # s3fs gives a failed precondition as EINVAL where the server does not say which one failed.
-                if e.errno != errno.EINVAL or not self.exists(name):
+                if e.errno != errno.EINVAL or not self._exists(name):
                     raise
                 return False
             return True

@@ -70,7 +70,7 @@ def _path(files: Files, number: int) -> str:
 
 
 def _created(files: Files, name: str, data: bytes) -> bool:
-    for _ in range(_TRIES):
+    for _ in range(_TRIES - 1):
         # A reader holds no lock, so `gc` may take the file in the making for garbage, and again the next time.
         with contextlib.suppress(FileNotFoundError):
             return files.create(name, data)

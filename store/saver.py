@@ -36,7 +36,7 @@ from .retention import Retention
 from .snapshot import Snapshot, plan, take
 from .store import Store
 from .upkeep import Upkeep
-from .worker import kinds_tree
+from .worker import Warned, kinds_tree
 
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
@@ -120,6 +120,7 @@ class _Runner:
         self.future: Future[SaveResult] | None = None
         self.warned: list[str] = []
         self._failed = ""
+        self._said: list[Warned] = []
         self.pid = os.getpid()
         self._upkeep = upkeep
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -154,7 +155,9 @@ class _Runner:
             self.last = SaveResult(step=job.step, stall=job.stall, waited=job.waited, **answer)
             if self.last.status == "saved":
                 self.saved = self.last
-            self.warned += [f"step {job.step}: {category}: {message}" for category, message in warned]
+            # What a save before this one said already is not said again at each.
+            self.warned += [f"step {job.step}: {c}: {m}" for c, m in warned if (c, m) not in self._said]
+            self._said = warned
             done: Future[None] = Future()
             if tend := self._upkeep and self.last.status == "saved":
                 self.tending = done

@@ -84,8 +84,12 @@ class RestoreNotCountedWarning(StoreWarning):
     """A restore could not be counted: the store cannot be written."""
 
 
-_DEEPEST = 12
-"""How often steps are listed anew, and two more: a run that saves faster than it can be read is not chased for ever."""
+_TRIES = 10
+"""How often steps are listed anew by a `load` beside a run that removes them; one that is faster is not chased on."""
+
+
+class _Outdated(Exception):
+    """What was listed is not what is there."""
 
 
 class Store:
@@ -388,10 +392,17 @@ class Store:
         patterns, count = None if paths is None else check_patterns(paths), flag("count", count)
         if step is not None:
             return self._load(self._step(step), patterns, count)
-        return self._load_newest(patterns, count)
+        for _ in range(_TRIES):
+            with contextlib.suppress(_Outdated):
+                return self._newest(patterns, count, listed=False)
+        return self._newest(patterns, count, listed=True)
 
-    def _load_newest(self, patterns: Sequence[str] | None, count: bool, level: int = 3) -> Any:
-        """`level`: calls down from the caller of `load`, whom warnings name; it grows when steps are listed anew."""
+    def _newest(self, patterns: Sequence[str] | None, count: bool, *, listed: bool) -> Any:
+        """The newest intact state; `listed`: of the steps there are now, whatever comes meanwhile.
+
+        Raises:
+            _Outdated: a step is not readable any more, and there are others than were listed.
+        """
         steps = self.steps()
         if not steps:
             raise BadArgumentError(f"{self._files.root} holds no checkpoint")
@@ -400,30 +411,30 @@ class Store:
         try:
             behind = branches.passed_over(self._files, self._catalog)
         except CorruptDataError as e:
-            warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=level)
+            warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=3)
         for candidate in branches.in_order(steps, behind):
             try:
                 state = self._load(candidate, patterns, count)
             except DAMAGE as e:
-                if level < _DEEPEST and max(self.steps(), default=0) > max(steps):
+                if not listed and not set(self.steps()) <= set(steps):
                     # A run saves and removes beside us: its newest step is none of those that were listed.
-                    return self._load_newest(patterns, count, level + 1)
+                    raise _Outdated from None
                 skipped.append(str(e))
                 continue
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
-                warnings.warn(message, SkippedCheckpointWarning, stacklevel=level)
+                warnings.warn(message, SkippedCheckpointWarning, stacklevel=3)
             if message := branches.not_taken(self._files.root, candidate, behind):
-                warnings.warn(message, StoreWarning, stacklevel=level)
+                warnings.warn(message, StoreWarning, stacklevel=3)
             return state
         if patterns is None and self._near is None and (near := still_held(self._files, self.url)) is not None:
             self._near = near
             try:
-                state = self._load_newest(None, count, level + 1)
+                state = self._newest(None, count, listed=True)
             finally:
                 self._near = None
             message = f"{self._files.root}: no checkpoint is intact in storage; loaded from the memory of its agent"
-            warnings.warn(message, InMemoryWarning, stacklevel=level)
+            warnings.warn(message, InMemoryWarning, stacklevel=3)
             return state
         raise CorruptDataError(f"{self._files.root}: no checkpoint is intact: {'; '.join(skipped)}")
 

@@ -246,7 +246,8 @@ def resume(
         if step is None and not store.steps():
             return None
         state = store.load(step)
-        where = f"{store.url}: step {state['step']}" if _is_ours(state) else store.url
+        named = f": step {state['step']}" if isinstance(state, dict) and "step" in state else ""
+        where = f"{store.url}{named}"
         _check_parts(state, where, bool(optimizers), beside, generators or {}, loader)
         lines = parts.mismatches(model, state["model"])
         if optimizers:
@@ -274,7 +275,7 @@ def resume(
         held = at(state, place)
         if isinstance(part, nn.Module):
             parts.set_model(part, held)
-        elif held or place != ("scaler",):  # that of a disabled scaler is empty, which no other one takes
+        elif place != ("scaler",) or held:  # that of a disabled scaler is empty, which no other one takes
             # A copy: a scheduler keeps the very objects it is given.
             part.load_state_dict(copy.deepcopy(held))
     if tracker is not None:

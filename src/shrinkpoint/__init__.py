@@ -11,7 +11,7 @@ from .codec.changed import Changed
 from .codec.checkpoint import Checkpoint, decompress
 from .codec.clusters import Clusters
 from .codec.compress import compress
-from .codec.config import ChainPolicy, Config, Rule
+from .codec.config import ChainPolicy, Config, Rule, UnmatchedRuleWarning
 from .codec.drift import Earlier
 from .codec.errors import (
     BadArgumentError,
@@ -104,6 +104,7 @@ __all__ = [
     "Store",
     "StoreWarning",
     "Trail",
+    "UnmatchedRuleWarning",
     "UnsupportedLeafError",
     "compress",
     "decompress",

@@ -63,7 +63,9 @@ def test_a_rule_that_was_meant_for_an_array_and_matches_none_is_told(match: str,
         assert codec(sp.Config([(match, sp.Exact())]), X) == "levels"
 
 
-@pytest.mark.parametrize("match", ["a/w", "*w", "*/w", "weight", "embedding", "other.weight", "optimizer/*", "b/w"])
+@pytest.mark.parametrize(
+    "match", ["w/*", "a/w", "*w", "*/w", "weight", "embedding", "other.weight", "optimizer/*", "b/w"]
+)
 def test_a_rule_for_other_states_is_no_mistake(match: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", sp.ShrinkpointWarning)

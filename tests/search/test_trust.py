@@ -53,6 +53,18 @@ def test_an_evaluate_that_does_not_look_at_what_it_is_given(
         assert WRECK in points(last)
 
 
+def test_where_nothing_can_be_wrecked_nothing_is_said_of_evaluate() -> None:
+    """Zeros stay zeros however they are compressed; that they evaluate to one number is no fault of `evaluate`."""
+    x = torch.zeros(128, 128)
+
+    def loss(restored: State) -> float:
+        return 1.0 + float((restored["w"] ** 2).sum())
+
+    found = sp.search({"w": x}, loss, 0.01, direction="lower", progress=False)
+    assert found.met
+    assert not any("Does it load" in note for note in found.notes)
+
+
 def test_an_accuracy_that_stays_is_asked_for_its_worth_every_other_time() -> None:
     """What is chosen changes nothing, now and later; that something would is seen at one search or the next."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))

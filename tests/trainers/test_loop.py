@@ -715,6 +715,30 @@ def test_fsdp2_in_one_process(tmp_path: Path, store: sp.Store) -> None:
         dist.destroy_process_group()
 
 
+class Held:
+    """Something whose state is a bare array."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+@pytest.mark.parametrize("value", [torch.arange(5.0), np.arange(5), torch.zeros(()), [], 0, "", None])
+def test_a_part_whose_state_is_no_dict(store: sp.Store, value: Any) -> None:
+    job, part, other = Job(1), Held(value), Held("other")
+    beside: dict[str, Any] = {"scheduler": part, "ema": part, "more": {"x": part}}
+    trainers.save(store, 1, job.model, **beside)
+    beside = {"scheduler": other, "ema": other, "more": {"x": other}}
+    assert trainers.resume(store, job.model, **beside) == 1
+    assert type(other.value) is type(value)
+    assert np.array_equal(np.asarray(other.value), np.asarray(value))
+
+
 def test_the_loop_of_the_readme_has_at_most_six_added_lines() -> None:
     blocks = (Path(__file__).parents[2] / "README.md").read_text().split("```")
     (loop,) = [block for block in blocks if "trainers.resume" in block]

@@ -296,9 +296,11 @@ class Writer(StorageWriter):
             raise BadArgumentError("the shards of all ranks together do not fill their tensors")
         name = metadata_name(None if self._collective else self._rank)
         needed, there = {file for rank in index.files for file, _ in rank.chain}, files.list(FOLDER)
-        if gone := needed.difference(there):
+        # A listing may lag behind what other hosts have written.
+        if gone := [file for file in needed.difference(there) if not files.exists(f"{FOLDER}/{file}")]:
             raise MissingParentError(
-                f"{files.path(f'{FOLDER}/{min(gone)}')} is gone: another job has saved to this folder meanwhile"
+                f"{files.path(f'{FOLDER}/{min(gone)}')} is gone: another job has saved to this folder meanwhile, or "
+                "the ranks do not see one folder"
             )
         files.write(name, index.to_bytes())
         mine = None if self._collective else self._rank

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16")
 """Of the weights and moments that are saved."""
 _SHAPE = (256, 512)
-"""Of two matrices: as many elements as all ways of coding take that do not depend on the size."""
+"""Of a matrix: as many elements as all ways of coding take that do not depend on the size."""
 
 
 def warm(
@@ -30,7 +30,7 @@ def warm(
 ) -> None:
     """Compile the kernels that saves and loads take on this machine's CPU, and keep them on its disk.
 
-    Otherwise the first save and the first load do it, in half a minute or so. Run it where the training will run, as
+    Otherwise the first save and the first load do it, in up to 40 s. Run it where the training will run, as
     the same user, or while its image is built.
     """
     from numba.core import event
@@ -74,7 +74,12 @@ def _states(dtype: Any) -> Any:
     import torch
 
     random = torch.Generator().manual_seed(0)
-    names = {"embedding.weight": _SHAPE, "linear.weight": _SHAPE, "norm.weight": _SHAPE[1:]}
+    names = {
+        "embedding.weight": (4096, 64),
+        "linear.weight": _SHAPE,
+        "convolution.weight": (128, 64, 3, 3),
+        "norm.weight": _SHAPE[1:],
+    }
     weights = {name: torch.randn(shape, generator=random) for name, shape in names.items()}
     # Some rows are larger than others, as in trainings: entropy coding has contexts for that.
     moments = {name: 1e-3 * torch.randn(shape, generator=random) for name, shape in names.items()}
