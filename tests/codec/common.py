@@ -19,7 +19,7 @@ from shrinkpoint.codec.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
 _MODULES = (
-    "exact", "moments", "firstmoment", "secondmoment", "symbolvalues", "quantize", "assigning", "levels", "cells",
+    "exact", "moments", "firstmoment", "secondmoment", "symbolvalues", "quantize", "assigning", "levels", "finesketch",
     "compress", "checkpoint", "rows", "exponent", "changed", "clusters",
 )  # fmt: skip
 

@@ -277,12 +277,12 @@ def test_narrow_weights_far_from_zero_are_as_good_as_the_best_codebook(
 
 
 def test_ordinary_weights_are_sketched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shrinkpoint.codec import cells
+    from shrinkpoint.codec import finesketch
 
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(cells, "finer", never)
+    monkeypatch.setattr(finesketch, "finer", never)
     for x in (drawn(200, 200), drawn(200, 200) ** 3, np.random.default_rng(0).uniform(-1, 2, (200, 200)).astype("f4")):
         for like in (torch.float32, torch.bfloat16):
             sp.compress({"w": torch.from_numpy(x).to(like)}, cfg=sp.Config())
