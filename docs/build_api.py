@@ -79,7 +79,7 @@ def pages() -> list[Page]:
             (
                 ("codec.compress", ("compress",)),
                 ("codec.checkpoint", ("decompress", "Checkpoint", "Row", "ArrayRecord")),
-                ("codec.config", ("Config", "Rule", "ChainPolicy")),
+                ("codec.config", ("Config", "Rule", "ChainPolicy", "UnmatchedRuleWarning")),
                 ("codec.kinds", ("kinds", "Kind")),
                 ("store.trail", ("Trail",)),
                 ("store.store", ("Store", "Saved")),
