@@ -76,12 +76,9 @@ def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
     A glob with a "/" is written by who knows paths. What matches nothing at all may be meant for other states, or for
     other processes' parts of this one.
     """
+    known = {*ROLES, *LAYERS, *(rule.match.removeprefix("*/") for rule in rules if rule.match.startswith("*/"))}
     for rule in rules if paths else ():
-        if (
-            rule.match in (*ROLES, *LAYERS)
-            or "/" in rule.match
-            or any(fnmatch.fnmatchcase(path, rule.match) for path in paths)
-        ):
+        if rule.match in known or "/" in rule.match or any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
             continue
         if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
             hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"

@@ -63,6 +63,13 @@ def test_a_rule_that_was_meant_for_an_array_and_matches_none_is_told(match: str,
         assert codec(sp.Config([(match, sp.Exact())]), X) == "levels"
 
 
+def test_what_is_for_paths_of_any_depth_is_no_mistake() -> None:
+    """As presets have it: at the top of a state, and below."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sp.ShrinkpointWarning)
+        assert codec(sp.Config([("w", sp.Exact()), ("*/w", sp.Exact())]), X) == "bytes"
+
+
 @pytest.mark.parametrize(
     "match", ["w/*", "a/w", "*w", "*/w", "weight", "embedding", "other.weight", "optimizer/*", "b/w"]
 )
