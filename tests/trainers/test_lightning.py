@@ -28,6 +28,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
 from shrinkpoint.trainers import lightning as adapter
+from shrinkpoint.trainers import processes
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, load_from_checkpoint
 from shrinkpoint.trainers.loop import RanksChangedWarning
 
@@ -609,7 +610,7 @@ def test_each_process_goes_on_with_its_own_random_numbers(script: Script, tmp_pa
 
 def test_a_process_that_fails_does_not_wait_for_the_others(monkeypatch: Any) -> None:
     """What `OnExceptionCheckpoint` saves then has its own generators alone."""
-    monkeypatch.setattr(adapter, "world", lambda: 2)
+    monkeypatch.setattr(processes, "world", lambda: 2)
     callback, trainer = CompressedCheckpoints(), SimpleNamespace(strategy=SimpleNamespace(checkpoint_io=CompressedIO()))
     with pytest.raises(ValueError, match="process group has not been initialized"):
         callback.state_dict()
