@@ -104,7 +104,7 @@ def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
         tail = tail[cut + 1 :]
 
 
-class Place(NamedTuple):
+class MomentPlace(NamedTuple):
     """Where a moment stands: its path taken apart at its name.
 
     Args:
@@ -123,20 +123,20 @@ class Place(NamedTuple):
         return self.above, self.below
 
 
-def moment_place(path: str) -> Place:
+def moment_place(path: str) -> MomentPlace:
     """The place of a moment with this path.
 
     Example:
         >>> moment_place("optimizer/state/0/exp_avg_sq")
-        Place(above='optimizer/state/0', name='exp_avg_sq', below='')
+        MomentPlace(above='optimizer/state/0', name='exp_avg_sq', below='')
         >>> moment_place("opt_state/0/nu/dense/kernel").owner
         ('opt_state/0', 'dense/kernel')
     """
     parts = path.split("/")
     for at, part in enumerate(parts[:-1]):
         if part in ("mu", "nu") and any(p.isdigit() for p in parts[:at]):
-            return Place("/".join(parts[:at]), part, "/".join(parts[at + 1 :]))
-    return Place("/".join(parts[:-1]), parts[-1], "")
+            return MomentPlace("/".join(parts[:at]), part, "/".join(parts[at + 1 :]))
+    return MomentPlace("/".join(parts[:-1]), parts[-1], "")
 
 
 def role_of(path: str) -> str:

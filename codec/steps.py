@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from .kinds import Place, moment_place, role_of
+from .kinds import MomentPlace, moment_place, role_of
 
 _BESIDE = ("step", "count")
 """Names of the count beside a second moment: PyTorch's, Optax's."""
@@ -28,7 +28,7 @@ def counting(paths: Iterable[str]) -> list[str]:
     named = [(path, moment_place(path)) for path in paths]
     places = {place.above for path, place in named if role_of(path) == "second moment"}
 
-    def counts(place: Place) -> bool:
+    def counts(place: MomentPlace) -> bool:
         if place.name in _BELOW and "optimizer" in place.above.split("/"):
             return True
         return place.name in _BESIDE and place.above in places

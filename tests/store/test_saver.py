@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 import uuid
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -812,6 +813,18 @@ def test_an_exception_inside_says_what_became_of_the_save(monkeypatch: pytest.Mo
     with pytest.raises(KeyError) as error:
         interrupted(6)
     assert any("failed as well: OSError" in note for note in error.value.__notes__)
+
+
+def test_what_the_save_before_said_is_not_said_again(tmp_path: Path) -> None:
+    """A rule that is for nothing is one at each save; another one is told. (In a thread Python itself sees to that.)"""
+    with sp.Saver(sp.Store(tmp_path / "s"), mode="process") as saver, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, rule in enumerate(["weights", "weights", "weights", "Embedding"]):
+            cfg = sp.Config([(rule, sp.Exact())])
+            saver.save(step, {"model": {"w": np.ones((40, 50), np.float32)}}, cfg=cfg).result()
+            saver.wait()
+    said = [str(w.message).split(" matches")[0] for w in caught if issubclass(w.category, SaverWarning)]
+    assert said == [f"step {n}: UnmatchedRuleWarning: rule {rule!r}" for n, rule in ((0, "weights"), (3, "Embedding"))]
 
 
 def test_warnings_of_the_worker_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

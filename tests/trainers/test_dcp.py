@@ -1057,6 +1057,15 @@ def test_a_save_of_a_job_that_is_gone_commits_nothing_over_that_of_the_next(
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_listing_that_lags_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a network's file system: what another host has written is there before it is listed."""
+    listed = LocalFiles.list
+    monkeypatch.setattr(LocalFiles, "list", lambda files, folder: [] if folder == "data" else listed(files, folder))
+    save({"w": torch.ones(500)}, tmp_path)
+    assert everything(Reader(tmp_path))["w"][0] == 1
+
+
+@pytest.mark.usefixtures("alone")
 def test_more_writers_than_are_kept_go_on_from_their_last_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
