@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import shrinkpoint as sp
-from shrinkpoint.codec import entropy, tree
-from shrinkpoint.codec.leaves import is_array
-from shrinkpoint.codec.levels import LevelsMemory
+from shrinkpoint.codec import entropy
+from shrinkpoint.codec.state import tree
+from shrinkpoint.codec.state.leaves import is_array
+from shrinkpoint.codec.weights.levels import LevelsMemory
 from shrinkpoint.kernels.levels import delta
 
 from .faults import InStore, Searching

@@ -20,7 +20,7 @@ import numpy as np
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
-from shrinkpoint.codec.ratedistortion import cheapest_levels
+from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 
 from . import data, memory
 from .data import Pair

@@ -86,7 +86,7 @@ def _state(at: Place, size: int, *, refit: bool) -> Job:
     """Weights to levels, moments to log buckets, tensor by tensor; the bytes are the state's, 12 a parameter."""
     import torch
 
-    from shrinkpoint.codec.codebook import Problem, solve_together
+    from shrinkpoint.codec.weights.codebook import Problem, solve_together
     from shrinkpoint.kernels.assign import assign
     from shrinkpoint.kernels.histogram import log_histogram_many
     from shrinkpoint.kernels.kmeans import bucket_weights

@@ -24,8 +24,8 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.config import Rule
-from shrinkpoint.codec.moments import LogBuckets
-from shrinkpoint.codec.quantize import Quantize
+from shrinkpoint.codec.moments.logbuckets import LogBuckets
+from shrinkpoint.codec.weights.quantize import Quantize
 
 from . import workloads
 from .curves import plot

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from .fields import Piece
-    from .kinds import Kind
-    from .leaves import LeafSpec
+    from .format.fields import Piece
+    from .state.kinds import Kind
+    from .state.leaves import LeafSpec
 
 Array = Any
 CHUNK = 1 << 22

@@ -10,13 +10,14 @@ from typing import Any
 
 from blake3 import blake3
 
-from . import container, tree
 from .arithmetic import own_arithmetic
 from .base import Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
-from .leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
+from .format import container
+from .format.ranged import Ranged
 from .parallel import map_arrays, map_chunks
-from .ranged import Ranged
+from .state import tree
+from .state.leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
 from .streams import STREAMS, Stream
 
 _HASH = re.compile("[0-9a-f]{64}")

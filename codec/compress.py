@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from . import container
 from .arithmetic import own_arithmetic
 from .base import Codec, Leaf, Memory, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config, check_config
 from .copies import copies, keeps_promise, store_copy
-from .drift import with_lead
-from .fields import parts_of
-from .firstmoment import FirstMoment, square_of
+from .format import container
+from .format.fields import parts_of
 from .matching import matched, overlooked, with_importance
+from .moments.firstmoment import FirstMoment, square_of
+from .moments.siblings import siblings
 from .opened import Opened
 from .parallel import map_arrays
-from .quantize import Quantize
-from .siblings import siblings
 from .streams import STREAMS
+from .weights.drift import with_lead
+from .weights.quantize import Quantize
 
 
 def compress(
@@ -46,7 +46,7 @@ def compress(
         earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
             (or the tails of their paths), or an `Earlier`, which says when that was. Levels that the rate-distortion
             encoder keeps back lag behind the training; each weight is extrapolated along its way since then to make up
-            for that (`codec.aim`). `Store` and `Saver` see to it themselves.
+            for that (`codec.weights.aim`). `Store` and `Saver` see to it themselves.
 
     Returns:
         A resolved checkpoint.

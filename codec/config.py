@@ -12,18 +12,18 @@ from typing import Any
 from ..kernels.arguments import check_field, choice, flag, instance, integer, number, or_none, strings
 from ..kernels.floats import FORMATS
 from .base import Codec, from_json, to_json
-from .changed import Changed
-from .clusters import Clusters
+from .embeddings.rows import Rows
 from .errors import BadArgumentError, ShrinkpointWarning
-from .exact import Exact
-from .exponent import ExponentDelta
-from .firstmoment import FirstMoment
-from .kinds import LAYERS, ROLES, TINY, TINY_MOMENT, Kind
-from .leaves import LeafSpec
-from .moments import LogBuckets
-from .quantize import Quantize
-from .rows import Rows
-from .secondmoment import SecondMoment
+from .lossless.changed import Changed
+from .lossless.exact import Exact
+from .moments.clusters import Clusters
+from .moments.firstmoment import FirstMoment
+from .moments.logbuckets import LogBuckets
+from .moments.secondmoment import SecondMoment
+from .state.kinds import LAYERS, ROLES, TINY, TINY_MOMENT, Kind
+from .state.leaves import LeafSpec
+from .weights.exponent import ExponentDelta
+from .weights.quantize import Quantize
 
 CODECS: dict[str, type[Codec]] = {
     c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)

@@ -14,11 +14,11 @@ import numpy as np
 
 from ..kernels.arrays import is_torch, on_gpu
 from .base import CHUNK, Codec, Leaf, Memory, Stored
-from .codebook import scaled_distortion, unit
 from .errors import CorruptDataError
-from .exact import Exact
-from .leaves import Array, LeafSpec, NpArray, as_bytes, largest
-from .moments import LogBuckets, ValuesMemory
+from .lossless.exact import Exact
+from .moments.logbuckets import LogBuckets, ValuesMemory
+from .state.leaves import Array, LeafSpec, NpArray, as_bytes, largest
+from .state.unit import scaled_distortion, unit
 
 _HALVES = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64", "float32", "bfloat16", "float16")}
 _GLANCE = 64

@@ -11,20 +11,20 @@ import numpy as np
 from ..kernels.arrays import is_torch
 from ..kernels.floats import FORMATS
 from .base import CHUNK, Codec, Leaf
-from .clusters import Clusters
 from .config import Config, warn_of_unmatched
+from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError
-from .exact import Exact
-from .exponent import ExponentDelta
-from .firstmoment import FirstMoment, grid_step
-from .importance import second_moments, squared
-from .kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
-from .leaves import read_leaf
-from .moments import LogBuckets
+from .lossless.exact import Exact
+from .moments.clusters import Clusters
+from .moments.firstmoment import FirstMoment, grid_step
+from .moments.logbuckets import LogBuckets
+from .moments.secondmoment import SecondMoment, cell_octaves
 from .opened import Opened, entries
-from .quantize import Quantize
-from .rows import DTYPES, Rows
-from .secondmoment import SecondMoment, cell_octaves
+from .state.kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
+from .state.leaves import read_leaf
+from .weights.exponent import ExponentDelta
+from .weights.importance import second_moments, squared
+from .weights.quantize import Quantize
 
 _TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)
 

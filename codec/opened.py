@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import tree
 from .base import Array, Leaf, Memory
 from .checkpoint import Checkpoint, check_resolved
-from .drift import Earlier
 from .errors import BadArgumentError, UnsupportedLeafError
-from .kinds import by_path, check_kinds, check_used
-from .leaves import is_array, same_storage_key
+from .state import tree
+from .state.kinds import by_path, check_kinds, check_used
+from .state.leaves import is_array, same_storage_key
+from .weights.drift import Earlier
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import tree
 from .checkpoint import ArrayRecord, Checkpoint
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
-from .leaves import Array, build_leaf
 from .parallel import map_chunks
+from .state import tree
+from .state.leaves import Array, build_leaf
 
 _ESCAPED = re.compile(r"\[([*?[])\]")
 

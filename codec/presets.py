@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..kernels import arguments
-from .changed import Changed
-from .clusters import Clusters
 from .config import ChainPolicy, Config, Rule
+from .embeddings.rows import Rows
+from .embeddings.rows import code_width as _code_width
+from .embeddings.rows import expected_failures as expected_failures
 from .errors import BadArgumentError
-from .exact import Exact
-from .exponent import ExponentDelta
-from .moments import LogBuckets
-from .quantize import Quantize
-from .rows import Rows
-from .rows import code_width as _code_width
-from .rows import expected_failures as expected_failures
-from .secondmoment import SecondMoment
+from .lossless.changed import Changed
+from .lossless.exact import Exact
+from .moments.clusters import Clusters
+from .moments.logbuckets import LogBuckets
+from .moments.secondmoment import SecondMoment
+from .weights.exponent import ExponentDelta
+from .weights.quantize import Quantize
 
 
 def inshrinkerator(

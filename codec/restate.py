@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import container
 from .arithmetic import own_arithmetic
 from .base import Memory
 from .checkpoint import ArrayRecord, Checkpoint, check_resolved
-from .fields import Piece
+from .format import container
+from .format.fields import Piece
 from .parallel import map_chunks
 
 

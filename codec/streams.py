@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base import Memory
-from .changed import decode_changed, restate_changed
-from .clusters import decode_clusters
 from .copies import decode_copy
-from .exact import decode_bytes, restate_bytes
-from .exponent import decode_exponent, restate_exponent
-from .fields import Piece
-from .firstmoment import decode_grid, square_of
-from .leaves import Array, LeafSpec
-from .levels import decode_levels, restate_levels
-from .moments import decode_log_buckets
-from .multiples import decode_multiples, restate_multiples
-from .rows import decode_rows, restate_rows
-from .secondmoment import decode_rank_one, restate_rank_one
+from .embeddings.rows import decode_rows, restate_rows
+from .format.fields import Piece
+from .lossless.changed import decode_changed, restate_changed
+from .lossless.exact import decode_bytes, restate_bytes
+from .moments.clusters import decode_clusters
+from .moments.firstmoment import decode_grid, square_of
+from .moments.logbuckets import decode_log_buckets
+from .moments.secondmoment import decode_rank_one, restate_rank_one
+from .state.leaves import Array, LeafSpec
+from .weights.exponent import decode_exponent, restate_exponent
+from .weights.levels import decode_levels, restate_levels
+from .weights.multiples import decode_multiples, restate_multiples
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
 """From spec, metadata, pieces, the parent's memory, and the sibling as `Stream.beside` gives it."""

@@ -19,9 +19,9 @@ import zstandard
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf, Memory, Stored
 from shrinkpoint.codec.config import CODECS
-from shrinkpoint.codec.exact import Exact
-from shrinkpoint.codec.leaves import LeafSpec, check_memory, from_bytes
-from shrinkpoint.codec.moments import ValuesMemory
+from shrinkpoint.codec.lossless.exact import Exact
+from shrinkpoint.codec.moments.logbuckets import ValuesMemory
+from shrinkpoint.codec.state.leaves import LeafSpec, check_memory, from_bytes
 from shrinkpoint.codec.streams import STREAMS, Stream
 from shrinkpoint.kernels.arguments import check_field, integer
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..codec.config import ChainPolicy, Config, Rule
 from ..codec.errors import BadArgumentError
 from ..codec.presets import inshrinkerator
-from ..codec.quantize import Quantize
+from ..codec.weights.quantize import Quantize
 from ..kernels.arguments import check_field, choice, number
 
 SYSTEMS = ("default", "inshrinkerator")

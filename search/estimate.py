@@ -16,18 +16,26 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import Leaf, Memory
-from ..codec.codebook import Cells, Fit
-from ..codec.finesketch import few_values, fit_closely, held_codebook
-from ..codec.importance import weights_of
-from ..codec.leaves import NpArray
-from ..codec.levels import MAX_BINS, LevelsMemory, beneath
+from ..codec.entropy.places import columns_of
 from ..codec.parallel import map_chunks
-from ..codec.partition import kept, upper_threshold
-from ..codec.places import columns_of
-from ..codec.planning import Limits, fit_for, protection_limits, pruning_limits, sketched, spreads, thresholds_before
-from ..codec.quantize import Quantize
-from ..codec.ratedistortion import cheapest_levels
-from ..codec.trade import Trade, mean_roots, trades
+from ..codec.state.leaves import NpArray
+from ..codec.weights.codebook import Cells, Fit
+from ..codec.weights.finesketch import few_values, fit_closely, held_codebook
+from ..codec.weights.importance import weights_of
+from ..codec.weights.levels import MAX_BINS, LevelsMemory, beneath
+from ..codec.weights.partition import kept, upper_threshold
+from ..codec.weights.planning import (
+    Limits,
+    fit_for,
+    protection_limits,
+    pruning_limits,
+    sketched,
+    spreads,
+    thresholds_before,
+)
+from ..codec.weights.quantize import Quantize
+from ..codec.weights.ratedistortion import cheapest_levels
+from ..codec.weights.trade import Trade, mean_roots, trades
 from ..kernels.arrays import is_torch
 from ..kernels.assign import Thresholds, assign
 from ..kernels.histogram import Histogram, kept_histogram

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..codec.base import Array, Leaf
-from ..codec.casting import float_values
-from ..codec.codebook import unit
-from ..codec.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
-from ..codec.levels import LevelsMemory
+from ..codec.state.casting import float_values
+from ..codec.state.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
+from ..codec.state.unit import unit
+from ..codec.weights.levels import LevelsMemory
 from ..kernels.extrapolate import extrapolate
 
 BLOCK = 1024

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..codec.errors import BadArgumentError
-from ..codec.partition import Sketch
+from ..codec.weights.partition import Sketch
 from ..kernels.histogram import Histogram
 from .team import Team
 

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..codec import tree
 from ..codec.base import Array, Leaf, Memory
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
-from ..codec.drift import Earlier
-from ..codec.kinds import kinds_for
-from ..codec.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
-from ..codec.levels import beneath
 from ..codec.matching import matched, with_importance
 from ..codec.opened import Opened, tie
 from ..codec.parallel import map_chunks
-from ..codec.quantize import Quantize
+from ..codec.state import tree
+from ..codec.state.kinds import kinds_for
+from ..codec.state.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
+from ..codec.weights.drift import Earlier
+from ..codec.weights.levels import beneath
+from ..codec.weights.quantize import Quantize
 from ..kernels.arrays import is_torch
 from .cube import Point
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..codec import container, entropy
+from ..codec import entropy
 from ..codec.base import Leaf
-from ..codec.leaves import LeafSpec, NpArray
-from ..codec.levels import LevelsMemory, references
-from ..codec.planning import Limits
-from ..codec.protected import held_values
+from ..codec.format import container
+from ..codec.state.leaves import LeafSpec, NpArray
+from ..codec.weights.levels import LevelsMemory, references
+from ..codec.weights.planning import Limits
+from ..codec.weights.protected import held_values
 from ..kernels.assign import Thresholds
 from ..kernels.huffman import huffman_lengths, pack_lengths
 from ..kernels.levels import joint_counts

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
-from ..codec.ranged import Ranged
+from ..codec.format.ranged import Ranged
 from .catalog import Entry
 from .files import Files
 from .manifest import Manifest

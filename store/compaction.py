@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, ShrinkpointError
-from ..codec.leaves import as_bytes
 from ..codec.parallel import give_way
 from ..codec.restate import restate
+from ..codec.state.leaves import as_bytes
 from .catalog import Catalog, Entry
 from .chain import FOLDER, UNREACHABLE, Node, carried_by, forest, opener, walk
 from .files import Files

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ..codec import tree
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
-from ..codec.kinds import check_kinds, check_used
-from ..codec.leaves import is_array
 from ..codec.opened import by_weights
+from ..codec.state import tree
+from ..codec.state.kinds import check_kinds, check_used
+from ..codec.state.leaves import is_array
 from ..kernels.arguments import choice, instance, integer, number, or_none
 from . import copying
 from .failing import fail_at_exit

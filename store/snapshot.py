@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import tree
 from ..codec.errors import ShrinkpointError
-from ..codec.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
+from ..codec.state import tree
+from ..codec.state.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
 from ..kernels.arrays import is_torch
 from . import copying
 
@@ -160,7 +160,7 @@ class Plan:
     """Where everything of some trees will stand in an arena; nothing is copied yet.
 
     Args:
-        trees: name -> nodes (see `codec.tree`), array numbers counted through all trees.
+        trees: name -> nodes (see `codec.state.tree`), array numbers counted through all trees.
         specs: of each array.
         values: of each array, contiguous; the live ones where they are.
         pointers: to each array's values in host memory; 0 where they are elsewhere.

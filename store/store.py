@@ -13,9 +13,9 @@ from typing import Any
 from ..codec.checkpoint import Checkpoint, Row, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
-from ..codec.drift import Earlier
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.partial import check_patterns, decompress_only
+from ..codec.weights.drift import Earlier
 from ..kernels.arguments import flag, function, instance, number, or_none, sequence
 from . import branches, labels, restores
 from .agent import InMemory, InMemoryWarning, check_keep

@@ -18,12 +18,12 @@ import numpy as np
 from ..codec.base import CHUNK
 from ..codec.checkpoint import Checkpoint, check_resolved
 from ..codec.config import Config
-from ..codec.drift import Earlier
-from ..codec.leaves import is_array, is_sharded, read_leaf
 from ..codec.matching import beside
-from ..codec.quantize import Quantize
-from ..codec.steps import steps_taken
-from ..codec.tree import flatten
+from ..codec.moments.steps import steps_taken
+from ..codec.state.leaves import is_array, is_sharded, read_leaf
+from ..codec.state.tree import flatten
+from ..codec.weights.drift import Earlier
+from ..codec.weights.quantize import Quantize
 from ..kernels import arguments
 from ..kernels.arrays import is_torch, on_gpu
 

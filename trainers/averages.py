@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.leaves import is_sharded, local_part
+from ..codec.state.leaves import is_sharded, local_part
 
 _EVERY = 16
 """After so many gradients an average is looked through for values that are not finite; at each would cost as much again

@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 import torch
 from blake3 import blake3
 
-from ..codec import container, tree
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError
-from ..codec.exact import BytesMemory
-from ..codec.leaves import as_bytes, is_array, read_leaf
+from ..codec.format import container
+from ..codec.lossless.exact import BytesMemory
+from ..codec.state import tree
+from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError
 
 PathLike: TypeAlias = str | os.PathLike[str]

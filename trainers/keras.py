@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..codec.extras import install
-from ..codec.kinds import Kind
+from ..codec.state.kinds import Kind
 from ..kernels.arguments import integer
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
-from ..codec.drift import Earlier
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
-from ..codec.kinds import kinds
 from ..codec.presets import lossless
+from ..codec.state.kinds import kinds
+from ..codec.weights.drift import Earlier
 from ..search.result import SearchResult
 from ..search.team import Team
 from ..store.store import Store

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointError, ShrinkpointWarning
-from ..codec.leaves import is_array
-from ..codec.tree import flatten
+from ..codec.state.leaves import is_array
+from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult

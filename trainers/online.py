@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..codec import tree
 from ..codec.checkpoint import ArrayRecord, Checkpoint, check_resolved
-from ..codec.leaves import build_leaf
+from ..codec.state import tree
+from ..codec.state.leaves import build_leaf
 from ..kernels.errors import BadArgumentError
 
 

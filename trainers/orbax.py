@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 
-from ..codec import tree
 from ..codec.errors import MissingParentError, ShrinkpointError
 from ..codec.extras import install
+from ..codec.state import tree
 from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ..codec.kinds import Kind, kinds
+from ..codec.state.kinds import Kind, kinds
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from .fitting import differences, listed
 from .processes import rank, world

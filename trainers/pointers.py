@@ -19,9 +19,9 @@ import fsspec
 
 from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError
-from ..codec.kinds import kinds_for
-from ..codec.leaves import is_array
-from ..codec.tree import flatten
+from ..codec.state.kinds import kinds_for
+from ..codec.state.leaves import is_array
+from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.files import one_name
 from ..store.store import Store

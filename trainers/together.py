@@ -9,9 +9,9 @@ import torch.distributed as dist
 import xxhash
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from ..codec.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, is_sharded, read_leaf
 from ..codec.opened import tie
-from ..codec.tree import ArrayNode, flatten, unflatten
+from ..codec.state.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, is_sharded, read_leaf
+from ..codec.state.tree import ArrayNode, flatten, unflatten
 from ..search.result import SearchResult
 from ..search.team import Team
 

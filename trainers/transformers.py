@@ -20,7 +20,7 @@ import torch
 
 from ..codec.config import Config, check_config
 from ..codec.extras import install
-from ..codec.kinds import kinds
+from ..codec.state.kinds import kinds
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.store import Store
 from .background import Background, check_compact

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import zstandard
 
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.format.fields import Reader, Writer
+from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
 from shrinkpoint.kernels.histogram import log_histogram

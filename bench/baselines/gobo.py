@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.format.fields import Reader, Writer
+from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
 

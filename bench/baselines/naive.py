@@ -8,8 +8,8 @@ import numpy as np
 import zstandard
 
 from shrinkpoint.codec.errors import CorruptDataError
-from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.format.fields import Reader, Writer
+from shrinkpoint.codec.state.leaves import LeafSpec
 
 from .base import Saved, State
 from .parts import Bytes, Floats, Part, each, load, parts, save

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.format.fields import Reader, Writer
+from shrinkpoint.codec.state.leaves import LeafSpec
 
 from .base import Saved, State
 from .parts import Bytes, Floats, Part, Parts, before, each, load, parts, save, to_float32

@@ -17,11 +17,19 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from shrinkpoint.codec import tree
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
-from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.kinds import TINY, guess
-from shrinkpoint.codec.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, read_leaf, spec_from_header
+from shrinkpoint.codec.format.fields import Reader, Writer
+from shrinkpoint.codec.state import tree
+from shrinkpoint.codec.state.kinds import TINY, guess
+from shrinkpoint.codec.state.leaves import (
+    LeafSpec,
+    as_bytes,
+    build_leaf,
+    from_bytes,
+    is_array,
+    read_leaf,
+    spec_from_header,
+)
 
 from .base import Saved, State
 

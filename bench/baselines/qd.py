@@ -9,8 +9,8 @@ import numpy as np
 
 from shrinkpoint.codec.entropy import counts_of, decode, encode_huffman
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.format.fields import Reader, Writer
+from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.kernels.levels import delta, undelta
 from shrinkpoint.kernels.rans import entropy_bits
 

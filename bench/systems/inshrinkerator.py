@@ -10,8 +10,8 @@ from functools import cache
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
-from shrinkpoint.codec.levels import LevelsMemory
-from shrinkpoint.codec.quantize import Quantize
+from shrinkpoint.codec.weights.levels import LevelsMemory
+from shrinkpoint.codec.weights.quantize import Quantize
 from shrinkpoint.kernels.levels import delta
 
 from .. import workloads

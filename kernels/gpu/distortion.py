@@ -1,6 +1,6 @@
 """Distortion on the GPU: sums of each block in float64, added up at the end.
 
-These sums report an error and steer an encoder by coarse steps (`codec.aim`), so their order may differ between
+These sums report an error and steer an encoder by coarse steps (`codec.weights.aim`), so their order may differ between
 back ends.
 """
 

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from .codec import presets
 from .codec.base import Codec
-from .codec.changed import Changed
 from .codec.checkpoint import Checkpoint, decompress
-from .codec.clusters import Clusters
 from .codec.compress import compress
 from .codec.config import ChainPolicy, Config, Rule, UnmatchedRuleWarning
-from .codec.drift import Earlier
+from .codec.embeddings.rows import Rows
 from .codec.errors import (
     BadArgumentError,
     CorruptDataError,
@@ -22,15 +20,17 @@ from .codec.errors import (
     ShrinkpointWarning,
     UnsupportedLeafError,
 )
-from .codec.exact import Exact
-from .codec.exponent import ExponentDelta
-from .codec.firstmoment import FirstMoment
-from .codec.kinds import Kind, kinds
-from .codec.moments import LogBuckets
+from .codec.lossless.changed import Changed
+from .codec.lossless.exact import Exact
+from .codec.moments.clusters import Clusters
+from .codec.moments.firstmoment import FirstMoment
+from .codec.moments.logbuckets import LogBuckets
+from .codec.moments.secondmoment import SecondMoment
 from .codec.parallel import set_threads, threads
-from .codec.quantize import Quantize
-from .codec.rows import Rows
-from .codec.secondmoment import SecondMoment
+from .codec.state.kinds import Kind, kinds
+from .codec.weights.drift import Earlier
+from .codec.weights.exponent import ExponentDelta
+from .codec.weights.quantize import Quantize
 
 if TYPE_CHECKING:
     from .search.result import SearchResult

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,10 @@ import xxhash
 import zstandard
 
 import shrinkpoint as sp
-from shrinkpoint.codec.subclass import is_wrapper, taken_apart
+from shrinkpoint import codec
+from shrinkpoint.codec.state.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
-_MODULES = (
-    "exact", "moments", "firstmoment", "secondmoment", "symbolvalues", "quantize", "assigning", "levels", "finesketch",
-    "compress", "checkpoint", "rows", "exponent", "changed", "clusters",
-)  # fmt: skip
 
 
 def bits(x: Any) -> bytes:
@@ -135,13 +133,12 @@ def put_together(
 @contextmanager
 def small_chunks(n: int) -> Iterator[None]:
     """Arrays are cut into chunks of n elements: what happens at chunk boundaries happens in small arrays too."""
-    found = []
-    for name in _MODULES:
-        module = importlib.import_module(f"shrinkpoint.codec.{name}")
-        if hasattr(module, "CHUNK"):
-            found.append((module, module.CHUNK))
-            module.CHUNK = n
-    assert len(found) >= 3
+    names = [m.name for m in pkgutil.walk_packages(codec.__path__, "shrinkpoint.codec.")]
+    modules = [m for m in map(importlib.import_module, names) if hasattr(m, "CHUNK")]
+    found = [(m, m.CHUNK) for m in modules]
+    assert len(found) >= 12
+    for module in modules:
+        module.CHUNK = n
     try:
         yield
     finally:

@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec import leaves, planning
 from shrinkpoint.codec.parallel import set_threads
+from shrinkpoint.codec.state import leaves
+from shrinkpoint.codec.weights import planning
 from shrinkpoint.kernels import arguments, arrays
 from tests import pretended
 from tests.codec import test_gpu as gpu

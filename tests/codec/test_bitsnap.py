@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.changed import FULL, MASKED
 from shrinkpoint.codec.errors import CorruptDataError
+from shrinkpoint.codec.lossless.changed import FULL, MASKED
 from shrinkpoint.codec.restate import restate
 from shrinkpoint.kernels.cluster import cluster_dequantize, cluster_quantize
 

@@ -14,10 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import rows as codec
-from shrinkpoint.codec.leaves import LeafSpec, read_leaf
-from shrinkpoint.codec.profile import search_parameters
-from shrinkpoint.codec.rowmemory import RAW, RowsMemory, Style, dequantized, joined, quantized, replaced, same_records
+from shrinkpoint.codec.embeddings import rows as codec
+from shrinkpoint.codec.embeddings.profile import search_parameters
+from shrinkpoint.codec.embeddings.rowmemory import (
+    RAW,
+    RowsMemory,
+    Style,
+    dequantized,
+    joined,
+    quantized,
+    replaced,
+    same_records,
+)
+from shrinkpoint.codec.state.leaves import LeafSpec, read_leaf
 from shrinkpoint.kernels.mask import pack_mask
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
@@ -57,7 +66,7 @@ def save(x: Any, prev: sp.Checkpoint | None, config: sp.Config, rows: Any = None
 def stored_rows(ckpt: sp.Checkpoint) -> int:
     """How many rows a checkpoint of one table holds itself."""
     from shrinkpoint.codec import entropy
-    from shrinkpoint.codec.fields import Reader
+    from shrinkpoint.codec.format.fields import Reader
 
     header, chunks = take_apart(ckpt.to_bytes())
     (record,) = header["arrays"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.codebook import MOST, Fit, fit, spacing, to_8_bits
+from shrinkpoint.codec.weights.codebook import MOST, Fit, fit, spacing, to_8_bits
 from shrinkpoint.kernels.histogram import log_histogram
 
 from .common import through_bytes

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec import entropy, ratedistortion
-from shrinkpoint.codec.levels import LevelsMemory
-from shrinkpoint.codec.ratedistortion import cheapest_levels
+from shrinkpoint.codec import entropy
+from shrinkpoint.codec.entropy import table
+from shrinkpoint.codec.weights import ratedistortion
+from shrinkpoint.codec.weights.levels import LevelsMemory
+from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
 from shrinkpoint.kernels.levels import joint_counts
@@ -211,7 +213,7 @@ def test_many_rare_symbols_need_fine_probabilities(monkeypatch: pytest.MonkeyPat
     least = float((counts * np.log2(symbols.size / np.maximum(counts, 1))).sum()) / 8
     fine = len(entropy.encode(symbols))
     assert fine < 1.03 * least
-    monkeypatch.setattr(entropy, "PRECISIONS", (12, 12, 12))
+    monkeypatch.setattr(table, "PRECISIONS", (12, 12, 12))
     assert fine < 0.95 * len(entropy.encode(symbols))
 
 
@@ -277,7 +279,7 @@ def test_narrow_weights_far_from_zero_are_as_good_as_the_best_codebook(
 
 
 def test_ordinary_weights_are_sketched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shrinkpoint.codec import finesketch
+    from shrinkpoint.codec.weights import finesketch
 
     def never(*_: Any) -> None:
         raise AssertionError

@@ -8,13 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import entropy, exact
+from shrinkpoint.codec import entropy
 from shrinkpoint.codec.base import Codec, Leaf
-from shrinkpoint.codec.changed import Changed
-from shrinkpoint.codec.fields import Reader, Writer, parts_of
-from shrinkpoint.codec.kinds import Kind
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.entropy import table
+from shrinkpoint.codec.format.fields import Reader, Writer, parts_of
+from shrinkpoint.codec.lossless import exact
+from shrinkpoint.codec.lossless.changed import Changed
+from shrinkpoint.codec.state.kinds import Kind
+from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.codec.streams import STREAMS
+from shrinkpoint.kernels.levels import joint_counts
+from shrinkpoint.kernels.rans import entropy_bits
+from shrinkpoint.kernels.rare import rare_encode
 
 
 @pytest.fixture(name="fresh")
@@ -96,9 +101,9 @@ def test_levels_take_their_conditional_entropy_and_a_table(n: int, drift: float,
     before, after = drifting(fresh, n, drift)
     data = entropy.encode_levels(after, 40, before, 40, "smallest")
     np.testing.assert_array_equal(entropy.decode(memoryview(data), n, before, 40), after)
-    counts = entropy.joint_counts(before, after, 40, 40)
+    counts = joint_counts(before, after, 40, 40)
     assert int(counts.sum()) == n
-    least = entropy.entropy_bits(counts) / 8 + len(entropy._Model.best(counts, 1.0, 40).table)
+    least = entropy_bits(counts) / 8 + len(table.Table.best(counts, 1.0, 40).packed)
     changes = n - int(np.trace(counts))
     assert len(data) <= 1.05 * least + 4
     assert len(data) <= (least + 4 if changes < 200 else 1.01 * least + 20)
@@ -137,9 +142,9 @@ def test_the_smaller_of_a_table_and_single_changes_is_taken(fresh: np.random.Gen
                 continue
             data = entropy.encode_levels(new, 40, old, 40, "smallest")
             methods.add(data[0])
-            counts = entropy.joint_counts(old, new, 40, 40)
-            alone = 1 + entropy.rare_encode(new, old).size
-            assert len(data) <= min(alone, 8 + np.ceil(entropy._Model.best(counts, 1.0, 40).cost))
+            counts = joint_counts(old, new, 40, 40)
+            alone = 1 + rare_encode(new, old).size
+            assert len(data) <= min(alone, 8 + np.ceil(table.Table.best(counts, 1.0, 40).cost))
             np.testing.assert_array_equal(entropy.decode(memoryview(data), n, old, 40), new)
     assert methods == {entropy.RARE, entropy.CONDITIONAL}
 
@@ -155,13 +160,13 @@ def test_no_table_of_contexts_is_made_that_cannot_pay(
 ) -> None:
     """Of 256 symbols in 16 contexts each cell is new: the table would take more than the symbols."""
     made: list[int] = []
-    model = entropy._Model.__init__
+    model = table.Table.__init__
 
-    def counted(self: entropy._Model, counts: np.ndarray, precision: int, contexts: int) -> None:
+    def counted(self: table.Table, counts: np.ndarray, precision: int, contexts: int) -> None:
         made.append(counts.shape[0])
         model(self, counts, precision, contexts)
 
-    monkeypatch.setattr(entropy._Model, "__init__", counted)
+    monkeypatch.setattr(table.Table, "__init__", counted)
     symbols = np.clip(fresh.normal(120, 20, 256), 0, 255).astype(np.uint8)
     context = fresh.integers(0, 16, 256, dtype=np.uint8)
     data = entropy.in_context(symbols, context, 16)[0].done()
@@ -181,9 +186,9 @@ def test_what_a_table_of_contexts_takes_at_least(fresh: np.random.Generator) -> 
         levels = [drifting(fresh, n, float(drift)) for drift in np.geomspace(1e-3, 3, 8)]
         noise = [fresh.integers(0, size, (2, n), dtype=np.uint8) for size in (2, 9, 40)]
         for context, symbols in (*levels, *noise):
-            counts = entropy.joint_counts(context, symbols, 40, 40)
-            table = entropy._Model(counts, entropy.PRECISIONS[0], 40).table
-            shares.append(entropy._least_of_contexts(counts) / max(1, len(table)))
+            counts = joint_counts(context, symbols, 40, 40)
+            made = table.Table(counts, table.PRECISIONS[0], 40).packed
+            shares.append(table.least_of_contexts(counts) / max(1, len(made)))
     assert sorted(shares)[-2] <= 1.1
     assert max(shares) <= 1.5
 
@@ -197,8 +202,8 @@ def test_tables_have_no_more_slots_than_symbols_where_that_costs_nothing(fresh: 
     assert data[0] == entropy.CONDITIONAL
     assert data[1] == (10 if n < 40 << 12 else 12)
     assert np.array_equal(entropy.decode(memoryview(data), n, context, 40), symbols)
-    counts = entropy.joint_counts(context, symbols, 40, 40)
-    assert len(data) <= 1.005 * entropy._Model(counts, 12, 40).cost + 3
+    counts = joint_counts(context, symbols, 40, 40)
+    assert len(data) <= 1.005 * table.Table(counts, 12, 40).cost + 3
 
 
 def test_runs_between_the_stretches_of_a_sample_are_seen(fresh: np.random.Generator) -> None:

@@ -41,23 +41,23 @@ def test_golden_file(name: str) -> None:
 
 def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every exact storage method: whoever adds one adds a file."""
-    from shrinkpoint.codec import exact, moments, quantize, streams
+    from shrinkpoint.codec import streams
+    from shrinkpoint.codec.entropy import coders, plain
+    from shrinkpoint.codec.lossless import exact
 
     used, methods, formats = set(), set(), set()
-    decode, chunk = entropy.decode, exact.decode_chunk
+    decoded, chunk = plain.decoded, exact.decode_chunk
 
     def spy(data: memoryview, *args: Any) -> Any:
         used.add(data[0])
-        return decode(data, *args)
+        return decoded(data, *args)
 
     def spy_chunk(piece: memoryview, *args: Any) -> None:
         methods.add(piece[0])
         chunk(piece, *args)
 
-    for module in (entropy, exact, moments, quantize):
-        if hasattr(module, "entropy"):
-            monkeypatch.setattr(module.entropy, "decode", spy)
-    monkeypatch.setattr(entropy, "decode", spy)
+    for module in (plain, coders):
+        monkeypatch.setattr(module, "decoded", spy)
     monkeypatch.setattr(exact, "decode_chunk", spy_chunk)
     with_sp = sp.threads()
     sp.set_threads(1)
@@ -70,7 +70,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
         sp.set_threads(with_sp)
     assert formats == set(streams.STREAMS)
     assert methods == set(range(7))
-    every = {*entropy._PLAIN, *entropy._IN_CONTEXT, entropy.PLACES}
+    every = set(range(entropy.PRODUCTS + 1))
     assert used == every, f"no golden file uses {sorted(every - used)}"
 
 

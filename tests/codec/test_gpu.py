@@ -18,9 +18,11 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec import clusters, firstmoment, leaves, planning, quantize, secondmoment, symbolvalues
-from shrinkpoint.codec.codebook import Problem
+from shrinkpoint.codec.moments import clusters, firstmoment, secondmoment, symbolvalues
 from shrinkpoint.codec.parallel import set_threads
+from shrinkpoint.codec.state import leaves
+from shrinkpoint.codec.weights import planning, quantize
+from shrinkpoint.codec.weights.codebook import Problem
 from shrinkpoint.kernels.arrays import is_torch
 
 from .common import take_apart

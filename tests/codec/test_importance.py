@@ -10,9 +10,9 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
-from shrinkpoint.codec.importance import FLOOR, mean_root, second_moments, weights_of
-from shrinkpoint.codec.kinds import guess, kind_of
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.state.kinds import guess, kind_of
+from shrinkpoint.codec.state.leaves import LeafSpec
+from shrinkpoint.codec.weights.importance import FLOOR, mean_root, second_moments, weights_of
 
 from .common import through_bytes
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.codec import tree
-from shrinkpoint.codec.keyspread import FEW, is_crowded
+from shrinkpoint.codec.state import tree
+from shrinkpoint.codec.state.keyspread import FEW, is_crowded
 
 PERIOD = (1 << 61) - 1
 """What CPython takes the remainder of integers by for their hash."""

@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.addends import MOST, decode_addends, encode_addends
 from shrinkpoint.codec.errors import CorruptDataError
-from shrinkpoint.codec.exponent import ExponentMemory
-from shrinkpoint.codec.leaves import LeafSpec
+from shrinkpoint.codec.lossless.addends import MOST, decode_addends, encode_addends
 from shrinkpoint.codec.restate import restate
+from shrinkpoint.codec.state.leaves import LeafSpec
+from shrinkpoint.codec.weights.exponent import ExponentMemory
 
 from .common import bits, difference, put_together, small_chunks, take_apart, through_bytes
 

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import entropy, exact
-from shrinkpoint.codec.differences import MANTISSA
+from shrinkpoint.codec import entropy
 from shrinkpoint.codec.errors import CorruptDataError
+from shrinkpoint.codec.lossless import exact
+from shrinkpoint.codec.lossless.differences import MANTISSA
 from shrinkpoint.kernels.planes import difference as pattern_difference
 from shrinkpoint.kernels.planes import split_planes
+from shrinkpoint.kernels.rans import entropy_bits
 
 from .common import bits, difference, put_together, small_chunks, take_apart, threads, through_bytes
 
@@ -256,7 +258,7 @@ def pairs(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float]
         x = rng.integers(0, 2 ** (8 * np.dtype(name).itemsize), N, dtype=name)
         y = x ^ flips(rng, name, share)
     planes = split_planes(x ^ y)
-    return x, y, sum(entropy.entropy_bits(np.bincount(p, minlength=256)) for p in planes) / 8
+    return x, y, sum(entropy_bits(np.bincount(p, minlength=256)) for p in planes) / 8
 
 
 @pytest.mark.parametrize("torches", [False, True])

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.codec import entropy, lowrank
+from shrinkpoint.codec import entropy
 from shrinkpoint.codec.base import CHUNK
-from shrinkpoint.codec.lowrank import CLASSES, HALF_STEPS, Factors, expected, factors_of, signed
+from shrinkpoint.codec.entropy import lowrank, placed
+from shrinkpoint.codec.entropy.lowrank import CLASSES, HALF_STEPS, Factors, expected, factors_of, signed
 
 from .common import small_chunks, threads
 
@@ -219,7 +220,7 @@ def test_states_have_the_same_bytes_on_any_number_of_threads(
         phases.extend([] if factors is None else [factors.phase])
         return factors
 
-    monkeypatch.setattr(entropy, "factors_of", noted)
+    monkeypatch.setattr(placed, "factors_of", noted)
     shape = 150, 70
     moments = [planted(fixed, *shape, [1.5, 1.0]).astype(np.float32) for _ in range(3)]
     entries = {i: {"exp_avg": m, "exp_avg_sq": np.ones(shape, np.float32)} for i, m in enumerate(moments)}

@@ -11,10 +11,10 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
-from shrinkpoint.codec.kinds import Kind
-from shrinkpoint.codec.leaves import LeafSpec, as_bytes
-from shrinkpoint.codec.moments import LogBuckets
-from shrinkpoint.codec.secondmoment import decode_rank_one, matrix_shape
+from shrinkpoint.codec.moments.logbuckets import LogBuckets
+from shrinkpoint.codec.moments.secondmoment import decode_rank_one, matrix_shape
+from shrinkpoint.codec.state.kinds import Kind
+from shrinkpoint.codec.state.leaves import LeafSpec, as_bytes
 from shrinkpoint.codec.streams import STREAMS
 
 from .common import difference

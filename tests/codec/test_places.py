@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
+from shrinkpoint.codec.entropy import placed
+from shrinkpoint.codec.entropy.places import Places, classes_of, columns_of, off_mean, populations
+from shrinkpoint.codec.entropy.table import Table
 from shrinkpoint.codec.errors import CorruptDataError
-from shrinkpoint.codec.fields import Reader, Writer
-from shrinkpoint.codec.places import Places, classes_of, columns_of, off_mean, populations
+from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.restate import restate
 from shrinkpoint.kernels.cpu import rans
-from shrinkpoint.kernels.rans import pack_frequencies
+from shrinkpoint.kernels.levels import joint_counts
+from shrinkpoint.kernels.rans import entropy_bits, pack_frequencies
 
 from .common import difference, small_chunks, through_bytes
 
@@ -188,10 +191,10 @@ def _bounded(
     assert places is not None
     assert (places.classes == min(16, 256 // contexts)) or contexts < 40
     both = places.beside(context, symbols.size)
-    counts = entropy.joint_counts(both, symbols, contexts * places.classes, 256)
-    table = entropy._Model.best(counts, 1.0, contexts * places.classes).table
+    counts = joint_counts(both, symbols, contexts * places.classes, 256)
+    table = Table.best(counts, 1.0, contexts * places.classes).packed
     side = len(entropy.encode(places.rows)) + len(entropy.encode(places.columns)) + len(table) + 40
-    assert len(data) <= 1.01 * entropy.entropy_bits(counts) / 8 + side
+    assert len(data) <= 1.01 * entropy_bits(counts) / 8 + side
     assert len(data) <= (0.9 if contexts < 40 else 0.97) * len(alone)
 
 
@@ -309,7 +312,7 @@ def _rest() -> bytes:
     out = Writer()
     counts = np.zeros((2, 4), np.int64)
     counts[1, 3] = 12
-    entropy._Model.best(counts, 1.0, 2).write(out, np.full(12, 3, np.uint8), np.ones(12, np.uint8))
+    Table.best(counts, 1.0, 2).write(out, np.full(12, 3, np.uint8), np.ones(12, np.uint8))
     return out.done()
 
 
@@ -349,7 +352,7 @@ def test_classes_that_are_coded_by_their_places_are_refused() -> None:
         for _ in range(3000):
             blocks = (data, CONSTANT_COLUMNS) if first else (CONSTANT_ROWS, data)
             data = _made((1 if first else 12, 0, 1, 2, 0), *blocks)
-        with pytest.raises(CorruptDataError, match="itself coded by places"):
+        with pytest.raises(CorruptDataError, match="method 12 .* not for a stream inside another"):
             entropy.decode(memoryview(data), 12)
 
 
@@ -456,7 +459,7 @@ def test_states_of_uneven_rows_and_columns(chunk: int, monkeypatch: pytest.Monke
             assert again == sp.compress(states(3)[2], made[2]).to_bytes()
         assert difference(through_bytes(made[0]), sp.decompress(made[0])) == ""
     with small_chunks(chunk), monkeypatch.context() as patch:
-        patch.setattr(entropy, "_WORTH_PLACES", 1 << 60)
+        patch.setattr(placed, "_WORTH_PLACES", 1 << 60)
         others = chain(states(3))
         for own, other in zip(made, others, strict=True):
             assert difference(sp.decompress(own), sp.decompress(other)) == ""

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.casting import rounded
-from shrinkpoint.codec.leaves import LeafSpec
 from shrinkpoint.codec.presets import bitsnap, check_n_run, expected_failures, lc_checkpoint
+from shrinkpoint.codec.state.casting import rounded
+from shrinkpoint.codec.state.leaves import LeafSpec
 
 WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (lc_checkpoint, "huffman", ["no", 1, 0, None, [], np.zeros(2), torch.zeros(2)]),

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import targets
-from shrinkpoint.codec.codebook import Cells
-from shrinkpoint.codec.levels import LevelsMemory
-from shrinkpoint.codec.targets import Density, smallest, widest
+from shrinkpoint.codec.weights import targets
+from shrinkpoint.codec.weights.codebook import Cells
+from shrinkpoint.codec.weights.levels import LevelsMemory
+from shrinkpoint.codec.weights.targets import Density, smallest, widest
 from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.histogram import log_histogram
 

@@ -18,8 +18,8 @@ with instrumented():
 
     import shrinkpoint as sp
     from shrinkpoint.codec.checkpoint import Checkpoint
+    from shrinkpoint.codec.format.ranged import Ranged
     from shrinkpoint.codec.partial import decompress_only
-    from shrinkpoint.codec.ranged import Ranged
     from tests.codec.common import put_together, take_apart
     from tests.codec.test_corruption import _sources
 

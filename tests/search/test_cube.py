@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from shrinkpoint.codec.config import Config
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.codec.moments import LogBuckets
+from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.presets import inshrinkerator
-from shrinkpoint.codec.quantize import Quantize
+from shrinkpoint.codec.weights.quantize import Quantize
 from shrinkpoint.search.cube import Cube, Point, normal, same
 
 CUBE = Cube()

@@ -10,8 +10,8 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
-from shrinkpoint.codec.leaves import blocks
-from shrinkpoint.codec.levels import LevelsMemory, references
+from shrinkpoint.codec.state.leaves import blocks
+from shrinkpoint.codec.weights.levels import LevelsMemory, references
 from shrinkpoint.kernels.assign import Thresholds
 from shrinkpoint.search import sample as sampling
 from shrinkpoint.search.cube import Cube, Point

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shrinkpoint as sp
-from shrinkpoint.codec.partition import Sketch, protection
+from shrinkpoint.codec.weights.partition import Sketch, protection
 from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.search import Cube
 from shrinkpoint.search.shards import merge_sketches

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.codec.checkpoint import Checkpoint
+from shrinkpoint.codec.format.ranged import FRONT, Ranged
 from shrinkpoint.codec.partial import decompress_only
-from shrinkpoint.codec.ranged import FRONT, Ranged
 from shrinkpoint.store.labels import read_tag
 from shrinkpoint.store.manifest import Manifest, parse_name
 from shrinkpoint.store.sealed import seal, unseal

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import tree
 from shrinkpoint.codec.partial import select
+from shrinkpoint.codec.state import tree
 from tests.codec.common import difference
 from tests.store.common import data_path, fill, listing, lossless
 

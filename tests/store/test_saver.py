@@ -30,8 +30,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.leaves import is_array, read_leaf
 from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
+from shrinkpoint.codec.state.leaves import is_array, read_leaf
 from shrinkpoint.store import copying, process
 from shrinkpoint.store.saver import SaverWarning
 from shrinkpoint.store.snapshot import Arena, HostArray, plan, rebuild, take

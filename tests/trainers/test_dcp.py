@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shrinkpoint as sp
-from shrinkpoint.codec import container
 from shrinkpoint.codec.compress import compressed
+from shrinkpoint.codec.format import container
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers.dcp import (
     CompressedCheckpoints,
@@ -329,7 +329,7 @@ def test_only_what_is_needed_is_read(ranks: Any, monkeypatch: Any) -> None:
         "read_range",
         lambda self, name, start, stop, f=LocalFiles.read_range: read.append(name) or f(self, name, start, stop),
     )
-    monkeypatch.setattr("shrinkpoint.codec.ranged.FRONT", 1 << 12)
+    monkeypatch.setattr("shrinkpoint.codec.format.ranged.FRONT", 1 << 12)
     decoded = []
     monkeypatch.setattr(
         "shrinkpoint.codec.checkpoint.Checkpoint.decode",
@@ -422,7 +422,7 @@ def test_kinds_of_no_tensor_are_refused(tmp_path: Path, how: str) -> None:
     state = state_of(model, optimizer)
     if how == "flat":
         state = {f"model.{name}": value for name, value in state["model"].items()}
-    right = {"0.weight": "embedding", "state/nowhere/exp_avg": sp.codec.kinds.Kind("other", "state")}
+    right = {"0.weight": "embedding", "state/nowhere/exp_avg": sp.codec.state.kinds.Kind("other", "state")}
     save(state, tmp_path / "right", Writer(kinds=right))
     with pytest.raises(dcp.CheckpointException, match=r"kinds: none of its 1 paths \(0\.wieght\) is that of an array"):
         save(state, tmp_path / "wrong", Writer(kinds={"0.wieght": "embedding"}))

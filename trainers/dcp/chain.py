@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
-from ...codec.ranged import Ranged
+from ...codec.format.ranged import Ranged
 from ...store.files import Files, open_files
 from ...store.local import LocalFiles, make_folder
 from .metadata import FOLDER, MAX_BYTES, Index, RankFile, metadata_name, parse

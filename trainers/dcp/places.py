@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...codec.errors import BadArgumentError, UnsupportedLeafError
-from ...codec.kinds import Kind, by_path, check_used, guess, kinds_for
-from ...codec.leaves import LeafSpec, is_array
-from ...codec.tree import flatten
+from ...codec.state.kinds import Kind, by_path, check_used, guess, kinds_for
+from ...codec.state.leaves import LeafSpec, is_array
+from ...codec.state.tree import flatten
 
 Place = tuple[str, ...]
 VALUES = "@values"

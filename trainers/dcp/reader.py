@@ -16,7 +16,7 @@ from torch.futures import Future
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.partial import decode_only
-from ...codec.tree import unflatten
+from ...codec.state.tree import unflatten
 from ...store.files import Files
 from .chain import open_folder, opener, read_index
 from .metadata import FOLDER, Index, RankFile, Shard

@@ -22,9 +22,9 @@ from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
 from ...codec.matching import matched
 from ...codec.opened import Opened
-from ...codec.partition import Sketch, magnitudes
-from ...codec.planning import Limits, Plan, check_gradients, limits, plans, sketched, thresholds_before
-from ...codec.quantize import Quantize
+from ...codec.weights.partition import Sketch, magnitudes
+from ...codec.weights.planning import Limits, Plan, check_gradients, limits, plans, sketched, thresholds_before
+from ...codec.weights.quantize import Quantize
 from ...kernels.assign import Thresholds
 
 

@@ -29,8 +29,8 @@ from ...codec.errors import (
     ShrinkpointWarning,
     UnsupportedLeafError,
 )
-from ...codec.kinds import check_kinds
 from ...codec.opened import Opened
+from ...codec.state.kinds import check_kinds
 from ...store.chain import carried_by
 from ...store.files import TEMPORARY, Files
 from ...store.manifest import Manifest

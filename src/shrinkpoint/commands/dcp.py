@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..codec.errors import CorruptDataError, ShrinkpointError, UnsupportedLeafError
-from ..codec.leaves import check_memory
+from ..codec.state.leaves import check_memory
 
 METADATA = ".metadata"
 _OURS = b'{"checksum":'

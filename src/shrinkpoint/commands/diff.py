@@ -17,7 +17,7 @@ from .output import busy, emit, line, size, table
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import ArrayRecord, Checkpoint
-    from ..codec.leaves import LeafSpec
+    from ..codec.state.leaves import LeafSpec
 
 SHOWN = 40
 """Plain values that differ are listed up to so many; JSON has all."""
@@ -157,7 +157,7 @@ def _of_path(path: Path, parents: list[Path]) -> Side:
 
 
 def _of_checkpoint(ckpt: Checkpoint) -> Side:
-    from ..codec import tree
+    from ..codec.state import tree
 
     skeleton = tree.unflatten(ckpt.header["tree"], lambda _number, _place: _ARRAY)
     values = dict(_plain_values(skeleton))
@@ -176,8 +176,8 @@ def _itself(flat: Any) -> Any:
 
 
 def _of_state(state: Any) -> Side:
-    from ..codec import tree
-    from ..codec.leaves import is_array, read_leaf, same_storage_key
+    from ..codec.state import tree
+    from ..codec.state.leaves import is_array, read_leaf, same_storage_key
 
     _, found = tree.flatten(state, is_array)
     seen: set[Any] = set()
@@ -209,7 +209,7 @@ _ARRAY = object()
 
 def _plain_values(state: Any) -> Iterator[tuple[str, Any]]:
     """The leaves that are no arrays, by path."""
-    from ..codec.leaves import is_array
+    from ..codec.state.leaves import is_array
 
     stack: list[tuple[str, Any]] = [("", state)]
     while stack:
@@ -260,15 +260,15 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
 
     Example:
         >>> import numpy as np
-        >>> from shrinkpoint.codec.leaves import LeafSpec
+        >>> from shrinkpoint.codec.state.leaves import LeafSpec
         >>> distance(np.array([3.0, 4.0]), np.array([3.0, 4.5]), LeafSpec("numpy", "float64", (2,)))
         (0.1, 0.5)
     """
     import numpy as np
 
     from ..codec.base import CHUNK
-    from ..codec.leaves import as_bytes
     from ..codec.parallel import map_chunks
+    from ..codec.state.leaves import as_bytes
     from ..report.histogram import widened
 
     if not spec.size:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..codec import tree
 from ..codec.errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
-from ..codec.leaves import is_array
+from ..codec.state import tree
+from ..codec.state.leaves import is_array
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
 from .files import check_apart, check_free, write_file, write_folder
 from .output import note
@@ -216,7 +216,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 def is_spt(path: Path) -> bool:
     """Whether a file is a checkpoint of ours."""
-    from ..codec.container import MAGIC
+    from ..codec.format.container import MAGIC
 
     if not os.path.isfile(path):
         return False

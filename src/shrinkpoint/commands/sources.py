@@ -76,7 +76,7 @@ def header_of_file(path: Path) -> Checkpoint:
     Raises:
         OSError, CorruptDataError, NewerFormatError: with the path.
     """
-    from ..codec.ranged import Ranged
+    from ..codec.format.ranged import Ranged
 
     if not is_spt(path):
         path.stat()  # a file that is not there is no foreign one

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import CHUNK, Memory
-from ..codec.leaves import LeafSpec
-from ..codec.levels import LevelsMemory
+from ..codec.state.leaves import LeafSpec
+from ..codec.weights.levels import LevelsMemory
 from ..kernels.arrays import is_torch
 
 BINS = 64

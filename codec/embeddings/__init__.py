@@ -1,0 +1,1 @@
+"""Embedding tables row by row (Check-N-Run)."""

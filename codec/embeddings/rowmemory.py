@@ -1,0 +1,299 @@
+"""Rows of a matrix as records: numbers and packed codes, each row in a style of its own.
+
+A *record* is what is kept of a row: the float32 numbers of its quantizer, then its codes, bit-packed; or the row's own
+bytes. Rows of one *style* (quantizer and width) have records of one length and lie in one array, in the order of the
+rows, so a memory is as small as the checkpoint's codes, and any subset of rows is an index.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...kernels.arrays import is_torch
+from ...kernels.bitpack import pack_bits, unpack_bits
+from ...kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
+from ..base import CHUNK
+from ..errors import CorruptDataError
+from ..parallel import map_chunks
+from ..state.casting import float_values, rounded
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+
+UNIFORM = ("adaptive", "asymmetric", "symmetric")
+METHODS = (*UNIFORM, "kmeans")
+WIDTHS = (2, 3, 4, 8)
+MOST_STYLES = 255
+_SMALLEST = 2.0**-110
+_RELATIVE = 2.0**-20
+"""Where the step of a row is below `_SMALLEST`, float32 underflows or the row is constant: an error above this share of
+the row's largest magnitude means that its quantizer has lost it."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Style:
+    """How rows are kept: a quantizer and its width; `RAW` is the row itself.
+
+    Args:
+        method: one of `METHODS`, or "raw".
+        bits: width of a code, one of `WIDTHS`; 0 for "raw".
+        num_bins: steps of the greedy search ("adaptive" only, else 0).
+        ratio: share of the range it walks through ("adaptive" only, else 0).
+    """
+
+    method: str
+    bits: int = 0
+    num_bins: int = 0
+    ratio: float = 0.0
+
+    @property
+    def numbers(self) -> int:
+        """How many float32 numbers a record begins with."""
+        if self.method == "raw":
+            return 0
+        # A symmetric range is known by its lower end.
+        return {"symmetric": 1, "kmeans": 1 << self.bits}.get(self.method, 2)
+
+    @property
+    def fineness(self) -> int:
+        """Bits an element, the row itself being finer than any code."""
+        return self.bits or 64
+
+    def length(self, columns: int, itemsize: int) -> int:
+        """Bytes of a record: codes of eight columns end on a byte."""
+        if self.method == "raw":
+            return columns * itemsize
+        return 4 * self.numbers + -(-columns // 8) * self.bits
+
+
+RAW = Style("raw")
+
+
+@dataclass(frozen=True, slots=True)
+class RowsMemory:
+    """The rows of an array as records: what decodes to its values, and what a later delta is coded against.
+
+    Args:
+        table: the styles in use, ascending.
+        style: uint8 [R] (uint16 while memories are put together), each row's number in the table.
+        records: uint8 [rows of that style, length of a record], one array a style.
+    """
+
+    table: tuple[Style, ...]
+    style: NpArray
+    records: tuple[NpArray, ...]
+
+    def values(self, spec: LeafSpec) -> Array:
+        """Dequantize."""
+        columns = row_length(spec)
+        data = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
+        step = max(1, CHUNK // columns)
+
+        def one(part: tuple[int, RowsMemory]) -> None:
+            start, memory = part
+            data[start : start + step] = memory.decoded(spec)
+
+        map_chunks(one, zip(range(0, self.style.size, step), self.split(step), strict=True))
+        return from_bytes(data.reshape(-1), spec)
+
+    def decoded(self, spec: LeafSpec) -> NpArray:
+        """The bytes of the rows, uint8 [R, bytes of a row]."""
+        columns = row_length(spec)
+        out = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
+        for style, at, records in self.groups():
+            values = records if style.method == "raw" else _narrowed(dequantized(records, style, columns), spec)
+            out[slice(None) if at.size == out.shape[0] else at] = values
+        return out
+
+    def groups(self) -> list[tuple[Style, NpArray, NpArray]]:
+        """Each style with the numbers of its rows, ascending, and their records."""
+        at = [np.flatnonzero(self.style == number) for number in range(len(self.table))]
+        return list(zip(self.table, at, self.records, strict=True))
+
+    def split(self, step: int) -> list[RowsMemory]:
+        """Memories of `step` rows each (the last may have fewer), without a copy of any record."""
+        starts = range(0, self.style.size, step)
+        if len(starts) <= 1:
+            return [self] * len(starts)
+        counts = [np.add.reduceat(self.style == k, list(starts), dtype=np.int64) for k in range(len(self.table))]
+        ends = [[0, *itertools.accumulate(c.tolist())] for c in counts]
+        return [
+            RowsMemory(
+                self.table,
+                self.style[start : start + step],
+                tuple(r[e[i] : e[i + 1]] for r, e in zip(self.records, ends, strict=True)),
+            )
+            for i, start in enumerate(starts)
+        ]
+
+    def take(self, rows: NpArray) -> RowsMemory:
+        """The memory of these rows, ascending numbers."""
+        records = []
+        for number, group in enumerate(self.records):
+            rank = np.cumsum(self.style == number) - 1
+            records.append(group[rank[rows[self.style[rows] == number]]])
+        return RowsMemory(self.table, self.style[rows], tuple(records))
+
+
+def row_length(spec: LeafSpec) -> int:
+    """Elements of a row: rows go along the first axis."""
+    return spec.size // spec.shape[0]
+
+
+def all_of(style: Style, records: NpArray) -> RowsMemory:
+    """The memory of rows that are all of one style."""
+    return RowsMemory((style,), np.zeros(records.shape[0], np.uint8), (records,))
+
+
+def joined(parts: Sequence[RowsMemory]) -> RowsMemory:
+    """The rows of several memories one after another, copied; its table has the styles in use, and no more.
+
+    Raises:
+        CorruptDataError: they are more than `MOST_STYLES`.
+    """
+    used = {p.table[k] for p in parts for k in np.flatnonzero([r.shape[0] for r in p.records])}
+    table = tuple(sorted(used))
+    if len(table) > MOST_STYLES:
+        raise CorruptDataError(f"rows: {len(table)} styles, more than {MOST_STYLES}")
+    style = np.concatenate([_renumbered(p, table) for p in parts]).astype(np.uint8)
+    records = [
+        np.concatenate([r for p in parts for s, r in zip(p.table, p.records, strict=True) if s == wanted])
+        for wanted in table
+    ]
+    return RowsMemory(table, style, tuple(records))
+
+
+def replaced(before: RowsMemory, at: NpArray, by: RowsMemory) -> RowsMemory:
+    """`before` with its rows `at` (ascending numbers) those of `by`."""
+    table = tuple(sorted({*before.table, *by.table}))
+    style = _renumbered(before, table)
+    style[at] = _renumbered(by, table)
+    kept = np.ones(style.size, bool)
+    kept[at] = False
+    old = {s: (rows, records) for s, rows, records in before.groups()}
+    new = {s: (at[rows], records) for s, rows, records in by.groups()}
+    records = []
+    for number, wanted in enumerate(table):
+        rows = np.flatnonzero(style == number)
+        length = (old.get(wanted) or new[wanted])[1].shape[1]
+        out = np.empty((rows.size, length), np.uint8)
+        if wanted in old:
+            own = kept[old[wanted][0]]
+            out[np.searchsorted(rows, old[wanted][0][own])] = old[wanted][1][own]
+        if wanted in new:
+            out[np.searchsorted(rows, new[wanted][0])] = new[wanted][1]
+        records.append(out)
+    return RowsMemory(table, style, tuple(records))
+
+
+def _renumbered(memory: RowsMemory, table: tuple[Style, ...]) -> NpArray:
+    """The styles of its rows as numbers in another table, which has all of those in use."""
+    number = np.array([table.index(s) if s in table else 0 for s in memory.table], np.uint16)
+    out: NpArray = number[memory.style]
+    return out
+
+
+def same_records(memory: RowsMemory, other: RowsMemory) -> NpArray:
+    """bool [R]: which rows are kept to the bit as in the other memory, which has as many rows."""
+    same = np.zeros(memory.style.size, bool)
+    for number, style in enumerate(memory.table):
+        if style not in other.table:
+            continue
+        mine, theirs = memory.style == number, other.style == other.table.index(style)
+        both = np.flatnonzero(mine & theirs)
+        a, b = memory.records[number], other.records[other.table.index(style)]
+        same[both] = (a[(np.cumsum(mine) - 1)[both]] == b[(np.cumsum(theirs) - 1)[both]]).all(axis=1)
+    return same
+
+
+def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]:
+    """Records of rows, and which rows the style cannot hold: not finite, or beyond what float32 can tell apart.
+
+    Args:
+        x: [R, D] NumPy or torch, on any device; quantized where it is.
+        spec: of the array these rows are of.
+        style: how to keep them.
+
+    Returns:
+        records uint8 [R, length], lost bool [R].
+    """
+    count, columns = x.shape
+    if style.method == "raw":
+        return as_bytes(x.reshape(-1)).reshape(count, -1), np.zeros(count, bool)
+    if style.method == "kmeans":
+        codes, table = row_kmeans(x, style.bits)
+        numbers = on_host(table)
+        span = numbers[:, -1] - numbers[:, 0]
+    else:
+        search = {"num_bins": style.num_bins, "ratio": style.ratio} if style.method == "adaptive" else {}
+        codes, *ranges = row_quantize(x, style.bits, style.method, **search)  # type: ignore[arg-type]
+        scale, minimum = map(on_host, ranges)
+        numbers = minimum[:, None] if style.method == "symmetric" else np.stack([scale, minimum], axis=1)
+        span = scale
+    head = 4 * style.numbers
+    records = np.empty((count, style.length(columns, spec.itemsize)), np.uint8)
+    records[:, :head] = np.ascontiguousarray(numbers, "<f4").view(np.uint8).reshape(count, head)
+    records[:, head:] = pack_codes(codes, style.bits)
+    lost = np.asarray(~np.isfinite(numbers).all(axis=1))
+    narrow = np.flatnonzero(~(span >= _SMALLEST) & ~lost)
+    if narrow.size:
+        rows = float_values(as_bytes(picked(x, narrow).reshape(-1)), spec).reshape(narrow.size, columns)
+        wide = rows.astype(np.float64)
+        miss = np.abs(dequantized(records[narrow], style, columns) - wide).max(axis=1)
+        lost[narrow] = miss > _RELATIVE * np.abs(wide).max(axis=1)
+    return records, lost
+
+
+def dequantized(records: NpArray, style: Style, columns: int) -> NpArray:
+    """float32 [R, D]: the values of records of one style other than "raw"."""
+    numbers, codes = opened(records, style, columns)
+    values: NpArray
+    if style.method == "kmeans":
+        values = row_lookup(codes, numbers)
+    else:
+        minimum = np.ascontiguousarray(numbers[:, -1])
+        if style.method == "symmetric":
+            scale = (-minimum - minimum) / np.float32((1 << style.bits) - 1)
+        else:
+            scale = np.ascontiguousarray(numbers[:, 0])
+        values = row_dequantize(codes, scale, minimum)
+    return values
+
+
+def opened(records: NpArray, style: Style, columns: int) -> tuple[NpArray, NpArray]:
+    """Numbers float32 [R, n] and codes uint8 [R, D] of records of one style other than "raw"."""
+    head = 4 * style.numbers
+    numbers = np.ascontiguousarray(records[:, :head]).view("<f4")
+    padded = -(-columns // 8) * 8
+    flat = np.ascontiguousarray(records[:, head:]).reshape(-1)
+    codes = unpack_bits(flat, style.bits, records.shape[0] * padded).reshape(records.shape[0], padded)
+    return numbers, np.ascontiguousarray(codes[:, :columns])
+
+
+def pack_codes(codes: Array, bits: int) -> NpArray:
+    """uint8 [R, bytes] on the host: the codes of each row, bit-packed where they are, eight columns at a time."""
+    count, columns = codes.shape
+    padded = -(-columns // 8) * 8
+    if padded != columns:
+        wider = codes.new_zeros((count, padded)) if is_torch(codes) else np.zeros((count, padded), np.uint8)
+        wider[:, :columns] = codes
+        codes = wider
+    return on_host(pack_bits(codes.reshape(-1), bits)).reshape(count, padded // 8 * bits)
+
+
+def picked(x: Array, rows: NpArray) -> Array:
+    """The rows of x with these ascending numbers; x itself where that is all of them."""
+    if rows.size == x.shape[0]:
+        return x
+    if is_torch(x):
+        import torch
+
+        return x[torch.from_numpy(rows).to(x.device)]
+    return x[rows]
+
+
+def _narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
+    """float32 values in the array's dtype, to nearest, ties to even, as bytes [R, bytes of a row]."""
+    return rounded(values, spec).reshape(values.shape[0], values.shape[1] * spec.itemsize)

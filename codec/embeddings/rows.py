@@ -1,0 +1,662 @@
+"""Embedding tables row by row: each row quantized over its own range, a delta storing only the rows that changed.
+
+Piece i covers a chunk of rows: a symbol stream, 0 for a row that is the parent's, 1 + k for one in style k of `m.s`;
+then for each style present its rows' numbers and codes. What is stored depends on nothing but the two memories, so that
+writing a checkpoint anew (`restate_rows`) and encoding one end in the same function.
+
+Source: Check-N-Run, sections 5.1 and 5.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...kernels.arguments import check_field, choice, integer, number, or_none, shown
+from ...kernels.arrays import is_torch
+from ...kernels.bitpack import pack_bits
+from ...kernels.distortion import Distortion, distortion
+from ...kernels.mask import unpack_mask
+from .. import entropy
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..errors import BadArgumentError, CorruptDataError
+from ..format.chunks import Chunk, chunks_of
+from ..format.fields import Reader, Writer
+from ..lossless.exact import Exact, decode_chunk, encode_chunk
+from ..parallel import map_chunks
+from ..state.casting import float_values
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from .profile import DEFAULT_BINS, evenly, sample_sizes, search_parameters
+from .rowmemory import (
+    METHODS,
+    MOST_STYLES,
+    RAW,
+    WIDTHS,
+    RowsMemory,
+    Style,
+    all_of,
+    joined,
+    opened,
+    pack_codes,
+    picked,
+    quantized,
+    replaced,
+    row_length,
+    same_records,
+)
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ENOUGH = ((1, 2), (3, 3), (20, 4), (math.inf, 8))
+"""(restores, width): with codes of that width a run stays within 0.01 % of accuracy up to so many restores."""
+_PLAIN, _CODED = 0, 1
+_CONTEXT_BITS = 4
+_STIR = 0x2545F4914F6CDD1D
+_BLOCK = 1 << 14
+_NODES = 10**15
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRows(RowsMemory):
+    """The memory that encoding leaves behind: also a fingerprint of the values that each row was last coded from.
+
+    A row with the fingerprint of before has not moved, so that it need not be quantized to know. A memory decoded from
+    bytes has none, and leads to the same deltas.
+
+    Args:
+        prints: int64 [R].
+    """
+
+    prints: NpArray
+
+
+def width_for(restores: float) -> int:
+    """Bits an element for a run that resumes from quantized checkpoints so many times.
+
+    Example:
+        >>> [width_for(n) for n in (0, 1, 2, 3, 4, 20, 21, 1000)]
+        [2, 2, 3, 3, 4, 4, 8, 8]
+
+    Source: Check-N-Run, section 6.2.1.
+    """
+    return next(bits for most, bits in ENOUGH if restores <= most)
+
+
+def expected_failures(probability: float, nodes: int, duration: float) -> int:
+    """How often a run is expected to fail, and so to resume: `ceil(probability * nodes * duration)`.
+
+    Args:
+        probability: of one node failing within one unit of time (an hour, say), in [0, 1]; from failure logs.
+        nodes: number of nodes, 1 to 10**15.
+        duration: of the run, in the same unit of time, 0 to 1e15.
+
+    Raises:
+        BadArgumentError: a value out of range.
+
+    Example:
+        >>> expected_failures(0.001, nodes=16, duration=72)
+        2
+
+    Source: Check-N-Run, section 6.2.1.
+    """
+    probability, nodes = number("probability", probability, 0, 1), integer("nodes", nodes, 1, _NODES)
+    return math.ceil(probability * nodes * number("duration", duration, 0, 1e15))
+
+
+def code_width(name: str, value: Any, also: str = "") -> int:
+    """`value` as an int if it is a width of codes; raises BadArgumentError otherwise, which names what else goes."""
+    with suppress(BadArgumentError):
+        if (width := integer(name, value, min(WIDTHS), max(WIDTHS))) in WIDTHS:
+            return width
+    raise BadArgumentError(f"{name} is {shown(value)}; it must be one of {', '.join(map(str, WIDTHS))}{also}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Quantize each row of a matrix over a range of its own; a delta holds only rows that changed.
+
+    A row counts as unchanged where its values are the parent's, or where it quantizes to what the parent holds. Rows
+    that are not finite, and tables whose rows would not get smaller, are kept as they are. Optimizer entries are coded
+    row by row only where they belong to an embedding; others, and weights that are no matrix, are exact.
+
+    Args:
+        bits: width of a code, 2, 3, 4 or 8; "auto": by `expected_restores`; None: rows as they are, to the bit.
+        method: "adaptive" (the greedy search; at 8 bits plain "asymmetric" is enough and is what is used),
+            "asymmetric", "symmetric" or "kmeans" (15 iterations).
+        num_bins: steps that the greedy search cuts a row's range into, 1 to 4096; None: picked on a sample.
+        ratio: share of the range it walks through, in (0, 1]; None: picked on a sample.
+        expected_restores: how often the run is expected to resume, at least 0. It picks the width of "auto" (1: 2 bits,
+            up to 3: 3, up to 20: 4, else 8), and beyond it `for_restores` falls back to 8 bits.
+        coder: "smallest" or "published" (bit-packed codes, float32 numbers and masks as they are).
+        max_error: relative L2 error an array may have, in (0, 1); raises the width where needed. None:
+            `Config.max_rel_error`.
+
+    Raises:
+        BadArgumentError: a value out of range; "auto" without `expected_restores`.
+
+    Example:
+        >>> Rows("auto", expected_restores=2).width, Rows("auto", expected_restores=2).for_restores(3).width
+        (3, 8)
+
+    Source: Check-N-Run, sections 5 and 6.2.1.
+    """
+
+    bits: int | str | None = 4
+    method: str = "adaptive"
+    num_bins: int | None = None
+    ratio: float | None = None
+    expected_restores: float | None = None
+    coder: str = "smallest"
+    max_error: float | None = None
+    id: ClassVar[str] = "rows"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, str) or self.bits != "auto":
+            check_field(self, "bits", or_none, code_width, ", 'auto'")
+        check_field(self, "method", choice, METHODS)
+        check_field(self, "num_bins", or_none, integer, 1, 4096)
+        check_field(self, "ratio", or_none, number, 0, 1, open_low=True)
+        check_field(self, "expected_restores", or_none, number, 0, 1e15)
+        if self.expected_restores is None and self.bits == "auto":
+            raise BadArgumentError(
+                "bits is 'auto': expected_restores is needed too (expected_failures estimates it from a node's "
+                "probability of failure, the number of nodes and the duration)"
+            )
+        check_field(self, "coder", choice, ("smallest", "published"))
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
+
+    @property
+    def width(self) -> int | None:
+        """Bits an element; None: rows as they are."""
+        if self.bits == "auto":
+            return width_for(self.expected_restores or 0)
+        return self.bits if isinstance(self.bits, int) else None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every bit is kept."""
+        return self.bits is None
+
+    def for_restores(self, restores: int) -> Rows:
+        """The codec of a run that has resumed so often: of 8 bits once that is more than was expected."""
+        if self.bits is None or self.expected_restores is None or restores <= self.expected_restores:
+            return self
+        return dataclasses.replace(self, bits=8, method="asymmetric" if self.method == "kmeans" else self.method)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Style]:
+        """The style each array's rows are to be kept in; what is not given is the parent's, or picked on a sample."""
+        width = self.width
+        if width is None:
+            return [RAW] * len(leaves)
+        if self.method != "adaptive" or width == 8:
+            return [Style("asymmetric" if self.method == "adaptive" else self.method, width)] * len(leaves)
+        styles = [self._of_parent(p, width) for p in parents]
+        if self.num_bins is not None and self.ratio is not None:
+            return [Style("adaptive", width, self.num_bins, float(self.ratio))] * len(leaves)
+        new = [leaf for leaf, s in zip(leaves, styles, strict=True) if s is None and _has_rows(leaf)]
+        counts = sample_sizes([leaf.spec.shape[0] for leaf in new]) if new else []
+        samples = [_sample(leaf, count) for leaf, count in zip(new, counts, strict=True)]
+        fresh = Style("adaptive", width, *search_parameters(samples, width, self.num_bins, self.ratio))
+        return [s or fresh for s in styles]
+
+    def _of_parent(self, parent: Memory | None, width: int) -> Style | None:
+        """The adaptive style of this width that most of the parent's rows have, where it is what is asked for."""
+        if not isinstance(parent, RowsMemory):
+            return None
+        asked = [
+            (records.shape[0], s)
+            for s, records in zip(parent.table, parent.records, strict=True)
+            if (s.method, s.bits) == ("adaptive", width)
+            and self.num_bins in (None, s.num_bins)
+            and self.ratio in (None, s.ratio)
+        ]
+        return max(asked)[1] if asked else None
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: Style) -> Stored:
+        """Encode one array; `error` is the relative L2 error met, over all rows."""
+        if not _has_rows(leaf):
+            stored = Exact().encode(leaf, parent)
+            odd = leaf.kind.role == "weight" and leaf.spec.size
+            note = f"exact: {len(leaf.spec.shape)} dimensions, no rows to quantize" if odd else ""
+            return dataclasses.replace(stored, note=note)
+        before = parent if isinstance(parent, RowsMemory) and parent.style.size == leaf.spec.shape[0] else None
+        touched = marked_rows(leaf.touched, leaf.spec.shape[0], leaf.path)
+        for style in self._ladder(plan, leaf.spec):
+            # A table that is full of styles starts anew.
+            room = before is not None and len({*before.table, style, RAW}) <= MOST_STYLES
+            memory, met, missed = _quantize(leaf, style, before if room else None, touched)
+            if self.max_error is None or style == RAW or met.relative_l2 <= self.max_error:
+                break
+        note = f"{missed:,} rows changed that were not marked as touched; they are stored, too" if missed else ""
+        meta, pieces = _write(leaf.spec, memory, before, self.coder)
+        if style == RAW and plan != RAW:
+            narrow = plan.length(row_length(leaf.spec), leaf.spec.itemsize) >= _row_bytes(leaf.spec)
+            why = "rows this short are not smaller quantized" if narrow else f"8 bits miss {self.max_error:g}"
+            note = "; ".join(part for part in (f"exact: {why}", note) if part)
+        # In `RAW` a row is either the parent's to the bit or stored.
+        return Stored("rows", meta, pieces, memory, met.relative_l2, "exact" if style == RAW else "relative L2", note)
+
+    def _ladder(self, plan: Style, spec: LeafSpec) -> list[Style]:
+        """The styles to try: what is asked for, and finer ones where there is an error to keep to."""
+        styles = [plan]
+        if self.max_error is not None and plan != RAW:
+            for width in WIDTHS[WIDTHS.index(plan.bits) + 1 :]:
+                if plan.method == "adaptive" and width < 8:
+                    styles.append(Style("adaptive", width, DEFAULT_BINS[width], 1.0))
+                else:
+                    styles.append(Style("asymmetric" if plan.method == "adaptive" else plan.method, width))
+            styles.append(RAW)
+        smaller = [s for s in styles if s == RAW or s.length(row_length(spec), spec.itemsize) < _row_bytes(spec)]
+        return smaller or [RAW]
+
+
+def _row_bytes(spec: LeafSpec) -> int:
+    return row_length(spec) * spec.itemsize
+
+
+def _has_rows(leaf: Leaf) -> bool:
+    """Whether an array is coded row by row: matrices of weights, and what an optimizer keeps of an embedding."""
+    if not leaf.spec.size or not leaf.spec.shape or leaf.spec.dtype not in DTYPES:
+        return False
+    return len(leaf.spec.shape) == 2 if leaf.kind.role == "weight" else leaf.kind.layer == "embedding"
+
+
+def marked_rows(bits: Any, rows: int, path: str) -> NpArray | None:
+    """bool [rows] of a packed bit vector; None for None.
+
+    Raises:
+        BadArgumentError: it is not a bit vector of so many rows (a table that was resized).
+    """
+    if bits is None:
+        return None
+    try:
+        out: NpArray = unpack_mask(np.asarray(bits), rows)
+    except (CorruptDataError, BadArgumentError) as e:
+        raise BadArgumentError(
+            f"{path}: the touched rows do not fit a table of {rows} rows; was it resized? ({e})"
+        ) from None
+    return out
+
+
+def _rows_of(leaf: Leaf) -> Array:
+    """The values as a matrix, rows along the first axis."""
+    return leaf.flat.reshape(leaf.spec.shape[0], row_length(leaf.spec))
+
+
+def _sample(leaf: Leaf, count: int) -> NpArray:
+    """Evenly spaced rows, float32 on the host."""
+    rows = picked(_rows_of(leaf), evenly(leaf.spec.shape[0], count))
+    with np.errstate(over="ignore"):
+        wide = float_values(as_bytes(rows.reshape(-1)), leaf.spec).astype(np.float32)
+    return wide.reshape(count, -1)
+
+
+def _beside(memory: RowsMemory, spec: LeafSpec, x: Array) -> Array:
+    """The decoded rows of a memory in the library and on the device of x."""
+    flat = from_bytes(memory.decoded(spec).reshape(-1), spec)
+    return flat.to(x.device).reshape(x.shape) if is_torch(x) else flat.reshape(x.shape)
+
+
+def _equal(x: Array, y: Array) -> NpArray:
+    """bool [R]: which rows of two matrices are the same to the bit."""
+    if is_torch(x):
+        import torch
+
+        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        same: NpArray = (x.view(integer) == y.view(integer)).all(dim=1).cpu().numpy()
+        return same
+    kind = np.dtype(f"i{x.dtype.itemsize}")
+    out: NpArray = (x.view(kind) == y.view(kind)).all(axis=1)
+    return out
+
+
+def _settled(x: Array, spec: LeafSpec, before: RowsMemory, least: int) -> NpArray:
+    """bool [R]: which rows quantize, the way the parent keeps them, to what it holds; no coarser style than `least`."""
+    done = np.zeros(before.style.size, bool)
+    for style, at, records in before.groups():
+        if at.size and style != RAW and style.fineness >= least:
+            again, _ = quantized(picked(x, at), spec, style)
+            done[at] = (again == records).all(axis=1)
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk of rows: its memory, how far off it is, fingerprints, and how many rows moved without a mark."""
+
+    memory: RowsMemory
+    met: Distortion
+    prints: NpArray | None
+    missed: int = 0
+
+
+def _quantize(
+    leaf: Leaf, style: Style, before: RowsMemory | None, touched: NpArray | None
+) -> tuple[RowsMemory, Distortion, int]:
+    """The memory of an array, each row the parent's or new in `style`; how far off; how many marks were missing.
+
+    Marks say which rows a training has looked up, not which have moved: gradients of other processes, gradients kept
+    from step to step, and edits by hand move others. So all rows are compared, and a missing mark is counted.
+    """
+    spec, x = leaf.spec, _rows_of(leaf)
+    step = max(1, CHUNK // row_length(spec))
+    starts = range(0, spec.shape[0], step)
+    parents = [None] * len(starts) if before is None else before.split(step)
+    seen = before.prints if isinstance(before, SeenRows) else None
+
+    def one(number: int) -> _Part:
+        rows = slice(starts[number], starts[number] + step)
+        known = None if seen is None else seen[rows]
+        marks = None if touched is None else touched[rows]
+        return _quantize_chunk(x[rows], spec, style, parents[number], known, marks)
+
+    parts = map_chunks(one, range(len(starts)))
+    memory = joined([p.memory for p in parts])
+    prints = [p.prints for p in parts if p.prints is not None]
+    if prints:
+        memory = SeenRows(memory.table, memory.style, memory.records, np.concatenate(prints))
+    return memory, sum((p.met for p in parts), Distortion(0.0, 0.0, 0.0)), sum(p.missed for p in parts)
+
+
+def _quantize_chunk(
+    x: Array, spec: LeafSpec, style: Style, before: RowsMemory | None, seen: NpArray | None, touched: NpArray | None
+) -> _Part:
+    # Rows as they are, are compared by their values, which tell it exactly.
+    prints = None if style == RAW else fingerprints(x)
+    if before is None:
+        memory = _kept(x, spec, style)
+        return _Part(memory, distortion(x, _beside(memory, spec, x)), prints)
+    restored = _beside(before, spec, x)
+    differ = ~_equal(x, restored)
+    # What is kept more coarsely than asked for is looked at whether it moved or not.
+    coarser = np.array([s.fineness < style.fineness for s in before.table], bool)[before.style]
+    if seen is not None and prints is not None:
+        differ &= (prints != seen) | coarser
+    at = np.flatnonzero(differ)
+    at = at[~_settled(picked(x, at), spec, before.take(at), style.fineness)]
+    if not at.size:
+        return _Part(before, distortion(x, restored), prints)
+    missed = 0 if touched is None else int(np.count_nonzero(~(touched | coarser)[at]))
+    new = _kept(picked(x, at), spec, style)
+    changed = _beside(new, spec, picked(x, at))
+    if is_torch(x):
+        import torch
+
+        restored[torch.from_numpy(at).to(x.device)] = changed
+    else:
+        restored[at] = changed
+    return _Part(replaced(before, at, new), distortion(x, restored), prints, missed)
+
+
+def fingerprints(x: Array) -> NpArray:
+    """int64 [R] on the host: 64 bits of each row, which another row has by a chance of 2**-64.
+
+    Each word is multiplied by an odd number of its place and stirred, so that no two changes cancel out by habit, as
+    two flipped signs would in a plain sum; then all are added up.
+
+    Args:
+        x: [R, D] NumPy or torch, on any device; formed where it is.
+    """
+    columns = x.shape[1]
+    itemsize = x.element_size() if is_torch(x) else x.dtype.itemsize
+    size = next(n for n in (8, 4, 2) if columns * itemsize % n == 0)
+    factors = _factors(columns * itemsize // size)
+    if is_torch(x):
+        import torch
+
+        x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+        if not x.is_cpu:
+            return on_host(_stirred(x.to(torch.int64) * torch.from_numpy(factors).to(x.device)).sum(1))
+        words = x.numpy()
+    else:
+        words = np.ascontiguousarray(x).view(f"i{size}")
+    out = np.empty(words.shape[0], np.int64)
+    step = max(1, _BLOCK // words.shape[1])
+    for start in range(0, out.size, step):
+        rows = slice(start, start + step)
+        _stirred(words[rows].astype(np.int64, copy=False) * factors).sum(axis=1, out=out[rows])
+    return out
+
+
+def _stirred(words: Array) -> Array:
+    """Words whose high bits have gone into the low ones twice, in place; a bijection."""
+    words ^= (words >> 32) & 0xFFFFFFFF
+    words *= _STIR
+    words ^= (words >> 29) & 0x7FFFFFFFF
+    return words
+
+
+@functools.lru_cache(maxsize=32)
+def _factors(count: int) -> NpArray:
+    """Odd numbers, int64 [count], always the same."""
+    drawn: NpArray = np.random.default_rng(0).integers(-(2**63), 2**63, count, dtype=np.int64, endpoint=False) | 1
+    return drawn
+
+
+def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsMemory:
+    """The memory of rows in one style; those it cannot hold as they are."""
+    records, lost = quantized(x, spec, style)
+    memory = all_of(style, records)
+    if not lost.any():
+        return memory
+    at = np.flatnonzero(lost)
+    raw, _ = quantized(picked(x, at), spec, RAW)
+    return replaced(memory, at, all_of(RAW, raw))
+
+
+# ---------------------------------------------------------------------------------------------- the stream
+
+
+def _write(
+    spec: LeafSpec, memory: RowsMemory, before: RowsMemory | None, coder: str
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Metadata and pieces of a memory, as a delta where there is a parent; in a base every row is its own."""
+    step = max(1, CHUNK // row_length(spec))
+    parts = memory.split(step)
+    parents = [None] * len(parts) if before is None else before.split(step)
+    pieces = map_chunks(lambda pair: _write_chunk(spec, *pair, coder), list(zip(parts, parents, strict=True)))
+    return {"s": [[s.method, s.bits, s.num_bins, s.ratio] for s in memory.table]}, pieces
+
+
+def _write_chunk(spec: LeafSpec, memory: RowsMemory, before: RowsMemory | None, coder: str) -> bytes:
+    symbols = memory.style + np.uint8(1)
+    if before is not None:
+        symbols[same_records(memory, before)] = 0
+    out = Writer()
+    out.block(_coded(symbols, coder))
+    columns = row_length(spec)
+    for symbol, (style, at, records) in enumerate(memory.groups(), 1):
+        own = np.flatnonzero(symbols == symbol)
+        if not own.size:
+            continue
+        mine = records[np.searchsorted(at, own)]
+        known = None if before is None or coder == "published" else before.take(own)
+        if style == RAW:
+            _write_array(out, mine, _flat(spec, own.size * columns), _parent_bytes(known, spec), coder)
+            continue
+        numbers, codes = opened(mine, style, columns)
+        old_numbers, old_codes = _parent_codes(known, style, columns)
+        # All first numbers, then all second ones: like beside like.
+        plain = np.ascontiguousarray(numbers.T).view(np.uint8)
+        _write_array(out, plain, _flat32(numbers.size), old_numbers, coder)
+        flat = codes.reshape(-1)
+        if old_codes is None:
+            out.block(_coded(flat, coder))
+        else:
+            levels = 1 << style.bits
+            out.block(entropy.encode_levels(flat, levels, old_codes, levels + 1, "smallest"))
+    return out.done()
+
+
+def _coded(symbols: NpArray, coder: str) -> bytes:
+    """Symbols without a context; "published" takes them bit-packed, whatever else were smaller."""
+    top = int(symbols.max()) if symbols.size else 0
+    if coder == "published" and top != int(symbols.min(initial=top)):
+        width = top.bit_length()
+        packed: NpArray = pack_bits(symbols, width)
+        return bytes([entropy.PACKED, width]) + packed.tobytes()
+    return entropy.encode(symbols)
+
+
+def _flat(spec: LeafSpec, size: int) -> LeafSpec:
+    return dataclasses.replace(spec, shape=(size,))
+
+
+def _flat32(size: int) -> LeafSpec:
+    return LeafSpec("numpy", "float32", (size,))
+
+
+def _parent_bytes(known: RowsMemory | None, spec: LeafSpec) -> NpArray | None:
+    if known is None:
+        return None
+    return known.decoded(dataclasses.replace(spec, shape=(known.style.size, row_length(spec)))).reshape(-1)
+
+
+def _parent_codes(known: RowsMemory | None, style: Style, columns: int) -> tuple[NpArray | None, NpArray | None]:
+    """Bytes of the numbers and the codes of the parent's rows, where some are of the same style.
+
+    Rows of another style have numbers 0 and, as a code that no row has, 2**bits. At 8 bits codes have no context: it
+    would tell next to nothing.
+    """
+    if known is None or style not in known.table:
+        return None, None
+    at, records = next((at, r) for s, at, r in known.groups() if s == style)
+    if not at.size:
+        return None, None
+    count = known.style.size
+    numbers = np.zeros((count, style.numbers), "<f4")
+    numbers[at], own = opened(records, style, columns)
+    plain = np.ascontiguousarray(numbers.T).view(np.uint8).reshape(-1)
+    if style.bits > _CONTEXT_BITS:
+        return plain, None
+    codes = np.full((count, columns), 1 << style.bits, np.uint8)
+    codes[at] = own
+    return plain, codes.reshape(-1)
+
+
+def _write_array(out: Writer, data: NpArray, spec: LeafSpec, parent: NpArray | None, coder: str) -> None:
+    """Bytes of an array as they are, or as a chunk of the stream "bytes" where that is smaller."""
+    flat = np.ascontiguousarray(data).reshape(-1)
+    if coder != "published":
+        chunk = encode_chunk(flat, spec, parent)
+        if len(chunk) < flat.size:
+            out.byte(_CODED)
+            out.block(chunk)
+            return
+    out.byte(_PLAIN)
+    out.raw(flat)
+
+
+def _read_array(data: Reader, spec: LeafSpec, parent: NpArray | None) -> NpArray:
+    method = data.byte()
+    if method == _PLAIN:
+        return data.array("u1", spec.nbytes)
+    if method != _CODED:
+        raise CorruptDataError(f"rows: method {method} is unknown")
+    out = np.empty(spec.nbytes, np.uint8)
+    decode_chunk(data.block(), out, spec, parent)
+    return out
+
+
+def decode_rows(
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
+) -> RowsMemory:
+    """The stream format "rows"."""
+    if not spec.shape or not spec.size or spec.dtype not in DTYPES:
+        raise CorruptDataError(f"rows: {spec.dtype} {spec.shape} has none")
+    rows = spec.shape[0]
+    before = parent if isinstance(parent, RowsMemory) and parent.style.size == rows else None
+    table = _read_styles(meta, spec)
+    step = max(1, CHUNK // row_length(spec))
+    chunks = chunks_of("rows", pieces, rows, spec.nbytes + rows, step=step)
+    parents = [None] * len(chunks) if before is None else before.split(step)
+
+    def one(both: tuple[Chunk, RowsMemory | None]) -> RowsMemory:
+        (piece, part), old = both
+        return _read_chunk(piece, spec, table, part.stop - part.start, old)
+
+    return joined(map_chunks(one, zip(chunks, parents, strict=True)))
+
+
+def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
+    """The table of styles, ascending; none whose records are no smaller than the rows themselves."""
+    rows = meta.get("s")
+    if not isinstance(rows, list) or not 0 < len(rows) <= MOST_STYLES:
+        raise CorruptDataError("rows: no table of styles")
+    table = []
+    for row in rows:
+        if not isinstance(row, list) or [type(v) for v in row] not in ([str, int, int, float], [str, int, int, int]):
+            raise CorruptDataError(f"rows: {str(row)[:60]} is no style")
+        style = Style(row[0], row[1], row[2], float(row[3]))
+        quantizer = (
+            style.method in METHODS
+            and style.bits in WIDTHS
+            and 0 <= style.num_bins <= 4096
+            and 0.0 <= style.ratio <= 1.0
+            and (style.method == "adaptive") == (style.num_bins > 0) == (style.ratio > 0)
+        )
+        if style != RAW and not (quantizer and style.length(row_length(spec), spec.itemsize) < _row_bytes(spec)):
+            raise CorruptDataError(f"rows: {str(row)[:60]} is no style of rows of {_row_bytes(spec)} bytes")
+        table.append(style)
+    if any(a >= b for a, b in itertools.pairwise(table)):
+        raise CorruptDataError("rows: the table of styles does not ascend")
+    return tuple(table)
+
+
+def _read_chunk(
+    piece: memoryview, spec: LeafSpec, table: tuple[Style, ...], count: int, before: RowsMemory | None
+) -> RowsMemory:
+    data = Reader(piece, "rows")
+    symbols = entropy.decode(data.block(), count)
+    if int(symbols.max()) > len(table) or (before is None and int(symbols.min()) == 0):
+        raise CorruptDataError("rows: a style is not in the table, or a row is a parent's that is not there")
+    own = np.flatnonzero(symbols)
+    columns = row_length(spec)
+    records = []
+    for symbol, style in enumerate(table, 1):
+        at = np.flatnonzero(symbols == symbol)
+        if not at.size:
+            records.append(np.empty((0, style.length(columns, spec.itemsize)), np.uint8))
+            continue
+        known = None if before is None else before.take(at)
+        if style == RAW:
+            raw = _read_array(data, _flat(spec, at.size * columns), _parent_bytes(known, spec))
+            records.append(raw.reshape(at.size, -1))
+            continue
+        old_numbers, old_codes = _parent_codes(known, style, columns)
+        plain = _read_array(data, _flat32(at.size * style.numbers), old_numbers)
+        numbers = plain.view("<f4").reshape(style.numbers, at.size)
+        if not np.isfinite(numbers).all():
+            raise CorruptDataError("rows: a number of a quantizer is not finite")
+        codes = entropy.decode(data.block(), at.size * columns, old_codes, (1 << style.bits) + 1)
+        if int(codes.max()) >> style.bits:
+            raise CorruptDataError(f"rows: a code is beyond {style.bits} bits")
+        record = np.empty((at.size, style.length(columns, spec.itemsize)), np.uint8)
+        head = 4 * style.numbers
+        record[:, :head] = np.ascontiguousarray(numbers.T).view(np.uint8).reshape(at.size, head)
+        record[:, head:] = pack_codes(codes.reshape(at.size, columns), style.bits)
+        records.append(record)
+    data.end()
+    new = RowsMemory(table, (symbols[own] - np.uint8(1)).astype(np.uint8), tuple(records))
+    return new if before is None else replaced(before, own, new)
+
+
+def restate_rows(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Metadata and pieces that decode to this memory, as a base or over another parent's memory."""
+    if not isinstance(memory, RowsMemory):
+        raise BadArgumentError(f"rows: a {type(memory).__qualname__} holds no rows")
+    before = parent if isinstance(parent, RowsMemory) and parent.style.size == memory.style.size else None
+    return _write(spec, memory, before, "smallest")

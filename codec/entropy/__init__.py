@@ -1,0 +1,75 @@
+"""Symbols (one byte each) to bytes: the smallest of several coders, named by the first byte.
+
+    0 constant     the value
+    1 packed       width in bits, then the symbols bit-packed
+    2 huffman      code lengths, then the code
+    3 published    run lengths > 1 told apart from values by sign, Huffman on top (Inshrinkerator, section 6)
+    4 rans         symbol frequencies, then one static rANS stream
+    5 conditional  joint frequencies, then a rANS stream conditioned on the context
+    6 rearranged   cyclic differences (context - symbol) mod B, one group per context, each by a method from 0 to 4
+    7 unchanged    every symbol equals its context
+    8 zstandard    a zstandard frame
+    9 stored       the symbols themselves
+    10 rare        where symbols differ from their context, and what they are
+    11 exceptions  the most frequent symbol, then where others stand, and which
+    12 places      classes of rows and columns, then as conditional: the class of a place is (part of) the context
+    13 products    factors of rows and columns, then as places: what they predict for a place is the other context
+
+The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
+`methods`, `table`, `runlengths` (3), `plain` (0 to 4, 8, 9, 11), `rearranged` (6), `places` and `lowrank`, `placed`
+(12, 13), `coders` (all, those that need a context among them).
+"""
+
+from .coders import decode, encode, encode_levels, in_context
+from .methods import (
+    CONDITIONAL,
+    CONSTANT,
+    EXCEPTIONS,
+    FEW,
+    HUFFMAN,
+    PACKED,
+    PLACES,
+    PRODUCTS,
+    PUBLISHED,
+    RANS,
+    RARE,
+    REARRANGED,
+    STORED,
+    UNCHANGED,
+    ZSTANDARD,
+)
+from .plain import SAMPLE, coded, encode_huffman, sample
+from .rearranged import encode_rearranged
+from .runlengths import encode_published
+from .table import counts_of, rans_bytes, sampled_bits
+
+__all__ = [
+    "CONDITIONAL",
+    "CONSTANT",
+    "EXCEPTIONS",
+    "FEW",
+    "HUFFMAN",
+    "PACKED",
+    "PLACES",
+    "PRODUCTS",
+    "PUBLISHED",
+    "RANS",
+    "RARE",
+    "REARRANGED",
+    "SAMPLE",
+    "STORED",
+    "UNCHANGED",
+    "ZSTANDARD",
+    "coded",
+    "counts_of",
+    "decode",
+    "encode",
+    "encode_huffman",
+    "encode_levels",
+    "encode_published",
+    "encode_rearranged",
+    "in_context",
+    "rans_bytes",
+    "sample",
+    "sampled_bits",
+]

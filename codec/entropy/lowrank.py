@@ -1,0 +1,261 @@
+"""A matrix of small signed numbers predicted by few products of a row's and a column's number.
+
+A gradient is a sum of outer products, of what comes into a layer and what goes back through it, so a first moment has
+far fewer directions than entries, and a grid point is likely near what the strongest of them say. They are found by
+subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4), here on integers, so that the same numbers have the
+same factors on every machine: products and their sums are exact, and what is rounded between is rounded one operation
+after another. A reader needs the factors alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from ...kernels.products import column_products, product_classes, row_products
+
+NpArray = np.ndarray[Any, Any]
+
+RANK = 8
+HALF_STEPS = 6
+"""Predictions of farther than so many half steps from 0 are of the same class."""
+CLASSES = 2 * HALF_STEPS + 1
+_CLIP = 8
+"""Numbers farther out count as this: few of them would else rule the directions."""
+_SAMPLE, _ROWS = 1 << 18, 128
+"""Numbers whose rows the directions of the columns are sought in, and how many rows these are at least: from few rows
+of wide matrices they come out askew (12 % more bits at 256 x 16,384, 3 % at 1,024 x 4,096)."""
+_GLANCE, _FIRST, _TELLING = 1 << 17, 2, 16
+"""Numbers, and directions, by which it is decided whether to look for more; rows of them that can tell."""
+_ROUNDS = 2
+_TOP = 63
+"""Largest number of a basis while directions are sought."""
+_FINEST = 3
+"""Factors are multiples of 2**-3 at best; of coarser ones where their range needs it."""
+_NOISE = 1 / 12
+"""Variance of a number about the value that was rounded to it: what no prediction takes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A prediction `2**-shift` times the sum over k of `rows[i, k] * columns[j, k]`, in half steps.
+
+    Args:
+        rows: int8, shape (R, r).
+        columns: int8, shape (C, r).
+        phase: column in which the first number stands.
+        shift: 1 to 20.
+    """
+
+    rows: NpArray
+    columns: NpArray
+    phase: int
+    shift: int
+
+    def classes(self, n: int) -> NpArray:
+        """uint8, shape (n,): the predicted half steps, within `HALF_STEPS`, plus these."""
+        found: NpArray = product_classes(self.rows, self.columns, n, self.phase, shift=self.shift, most=HALF_STEPS)
+        return found
+
+
+def signed(symbols: NpArray) -> NpArray:
+    """int8: the numbers 0, -1, 1, -2, ... that the symbols 1, 2, 3, 4, ... (uint8) stand for; 0 for symbol 0."""
+    even = (symbols & np.uint8(1)) - np.uint8(1)
+    numbers = symbols >> np.uint8(1)
+    numbers ^= even
+    numbers -= even
+    return numbers.view(np.int8)
+
+
+def expected(classes: NpArray) -> NpArray:
+    """int8: the number that each class (uint8) predicts, halves upwards."""
+    numbers = classes + np.uint8(1)
+    numbers >>= np.uint8(1)
+    numbers -= np.uint8(HALF_STEPS // 2)
+    return numbers.view(np.int8)
+
+
+def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
+    """Factors that predict a part of a matrix; None where they would take more bytes than they spare.
+
+    Args:
+        symbols: uint8, shape (n,), of `signed` numbers.
+        columns: of the matrix.
+        start: number of the first one in it.
+    """
+    n = symbols.size
+    phase = start % columns
+    rank = min(RANK, columns // 4, n // columns // 4)
+    lines = -(-(phase + n) // columns) + columns
+    if rank < 1 or not _promising(symbols, columns, phase, min(_FIRST, rank), lines):
+        return None
+    sample = _clipped(_sample(symbols, columns, phase, _SAMPLE, _ROWS))
+    basis = _directions(sample, columns, rank)
+    norms = _norms(basis)
+    sums = row_products(_clipped(symbols), basis, phase)
+    energies = _energies(sums, norms)
+    kept = _worth(energies, _power(sample), n, lines)
+    if not kept:
+        return None
+    # Each direction's length is shared by its two factors, so that they are rounded alike.
+    lengths = np.sqrt(np.sqrt(energies[kept]))
+    roots = np.sqrt(norms[kept].astype(np.float64))
+    left = sums[:, kept] / roots / lengths
+    right = basis[:, kept] / roots * lengths
+    most = max(float(np.abs(left).max()), float(np.abs(right).max()))
+    bits = min(_FINEST, math.frexp(127 / most)[1] - 1)
+    if bits < 1:
+        return None
+    rows, across = (np.ascontiguousarray(np.rint(x * 2.0**bits).astype(np.int8)) for x in (left, right))
+    return Factors(rows, across, phase, 2 * bits - 1)
+
+
+def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int) -> bool:
+    """Whether the strongest directions of half of a sample are worth their factors, by its other half.
+
+    The same rows would not tell: few of them have directions of their own by chance.
+    """
+    rows = _clipped(_sample(symbols, columns, phase, _GLANCE)).reshape(-1, columns)
+    if rows.shape[0] < _TELLING:
+        return True
+    some, others = (np.ascontiguousarray(rows[i::2]).reshape(-1) for i in (0, 1))
+    basis = _directions(some, columns, rank)
+    energies = _energies(row_products(others, basis), _norms(basis)) * (symbols.size / others.size)
+    return bool(_worth(energies, _power(others), symbols.size, lines))
+
+
+def _power(numbers: NpArray) -> float:
+    """Their mean square."""
+    return float((numbers.astype(np.int16) ** 2).sum(dtype=np.int64)) / numbers.size
+
+
+def _norms(basis: NpArray) -> NpArray:
+    """The squared length of each direction."""
+    found: NpArray = (basis.astype(np.int64) ** 2).sum(axis=0)
+    return found
+
+
+def _clipped(symbols: NpArray) -> NpArray:
+    """Their numbers, as near to 0 as `_CLIP`."""
+    return signed(np.minimum(symbols, np.uint8(2 * _CLIP) + (symbols & np.uint8(1))))
+
+
+def _energies(sums: NpArray, norms: NpArray) -> NpArray:
+    """The squared length of the part of a matrix in each direction, from its products with them."""
+    small, shift = _within(sums, 20)
+    found: NpArray = (small**2).sum(axis=0) * 4.0**shift / np.maximum(norms, 1)
+    return found
+
+
+def _sample(symbols: NpArray, columns: int, phase: int, size: int, least: int = 1) -> NpArray:
+    """Whole rows of about so many symbols, the same share of all of them; of wide ones at least so many rows."""
+    first = -phase % columns
+    rows = (symbols.size - first) // columns
+    whole = symbols[first : first + rows * columns].reshape(rows, columns)
+    return np.ascontiguousarray(whole[:: max(1, min(symbols.size // size, rows // least))]).reshape(-1)
+
+
+def _directions(values: NpArray, columns: int, rank: int) -> NpArray:
+    """int8 [columns, rank]: about the strongest directions of the rows."""
+    basis = _signs(columns, rank)
+    for _ in range(_ROUNDS):
+        rows = _shortened(row_products(values, basis))
+        basis = _orthogonal(column_products(values, rows, columns))
+    return basis
+
+
+def _shortened(vectors: NpArray) -> NpArray:
+    """int8 [n, r]: each vector as long as `_TOP` allows."""
+    largest = np.maximum(np.abs(vectors).max(axis=0, initial=0), 1)
+    shortened: NpArray = np.rint(vectors * (_TOP / largest)).astype(np.int8)
+    return shortened
+
+
+def _signs(lines: int, rank: int) -> NpArray:
+    """int8 [lines, rank] of +1 and -1, always the same.
+
+    Source: Steele, Lea and Flood 2014, the mixing function of SplittableRandom.
+    """
+    x = np.arange(1, lines * rank + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return np.where(x >> np.uint64(63), np.int8(1), np.int8(-1)).reshape(lines, rank)
+
+
+def _within(sums: NpArray, bits: int) -> tuple[NpArray, int]:
+    """Integers shifted to the right until they have no more bits than that; and by how much."""
+    shift = max(0, int(np.abs(sums).max(initial=0)).bit_length() - bits)
+    return sums >> shift, shift
+
+
+def _orthogonal(vectors: NpArray) -> NpArray:
+    """int8 [n, r]: orthogonal directions of the same space, as long as `_TOP` allows; zeros where there is none."""
+    x = _within(vectors, 15)[0]
+    inverse = _inverse_root((x.T @ x).tolist())
+    found = np.zeros(x.shape, np.int8)
+    for k, own in enumerate(inverse):
+        if own is None:
+            continue
+        total = x[:, 0] * own[0]
+        for j in range(1, k + 1):
+            total += x[:, j] * own[j]
+        largest = float(np.abs(total).max())
+        if largest > 0:
+            found[:, k] = np.rint(total * (_TOP / largest))
+    return found
+
+
+def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
+    """For each vector the combination of those up to it that is orthogonal to all before; None where nothing is left.
+
+    Cholesky's factorization of the Gram matrix and the inverse of its triangle, in plain floats.
+    """
+    rank = len(gram)
+    found: list[list[float] | None] = []
+    for k in range(rank):
+        row = []
+        for j in range(k):
+            own = found[j]
+            row.append(0.0 if own is None else _total(own[i] * gram[i][k] for i in range(j + 1)))
+        left = gram[k][k] - _total(a * a for a in row)
+        if not left > 1e-6 * gram[k][k]:
+            found.append(None)
+            continue
+        combined = [0.0] * (k + 1)
+        combined[k] = 1.0
+        for j in range(k):
+            own = found[j]
+            if own is not None:
+                for i in range(j + 1):
+                    combined[i] -= row[j] * own[i]
+        length = math.sqrt(left)
+        found.append([c / length for c in combined])
+    return found
+
+
+def _total(terms: Iterable[float]) -> float:
+    """The sum, rounded after each term: `sum` itself does so up to Python 3.11 only."""
+    return reduce(add, terms, 0.0)
+
+
+def _worth(energies: NpArray, power: float, n: int, lines: int) -> list[int]:
+    """The directions that spare more bits than their factors take, the strongest first.
+
+    Of n numbers of variance s, a direction of energy E takes E / n away: n / 2 log2(s / (s - E / n)) bits. Its factors
+    take what normal numbers in eighths do.
+    """
+    kept = []
+    left = power + _NOISE
+    for k in np.argsort(-energies, kind="stable"):
+        after = max(left - float(energies[k]) / n, _NOISE)
+        width = math.sqrt(math.sqrt(float(energies[k])) / lines * 2) * 2**_FINEST
+        if n / 2 * math.log2(left / after) <= lines * max(0.5, math.log2(max(width, 1e-9)) + 2.05):
+            break
+        kept.append(int(k))
+        left = after
+    return kept

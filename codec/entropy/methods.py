@@ -1,0 +1,8 @@
+"""The number of each way to code symbols, its stream's first byte."""
+
+CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
+RARE, EXCEPTIONS, PLACES, PRODUCTS = 10, 11, 12, 13
+SLACK = 1.005
+"""Within half a percent of the smallest, what is decoded faster is taken."""
+FEW = 1024
+"""Changes that are coded one by one at most: each takes some hundred nanoseconds, and of more a table says enough."""

@@ -1,0 +1,165 @@
+"""Classes of places in a matrix by how much the symbols of their row and of their column differ from what is expected.
+
+Some rows and columns of a matrix change, or stand out, more than others: a unit that is hardly active has small first
+moments, the row of a frequent token more changed levels than that of a rare one. How much to expect at a place is
+nearly the product of what its row and what its column has (logarithms: a sum), so that one byte a row and one a column
+tell both sides how likely each symbol is at a place, before the first one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.classes import class_sums, row_column_sums
+
+U8 = np.ndarray[Any, np.dtype[np.uint8]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+MOST_CLASSES = 16
+_LEAST = 4096
+"""Symbols below which a table a class is never paid for."""
+_EACH = 512
+"""Symbols in each context on the mean that pay for its part of the table; two classes are tried with fewer."""
+_FARTHEST = 8
+"""Half octaves that a row or a column may be off the mean."""
+_WITHOUT = 1 / 64
+"""Part of the places that need not have a class of their own."""
+_ALIKE = 63 / 64
+"""Part of the places in one class from which the others do not pay."""
+_FAR = 8
+"""Distance from what is expected that counts as most: what lies farther out costs hardly more."""
+
+
+def _halves() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Bounds between half octaves, 2**((2 k - 1) / 4); by roots, which all machines round alike."""
+    quarter = math.sqrt(math.sqrt(2.0))
+    bounds = [math.ldexp(quarter if k % 2 else 1.0 / quarter, k // 2) for k in range(1 - _FARTHEST, _FARTHEST + 1)]
+    return np.array(bounds)
+
+
+_BOUNDS = _halves()
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The class of each place: of its row and its column, summed, less `base`, in 0 ... `classes` - 1.
+
+    Args:
+        rows: uint8, shape (R,), of the rows that the symbols are in.
+        columns: uint8, shape (C,).
+        phase: column in which the first symbol stands.
+        base: sum that is class 0, as are those below.
+        classes: 1 to 256.
+    """
+
+    rows: U8
+    columns: U8
+    phase: int
+    base: int
+    classes: int
+
+    def beside(self, context: U8 | None, n: int) -> U8:
+        """The classes of n places, together with a context of which there are at most `256 // classes`; uint8."""
+        found: U8 = class_sums(
+            self.rows, self.columns, n, self.phase, base=self.base, classes=self.classes, context=context
+        )
+        return found
+
+
+def columns_of(shape: Sequence[int], parts: int = 1) -> int:
+    """Columns of an array as a matrix, its first axis against the rest; 0 for one of fewer axes.
+
+    Args:
+        shape: of the array.
+        parts: numbers an element, 2 for complex dtypes.
+    """
+    if len(shape) < 2 or shape[0] < 2:
+        return 0
+    columns = parts
+    for length in shape[1:]:
+        columns *= length
+    return columns
+
+
+def classes_of(
+    symbols: U8, origin: int | U8, columns: int, start: int, contexts: int, most: int = MOST_CLASSES
+) -> Places | None:
+    """Classes by how far the symbols of rows and columns are from where most are: those cost the most bits.
+
+    Args:
+        symbols: uint8, shape (n,).
+        origin: the most frequent symbol or, for each of them, the one that is expected.
+        columns: of the matrix, 0 where the symbols are of none.
+        start: number of the first symbol in it.
+        contexts: other contexts that symbols have, 1 or more.
+        most: classes at most; default `MOST_CLASSES`.
+
+    Returns:
+        None where nearly all places are of one class, or the matrix is too small.
+    """
+    n = symbols.size
+    most = min(most, 256 // contexts, max(2, n // (_EACH * contexts)))
+    if n < _LEAST or not 2 <= columns <= n // 2 or most < 2:
+        return None
+    phase = start % columns
+    rows, sums = row_column_sums(symbols, columns, phase, origin=origin, most=_FAR)
+    total = int(rows.sum())
+    if not total:
+        return None
+    across, down = populations(n, columns, phase, rows.size)
+    of_rows, of_columns = (off_mean(*own, n / total) for own in ((rows, across), (sums, down)))
+    mass = _mass(of_rows, of_columns)
+    if _span(mass) > most:
+        of_rows, of_columns = of_rows >> 1, of_columns >> 1
+        mass = _mass(of_rows, of_columns)
+    if mass.max() >= _ALIKE * mass.sum():
+        return None
+    # As many sums next to each other as there may be classes, where most places are.
+    within = np.convolve(mass, np.ones(most))
+    base = max(0, int(within.argmax()) - most + 1)
+    classes = min(most, mass.size - base)
+    return Places(of_rows.astype(np.uint8), of_columns.astype(np.uint8), phase, base, classes)
+
+
+def off_mean(sums: I64, numbers: I64, scale: float) -> I64:
+    """How many half octaves each line is off the mean: of `numbers` elements that add up to `sums`.
+
+    Where there are far more lines than different sums (narrow matrices), each sum is looked up once for each length of
+    a line: the first and the last may be cut short, the others differ by two at most.
+    """
+    most = int(sums.max()) + 1
+    if sums.size <= 4 * most:
+        return np.searchsorted(_BOUNDS, sums * scale / np.maximum(numbers, 1)).astype(np.int64)
+    between = numbers[1:-1] if numbers.size > 2 else numbers
+    found = np.zeros(sums.size, np.int64)
+    for length in {int(numbers[0]), int(numbers[-1]), *range(int(between.min()), int(between.max()) + 1)}:
+        own = np.searchsorted(_BOUNDS, np.arange(most) * scale / max(length, 1))
+        found = np.where(numbers == length, own[sums], found)
+    return found
+
+
+def populations(n: int, columns: int, phase: int, rows: int) -> tuple[I64, I64]:
+    """How many of n elements are in each row and in each column, the first one standing in column `phase`."""
+    across = np.full(rows, columns, np.int64)
+    across[0] -= phase
+    across[-1] -= -(phase + n) % columns
+    down = np.full(columns, rows, np.int64)
+    down[:phase] -= 1
+    down[columns - (-(phase + n) % columns) :] -= 1
+    return across, down
+
+
+def _mass(rows: I64, columns: I64) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """How many places have each sum of classes."""
+    return np.convolve(np.bincount(rows).astype(np.float64), np.bincount(columns).astype(np.float64))
+
+
+def _span(mass: np.ndarray[Any, np.dtype[np.float64]]) -> int:
+    """Classes that all but `_WITHOUT` of the places have, half of those left out on either side."""
+    share = np.cumsum(mass) / mass.sum()
+    return int(np.searchsorted(share, 1 - _WITHOUT / 2)) - int(np.searchsorted(share, _WITHOUT / 2)) + 1

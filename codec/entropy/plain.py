@@ -1,0 +1,232 @@
+"""Symbols alone: of several coders the smallest, without a context and wherever they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from ...kernels.bitpack import pack_bits, unpack_bits
+from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
+from ...kernels.rans import entropy_bits
+from ...kernels.rare import rare_decode, rare_encode
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
+from .methods import CONSTANT, EXCEPTIONS, FEW, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD
+from .runlengths import decode_published
+from .table import I64, U8, Table, array, counts_of, least_table, read_rans, sampled_bits
+
+_SHORT, _MODEST = 2048, 4096
+_HIGH_ENTROPY = 2.5
+"""Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
+SAMPLE, PARTS = 1 << 14, 64
+"""Elements of an array that are looked at to choose how to code it, in so many stretches."""
+_MANY = 4 * SAMPLE
+_NOISE = 8 / SLACK
+"""Bits a symbol from which storing is as good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to write symbols that is known well enough to say how long it is.
+
+    Args:
+        method: its number.
+        size: bytes.
+        write: what follows the method's number.
+    """
+
+    method: int
+    size: float
+    write: Callable[[Writer], None]
+
+    def done(self) -> Writer:
+        """All of it."""
+        out = Writer()
+        out.byte(self.method)
+        self.write(out)
+        return out
+
+
+def smallest(symbols: U8, counts: I64) -> tuple[Candidate, float]:
+    """The fastest of the candidates that are within half a percent of the smallest, and the size of that one.
+
+    Args:
+        symbols: uint8, shape (n,).
+        counts: int64 [256], how often each occurs.
+    """
+    present = counts.nonzero()[0]
+    if present.size <= 1:
+        constant = _constant(int(present[0]) if present.size else 0)
+        return constant, constant.size
+    # By how fast they are decoded.
+    found = [_stored(symbols), _packed(symbols, int(present[-1]).bit_length())]
+    least = min(c.size for c in found)
+    bits = entropy_bits(counts)
+    # What no table can win is not tried: noise (mantissas), and streams so short that a table costs more than it saves.
+    if SLACK * (bits / 8 + least_table(present)) < least:
+        if symbols.size < _MODEST or bits > _HIGH_ENTROPY * symbols.size:
+            found.append(_huffman(symbols, counts))
+        if symbols.size >= _SHORT:
+            found.append(_rans(symbols, counts))
+        least = min(c.size for c in found)
+    peak = int(counts.argmax())
+    if symbols.size - int(counts[peak]) <= min(FEW, symbols.size // 2) and SLACK * (bits / 8 + 2) < least:
+        found.append(_exceptions(symbols, peak))
+        least = min(c.size for c in found)
+    return next(c for c in found if c.size <= SLACK * least), least
+
+
+def coded(symbols: U8) -> Writer:
+    """Symbols, uint8 (n,), by the smallest coder. Where they are stored as they are, they are not copied yet: they must
+    not change before what is returned is used.
+
+    Where a sample of many symbols is noise, they are not counted.
+    """
+    if symbols.size >= _MANY and sampled_bits(np.bincount(sample(symbols.size)(symbols))) >= _NOISE * SAMPLE:
+        return _stored(symbols).done()
+    return encode_plain(symbols, counts_of(symbols))
+
+
+def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    """What takes the same small share of every array of n elements: short stretches all over it."""
+    if n <= SAMPLE:
+        return lambda x: x
+    length = SAMPLE // PARTS
+    starts = np.linspace(0, n - length, PARTS).astype(np.int64)
+    return lambda x: np.concatenate([x[i : i + length] for i in starts])
+
+
+def encode_plain(symbols: U8, counts: I64) -> Writer:
+    """The same where it is known how often each symbol occurs, int64 [256]."""
+    return smallest(symbols, counts)[0].done()
+
+
+def encode_huffman(symbols: U8) -> bytes:
+    """Huffman alone, as the published system codes a base."""
+    counts = counts_of(symbols)
+    if np.count_nonzero(counts) <= 1:
+        return encode_plain(symbols, counts).done()
+    return _huffman(symbols, counts).done().done()
+
+
+def _constant(value: int) -> Candidate:
+    return Candidate(CONSTANT, 2.0, lambda out: out.byte(value))
+
+
+def _stored(symbols: U8) -> Candidate:
+    return Candidate(STORED, float(symbols.size), lambda out: out.raw(symbols))
+
+
+def _packed(symbols: U8, width: int) -> Candidate:
+    def write(out: Writer) -> None:
+        out.byte(width)
+        out.raw(pack_bits(symbols, width))
+
+    return Candidate(PACKED, 1 + float(np.ceil(symbols.size * width / 8)), write)
+
+
+def _huffman(symbols: U8, counts: I64) -> Candidate:
+    lengths = huffman_lengths(counts)
+    packed = pack_lengths(lengths)
+
+    def write(out: Writer) -> None:
+        out.block(packed)
+        out.raw(huffman_encode(symbols, lengths))
+
+    return Candidate(HUFFMAN, len(packed) + 8 + float((counts * lengths).sum()) / 8, write)
+
+
+def _rans(symbols: U8, counts: I64) -> Candidate:
+    table = Table.best(counts[None, :])
+    return Candidate(RANS, table.cost, lambda out: table.write(out, symbols, None))
+
+
+def _exceptions(symbols: U8, peak: int) -> Candidate:
+    exceptions = rare_encode(symbols, np.full(symbols.size, peak, np.uint8))
+
+    def write(out: Writer) -> None:
+        out.byte(peak)
+        out.raw(exceptions)
+
+    return Candidate(EXCEPTIONS, 1.0 + exceptions.size, write)
+
+
+def decode_plain(data: memoryview, n: int) -> U8:
+    """Decode n symbols of a stream that is itself coded without context and place.
+
+    What other streams are made of is read by this: else hostile bytes nest as deep as they are long.
+
+    Raises:
+        CorruptDataError: the bytes are not such a stream.
+    """
+    return decoded(data, n, plain_decoder)
+
+
+def plain_decoder(method: int) -> Callable[[Reader, int], U8]:
+    """What decodes a method without context and place."""
+    if method not in _DECODERS:
+        raise CorruptDataError(f"symbols: method {method} is unknown, or not for a stream inside another")
+    return _DECODERS[method]
+
+
+def decoded(data: memoryview, n: int, decoder_of: Callable[[int], Callable[[Reader, int], U8]]) -> U8:
+    """The n symbols of a stream, no more and no less, by what decodes its method."""
+    reader = Reader(data, "symbols")
+    symbols = decoder_of(reader.byte())(reader, n)
+    reader.end()
+    if symbols.size != n:
+        raise CorruptDataError(f"symbols: {symbols.size} decoded, {n} expected")
+    return symbols
+
+
+def _decode_constant(data: Reader, n: int) -> U8:
+    return np.full(n, data.byte(), np.uint8)
+
+
+def _decode_packed(data: Reader, n: int) -> U8:
+    width = data.byte()
+    if width > 8:
+        raise CorruptDataError(f"packed: a width of {width} bits")
+    symbols: U8 = unpack_bits(array(data.rest()), width, n)
+    return symbols
+
+
+def _decode_huffman(data: Reader, n: int) -> U8:
+    lengths = unpack_lengths(array(data.block()), 256)
+    symbols: U8 = huffman_decode(array(data.rest()), lengths, n)
+    return symbols
+
+
+def _decode_zstandard(data: Reader, n: int) -> U8:
+    frame = data.rest()
+    try:
+        if zstandard.get_frame_parameters(frame).content_size != n:
+            raise CorruptDataError(f"zstandard: the frame does not hold {n} bytes")
+        plain = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
+            frame, max_output_size=n, allow_extra_data=False
+        )
+    except zstandard.ZstdError as e:
+        raise CorruptDataError(f"zstandard: {e}") from None
+    return np.frombuffer(plain, np.uint8)
+
+
+def _decode_exceptions(data: Reader, n: int) -> U8:
+    peak = data.byte()
+    symbols: U8 = rare_decode(array(data.rest()), np.full(n, peak, np.uint8))
+    return symbols
+
+
+_DECODERS: dict[int, Callable[[Reader, int], U8]] = {
+    CONSTANT: _decode_constant,
+    PACKED: _decode_packed,
+    HUFFMAN: _decode_huffman,
+    PUBLISHED: decode_published,
+    RANS: lambda data, n: read_rans(data, None, 1, n),
+    ZSTANDARD: _decode_zstandard,
+    STORED: lambda data, n: array(data.raw(n)),
+    EXCEPTIONS: _decode_exceptions,
+}

@@ -1,0 +1,141 @@
+"""Tables of frequencies: what each costs before it is made, the cheapest of several, and the rANS streams they code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...kernels.levels import joint_counts
+from ...kernels.rans import (
+    coding_cost,
+    entropy_bits,
+    pack_frequencies,
+    rans_decode,
+    rans_encode,
+    rans_frequencies,
+    unpack_frequencies,
+)
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
+
+U8 = np.ndarray[Any, np.dtype[np.uint8]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+PRECISIONS = (10, 12, 15)
+"""Bits of a frequency: the fewest only where a table would else have more slots than there are symbols to decode."""
+STATES = 16
+"""Bytes of the four states that a stream ends with."""
+FRAME = STATES + 4
+"""Bytes of a stream beside its table and its symbols."""
+_MODEST = 4096
+_BINCOUNT = 1 << 12
+_A_TIE = 0.5
+"""Bytes by which a finer table must be cheaper: what is chosen must not depend on the last digits of a logarithm."""
+
+
+def array(data: memoryview) -> U8:
+    """Bytes as symbols, not copied."""
+    return np.frombuffer(data, np.uint8)
+
+
+def counts_of(symbols: U8) -> I64:
+    """How often each of the 256 symbols occurs."""
+    if symbols.size < _BINCOUNT:
+        return np.bincount(symbols, minlength=256)
+    counts: I64 = joint_counts(np.zeros(symbols.size, np.uint8), symbols, 2, 256)[0]
+    return counts
+
+
+def least_table(present: I64) -> float:
+    """Bytes that a table of these symbols hardly ever stays below: its frame, which of them there are, by runs, and a
+    bit and a half of each. Without it few symbols of noise look as if a table could spare something."""
+    runs = 1 + np.count_nonzero(present[1:] - present[:-1] > 1)
+    return 8 + (1.5 * int(present.size) + 2.0 * int(runs)) / 8
+
+
+def least_of_contexts(counts: I64) -> float:
+    """The same of a table with a row a context. Of each frequency that is not the greatest of its row three bits, and
+    three more where no symbol occurs twice, so that nothing says which do: of 148,137 tables of drawn symbols seven
+    stayed more than 9 % below it, one 15 %."""
+    cells = np.count_nonzero(counts)
+    return (3 + 3 * cells / int(counts.sum())) * (cells - np.count_nonzero(counts.any(axis=1))) / 8
+
+
+def least_stream(counts: I64) -> float:
+    """Bytes that a stream with these pair counts, int64 [contexts, symbols], and its table hardly ever stay below."""
+    return entropy_bits(counts) / 8 + FRAME + least_of_contexts(counts)
+
+
+def sampled_bits(counts: I64) -> float:
+    """`entropy_bits` of a sample, corrected for what a sample's entropy lacks on average.
+
+    Source: Miller 1955, Note on the bias of information estimates.
+    """
+    rows = np.count_nonzero(counts.sum(axis=-1))
+    return entropy_bits(counts) + (np.count_nonzero(counts) - int(rows)) / math.log(4)
+
+
+class Table:
+    """Frequencies, and what coding with them costs, in bytes; no context beyond those of `counts` occurs."""
+
+    def __init__(self, counts: I64, precision: int, contexts: int) -> None:
+        self.precision = precision
+        self.symbols = int(np.flatnonzero(counts.any(axis=0))[-1]) + 1 if counts.any() else 1
+        self.frequencies = rans_frequencies(counts[:, : self.symbols], precision)
+        rest = np.zeros((contexts - counts.shape[0], self.symbols), self.frequencies.dtype)
+        self.packed = pack_frequencies(
+            np.concatenate((self.frequencies, rest)) if rest.size else self.frequencies, precision
+        )
+        self.cost = coding_cost(counts[:, : self.symbols], self.frequencies, precision) / 8 + len(self.packed) + FRAME
+
+    @staticmethod
+    def best(counts: I64, slack: float = 1.0, contexts: int = 1) -> Table:
+        """The cheapest of the precisions on offer; a coarser one, which is decoded faster, where it costs `slack`."""
+        first = 0 if int(counts.sum()) < counts.shape[0] << PRECISIONS[1] else 1
+        found = Table(counts, PRECISIONS[first], contexts)
+        bound = entropy_bits(counts) / 8 + STATES
+        for precision in PRECISIONS[first + 1 :]:
+            # A finer table is no shorter, and no table beats the entropy.
+            modest = found.cost < _MODEST and found.precision > PRECISIONS[0]
+            if modest or found.cost <= slack * (bound + len(found.packed)):
+                break
+            if contexts << precision > most_slots(int(counts.sum())):
+                break
+            finer = Table(counts, precision, contexts)
+            # Where both tables say the same, their costs are equal but for how this machine rounds logarithms.
+            if found.cost <= slack * finer.cost + _A_TIE:
+                break
+            found = finer
+        return found
+
+    def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
+        """The table, then the stream of symbols, uint8 (n,), in these contexts."""
+        out.byte(self.precision)
+        out.varint(self.symbols)
+        out.block(self.packed)
+        out.raw(rans_encode(symbols, contexts, self.frequencies, self.precision))
+
+
+def most_slots(n: int) -> int:
+    """Slots that the decoding tables of n symbols may have: what they take to lay out is within what n symbols take."""
+    return (1 << 20) + 128 * n
+
+
+def rans_bytes(counts: I64) -> float:
+    """Bytes of a stream with these pair counts, int64 [contexts, symbols], and of its table."""
+    return Table.best(counts, contexts=counts.shape[0]).cost
+
+
+def read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
+    """What `Table.write` wrote, uint8 (n,)."""
+    precision = data.byte()
+    symbols = data.varint()
+    if precision not in range(8, 17) or not 1 <= symbols <= 256 or n_contexts << precision > most_slots(n):
+        raise CorruptDataError(
+            f"rANS: precision {precision} or {symbols} symbols out of range for {n_contexts} contexts"
+        )
+    table = unpack_frequencies(array(data.block()), n_contexts, symbols, precision)
+    decoded: U8 = rans_decode(array(data.rest()), contexts, table, precision, n)
+    return decoded

@@ -1,0 +1,200 @@
+"""The container: magic, version, a length-capped header, chunks with a checksum each. `docs/format.md` specifies it.
+
+    0   8  magic                       32  4  number of chunks
+    8   4  version (1)                 36  4  zero
+    12  4  flags (0)                   40  16 xxh3-128 of bytes 0..39, header and chunk table
+    16  8  stored length of the header 56  .. header: JSON in a zstandard frame
+    24  8  plain length of the header  ..  24 a chunk: length (8), xxh3-128 of its bytes (16); then the chunks
+
+A *piece* is what a codec writes for an array; pieces stand one after another and never straddle two chunks, so small
+arrays share a checksum and one array can be read without the rest.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+import zstandard
+
+from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
+from .fields import Bytes, Piece, parts_of
+from .ranged import Ranged
+
+Source = memoryview | Ranged
+"""The bytes of a file, all at hand or fetched when asked for."""
+MAGIC = b"\x89SPT\r\n\x1a\n"
+VERSION = 1
+CHUNK_TARGET = 1 << 18
+MAX_HEADER = 1 << 28
+_SMALL_HEADER = 1 << 19
+_PREFIX = struct.Struct("<8sIIQQII")
+_CHECKSUM = 16
+_ENTRY = struct.Struct("<Q16s")
+
+
+def _digest(*parts: Bytes) -> bytes:
+    h = xxhash.xxh3_128()
+    for part in parts:
+        h.update(part)
+    return bytes(h.digest())
+
+
+def write(header: dict[str, Any], pieces: Iterable[Piece]) -> bytes:
+    """The bytes of a file with this header and these pieces."""
+    plain = json.dumps(header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+    if len(plain) > MAX_HEADER:
+        raise BadArgumentError(
+            f"tree and scalars take {len(plain)} bytes, the limit is {MAX_HEADER}: store large ones as arrays"
+        )
+    # A good level is worth its time where a header is a good part of a small file; the best is 20 times slower.
+    level = 12 if len(plain) <= _SMALL_HEADER else 3
+    stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
+    chunks: list[list[Bytes]] = []
+    group: list[Bytes] = []
+    sizes: list[int] = []
+    size = 0
+    for piece in pieces:
+        group += parts_of(piece)
+        size += len(piece)
+        if size >= CHUNK_TARGET:
+            chunks.append(group)
+            sizes.append(size)
+            group, size = [], 0
+    if size:
+        chunks.append(group)
+        sizes.append(size)
+    table = b"".join(_ENTRY.pack(n, _digest(*c)) for n, c in zip(sizes, chunks, strict=True))
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), 0)
+    # Nothing is put together before this: the bytes of a large state are copied once.
+    return b"".join([prefix, _digest(prefix, stored, table), stored, table, *itertools.chain.from_iterable(chunks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything in a file is: the header, and each chunk's offset, length and checksum."""
+
+    header: dict[str, Any]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    total: int
+
+
+def _need(data: Source, n: int, what: str) -> None:
+    if len(data) < n:
+        raise CorruptDataError(f"the file ends in its {what}: {len(data)} bytes, at least {n} needed")
+
+
+def layout(data: Source) -> Layout:
+    """Read and check the front of a file: magic, version, lengths, checksum, header.
+
+    Raises:
+        CorruptDataError: truncated, altered, or no such file.
+        NewerFormatError: a version this reader does not know.
+    """
+    _need(data, 8, "magic")
+    if data[:8] != MAGIC:
+        raise CorruptDataError("no shrinkpoint file: the magic bytes are missing")
+    start = _PREFIX.size + _CHECKSUM
+    _need(data, start, "prefix")
+    _, version, flags, stored_len, plain_len, count, zero = _PREFIX.unpack(data[: _PREFIX.size])
+    if version > VERSION:
+        raise NewerFormatError(f"the file has format version {version}; this reader knows versions up to {VERSION}")
+    if version != VERSION or flags or zero:
+        raise CorruptDataError(f"prefix: version {version}, flags {flags}, {zero} are reserved")
+    if plain_len > MAX_HEADER or stored_len > MAX_HEADER + 4096:
+        raise CorruptDataError(f"prefix: a header of {plain_len} bytes is over the limit of {MAX_HEADER}")
+    table_at = start + stored_len
+    body = table_at + count * _ENTRY.size
+    _need(data, body, "header")
+    stored, table = data[start:table_at], data[table_at:body]
+    if _digest(data[: _PREFIX.size], stored, table) != data[_PREFIX.size : start]:
+        raise CorruptDataError("header: the checksum does not match")
+    header = _header(stored, plain_len)
+    entries = list(_ENTRY.iter_unpack(table))
+    lengths = tuple(e[0] for e in entries)
+    ends = list(itertools.accumulate(lengths, initial=body))
+    if ends[-1] != len(data):
+        raise CorruptDataError(f"the file has {len(data)} bytes; its chunks end at {ends[-1]}")
+    return Layout(header, tuple(ends[:-1]), lengths, tuple(e[1] for e in entries), len(data))
+
+
+def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
+    try:
+        frame = zstandard.get_frame_parameters(stored)
+        if frame.content_size != plain_len:
+            raise CorruptDataError("header: its length is not what the prefix says")
+        plain = zstandard.ZstdDecompressor(max_window_size=1 << 28).decompress(
+            stored, max_output_size=plain_len, allow_extra_data=False
+        )
+        header = json.loads(plain)
+    except (zstandard.ZstdError, ValueError, RecursionError, MemoryError) as e:
+        if isinstance(e, CorruptDataError):
+            raise
+        raise CorruptDataError(f"header: {e}") from None
+    if not isinstance(header, dict):
+        raise CorruptDataError("header: no JSON object")
+    return header
+
+
+class Body:
+    """The chunks of a file; a chunk is checked when one of its pieces is first asked for."""
+
+    def __init__(self, data: Source, where: Layout) -> None:
+        self._data = data
+        self._where = where
+        self._checked: set[int] = set()
+        self._base = where.starts[0] if where.starts else where.total
+        self.nbytes = where.total - self._base
+
+    def check(self, chunk: int) -> None:
+        """Raises CorruptDataError when a chunk is not what was written."""
+        if chunk in self._checked:
+            return
+        start = self._where.starts[chunk]
+        if _digest(self._data[start : start + self._where.lengths[chunk]]) != self._where.digests[chunk]:
+            raise CorruptDataError(f"chunk {chunk} (bytes {start}..): the checksum does not match")
+        self._checked.add(chunk)
+
+    def check_all(self) -> None:
+        """Check every chunk."""
+        for chunk in range(len(self._where.starts)):
+            self.check(chunk)
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Get the chunks that hold these parts of the body (offset, length) now, if the file is elsewhere."""
+        if not isinstance(self._data, Ranged):
+            return
+        chunks: set[int] = set()
+        for offset, length in spans:
+            if length > 0 and 0 <= offset <= self.nbytes - length:
+                first = bisect.bisect_right(self._where.starts, self._base + offset) - 1
+                last = bisect.bisect_left(self._where.starts, self._base + offset + length)
+                chunks.update(range(first, last))
+        self._data.load((self._where.starts[i], self._where.starts[i] + self._where.lengths[i]) for i in chunks)
+
+    def forget(self) -> None:
+        """Let go of what was fetched, if the file is elsewhere; what is fetched again is checked again."""
+        if isinstance(self._data, Ranged):
+            self._data.forget()
+            self._checked.clear()
+
+    def piece(self, offset: int, length: int) -> memoryview:
+        """The piece at `offset` in the body."""
+        if length < 0 or offset < 0 or offset + length > self.nbytes:
+            raise CorruptDataError(f"header: a piece at {offset} of {length} bytes is outside the file")
+        if length == 0:
+            return self._data[:0]
+        start = self._base + offset
+        chunk = bisect.bisect_right(self._where.starts, start) - 1
+        if start + length > self._where.starts[chunk] + self._where.lengths[chunk]:
+            raise CorruptDataError(f"header: a piece at {offset} straddles two chunks")
+        self.check(chunk)
+        return self._data[start : start + length]

@@ -1,0 +1,130 @@
+"""Little fields of a byte stream: a writer, and a reader that checks every length before it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import CorruptDataError
+
+Bytes = bytes | bytearray | memoryview
+
+_LARGE = 1 << 12
+
+
+class Writer:
+    """Appends fields to a byte buffer. Large ones are only referred to until `done`: they must not change before.
+
+    What one writer holds can be appended to another without being put together first. Its length is in bytes.
+    """
+
+    def __init__(self) -> None:
+        self._out = bytearray()
+        self._parts: list[Bytes] = []
+        self._before = 0
+
+    def __len__(self) -> int:
+        return self._before + len(self._out)
+
+    def byte(self, value: int) -> None:
+        """One unsigned byte."""
+        self._out.append(value)
+
+    def varint(self, value: int) -> None:
+        """An unsigned integer, LEB128: seven bits a byte, least significant first."""
+        while value >= 0x80:
+            self._out.append(value & 0x7F | 0x80)
+            value >>= 7
+        self._out.append(value)
+
+    def raw(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
+        """Bytes as they are; their number must follow from the context."""
+        if isinstance(data, Writer):
+            for part in data.parts():
+                self.raw(part)
+            return
+        if isinstance(data, np.ndarray):
+            data = (
+                data.tobytes() if data.nbytes < _LARGE else memoryview(np.ascontiguousarray(data).view(np.uint8).data)
+            )
+        if len(data) < _LARGE:
+            self._out += data
+        else:
+            self._parts += (self._out, data)
+            self._before += len(self._out) + len(data)
+            self._out = bytearray()
+
+    def block(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
+        """A varint with the number of bytes, then the bytes."""
+        self.varint(data.nbytes if isinstance(data, np.ndarray) else len(data))
+        self.raw(data)
+
+    def parts(self) -> tuple[Bytes, ...]:
+        """All bytes written so far, in order, as they are held."""
+        return (*self._parts, self._out)
+
+    def done(self) -> bytes:
+        """All bytes written so far, put together."""
+        return b"".join(self.parts())
+
+
+Piece = bytes | Writer
+"""What a codec wrote of an array, put together already or not yet."""
+
+
+def parts_of(piece: Piece) -> tuple[Bytes, ...]:
+    """A piece as the buffers it is held in."""
+    return piece.parts() if isinstance(piece, Writer) else (piece,)
+
+
+class Reader:
+    """Takes fields off a byte buffer; a field that is not wholly there is a CorruptDataError."""
+
+    def __init__(self, data: Bytes, what: str) -> None:
+        self._data = memoryview(data).cast("B")
+        self._at = 0
+        self._what = what
+
+    @property
+    def left(self) -> int:
+        """Number of bytes not yet read."""
+        return len(self._data) - self._at
+
+    def raw(self, n: int) -> memoryview:
+        """The next n bytes, without a copy."""
+        if n < 0 or n > self.left:
+            raise CorruptDataError(f"{self._what}: {n} bytes wanted, {self.left} left")
+        self._at += n
+        return self._data[self._at - n : self._at]
+
+    def byte(self) -> int:
+        """One unsigned byte."""
+        return self.raw(1)[0]
+
+    def varint(self) -> int:
+        """An unsigned LEB128 integer below 2**63."""
+        value = 0
+        for shift in range(0, 63, 7):
+            b = self.byte()
+            value |= (b & 0x7F) << shift
+            if b < 0x80:
+                return value
+        raise CorruptDataError(f"{self._what}: an integer is longer than 63 bits")
+
+    def array(self, dtype: str, n: int) -> np.ndarray[Any, Any]:
+        """n items of a NumPy dtype (little-endian), without a copy."""
+        return np.frombuffer(self.raw(n * np.dtype(dtype).itemsize), dtype=dtype)
+
+    def block(self) -> memoryview:
+        """A varint length and that many bytes."""
+        return self.raw(self.varint())
+
+    def rest(self) -> memoryview:
+        """All bytes that are left."""
+        return self.raw(self.left)
+
+    def end(self) -> None:
+        """Nothing may be left."""
+        if self.left:
+            raise CorruptDataError(f"{self._what}: {self.left} bytes too many")

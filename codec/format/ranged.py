@@ -1,0 +1,83 @@
+"""A file of which only parts are fetched: it slices like its bytes, and remembers what it has."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+
+from ..errors import CorruptDataError
+
+FRONT = 1 << 16
+"""Bytes fetched at once at the beginning: prefix and header of most files."""
+_GAP = 1 << 16
+"""Parts closer together than this are fetched as one: a request costs more than these bytes."""
+
+
+class Ranged:
+    """The bytes of a file that lies elsewhere.
+
+    Args:
+        size: its length in bytes.
+        fetch: `fetch(start, stop)` gives those bytes.
+
+    Example:
+        >>> data = bytes(range(100))
+        >>> file = Ranged(len(data), lambda start, stop: data[start:stop])
+        >>> bytes(file[10:13]), len(file)
+        (b'\\n\\x0b\\x0c', 100)
+    """
+
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
+        self._size, self._fetch = size, fetch
+        self._starts: list[int] = []
+        self._parts: list[memoryview] = []
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, where: slice) -> memoryview:
+        start, stop, _ = where.indices(self._size)
+        if start >= stop:
+            return memoryview(b"")
+        part = self._find(start, stop)
+        if part is None:
+            self._get(start, max(stop, min(FRONT, self._size)) if start < FRONT else stop)
+            part = self._find(start, stop)
+        assert part is not None
+        return part
+
+    def _find(self, start: int, stop: int) -> memoryview | None:
+        at = bisect.bisect_right(self._starts, start) - 1
+        # Of parts that overlap an earlier one may reach farther.
+        for i in range(at, max(at - 4, -1), -1):
+            if stop <= self._starts[i] + len(self._parts[i]):
+                return self._parts[i][start - self._starts[i] : stop - self._starts[i]]
+        return None
+
+    def _get(self, start: int, stop: int) -> None:
+        part = self._fetch(start, stop)
+        if len(part) != stop - start:
+            raise CorruptDataError(f"the file has no bytes {start}..{stop}; it ended at {start + len(part)}")
+        self.fetched += len(part)
+        at = bisect.bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._parts.insert(at, memoryview(part))
+
+    def forget(self) -> None:
+        """Let go of what was fetched."""
+        self._starts.clear()
+        self._parts.clear()
+
+    def load(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch these parts now, in as few requests as is sensible."""
+        joined: list[list[int]] = []
+        for start, stop in sorted(spans):
+            if self._find(start, stop) is not None or start >= stop:
+                continue
+            if joined and start <= joined[-1][1] + _GAP:
+                joined[-1][1] = max(joined[-1][1], stop)
+            else:
+                joined.append([start, stop])
+        for start, stop in joined:
+            self._get(start, stop)

@@ -1,0 +1,1 @@
+"""Arrays to the bit: alone, against their parent, as a copy of another array."""

@@ -1,0 +1,174 @@
+"""What changed since the parent, to the bit: one bit an element says where, and the new values follow (BitSnap).
+
+A chunk's first byte names its form:
+
+    0 full       all values, as a chunk of the stream "bytes"
+    1 changed    a block with the packed mask as a symbol stream, then the changed values as a chunk of "bytes" of
+                 their own
+
+The mask costs an eighth of a byte an element, so that with 16-bit values it pays until 15/16 of them changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...kernels.arguments import check_field, choice
+from ...kernels.mask import changed_mask, gather, scatter
+from .. import entropy
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
+from ..parallel import map_chunks
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
+from .exact import PLAIN, BytesMemory, decode_chunk, decode_parts, encode_chunk, parent_bytes
+
+FULL, MASKED = range(2)
+_WIDTHS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Store every bit: where an array changed and what it changed to; all of it where that is no larger.
+
+    Args:
+        coder: "smallest" (default) entropy codes mask and values; "published" stores them as they are.
+
+    Raises:
+        BadArgumentError: another coder.
+
+    Example:
+        >>> Changed(coder="published")
+        Changed(coder='published')
+
+    Source: BitSnap, section 3.3 (improved bitmask sparsification).
+    """
+
+    coder: str = "smallest"
+    id: ClassVar[str] = "changed"
+
+    def __post_init__(self) -> None:
+        check_field(self, "coder", choice, ("smallest", "published"))
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is 0."""
+        # A copy from the start, as `Exact` has it.
+        data = as_bytes(leaf.flat).copy()
+        chunks = _chunks(data, leaf.spec, parent, self.coder)
+        note = ""
+        if chunks and chunks[0].changed is not None:
+            changed = sum(c.changed or 0 for c in chunks)
+            note = f"{100 * changed / max(leaf.spec.size, 1):.3g} % changed"
+            full = sum(c.form == FULL for c in chunks)
+            if full:
+                note += ", stored in full" if full == len(chunks) else f", {full} of {len(chunks)} chunks in full"
+        return Stored("changed", {}, [c.piece for c in chunks], BytesMemory(data), note=note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A coded chunk, its form, and how many of its elements changed; None where there is no parent."""
+
+    piece: Writer
+    form: int
+    changed: int | None
+
+
+def _chunks(data: NpArray, spec: LeafSpec, parent: Memory | None, coder: str) -> list[_Chunk]:
+    before = parent_bytes(parent, spec) if spec.itemsize in _WIDTHS else None
+    step = CHUNK * spec.itemsize
+
+    def one(start: int) -> _Chunk:
+        own = data[start : start + step]
+        if before is None:
+            return _Chunk(_full(own, spec, coder, start // spec.itemsize), FULL, None)
+        return _masked(own, before[start : start + step], spec, coder, start // spec.itemsize)
+
+    return map_chunks(one, range(0, data.size, step))
+
+
+def _values(data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> Writer:
+    """Values, a stretch of the array from its element `start` on, or (None) from all over it."""
+    if coder != "published":
+        return encode_chunk(data, spec, None, start)
+    out = Writer()
+    out.byte(PLAIN)
+    out.byte(entropy.STORED)
+    out.raw(data)
+    return out
+
+
+def _full(data: NpArray, spec: LeafSpec, coder: str, start: int) -> Writer:
+    out = Writer()
+    out.byte(FULL)
+    out.raw(_values(data, spec, coder, start))
+    return out
+
+
+def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> _Chunk:
+    """A chunk against its parent, in full where that is smaller."""
+    width = f"<u{spec.itemsize}"
+    new = data.view(width)
+    mask = changed_mask(new, before.view(width))
+    values = gather(new, mask)
+    out = Writer()
+    out.byte(MASKED)
+    out.block(bytes([entropy.STORED]) + mask.tobytes() if coder == "published" else entropy.encode(mask))
+    if values.size:
+        out.raw(_values(values.view(np.uint8), spec, coder, None))
+    # Entropy coding leaves the same share of the changed values as of all, so that sizes before it decide.
+    masked = _Chunk(out, MASKED, int(values.size))
+    if mask.size + values.nbytes < data.size:
+        return masked
+    full = _full(data, spec, coder, start)
+    return masked if len(out) <= len(full) else _Chunk(full, FULL, int(values.size))
+
+
+def restate_changed(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[Writer]]:
+    """The same bytes against another parent, see `codec.restate`."""
+    data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
+    return meta, [c.piece for c in _chunks(data, spec, parent, "smallest")]
+
+
+def decode_changed(
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
+) -> BytesMemory:
+    """The stream format "changed"."""
+    return decode_parts("changed", spec, pieces, parent, CHUNK * spec.itemsize, _decode_part)
+
+
+def _decode_part(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+    data = Reader(piece, "changed")
+    form = data.byte()
+    if form == FULL:
+        decode_chunk(data.rest(), out, spec, None)
+        return
+    if form != MASKED:
+        raise CorruptDataError(f"changed: form {form} is unknown")
+    if before is None:
+        raise CorruptDataError("changed: a mask without a parent")
+    if spec.itemsize not in _WIDTHS:
+        raise CorruptDataError(f"changed: items of {spec.itemsize} bytes have no mask")
+    width = f"<u{spec.itemsize}"
+    n = out.size // spec.itemsize
+    mask = entropy.decode(data.block(), -(-n // 8))
+    count = int(np.bitwise_count(mask).sum())
+    values = np.empty(min(count, n) * spec.itemsize, np.uint8)
+    if values.size:
+        decode_chunk(data.rest(), values, spec, None)
+    data.end()
+    out.view(width)[:] = scatter(before.view(width), mask, values.view(width))

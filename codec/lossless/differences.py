@@ -1,0 +1,106 @@
+"""Floats against their parent, to the bit: the size of each difference in the context of its parent's magnitude.
+
+The difference is that of the ordered patterns (`kernels.planes.difference`), in units of the last place. A step of
+training is about as large for a small weight as for a large one, so that it is the more units the smaller the weight:
+the parent's exponent says most of what there is to know of the size. The digits below the size's leading four bits are
+noise and are stored as they are (`kernels.categories`).
+
+    byte: what the context is, block: categories of the zig-zag differences in that context, their extra bits
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from ...kernels.categories import join_categories, most_bits, split_categories
+from ...kernels.classes import pattern_classes
+from ...kernels.levels import joint_counts
+from ...kernels.planes import difference, undifference
+from .. import entropy
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
+from ..state.leaves import NpArray
+from .scaled import Layout
+
+MAGNITUDE, MANTISSA = range(2)
+_CONTEXTS, _LEAST, _STRIDE = 64, 256, 16
+
+
+def encode_differences(u: NpArray, before: NpArray, layout: Layout, kind: int) -> Writer:
+    """Code float patterns against as many of the parent.
+
+    Args:
+        u: unsigned patterns, shape (n,).
+        before: the same of the parent.
+        layout: of the float.
+        kind: of context, as `difference_bits` found it on a sample.
+    """
+    categories, extra = split_categories(difference_of(u, before, layout), most_bits(layout.width))
+    context, contexts = _contexts(before, layout, kind)
+    out = Writer()
+    out.byte(kind)
+    out.block(entropy.in_context(categories, context, contexts)[0])
+    out.raw(extra)
+    return out
+
+
+def decode_differences(data: Reader, before: NpArray, layout: Layout) -> NpArray:
+    """The patterns that `encode_differences` was given; raises CorruptDataError."""
+    kind = data.byte()
+    if kind not in (MAGNITUDE, MANTISSA):
+        raise CorruptDataError(f"exact: context {kind} is unknown")
+    context, contexts = _contexts(before, layout, kind)
+    categories = entropy.decode(data.block(), before.size, context, contexts)
+    steps = join_categories(categories, data.rest(), most_bits(layout.width), f"uint{layout.width}")
+    patterns: NpArray = undifference(steps, before, dtype=f"float{layout.width}")
+    return patterns
+
+
+def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:
+    """Zig-zag differences of ordered patterns; order needs only sign and magnitude, so all 16-bit floats are alike."""
+    out: NpArray = difference(u, before, dtype=f"float{layout.width}")
+    return out
+
+
+def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[float, int]:
+    """Bits that these zig-zag differences would take, about, their tables not counted; and the better kind of context.
+
+    Both arrays are a sample, as `entropy.sample` takes it.
+    """
+    categories, extra = split_categories(steps, most_bits(layout.width))
+    top = max(2, int(categories.max(initial=0)) + 1)
+    bits = []
+    for kind in (MAGNITUDE, MANTISSA):
+        context, contexts = _contexts(before, layout, kind)
+        bits.append(entropy.sampled_bits(joint_counts(context, categories, contexts, top)))
+    kind = int(np.argmin(bits))
+    return bits[kind] + 8.0 * int(extra.size), kind
+
+
+def _contexts(before: NpArray, layout: Layout, kind: int) -> tuple[NpArray, int]:
+    """The context of each element, and how many there are.
+
+    MAGNITUDE: exponents from the lowest up, joined until they hold a 64th of the elements, and 256 of them; counted on
+    every 16th element where there are many.
+    MANTISSA: the upper four bits of the mantissa, where all values shrink by the same factor.
+    """
+    upper = layout.width - layout.mantissa  # bits of sign and exponent
+    if kind == MANTISSA:
+        return pattern_classes(before, layout.mantissa - 4, _upper_bits(upper)), 16
+    fields = 1 << (upper - 1)
+    some = before[::_STRIDE] if before.size > entropy.SAMPLE else before
+    counts = np.bincount((some >> some.dtype.type(layout.mantissa)).astype(np.int64) & (fields - 1), minlength=fields)
+    group = (np.cumsum(counts) - counts) // max(_LEAST, -(-some.size // _CONTEXTS))
+    number = np.zeros(fields, np.uint8)  # of each exponent's group, for groups ascend
+    np.cumsum(group[1:] != group[:-1], out=number[1:])
+    return pattern_classes(before, layout.mantissa, np.tile(number, 2)), max(2, int(number[-1]) + 1)
+
+
+@lru_cache(maxsize=4)
+def _upper_bits(upper: int) -> NpArray:
+    """The upper four bits of the mantissa, by those and the `upper` bits before them."""
+    table = np.tile(np.arange(16, dtype=np.uint8), 1 << upper)
+    table.flags.writeable = False
+    return table

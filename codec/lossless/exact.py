@@ -1,0 +1,315 @@
+"""Bit-exact storage of any dtype: byte planes, differences to the parent, plain bytes; whichever is smallest.
+
+A chunk's first byte names the method:
+
+    0 plain        the bytes, coded by `entropy` (small or compressible ones as a zstandard frame)
+    1 planes       one `entropy` block a byte plane, least significant byte first
+    2 difference   planes of the arithmetic difference to the parent's bit patterns
+    3 unchanged    the parent's bytes
+    4 scaled       floats alone: `codec.lossless.scaled`
+    5 sizes        floats against their parent: `codec.lossless.differences`
+    6 xor          planes of the exclusive or with the parent's bit patterns: flags, packed fields, flipped signs
+
+Which of them a large chunk takes against its parent, or a large chunk of floats at all, is found on a sample of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import zstandard
+
+from ...kernels.levels import joint_counts
+from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
+from .. import entropy
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..entropy.places import columns_of
+from ..errors import CorruptDataError
+from ..format.chunks import Chunk, chunks_of
+from ..format.fields import Reader, Writer
+from ..parallel import map_chunks
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+from .differences import decode_differences, difference_bits, difference_of, encode_differences
+from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
+
+PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR = range(7)
+_CHANGES: dict[int, Method] = {DIFFERENCE: "arithmetic", XOR: "xor"}
+_SMALL = 64
+_REDUNDANT = 0.5
+_WORTHWHILE = 0.5
+"""A difference below this share of the bytes is taken without trying the rest."""
+_EARLY = 1 << 12
+_PART, _LIKELY = 4, 1.15
+_NEAR = 1.06
+"""Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class BytesMemory:
+    """The bytes themselves."""
+
+    data: NpArray
+
+    def values(self, spec: LeafSpec) -> Array:
+        """A flat array over a copy of the bytes: what the caller does with it does not change the memory."""
+        return from_bytes(self.data.copy(), spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Store every bit. Deltas are taken where they are smaller.
+
+    Example:
+        >>> Exact()
+        Exact()
+    """
+
+    id: ClassVar[str] = "exact"
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is 0."""
+        # A copy from the start: what is stored and what is remembered are the same bytes, whoever writes meanwhile.
+        data = as_bytes(leaf.flat).copy()
+        return Stored("bytes", {}, pieces_of(data, leaf.spec, parent), BytesMemory(data))
+
+
+def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[Writer]:
+    """The pieces of an array given as its bytes, against a parent where that is a `BytesMemory` of the same size."""
+    before = parent_bytes(parent, spec)
+    step = CHUNK * 4
+
+    def one(start: int) -> Writer:
+        stop = start + step
+        old = None if before is None else before[start:stop]
+        return encode_chunk(data[start:stop], spec, old, start // spec.itemsize)
+
+    return map_chunks(one, range(0, data.size, step))
+
+
+def restate_bytes(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[Writer]]:
+    """The same bytes against another parent, see `codec.restate`."""
+    data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
+    return meta, pieces_of(data, spec, parent)
+
+
+def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
+    """Bytes as numbers that `difference` orders rightly: floats as floats of their width, the rest unsigned.
+
+    Order needs only sign and magnitude, so bfloat16 may pass for float16. Complex numbers are two floats each. None
+    for a width that no number has.
+    """
+    width = spec.itemsize // 2 if spec.dtype.startswith("complex") else spec.itemsize
+    if width not in (1, 2, 4, 8):
+        return None
+    kind = "f" if width > 1 and ("float" in spec.dtype or "complex" in spec.dtype) else "u"
+    return data.view(f"<{kind}{width}")
+
+
+def _coded(planes: NpArray) -> Writer:
+    out = Writer()
+    for plane in planes:
+        out.block(entropy.coded(plane))
+    return out
+
+
+def _encode_plain(data: NpArray) -> Writer:
+    best = entropy.coded(data)
+    if data.size > _SMALL:
+        frame = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data.data)
+        if 1 + len(frame) < len(best):
+            best = Writer()
+            best.byte(entropy.ZSTANDARD)
+            best.raw(frame)
+    return best
+
+
+def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> Writer:
+    """Code bytes of items of a dtype against as many of the parent, or alone; `data` must not change before `done`.
+
+    Args:
+        data: uint8, any number of items, at least one.
+        spec: of the array they are from.
+        before: the parent's bytes of the same items, or None.
+        start: number of the first item in the array, where they are a stretch of it; None where they are not.
+    """
+    out = Writer()
+    if before is not None and _same(data, before):
+        out.byte(UNCHANGED)
+        return out
+    method, coded = _smallest(data, spec, before, start)
+    out.byte(method)
+    out.raw(coded)
+    return out
+
+
+def _same(data: NpArray, before: NpArray) -> bool:
+    """Whether two stretches hold the same bytes; what differs mostly does so early."""
+    return np.array_equal(data[:_EARLY], before[:_EARLY]) and np.array_equal(data, before)
+
+
+def _smallest(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
+    """The method that takes the fewest bytes of those worth trying, and what it wrote."""
+    current = _patterns(data, spec)
+    if current is None or data.size <= _SMALL:
+        return PLAIN, _encode_plain(data)
+    if spec.dtype in LAYOUTS:
+        return _encode_floats(data, spec, before, start)
+    found: dict[int, Writer] = {}
+    if before is not None:
+        method, found = _difference_or_xor(current, before.view(current.dtype))
+        if len(found[method]) < _WORTHWHILE * data.size:
+            return method, found[method]
+    if current.dtype.itemsize > 1:
+        found[PLANES] = _coded(split_planes(current))
+    # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
+    if current.dtype.kind == "u" or len(found[PLANES]) < _REDUNDANT * data.size:
+        found[PLAIN] = _encode_plain(data)
+    return min(found.items(), key=lambda way: len(way[1]))
+
+
+def _difference_or_xor(current: NpArray, before: NpArray) -> tuple[int, dict[int, Writer]]:
+    """Which of `_CHANGES` is smaller, and what was written of each that was tried."""
+    some = entropy.sample(current.size)
+    x, y = some(current), some(before)
+    bits = {method: _planes_bits(split_planes(difference(x, y, how))) for method, how in _CHANGES.items()}
+    near = _NEAR if current.size <= entropy.SAMPLE else 1.0
+    found = {
+        method: _coded(split_planes(difference(current, before, how)))
+        for method, how in _CHANGES.items()
+        if bits[method] <= near * min(bits.values())
+    }
+    return min(found, key=lambda method: len(found[method])), found
+
+
+def _planes_bits(planes: NpArray) -> float:
+    """Bits that byte planes of a sample take, about."""
+    count, n = planes.shape
+    counts = joint_counts(np.repeat(np.arange(count, dtype=np.uint8), n), planes.reshape(-1), max(2, count), 256)
+    return entropy.sampled_bits(counts)
+
+
+def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
+    layout = LAYOUTS[spec.dtype]
+    parts = 8 * spec.itemsize // layout.width
+    u = data.view(f"<u{layout.width // 8}")
+    columns = 0 if start is None else columns_of(spec.shape, parts)
+    ways: dict[int, Callable[[], Writer]] = {
+        SCALED: lambda: encode_scaled(u, layout, columns, (start or 0) * parts),
+    }
+    chosen = [SCALED]
+    if before is not None:
+        old = before.view(u.dtype)
+        bits, kind = _estimates(u, old, layout)
+        ways[SIZES] = lambda: encode_differences(u, old, layout, kind)
+        ways[DIFFERENCE] = lambda: _coded(split_planes(difference_of(u, old, layout)))
+        ways[XOR] = lambda: _coded(split_planes(difference(u, old, "xor")))
+        # What the scale of its rows and columns spares an array alone is not in the estimate.
+        near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in ways}
+        chosen = [m for m in bits if bits[m] <= near[m] * min(bits.values()) + _SMALL]
+    found = {method: ways[method]() for method in chosen}
+    best = min(found, key=lambda method: len(found[method]))
+    # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
+    if best == SCALED and len(found[best]) < _REDUNDANT * data.size:
+        found[PLAIN] = _encode_plain(data)
+        best = min((best, PLAIN), key=lambda method: len(found[method]))
+    return best, found[best]
+
+
+def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:
+    """Bits that a sample takes by each method that may win, about; and the kind of context for `SIZES`."""
+    some = entropy.sample(u.size)
+    u, old = some(u), some(old)
+    steps = difference_of(u, old, layout)
+    sizes, kind = difference_bits(steps, old, layout)
+    bits: dict[int, float] = {SIZES: sizes}
+    # The others seldom win. A quarter of the sample shows that, and only where it does not is all looked at.
+    for method, patterns, rotation in (
+        (SCALED, u, layout.rotation),
+        (DIFFERENCE, steps, 0),
+        (XOR, difference(u, old, "xor"), 0),
+    ):
+        part = patterns[::_PART]
+        if _PART * _planes_bits(split_planes(part, rotation)) <= _LIKELY * min(bits.values()):
+            bits[method] = _planes_bits(split_planes(patterns, rotation))
+    return bits, kind
+
+
+def decode_bytes(
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
+) -> BytesMemory:
+    """The stream format "bytes"."""
+    return decode_parts("exact", spec, pieces, parent, CHUNK * 4, decode_chunk)
+
+
+DecodePart = Callable[[memoryview, NpArray, LeafSpec, NpArray | None], None]
+"""Fills a part of an array, the second argument, from its piece and the parent's same bytes."""
+
+
+def parent_bytes(parent: Memory | None, spec: LeafSpec) -> NpArray | None:
+    """The parent's restored bytes, where it has any of the right number."""
+    return parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
+
+
+def decode_parts(
+    what: str, spec: LeafSpec, pieces: Sequence[memoryview], parent: Memory | None, step: int, decode: DecodePart
+) -> BytesMemory:
+    """An array by parts of `step` bytes, each by `decode` against the same bytes of the parent, if there are any."""
+    chunks, before = chunks_of(what, pieces, spec.nbytes, spec.nbytes, step=step), parent_bytes(parent, spec)
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        decode(piece, data[part], spec, None if before is None else before[part])
+
+    map_chunks(one, chunks)
+    return BytesMemory(data)
+
+
+def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+    """Fill `out` with the bytes that `encode_chunk` was given; raises CorruptDataError."""
+    data = Reader(piece, "exact")
+    method = data.byte()
+    if method == PLAIN:
+        out[:] = entropy.decode(data.rest(), out.size)
+        return
+    if method in (UNCHANGED, DIFFERENCE, XOR) and before is None:
+        raise CorruptDataError("exact: a difference without a parent")
+    if method == UNCHANGED:
+        out[:] = before
+    elif method in (PLANES, DIFFERENCE, XOR):
+        patterns = _patterns(out, spec)
+        if patterns is None:
+            raise CorruptDataError(f"exact: items of {spec.itemsize} bytes have no planes")
+        size = patterns.dtype.itemsize
+        planes = np.empty((size, patterns.size), np.uint8)
+        for plane in planes:
+            plane[:] = entropy.decode(data.block(), patterns.size)
+        merged = merge_planes(planes, dtype=f"uint{8 * size}")
+        if method in _CHANGES and before is not None:
+            merged = undifference(merged, _patterns(before, spec), _CHANGES[method])
+        patterns.view(f"<u{size}")[:] = merged.view(f"<u{size}")
+    elif method in (SCALED, SIZES) and spec.dtype in LAYOUTS:
+        layout = LAYOUTS[spec.dtype]
+        u = out.view(f"<u{layout.width // 8}")
+        if method == SCALED:
+            u[:] = decode_scaled(data, u.size, layout)
+        elif before is None:
+            raise CorruptDataError("exact: sizes without a parent")
+        else:
+            u[:] = decode_differences(data, before.view(u.dtype), layout)
+    else:
+        raise CorruptDataError(f"exact: method {method} is unknown, or not for {spec.dtype}")
+    data.end()

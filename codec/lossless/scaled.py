@@ -1,0 +1,132 @@
+"""Floats alone, to the bit: byte planes with all of the exponent in one, coded in the context of a place's scale.
+
+Patterns are rotated so that the uppermost byte holds the exponent (of float16: and three bits of the mantissa; of
+float64: the lower eight of its eleven bits) and the sign ends up among the lowest bits, with which it shares that
+nothing predicts it. The scale of a place is what one byte a row and one a column say of the mean exponent: weights and
+moments are nearly products of a row's and a column's scale. Arrays without rows have rows of 64 and no columns.
+
+    varint number of columns C, 0 where the scale does not pay; if it does: varint column of the first element,
+    block: classes of the rows, block: classes of the columns,
+    block: uppermost plane (in the context of row class + column class), a block each: the other planes, lowest first
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...kernels.classes import class_sums, row_column_sums
+from ...kernels.planes import merge_planes, split_planes
+from .. import entropy
+from ..entropy.places import populations
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
+from ..state.leaves import NpArray
+
+ROWS_OF = 64
+_LEAST_ROWS = 8
+_LEAST = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the fields of a float pattern are.
+
+    Args:
+        width: bits of the pattern.
+        mantissa: bits of the mantissa.
+        rotation: bits to the left that bring (the lower eight bits of) the exponent to the top.
+        steps: values of the uppermost byte an octave.
+    """
+
+    width: int
+    mantissa: int
+    rotation: int
+    steps: int
+
+
+LAYOUTS = {
+    "float16": Layout(16, 10, 1, 8),
+    "bfloat16": Layout(16, 7, 1, 1),
+    "float32": Layout(32, 23, 1, 1),
+    "float64": Layout(64, 52, 4, 1),
+    "complex32": Layout(16, 10, 1, 8),
+    "complex64": Layout(32, 23, 1, 1),
+    "complex128": Layout(64, 52, 4, 1),
+}
+"""By dtype; a complex number is two floats."""
+
+
+def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Writer:
+    """Code float patterns.
+
+    Args:
+        u: unsigned patterns, shape (n,).
+        layout: of the float.
+        columns: of the matrix they are a part of, 0 where they are of none.
+        start: number of the first one in it.
+    """
+    planes = split_planes(u, layout.rotation)
+    top = planes[-1]
+    out = Writer()
+    scaled = _in_scale(top, layout, columns, start)
+    if scaled is None:
+        out.varint(0)
+        out.block(entropy.coded(top))
+    else:
+        out.raw(scaled)
+    for plane in planes[:-1]:
+        out.block(entropy.coded(plane))
+    return out
+
+
+def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> Writer | None:
+    """The uppermost plane in the context of its places' scale, with all that is needed; None where that is larger."""
+    n = top.size
+    if n < _LEAST:
+        return None
+    matrix = columns >= _LEAST_ROWS and n >= _LEAST_ROWS * columns
+    width, phase = (columns, start % columns) if matrix else (ROWS_OF, 0)
+    rows, sums = row_column_sums(top, width, phase)
+    # Half octaves, rounded; of columns the distance to the mean of all.
+    across, down = populations(n, width, phase, rows.size)
+    row_class = _halves(rows, across, layout.steps)
+    column_class = _halves(sums, down, layout.steps) if matrix else np.zeros(width, np.int64)
+    rows8, columns8 = ((np.minimum(c - c.min(), 255)).astype(np.uint8) for c in (row_class, column_class))
+    context = class_sums(rows8, columns8, n, phase)
+    coded, alone = entropy.in_context(top, context, max(2, int(context.max()) + 1))
+    out = Writer()
+    out.varint(width)
+    out.varint(phase)
+    out.block(entropy.encode(rows8))
+    out.block(entropy.encode(columns8))
+    out.block(coded)
+    return out if 8 * len(out) < alone else None
+
+
+def _halves(sums: NpArray, numbers: NpArray, steps: int) -> NpArray:
+    """Means in half octaves, rounded."""
+    octaves = numbers.astype(np.int64) * steps
+    halves: NpArray = (4 * sums + octaves) // (2 * octaves)
+    return halves
+
+
+def decode_scaled(data: Reader, n: int, layout: Layout) -> NpArray:
+    """The patterns that `encode_scaled` was given; raises CorruptDataError."""
+    width = data.varint()
+    planes = np.empty((layout.width // 8, n), np.uint8)
+    if width == 0:
+        planes[-1] = entropy.decode(data.block(), n)
+    else:
+        phase = data.varint()
+        if width > max(n, ROWS_OF) or phase >= width:
+            raise CorruptDataError(f"exact: {n} elements in {width} columns from {phase}")
+        rows = entropy.decode(data.block(), -(-(phase + n) // width))
+        columns = entropy.decode(data.block(), width)
+        context = class_sums(rows, columns, n, phase)
+        planes[-1] = entropy.decode(data.block(), n, context, max(2, int(context.max(initial=0)) + 1))
+    for plane in planes[:-1]:
+        plane[:] = entropy.decode(data.block(), n)
+    patterns: NpArray = merge_planes(planes, f"uint{layout.width}", layout.rotation)
+    return patterns

@@ -1,0 +1,191 @@
+"""First moments on a grid of the update m / sqrt(v).
+
+In units of sqrt(v~), v~ being the decoded second moment, an error of half a step is half a step of the update. The
+value of a grid point is the mean of what fell on it, so that the sum of m stays.
+
+Pieces: (0) the table of each grid point's value. (1 + i) chunk i: block: symbol stream; varint number of escapes, their
+float32 patterns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...kernels.arguments import check_field, number, or_none
+from ...kernels.arrays import on_gpu
+from ...kernels.distortion import Distortion, distortion
+from ...kernels.grid import ESCAPE as OFF_GRID
+from ...kernels.grid import grid_symbols, grid_values
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..entropy.places import columns_of
+from ..errors import CorruptDataError
+from ..format.fields import Reader
+from ..parallel import map_chunks
+from ..state.casting import to_bfloat16
+from ..state.leaves import Array, LeafSpec, NpArray, on_host
+from .logbuckets import LogBuckets, ValuesMemory, check_limits
+from .symbolvalues import (
+    as_float32,
+    as_stored,
+    decoded_values,
+    escapes_of,
+    pack_chunk,
+    pack_table,
+    placed_with,
+    read_chunk,
+    read_table,
+    with_escapes,
+)
+
+_ATTEMPTS = 5
+_NOTHING_LEFT = 0.99
+"""A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
+_SMALLEST = 1 / 64
+"""Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstMoment:
+    """Store a first moment on a grid in units of the root of its second moment.
+
+    Without a second moment beside it (SGD, Lion), or where that is not enough (v = 0 and m not), it is stored as log
+    buckets; and so it is where the grid would hold next to nothing (a relative L2 error above 0.99) because m is no
+    average of what v is made of (its norm below 1/64 of that of sqrt(v), as in some kinds of Adafactor).
+
+    Args:
+        step: distance of grid points in units of m / sqrt(v), in (0, 16]; None: `grid_step` of `Config.rate`.
+        alpha: relative error where there is no second moment, see `LogBuckets`; default 0.25.
+        max_error: relative L2 error the array may have, in (0, 1): the widest step that keeps to it, no wider than
+            `step`, else log buckets, else exact. None (default): `Config.max_rel_error`.
+
+    Raises:
+        BadArgumentError: a value out of range.
+    """
+
+    step: float | None = None
+    alpha: float = 0.25
+    max_error: float | None = None
+    id: ClassVar[str] = "first moment"
+
+    def __post_init__(self) -> None:
+        check_field(self, "step", or_none, number, 0, 16, open_low=True)
+        check_limits(self)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the relative L2 error."""
+        step = grid_step(0.0) if self.step is None else self.step
+        for _ in range(1 if self.max_error is None else _ATTEMPTS):
+            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
+            if stored is not None:
+                return stored
+            if self.max_error is None or not math.isfinite(error):
+                break
+            # The error is about in proportion to the step, once that is not much more than the values.
+            step *= 2.0 ** -(max(1, math.ceil(8 * (math.log2(error) - math.log2(self.max_error)))) / 8)
+        return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
+
+    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
+        """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
+        square = placed_with(sibling, leaf.flat)
+
+        def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
+            x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+            symbols, sums, counts = grid_symbols(x, square[start : start + CHUNK], step)
+            return symbols, sums, counts, escapes_of(x, symbols, OFF_GRID, counts)
+
+        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        counts = sum((p[2] for p in parts), np.zeros(256))
+        if counts[OFF_GRID] > 0.01 * leaf.spec.size:
+            return math.inf, None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            table = to_bfloat16(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
+        table[OFF_GRID] = 0.0
+
+        def met(number: int) -> Distortion:
+            start = number * CHUNK
+            symbols, escaped = parts[number][0], parts[number][3]
+            values = grid_values(symbols, square[start : start + CHUNK], table)
+            restored = as_stored(with_escapes(values, symbols, OFF_GRID, escaped), leaf.spec)
+            return distortion(leaf.flat[start : start + CHUNK], restored)
+
+        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
+        if self.max_error is not None and not error <= self.max_error:
+            return error, None
+        if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
+            return math.inf, None
+        columns = columns_of(leaf.spec.shape)
+
+        def packed(number: int) -> bytes:
+            symbols, _, known, escaped = parts[number]
+            start = number * CHUNK
+            return pack_chunk(on_host(symbols), on_host(escaped), known, None, columns, start, numbers=True)
+
+        pieces = [pack_table(table), *map_chunks(packed, range(len(parts)))]
+        return error, Stored("grid", {}, pieces, None, error, "relative L2")
+
+
+def _in_another_unit(leaf: Leaf, square: Array) -> bool:
+    """Whether m is nowhere near the size of sqrt(v), so that it is no average of the gradients that v is made of.
+
+    An average with a beta of 0.999 of mere noise is 1/45 of it; so `_SMALLEST` is below all that Adam makes.
+    """
+    first = second = 0.0
+    for start in range(0, leaf.spec.size, CHUNK):
+        x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+        v = square[start : start + CHUNK]
+        x, v = (x.double(), v.double()) if on_gpu(x) else (x.astype(np.float64), v.astype(np.float64))
+        first, second = first + float((x * x).sum()), second + float(v.sum())
+    return 0 < first < _SMALLEST**2 * second
+
+
+def grid_step(rate: float) -> float:
+    """The step of first moments at a rate: `min(16, max(0.5, sqrt(32000 rate)))`.
+
+    A uniform quantizer's distortion, step**2 / 12, falls by a fixed share with every bit: the step that spends a bit
+    where it is worth `rate` grows with the root of it. The factor is measured: a bit of a first moment is worth a tenth
+    to a fifth of a bit of the weights after 200 further steps (docs/decisions/smaller-deltas.md).
+
+    Example:
+        >>> grid_step(0.0), grid_step(0.0005), grid_step(0.002)
+        (0.5, 4.0, 8.0)
+    """
+    return min(16.0, max(0.5, math.sqrt(32000 * rate)))
+
+
+def decode_grid(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
+) -> ValuesMemory:
+    """The stream format "grid"."""
+    if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
+        raise CorruptDataError(f"grid: {spec.dtype} has none, or its second moment is missing")
+    head = Reader(pieces[0], "grid")
+    table = read_table(head)
+    head.end()
+
+    def one(piece: memoryview, start: int, n: int) -> NpArray:
+        symbols, escaped = read_chunk(piece, n, OFF_GRID)
+        values = grid_values(symbols, sibling[start : start + n], table)
+        restored: NpArray = with_escapes(values, symbols, OFF_GRID, escaped)
+        return restored
+
+    return decoded_values(spec, pieces, one)
+
+
+def square_of(values: Array, spec: LeafSpec) -> Array:
+    """A decoded second moment as the grid needs it: float32, what is negative or not finite as 0."""
+    square = as_float32(values, spec)
+    # Extremes first: they need no memory, and a NaN is an extreme.
+    if not spec.size or (float(square.min()) >= 0 and float(square.max()) < math.inf):
+        return square
+    if on_gpu(square):
+        return square.where((square >= 0) & (square < math.inf), 0.0)
+    return np.where((square >= 0) & (square < np.inf), square, np.float32(0))

@@ -1,0 +1,226 @@
+"""Optimizer moments (any float array) to a stated relative error: the log-bucket index is itself a quantizer.
+
+With `2**b` linear sub-buckets an octave and the midpoint as value, |x~ - x| <= 2**-(b+1) |x| <= alpha |x| for every
+finite x; zero stays zero and nothing else becomes zero. A chunk is
+
+    octave of the smallest and largest magnitude present (varints; none for a chunk of zeros),
+    flags (1: signs follow, 2: values that are not finite follow),
+    an `entropy` block of octave symbols (0 = zero, 1 + octave - smallest), signs and fraction bytes of the nonzero,
+    positions and bit patterns of what is not finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...kernels.arguments import check_field, number, or_none
+from ...kernels.distortion import Distortion
+from ...kernels.floats import FORMATS, bits_for
+from ...kernels.logbucket import bucket_index, bucket_value
+from ...kernels.octaves import MAX_OCTAVES, Octaves, join_octaves, split_octaves
+from .. import entropy
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..errors import CorruptDataError
+from ..format.chunks import Chunk, chunks_of
+from ..format.fields import Reader, Writer
+from ..lossless.exact import Exact
+from ..parallel import map_chunks
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from ..state.unit import scaled_distortion, unit
+
+_SIGNS, _NOT_FINITE = 1, 2
+FINEST = 2.0**-17
+_FINEST_BITS = round(-math.log2(FINEST)) - 1
+_LEAST_ERROR = 0.7 / math.sqrt(12)
+"""About the relative L2 error of one bucket an octave, of values spread evenly over their octaves' logarithms."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesMemory:
+    """Decoded values; no later delta is coded against them."""
+
+    flat: Array
+
+    def values(self, spec: LeafSpec) -> Array:
+        """The decoded array."""
+        return self.flat
+
+
+def check_limits(codec: Any) -> None:
+    """Check what codecs of moments have in common: `alpha` and `max_error`."""
+    check_field(codec, "alpha", number, FINEST, 0.5)
+    check_field(codec, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LogBuckets:
+    """Keep every value to a relative error.
+
+    Args:
+        alpha: largest |x~ - x| / |x|, in [2**-17, 0.5]; default 0.25. What is used is the next power of two below.
+        max_error: relative L2 error the array may have, in (0, 1): alpha is halved until it has no more, and the array
+            stored exactly where 2**-17 is not enough. None (default): `Config.max_rel_error`.
+
+    Raises:
+        BadArgumentError: a value out of range.
+
+    Example:
+        >>> LogBuckets(alpha=0.01)
+        LogBuckets(alpha=0.01, max_error=None)
+    """
+
+    alpha: float = 0.25
+    max_error: float | None = None
+    id: ClassVar[str] = "log-buckets"
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the largest relative error met, with `max_error` the relative L2 error."""
+        fmt = FORMATS[leaf.spec.dtype]
+        bits = bits_for(self.alpha, fmt)
+        if self.max_error is None:
+            return self._at(bits, leaf, parent)[0]
+        # One bit more halves the error: how many are needed follows from those of the first attempt.
+        bits = max(bits, math.ceil(math.log2(_LEAST_ERROR) - math.log2(self.max_error)))
+        scale = unit(_largest_finite(leaf.flat)) if leaf.spec.dtype == "float64" else 1.0
+        while bits <= min(_FINEST_BITS, fmt.mantissa):
+            stored, met = self._at(bits, leaf, parent, scale)
+            if stored.measure == "exact":
+                return stored
+            if met <= self.max_error:
+                return dataclasses.replace(stored, error=met, measure="relative L2")
+            bits += max(1, math.floor(math.log2(met) - math.log2(self.max_error)))
+        note = f"exact: log buckets miss the error target {self.max_error:g}"
+        return dataclasses.replace(Exact().encode(leaf, parent), note=note)
+
+    def _at(self, bits: int, leaf: Leaf, parent: Memory | None, scale: float = 1.0) -> tuple[Stored, float]:
+        """With `2**bits` buckets an octave; and the relative L2 error, taken of values times `scale`."""
+        fmt = FORMATS[leaf.spec.dtype]
+        alone = leaf.spec.size <= CHUNK
+
+        def one(start: int) -> tuple[bytes, Distortion, Array | None] | None:
+            x = leaf.flat[start : start + CHUNK]
+            index = bucket_index(x, bits)
+            octaves = split_octaves(index, bits, fmt.buckets(bits))
+            if octaves is None:
+                return None
+            values = bucket_value(index, bits, leaf.spec.dtype)
+            met = scaled_distortion(x, values, scale)
+            if octaves.odd.size:
+                values[octaves.odd] = x[octaves.odd]
+            return _encode_chunk(octaves, x), met, values if alone else None
+
+        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        done = [p for p in parts if p is not None]
+        if len(done) < len(parts):
+            return _exactly(leaf, parent), 0.0
+        pieces = [piece for piece, _, _ in done]
+        met = sum((d for _, d, _ in done), Distortion(0.0, 0.0, 0.0))
+        # The first moment beside a second one needs the decoded values: they are at hand here.
+        decoded = (lambda: done[0][2]) if alone and done else None
+        stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative", decoded=decoded)
+        return stored, met.relative_l2
+
+
+def _largest_finite(flat: Array) -> float:
+    """The largest magnitude that is a number; 0 where none is."""
+    x = on_host(flat)
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+
+def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
+    stored = Exact().encode(leaf, parent)
+    note = f"exact: magnitudes span more than {MAX_OCTAVES} octaves"
+    return dataclasses.replace(stored, note=note)
+
+
+def _encode_chunk(octaves: Octaves, x: Array) -> bytes:
+    out = Writer()
+    out.varint(octaves.low)
+    out.varint(octaves.high)
+    signs = bool(octaves.negative.any())
+    out.byte(_SIGNS * signs | _NOT_FINITE * bool(octaves.odd.size))
+    out.block(entropy.encode(octaves.symbols))
+    if signs:
+        out.block(entropy.encode(octaves.negative))
+    for plane in octaves.fraction:
+        out.block(entropy.encode(plane))
+    if octaves.odd.size:
+        out.varint(octaves.odd.size)
+        out.raw(octaves.odd.astype("<u4"))
+        out.raw(as_bytes(x[octaves.odd]))
+    return out.done()
+
+
+def decode_log_buckets(
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
+) -> ValuesMemory:
+    """The stream format "log-buckets"."""
+    if spec.dtype not in FORMATS:
+        raise CorruptDataError(f"log buckets: {spec.dtype} has none")
+    fmt = FORMATS[spec.dtype]
+    bits = meta.get("b")
+    if type(bits) is not int or not 0 <= bits <= min(16, fmt.mantissa):
+        raise CorruptDataError(f"log buckets: {bits!r} bits out of range")
+    chunks = chunks_of("log buckets", pieces, spec.nbytes, spec.nbytes, step=CHUNK * spec.itemsize)
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        _decode_chunk(piece, data[part], spec, fmt.octaves, bits)
+
+    map_chunks(one, chunks)
+    return ValuesMemory(from_bytes(data, spec))
+
+
+def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int, bits: int) -> None:
+    n = out.size // spec.itemsize
+    data = Reader(piece, "log buckets")
+    low, high, flags = data.varint(), data.varint(), data.byte()
+    if not low <= high < octaves or high - low >= MAX_OCTAVES or flags > 3:
+        raise CorruptDataError(f"log buckets: octaves {low} to {high}, flags {flags} out of range")
+    symbols = entropy.decode(data.block(), n)
+    if symbols.size and int(symbols.max()) > high - low + 1:
+        raise CorruptDataError("log buckets: an octave is out of range")
+    count = int(np.count_nonzero(symbols))
+    negative = entropy.decode(data.block(), count) if flags & _SIGNS else np.zeros(count, np.uint8)
+    fraction = np.empty(((bits + 7) // 8, count), np.uint8)
+    for plane in fraction:
+        plane[:] = entropy.decode(data.block(), count)
+    if bits % 8 and count and int(fraction[-1].max()) >= 1 << bits % 8:
+        raise CorruptDataError("log buckets: a fraction is out of range")
+    none = np.empty(0, np.int64)
+    index = join_octaves(Octaves(low, high, symbols, negative, fraction, none), bits, octaves << bits)
+    values = bucket_value(index, bits, spec.dtype) if spec.library != "torch" else _torch_values(index, bits, spec)
+    out[:] = as_bytes(values)
+    if flags & _NOT_FINITE:
+        odd = data.varint()
+        if odd > n:
+            raise CorruptDataError("log buckets: more values that are not finite than values")
+        at = data.array("<u4", odd)
+        if odd and int(at.max()) >= n:
+            raise CorruptDataError("log buckets: a position is out of range")
+        out.reshape(n, spec.itemsize)[at] = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+    data.end()
+
+
+def _torch_values(index: NpArray, bits: int, spec: LeafSpec) -> Array:
+    import torch
+
+    return bucket_value(torch.from_numpy(index), bits, spec.dtype)

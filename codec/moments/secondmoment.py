@@ -1,0 +1,338 @@
+"""Second moments as rank one times a power of two.
+
+v as row mean x column mean / mean, as Adafactor keeps it, times a coarse power of two. Most elements need no
+correction, so it costs a few hundredths of a bit; the correction bounds the error of every element, and is right on
+average in the logarithm, so that updates are neither longer nor shorter than they were.
+
+Pieces: (0) block: row factors, block: column factors, both as log buckets of 3 bits or differences to the parent's; the
+table of each symbol's factor. (1 + i) chunk i: block: symbol stream in the context of the parent's symbols; varint
+number of escapes, their float32 patterns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...kernels.arguments import check_field, integer, or_none
+from ...kernels.arrays import on_gpu
+from ...kernels.distortion import Distortion, distortion
+from ...kernels.floats import FORMATS
+from ...kernels.logbucket import bucket_index, bucket_value
+from ...kernels.residual import ESCAPE as NO_RESIDUAL
+from ...kernels.residual import factor_sums, residual_factors, residual_symbols, residual_values
+from .. import entropy
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..errors import BadArgumentError, CorruptDataError
+from ..format.chunks import Chunk, chunks_of
+from ..format.fields import Reader, Writer
+from ..parallel import map_chunks
+from ..state.casting import rounded, to_bfloat16
+from ..state.leaves import Array, LeafSpec, NpArray, from_bytes, on_host
+from .logbuckets import LogBuckets, check_limits
+from .symbolvalues import (
+    as_float32,
+    as_stored,
+    escapes_of,
+    pack_chunk,
+    pack_table,
+    placed_with,
+    put,
+    read_chunk,
+    read_table,
+    room_beside,
+    with_escapes,
+)
+
+_FACTOR_BITS = 3
+_F32 = FORMATS["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMoment:
+    """Store a second moment as rank one times a power of two. Arrays of one dimension are stored as log buckets.
+
+    Args:
+        octaves: width of a correction's cell in powers of two, 1 to 64; a larger one costs less, errs more. None
+            (default): `cell_octaves` of `Config.rate`.
+        alpha: relative error where rank one does not apply, see `LogBuckets`; default 0.25.
+        max_error: relative L2 error the array may have, in (0, 1): rank one with the widest cells that keep to it, none
+            wider than `octaves`, else log buckets, else exact. None (default): `Config.max_rel_error`.
+
+    Raises:
+        BadArgumentError: a value out of range.
+
+    Source: Shazeer and Stern 2018 (Adafactor), section 3, for the estimate.
+    """
+
+    octaves: int | None = None
+    alpha: float = 0.25
+    max_error: float | None = None
+    id: ClassVar[str] = "second moment"
+
+    def __post_init__(self) -> None:
+        check_field(self, "octaves", or_none, integer, 1, 64)
+        check_limits(self)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the largest relative error of an element, with `max_error` relative L2."""
+        shape = matrix_shape(leaf.spec)
+        widest = cell_octaves(0.0) if self.octaves is None else self.octaves
+        target = math.inf if self.max_error is None else self.max_error
+        for octaves in sorted({widest, *range(1, min(widest, 4))}, reverse=True):
+            if shape is None:
+                break
+            if _least_error(octaves) > target:
+                continue
+            stored, met = self._rank_one(leaf, parent, shape, octaves)
+            if met.largest_relative == np.inf:  # a factor took a value beyond the dtype's range
+                break
+            if self.max_error is None:
+                return stored
+            if met.relative_l2 <= target:
+                return dataclasses.replace(stored, error=met.relative_l2, measure="relative L2")
+        return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
+
+    def _rank_one(
+        self, leaf: Leaf, parent: Memory | None, shape: tuple[int, int], octaves: int
+    ) -> tuple[Stored, Distortion]:
+        """As a matrix, with cells of so many octaves; and how far it is from it."""
+        before = _rank_one(parent, leaf.spec)
+        indices = tuple(bucket_index(f, _FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
+        rows, columns = map(_factor_values, indices)
+
+        def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
+            x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+            old = None if before is None else placed_with(before.symbols[start : start + CHUNK], x)
+            symbols, distances, counts = residual_symbols(x, rows, columns, start, octaves, old)
+            return symbols, distances, counts, escapes_of(x, symbols, NO_RESIDUAL, counts)
+
+        starts = range(0, leaf.spec.size, CHUNK)
+        parts = map_chunks(one, starts)
+        distances, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
+        beyond = _beyond(distances, counts)
+        if beyond.any():
+            parts = [_without(part, beyond, leaf, start) for part, start in zip(parts, starts, strict=True)]
+            distances, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
+        table = to_bfloat16(residual_factors(distances, counts))
+        # The first moment beside it needs the decoded values: they are at hand here, where their error is measured.
+        data = room_beside(leaf.flat, leaf.spec)
+
+        def met(number: int) -> Distortion:
+            start, symbols, escaped = starts[number], parts[number][0], parts[number][3]
+            values = residual_values(symbols, rows, columns, start, table)
+            restored = as_stored(with_escapes(values, symbols, NO_RESIDUAL, escaped), leaf.spec)
+            put(data, start, restored)
+            return distortion(leaf.flat[start : start + CHUNK], restored)
+
+        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
+        symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
+        memory = RankOneMemory(symbols, indices[0], indices[1], table, escaped)
+        pieces = _rank_one_pieces(memory, before, [part[2] for part in parts])
+        worst = error.largest_relative
+        return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
+
+
+def _beyond(distances: NpArray, counts: NpArray) -> NpArray:
+    """bool [256]: symbols whose factor no normal bfloat16 holds, so that their elements would come out wrong."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        octaves = np.where(counts > 0, distances / counts, 0.0) / 2.0**23
+    beyond: NpArray = np.abs(octaves) > 125
+    return beyond
+
+
+def _without(
+    part: tuple[Array, NpArray, NpArray, Array], beyond: NpArray, leaf: Leaf, start: int
+) -> tuple[Array, NpArray, NpArray, Array]:
+    """A chunk's symbols, distances, counts and escaped values with some symbols escaped, too."""
+    symbols, distances, counts, _ = part
+    x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
+    symbols[placed_with(beyond, symbols)[symbols.long() if on_gpu(symbols) else symbols]] = NO_RESIDUAL
+    counts = counts.copy()
+    counts[NO_RESIDUAL] += counts[beyond].sum()
+    counts[beyond] = 0
+    return symbols, np.where(beyond, 0.0, distances), counts, escapes_of(x, symbols, NO_RESIDUAL, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class RankOneMemory:
+    """A second moment as it is stored, a byte an element: what the next delta's symbols are coded against.
+
+    Args:
+        symbols: uint8 [n], see `kernels.residual`.
+        rows: int32 [R], log buckets of the row factors.
+        columns: int32 [C], of the column factors.
+        table: float32 [256], factor of each symbol.
+        escaped: float32, the values of the elements without a residual, in order.
+    """
+
+    symbols: NpArray
+    rows: NpArray
+    columns: NpArray
+    table: NpArray
+    escaped: NpArray
+
+    def escapes(self) -> list[NpArray]:
+        """The escaped values of each chunk."""
+        if not self.escaped.size:
+            return [self.escaped] * -(-self.symbols.size // CHUNK)
+        starts = range(0, self.symbols.size, CHUNK)
+        counts = [int(np.count_nonzero(self.symbols[start : start + CHUNK] == NO_RESIDUAL)) for start in starts]
+        return np.split(self.escaped, np.cumsum(counts[:-1]))
+
+    def values(self, spec: LeafSpec) -> Array:
+        """The decoded array."""
+        rows, columns = _factor_values(self.rows), _factor_values(self.columns)
+        data = np.empty(spec.nbytes, np.uint8)
+
+        def one(chunk: tuple[int, NpArray]) -> None:
+            start, escaped = chunk
+            symbols = self.symbols[start : start + CHUNK]
+            values = residual_values(symbols, rows, columns, start, self.table)
+            raw = rounded(with_escapes(values, symbols, NO_RESIDUAL, escaped), spec)
+            data[start * spec.itemsize : start * spec.itemsize + raw.size] = raw
+
+        map_chunks(one, zip(range(0, spec.size, CHUNK), self.escapes(), strict=True))
+        return from_bytes(data, spec)
+
+
+def _rank_one(parent: Memory | None, spec: LeafSpec) -> RankOneMemory | None:
+    """The parent's memory where it is one of this stream (shapes are equal wherever there is a parent)."""
+    return parent if isinstance(parent, RankOneMemory) and parent.symbols.size == spec.size else None
+
+
+def _rank_one_pieces(
+    memory: RankOneMemory, before: RankOneMemory | None, counts: Sequence[NpArray] = ()
+) -> list[bytes]:
+    """The table and the chunks; `counts` of each chunk's symbols, where they are known."""
+    head = Writer()
+    head.block(_pack_factors(memory.rows, None if before is None else before.rows))
+    head.block(_pack_factors(memory.columns, None if before is None else before.columns))
+    head.raw(pack_table(memory.table))
+
+    def one(chunk: tuple[int, NpArray]) -> bytes:
+        start, escaped = chunk
+        old = None if before is None else before.symbols[start : start + CHUNK]
+        known = counts[start // CHUNK] if counts else None
+        return pack_chunk(memory.symbols[start : start + CHUNK], escaped, known, old, memory.columns.size, start)
+
+    starts = range(0, memory.symbols.size, CHUNK)
+    return [head.done(), *map_chunks(one, zip(starts, memory.escapes(), strict=True))]
+
+
+def restate_rank_one(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same symbols and factors against another parent, see `codec.restate`."""
+    if not isinstance(memory, RankOneMemory):
+        raise BadArgumentError("rank one: the memory of another stream cannot be restated")
+    return meta, _rank_one_pieces(memory, _rank_one(parent, spec))
+
+
+def _least_error(octaves: int) -> float:
+    """A relative L2 error that second moments in cells so wide hardly ever stay below, so that they need no trying."""
+    return 0.05 * min(octaves, 3)
+
+
+def cell_octaves(rate: float) -> int:
+    """The width of second moments' cells at a rate: 2 powers of two below 0.01, then 3.
+
+    One is a little better after many restores, and takes a fifth more bytes where checkpoints are far apart.
+
+    Example:
+        >>> cell_octaves(0.0), cell_octaves(0.01)
+        (2, 3)
+    """
+    return 2 if rate < 0.01 else 3
+
+
+def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:
+    """Rows and columns an array is factored by: its first axis against the rest; None where that makes no matrix."""
+    if len(spec.shape) < 2 or spec.dtype not in ("float32", "bfloat16"):
+        return None
+    rows = spec.shape[0]
+    columns = spec.size // rows if rows else 0
+    return (rows, columns) if rows > 1 and columns > 1 else None
+
+
+def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArray, NpArray]:
+    """Row means, and column means over the mean of all: their products are the rank-one estimate."""
+    step = max(1, CHUNK // shape[1])
+    rows = np.empty(shape[0])
+    columns = np.zeros(shape[1])
+    for start in range(0, shape[0], step):
+        part = as_float32(flat[start * shape[1] : (start + step) * shape[1]], spec)
+        by_row, by_column = factor_sums(part, shape[1])
+        rows[start : start + step] = by_row / shape[1]
+        columns += by_column
+    columns /= shape[0]
+    mean = rows.mean()
+    columns = columns / mean if mean > 0 else columns
+    return np.maximum(rows, 0).astype(np.float32), np.maximum(columns, 0).astype(np.float32)
+
+
+def _factor_values(index: NpArray) -> NpArray:
+    """Factors, float32, of their log buckets, int32, as `bucket_index` counts them."""
+    values: NpArray = bucket_value(index, _FACTOR_BITS, "float32")
+    return values
+
+
+def _pack_factors(index: NpArray, before: NpArray | None) -> bytes:
+    """Log buckets of factors, or their zig-zag differences to the parent's, as two planes of bytes."""
+    numbers = index - np.int32(_F32.buckets(_FACTOR_BITS))
+    if before is not None:
+        step = index - before
+        numbers = (step << 1) ^ (step >> 31)
+    out = Writer()
+    for shift in (0, 8):
+        out.block(entropy.encode(((numbers >> shift) & 255).astype(np.uint8)))
+    return out.done()
+
+
+def _read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
+    reader = Reader(data, "factors")
+    numbers = np.zeros(n, np.int32)
+    for shift in (0, 8):
+        numbers += entropy.decode(reader.block(), n).astype(np.int32) << shift
+    reader.end()
+    buckets = np.int32(_F32.buckets(_FACTOR_BITS))
+    index = numbers + buckets if before is None else before + ((numbers >> 1) ^ -(numbers & 1))
+    if n and not buckets <= int(index.min()) <= int(index.max()) <= 2 * buckets:
+        raise CorruptDataError("factors: a bucket is out of range")
+    return index
+
+
+def decode_rank_one(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
+) -> RankOneMemory:
+    """The stream format "rank-one"."""
+    shape = matrix_shape(spec)
+    if shape is None:
+        raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is no matrix of it")
+    chunks = chunks_of("rank one", pieces, spec.size, 8 * (shape[0] + shape[1]) + spec.size, step=CHUNK, head=True)
+    head = Reader(pieces[0], "rank one")
+    before = _rank_one(parent, spec)
+    rows = _read_factors(head.block(), shape[0], None if before is None else before.rows)
+    columns = _read_factors(head.block(), shape[1], None if before is None else before.columns)
+    table = read_table(head)
+    head.end()
+
+    symbols = np.empty(spec.size, np.uint8)
+
+    def one(chunk: Chunk) -> NpArray:
+        piece, part = chunk
+        own, old = symbols[part], None if before is None else before.symbols[part]
+        own[:], escaped = read_chunk(piece, own.size, NO_RESIDUAL, old)
+        return escaped
+
+    escaped = np.concatenate(map_chunks(one, chunks))
+    return RankOneMemory(symbols, rows, columns, table, escaped)

@@ -1,0 +1,146 @@
+"""What the pieces of both moments share: tables of a value for each symbol, and values that have no symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...kernels.arrays import on_gpu
+from .. import entropy
+from ..base import CHUNK
+from ..errors import CorruptDataError
+from ..format.chunks import Chunk, chunks_of
+from ..format.fields import Reader, Writer
+from ..parallel import map_chunks
+from ..state.casting import float_values, rounded
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from .logbuckets import ValuesMemory
+
+
+def as_float32(flat: Array, spec: LeafSpec) -> Array:
+    """Values as float32, on their GPU or as NumPy; exact for the dtypes `matrix_shape` admits."""
+    return flat.float() if on_gpu(flat) else float_values(as_bytes(flat), spec)
+
+
+def placed_with(x: Array, flat: Array) -> Array:
+    """An array on the GPU of another, or as NumPy on the host where that is."""
+    if not on_gpu(flat):
+        return on_host(x)
+    import torch
+
+    return torch.as_tensor(x).to(flat.device)
+
+
+def room_beside(flat: Array, spec: LeafSpec) -> Array:
+    """Room for decoded values, where the values are."""
+    return flat.new_empty(spec.size) if on_gpu(flat) else from_bytes(np.empty(spec.nbytes, np.uint8), spec)
+
+
+def put(room: Array, start: int, part: Array) -> None:
+    """Write decoded values from an element on. On the host as bytes: torch would begin threads of its own to copy."""
+    if on_gpu(room):
+        room[start : start + part.shape[0]] = part
+    elif part.shape[0]:
+        data = as_bytes(part)
+        at = start * (data.size // part.shape[0])
+        as_bytes(room)[at : at + data.size] = data
+
+
+def as_stored(values: Array, spec: LeafSpec) -> Array:
+    """float32 values in the array's dtype, where they are."""
+    if on_gpu(values):
+        return values.bfloat16() if spec.dtype == "bfloat16" else values
+    return from_bytes(rounded(values, spec), spec)
+
+
+def escapes_of(x: Array, symbols: Array, escape: int, counts: NpArray) -> Array:
+    """The values without a symbol of their own, in order."""
+    return x[symbols == escape] if counts[escape] else x[:0]
+
+
+def with_escapes(values: Array, symbols: Array, escape: int, escaped: Array) -> Array:
+    """The values with those put back that `escapes_of` took out."""
+    if len(escaped):
+        values[symbols == escape] = escaped
+    return values
+
+
+def pack_table(table: NpArray) -> bytes:
+    """The entries that are not zero: how many; of each the steps from the one before, less one; their bfloat16s."""
+    used = np.flatnonzero(table)
+    out = Writer()
+    out.varint(used.size)
+    for gap in np.diff(used, prepend=-1):
+        out.varint(int(gap) - 1)
+    out.raw((table[used].view(np.uint32) >> np.uint32(16)).astype("<u2"))
+    return out.done()
+
+
+def read_table(data: Reader) -> NpArray:
+    """float32 [256]: what `pack_table` wrote; raises CorruptDataError."""
+    count = data.varint()
+    if count > 256:
+        raise CorruptDataError(f"moment: a table of {count} values")
+    at = -1
+    used = []
+    for _ in range(count):
+        at += 1 + data.varint()
+        used.append(at)
+    if at > 255:
+        raise CorruptDataError("moment: an entry is beyond the table")
+    table = np.zeros(256, np.uint32)
+    table[used] = data.array("<u2", count).astype(np.uint32) << np.uint32(16)
+    values = table.view(np.float32)
+    if not np.isfinite(values).all():
+        raise CorruptDataError("moment: a value of the table is not finite")
+    return values
+
+
+def pack_chunk(
+    symbols: NpArray,
+    escaped: NpArray,
+    counts: NpArray | None,
+    before: NpArray | None,
+    columns: int,
+    start: int,
+    *,
+    numbers: bool = False,
+) -> bytes:
+    """The chunk at `start` of a matrix of so many columns; `counts` of its symbols, where they are known."""
+    out = Writer()
+    if before is None:
+        known = None if counts is None else counts.astype(np.int64)
+        out.block(entropy.encode(symbols, known, columns, start, numbers=numbers))
+    else:
+        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
+    out.varint(escaped.size)
+    out.raw(escaped.astype("<f4", copy=False))
+    return out.done()
+
+
+def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
+    """The n symbols and the escaped values that `pack_chunk` wrote; raises CorruptDataError."""
+    data = Reader(piece, "moment")
+    symbols = entropy.decode(data.block(), n, before, 256)
+    count = data.varint()
+    if count != int(np.count_nonzero(symbols == escape)):
+        raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
+    escaped = data.array("<f4", count)
+    data.end()
+    return symbols, escaped
+
+
+def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:
+    """An array by chunks, `one(piece, start, n)` giving the float32 values of each; raises CorruptDataError."""
+    chunks = chunks_of("moment", pieces, spec.size, spec.nbytes, step=CHUNK, head=True)
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def decode(chunk: Chunk) -> None:
+        piece, part = chunk
+        values = rounded(one(piece, part.start, part.stop - part.start), spec)
+        data[part.start * spec.itemsize : part.stop * spec.itemsize] = values
+
+    map_chunks(decode, chunks)
+    return ValuesMemory(from_bytes(data, spec))

@@ -1,0 +1,378 @@
+"""Array leaves: what a leaf is made of, its values as flat bytes or bit patterns, and the same kind of array back.
+
+Inside the codec an array is one of two things, both flat and contiguous: a NumPy array or a torch tensor (CUDA ones
+stay on their device until only a small result is left to copy). JAX and others are read as NumPy and handed back
+through their own namespace.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.arrays import DEVICES, is_torch
+from ..errors import CorruptDataError, UnsupportedLeafError
+
+Array = Any
+NpArray = np.ndarray[Any, Any]
+
+# Libraries a file may name: nothing else is ever imported because a file says so.
+LIBRARIES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "numpy scalar": "numpy",
+    "jax": "jax.numpy",
+    "cupy": "cupy",
+    "array_api_strict": "array_api_strict",
+}
+_MAX_ELEMENTS = 1 << 48
+_MAX_ITEM = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """Everything about an array but its values.
+
+    `dtype` is the library's name of it (`bfloat16`), or NumPy's typestring where the name would lose something (`>f4`).
+    """
+
+    library: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return _item_size(self.library, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf is an array: torch, NumPy (scalars too), or anything with the array API's namespace."""
+    return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or hasattr(value, "__array_namespace__")
+
+
+@functools.cache
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+_NATIVE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64|96|128)|complex(64|128|192|256)")
+_EXTENSION = re.compile(r"bfloat16|b?complex32|float8_\w{1,20}|float[46]_\w{1,20}|u?int[1-7]")
+_TYPESTRING = re.compile(r"[<>|=][biufcmMSU][1-9]\d{0,8}(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?|[<>][mM]8")
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype a file names; nothing but plain numbers, fixed strings and dates is let through to NumPy's parser."""
+    try:
+        if _NATIVE.fullmatch(name) or _TYPESTRING.fullmatch(name):
+            return np.dtype(name)
+        if _EXTENSION.fullmatch(name):
+            extension: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+            return extension
+    except (ImportError, AttributeError, TypeError, ValueError):
+        pass
+    raise CorruptDataError(f"header: no dtype {name[:40]!r} here")
+
+
+def _torch_dtype(name: str) -> Any:
+    torch = _torch()
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptDataError(f"header: torch has no dtype {name!r}")
+    return dtype
+
+
+@functools.cache
+def _item_size(library: str, dtype: str) -> int:
+    return int(_torch_dtype(dtype).itemsize if library == "torch" else _numpy_dtype(dtype).itemsize)
+
+
+def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
+    """The spec of an array leaf and its values as a flat, contiguous NumPy array or torch tensor.
+
+    No copy is made of what is contiguous already. NumPy arrays of foreign byte order come as their bytes (uint8).
+
+    Raises:
+        UnsupportedLeafError: object arrays, structured arrays, sparse, quantized, meta tensors, unknown subclasses.
+    """
+    if is_torch(value):
+        return _read_torch(value, path)
+    if isinstance(value, np.generic):
+        if isinstance(value, (bytes, str)):
+            return _read_text(value, path)
+        spec, flat = _read_numpy(np.asarray(value), path)
+        return LeafSpec("numpy scalar", spec.dtype, ()), flat
+    if isinstance(value, np.ndarray):
+        return _read_numpy(value, path)
+    try:
+        library = value.__array_namespace__().__name__.split(".")[0]
+    except (NotImplementedError, TypeError, AttributeError):
+        raise UnsupportedLeafError(f"{path}: {type(value).__qualname__} is no array with values") from None
+    if library not in LIBRARIES:
+        raise UnsupportedLeafError(f"{path}: arrays of {library} are not known; convert it to NumPy or torch")
+    try:
+        if library == "array_api_strict":
+            host = np.from_dlpack(value)
+        elif library == "cupy":
+            host = value.get()
+        else:
+            host = np.asarray(value)
+    except (RuntimeError, TypeError) as e:  # JAX: deleted or donated arrays, tracers
+        why = str(e).partition("\n")[0]
+        raise UnsupportedLeafError(f"{path}: the values of this {library} array cannot be read: {why}") from None
+    spec, flat = _read_numpy(host, path)
+    return LeafSpec(library, spec.dtype, spec.shape), flat
+
+
+def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
+    if type(x) is not np.ndarray and not isinstance(x, np.memmap):
+        raise UnsupportedLeafError(
+            f"{path}: the ndarray subclass {type(x).__qualname__} cannot be rebuilt from its values"
+        )
+    dtype = x.dtype
+    if not 0 < dtype.itemsize <= _MAX_ITEM:
+        raise UnsupportedLeafError(f"{path}: items of {dtype.itemsize} bytes; 1 to {_MAX_ITEM} can be stored")
+    if (
+        dtype.hasobject
+        or dtype.names is not None
+        or (dtype.kind == "V" and dtype.str.startswith("|V") and dtype.name[0:4] == "void")
+    ):
+        raise UnsupportedLeafError(f"{path}: NumPy dtype {dtype} cannot be stored without pickle")
+    extension = dtype.kind == "V" or dtype.type.__module__ == "ml_dtypes"
+    if extension and not dtype.isnative:
+        raise UnsupportedLeafError(
+            f"{path}: {dtype.name} in foreign byte order cannot be stored; give it in the machine's, "
+            'x.astype(x.dtype.newbyteorder("="))'
+        )
+    plain = dtype.kind in "biufc" and dtype.isnative
+    name = dtype.name if extension or plain else dtype.str
+    flat = np.ascontiguousarray(x).reshape(-1)
+    if not extension and not plain:
+        flat = flat.view(np.uint8)
+    return LeafSpec("numpy", name, tuple(x.shape)), flat
+
+
+def _read_text(value: bytes | str, path: str) -> tuple[LeafSpec, NpArray]:
+    """A scalar of text. As an array it would lose NULs at its end; what is empty is an array of no text."""
+    dtype = np.dtype(f"{'S' if isinstance(value, bytes) else 'U'}{max(1, len(value))}")
+    if dtype.itemsize > _MAX_ITEM:
+        raise UnsupportedLeafError(f"{path}: items of {dtype.itemsize} bytes; 1 to {_MAX_ITEM} can be stored")
+    data = bytes(value) if isinstance(value, bytes) else value.encode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass")
+    return LeafSpec("numpy scalar", dtype.str, () if data else (0,)), np.frombuffer(data, np.uint8)
+
+
+@functools.cache
+def _plain_tensors() -> tuple[type, ...]:
+    nn = _torch().nn
+    return (_torch().Tensor, nn.Parameter, nn.Buffer, nn.parameter.UninitializedParameter)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a tensor is spread over processes (a DTensor), without importing what those need."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(value, distributed.DTensor)
+
+
+def local_part(value: Any) -> Any:
+    """This process's part of a sharded tensor; any other as it is."""
+    return value.to_local() if is_sharded(value) else value
+
+
+def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
+    torch = _torch()
+    if is_sharded(t):
+        t = t.full_tensor()
+    plain = _plain_tensors()
+    if type(t) not in plain and not (isinstance(t, torch.nn.Parameter) and type(t.data) is torch.Tensor):
+        raise UnsupportedLeafError(
+            f"{path}: the tensor subclass {type(t).__qualname__} cannot be rebuilt from its values"
+        )
+    if type(t) is plain[3]:
+        raise UnsupportedLeafError(f"{path}: an uninitialized parameter has no values")
+    if t.is_nested or t.layout is not torch.strided or t.is_quantized or t.device.type == "meta":
+        odd = (("nested", t.is_nested), ("quantized", t.is_quantized), ("meta", t.device.type == "meta"))
+        what = next((name for name, is_so in odd if is_so), str(t.layout))
+        raise UnsupportedLeafError(f"{path}: a {what} tensor has no plain values; convert it first")
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        raise UnsupportedLeafError(f"{path}: a tensor inside vmap or grad has no values of its own")
+    if t._is_zerotensor():
+        t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+    name = _dtype_name(t.dtype)
+    shape = tuple(t.shape)
+    span = t.numel()
+    if span and not t.is_contiguous():
+        span = sum((n - 1) * s for n, s in zip(shape, t.stride(), strict=True)) + 1
+    if (t.storage_offset() + span) * t.element_size() > t.untyped_storage().nbytes() and span:
+        raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
+    t = t.detach().resolve_conj().resolve_neg()
+    if t.is_contiguous():
+        flat = t.reshape(-1)
+    else:
+        # Copied as integers: torch cannot copy every dtype it has.
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(t.element_size())
+        plain = t if integers is None else t.view(integers)
+        flat = plain.reshape(-1).contiguous().view(t.dtype)
+    if flat.device.type not in DEVICES:
+        flat = flat.cpu()
+    return LeafSpec("torch", name, shape), flat
+
+
+def as_bytes(flat: Array) -> NpArray:
+    """The bytes of a flat array on the host, as uint8, without a copy where it is there already."""
+    if is_torch(flat):
+        torch = _torch()
+        if flat.numel() == 0:
+            return np.empty(0, np.uint8)
+        flat = flat.cpu()
+        data: NpArray = flat.view(torch.uint8).numpy() if flat.dtype != torch.uint8 else flat.numpy()
+        return data
+    return np.asarray(flat).view(np.uint8)
+
+
+def on_host(x: Array) -> NpArray:
+    """A torch tensor or NumPy array as NumPy."""
+    host: NpArray = x.cpu().numpy() if is_torch(x) else x
+    return host
+
+
+def blocks(size: int, wanted: int, length: int = 1024) -> Any:
+    """Places of about `wanted` elements out of `size`, in blocks at even distances (int64, ascending); a slice where
+    that is all of them."""
+    if wanted >= size:
+        return slice(None)
+    starts = np.linspace(0, size - length, -(-wanted // length)).astype(np.int64)
+    return np.unique((starts[:, None] + np.arange(length)).reshape(-1))
+
+
+def taken(flat: Array, at: Any) -> Array:
+    """The elements at some places (int64, or a slice), on the host, in the library of the array."""
+    if not is_torch(flat):
+        return np.ascontiguousarray(flat[at])
+    if isinstance(at, slice):
+        return flat.cpu()
+    return flat[_torch().from_numpy(at).to(flat.device)].cpu()
+
+
+def largest(flat: Array) -> float:
+    """The largest magnitude; 0 of an empty array, NaN where one is in it."""
+    return max(float(flat.max()), -float(flat.min())) if flat.shape[0] else 0.0
+
+
+def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
+    """A flat torch tensor or NumPy array over these bytes (uint8, writable, exactly `spec.nbytes`)."""
+    if spec.library == "torch":
+        # NumPy gives an empty array strides that torch does not view.
+        tensor = _torch().from_numpy(data) if data.size else _torch().empty(0, dtype=_torch().uint8)
+        return tensor.view(_torch_dtype(spec.dtype))
+    return data.view(_numpy_dtype(spec.dtype))
+
+
+def build_leaf(flat: Array, spec: LeafSpec) -> Array:
+    """The array a user gets back: the library, dtype and shape it was stored with (torch tensors on the CPU)."""
+    shaped = flat.reshape(spec.shape)
+    if spec.library in ("torch", "numpy"):
+        return shaped
+    if spec.library == "numpy scalar":
+        return _text(shaped) if shaped.dtype.kind in "SU" else shaped[()]
+    try:
+        namespace = importlib.import_module(LIBRARIES[spec.library])
+    except ImportError:
+        raise UnsupportedLeafError(
+            f"an array of {spec.library} was stored, and {spec.library} is not installed here"
+        ) from None
+    array = namespace.asarray(shaped)
+    if str(array.dtype).rsplit(".", 1)[-1] != spec.dtype:
+        raise UnsupportedLeafError(
+            f"{spec.library} makes {array.dtype} of a stored {spec.dtype} (JAX: enable jax_enable_x64 to read it)"
+        )
+    return array
+
+
+def _text(x: NpArray) -> np.bytes_ | np.str_:
+    """An array of one text, or of none, as the scalar it was: indexing it would take NULs at its end for padding."""
+    if x.dtype.kind == "S":
+        return np.bytes_(x.tobytes())
+    order = "be" if x.dtype.str.startswith(">") else "le"
+    try:
+        return np.str_(x.tobytes().decode(f"utf-32-{order}", "surrogatepass"))
+    except UnicodeDecodeError:
+        raise CorruptDataError("a text holds what is no character") from None
+
+
+def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
+    """A spec read from a file, with everything checked that a hostile file could lie about."""
+    known = isinstance(library, str) and library in LIBRARIES
+    if not known or not isinstance(dtype, str) or len(dtype) > 40 or not isinstance(shape, list):
+        raise CorruptDataError(f"header: no array of {str(library)[:40]!r}, {str(dtype)[:40]!r}")
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape):
+        raise CorruptDataError(f"header: {str(shape)[:60]} is no shape")
+    spec = LeafSpec(library, dtype, tuple(shape))
+    if library not in ("torch", "numpy", "numpy scalar") and not (
+        _NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)
+    ):
+        raise CorruptDataError(f"header: {library} has no dtype {dtype[:40]!r}")
+    # Libraries multiply the other axes even where one is zero.
+    if math.prod(max(n, 1) for n in shape) >= _MAX_ELEMENTS or spec.itemsize > _MAX_ITEM:
+        raise CorruptDataError(f"header: {str(shape)[:60]} of {dtype} is more than any array has")
+    return spec
+
+
+def check_memory(nbytes: int, what: str) -> None:
+    """Refuse to allocate more than this machine's memory, however honestly a header asks for it."""
+    try:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        limit = 1 << 46
+    if nbytes > limit:
+        raise CorruptDataError(f"{what}: needs {nbytes} bytes, this machine has {limit}")
+
+
+def same_storage_key(value: Array) -> tuple[Any, ...] | None:
+    """Equal for two leaves that are the same memory seen the same way (tied weights); None where it cannot be told."""
+    if is_torch(value):
+        torch = _torch()
+        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            # A wrapper (DTensor and the like) has no storage of its own to compare.
+            return ("object", id(value))
+        if value.is_nested or value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
+            return None
+        try:
+            pointer = value.data_ptr()
+        except RuntimeError:  # inside vmap or grad, or zeros without memory
+            return None
+        return (
+            "torch",
+            str(value.device),
+            pointer,
+            tuple(value.shape),
+            value.stride(),
+            str(value.dtype),
+            value.is_neg(),
+            value.is_conj(),
+        )
+    if isinstance(value, np.ndarray) and value.size:
+        return ("numpy", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+    return None if isinstance(value, np.ndarray | np.generic) else ("object", id(value))

@@ -1,0 +1,332 @@
+"""A state as a flat list of nodes, and back: dict, list, tuple of arrays and plain scalars, without pickle.
+
+The tree is written in preorder, one JSON value a node, so nesting has no depth limit in either direction:
+
+    {"d": [keys]}  dict     {"o": [keys]}  OrderedDict     {"c": [keys]}  Counter     {"w": [keys]}  tensor subclass
+    {"l": n}       list     {"t": n}       tuple           {"a": i}       array number i
+    {"i": "-ff"}   integer beyond 53 bits, hexadecimal     {"f": "7ff8000000000000"}  float that JSON lacks (bits)
+    {"b": "..."}   bytes, base64                           {"k": [..]}    a tuple used as a key
+    {"s": "..."}   text with surrogates, base64 of UTF-8 that lets them pass
+    anything else  itself: a finite float (always with '.' or 'e'), an int, a bool, a str, null
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from json.encoder import encode_basestring_ascii
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
+from .keyspread import is_crowded
+from .subclass import PARTS, Wrapper, is_wrapper, put_together, taken_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Json = Any
+_DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c", Wrapper: "w"}
+DICT_TAGS = tuple(_DICTS.values())
+_SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}
+_EXACT_INT = 1 << 53
+_SURROGATE = re.compile("[\ud800-\udfff]")
+MAX_PATHS = 1 << 27
+"""Characters of all arrays' paths and keys together."""
+CROWDED = "the keys of a dict have hashes that collide; it would take quadratic time to build"
+
+
+# Neither is frozen, though nobody changes them: a state has thousands, and freezing takes half the time of a walk.
+@dataclass(slots=True)
+class ArrayNode:
+    """An array found in a tree: `path` for people and rules, `key` unique even where paths are not.
+
+    Args:
+        exact: whether it is part of a tensor subclass, which no rule may make lossy.
+    """
+
+    path: str
+    key: str
+    value: Any
+    exact: bool = False
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a value stands; its path and key are only spelled out when asked for, for a tree may be deep."""
+
+    above: Place | None
+    name: Any
+    node: Json
+    exact: bool = False
+
+    def path(self) -> str:
+        """Keys joined by "/", for people and rules."""
+        return "/".join(_name(p.name) for p in self._line())
+
+    def key(self) -> str:
+        """Unique even where paths are not: the typed keys."""
+        return "\x1f".join(_json(p.node) for p in self._line())
+
+    def _line(self) -> list[Place]:
+        line = []
+        place: Place | None = self
+        while place is not None and place.above is not None:
+            line.append(place)
+            place = place.above
+        return line[::-1]
+
+
+def _json(node: Json) -> str:
+    # What `json.dumps` makes of a string, without its overhead: almost every key is one.
+    return encode_basestring_ascii(node) if type(node) is str else json.dumps(node)
+
+
+def _name(key: Any) -> str:
+    # Python refuses to spell huge integers in decimal.
+    return format(key, "x") if type(key) is int and not -_EXACT_INT <= key <= _EXACT_INT else str(key)
+
+
+class _Spelled:
+    """Paths and keys of a tree, refused once they would take more memory than any honest tree's."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._left = MAX_PATHS
+        self._error = error
+
+    def __call__(self, place: Place) -> tuple[str, str]:
+        path, key = place.path(), place.key()
+        self._left -= len(path) + len(key)
+        if self._left < 0:
+            raise self._error(f"the paths of this tree are longer than {MAX_PATHS} characters together")
+        return path, key
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def encode_scalar(value: Any, place: Place) -> Json:
+    """A plain scalar as its JSON node; raises UnsupportedLeafError for everything else."""
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        # JSON would join two surrogates to one character.
+        return {"s": _base64(value.encode("utf-8", "surrogatepass"))} if _SURROGATE.search(value) else value
+    if kind is int:
+        return value if -_EXACT_INT <= value <= _EXACT_INT else {"i": format(value, "x")}
+    if kind is float:
+        return value if math.isfinite(value) else {"f": struct.pack(">d", value).hex()}
+    if kind is bytes:
+        return {"b": _base64(value)}
+    raise UnsupportedLeafError(
+        f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be stored without pickle; "
+        f"allowed are dict, list, tuple, arrays, int, float, bool, str, bytes and None{_hint(value)}"
+    )
+
+
+def _hint(value: Any) -> str:
+    """For modules, optimizers, schedulers, and for the containers of JAX: what to pass instead."""
+    if callable(getattr(value, "state_dict", None)):
+        return "; pass its state_dict()"
+    made = isinstance(value, tuple) or (is_dataclass(value) and not isinstance(value, type))
+    return "; of a JAX pytree pass trainers.jax.nested(tree), fitted gives it back" if made else ""
+
+
+def _encode_key(key: Any, place: Place) -> Json:
+    if type(key) is tuple:
+        return {"k": [_encode_key(k, place) for k in key]}
+    try:
+        return encode_scalar(key, place)
+    except UnsupportedLeafError:
+        kind = type(key)
+        raise UnsupportedLeafError(
+            f"{place.path() or '<root>'}: a key of type {kind.__module__}.{kind.__qualname__} "
+            "cannot be stored without pickle"
+        ) from None
+
+
+def flatten(
+    state: Any, is_array: Callable[[Any], bool], *, spell: bool = True, name: str = "the state"
+) -> tuple[list[Json], list[ArrayNode]]:
+    """Take a state apart.
+
+    Args:
+        state: dict, list or tuple, any nesting.
+        is_array: says which values are arrays; every other leaf must be a plain scalar.
+        spell: give each array its path and key; without, they are "", which takes half the time.
+        name: what messages call the root.
+
+    Returns:
+        The nodes in preorder, and the arrays in the order of their `{"a": i}` nodes.
+
+    Raises:
+        BadArgumentError: the root is no dict, list or tuple, or the tree contains itself.
+        UnsupportedLeafError: a leaf, key or container type that cannot be rebuilt without pickle.
+    """
+    if type(state) not in _DICTS and type(state) not in _SEQUENCES:
+        raise BadArgumentError(
+            f"{name} must be a tree (dict, list or tuple of arrays and scalars), not {type(state).__qualname__}"
+            f"{_hint(state)}"
+        )
+    nodes: list[Json] = []
+    arrays: list[ArrayNode] = []
+    ancestors: set[int] = set()
+    spelled = _Spelled(BadArgumentError)
+    # A container is followed on the stack by a mark that ends its ancestry.
+    stack: list[tuple[Any, Place | None]] = [(state, Place(None, "", ""))]
+    while stack:
+        value, place = stack.pop()
+        if place is None:
+            ancestors.discard(value)
+            continue
+        inside = place.exact
+        if is_array(value):
+            if not is_wrapper(value):
+                nodes.append({"a": len(arrays)})
+                arrays.append(ArrayNode(*(spelled(place) if spell else ("", "")), value, inside))
+                continue
+            value = taken_apart(value, place.path())
+        kind = type(value)
+        inside = inside or kind is Wrapper
+        children: list[tuple[Any, Place | None]]
+        if kind in _DICTS:
+            keys = [_encode_key(k, place) for k in value]
+            if is_crowded(list(value)):
+                raise UnsupportedLeafError(f"{place.path() or '<root>'}: {CROWDED}")
+            nodes.append({_DICTS[kind]: keys})
+            children = [(v, Place(place, k, e, inside)) for (k, v), e in zip(value.items(), keys, strict=True)]
+        elif kind in _SEQUENCES:
+            nodes.append({_SEQUENCES[kind]: len(value)})
+            children = [(v, Place(place, i, i, inside)) for i, v in enumerate(value)]
+        elif isinstance(value, dict | list | tuple):
+            raise UnsupportedLeafError(
+                f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be rebuilt without pickle; "
+                f"convert it to a plain dict, list or tuple{_hint(value)}"
+            )
+        else:
+            nodes.append(encode_scalar(value, place))
+            continue
+        if id(value) in ancestors:
+            raise BadArgumentError(f"{place.path()}: the tree contains itself")
+        ancestors.add(id(value))
+        stack.append((id(value), None))
+        stack.extend(reversed(children))
+    return nodes, arrays
+
+
+def _decode_scalar(node: Json) -> Any:
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return node
+    if isinstance(node, dict) and len(node) == 1:
+        ((tag, text),) = node.items()
+        if isinstance(text, str):
+            try:
+                if tag == "i":
+                    return int(text, 16)
+                if tag == "f":
+                    (value,) = struct.unpack(">d", bytes.fromhex(text))
+                    return value
+                if tag == "b":
+                    return base64.b64decode(text, validate=True)
+                if tag == "s":
+                    return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
+            except (ValueError, struct.error, binascii.Error):
+                pass
+    raise CorruptDataError(f"header: {str(node)[:60]} is no tree node")
+
+
+def _decode_key(node: Json) -> Any:
+    if isinstance(node, dict) and set(node) == {"k"} and isinstance(node["k"], list):
+        return tuple(_decode_key(k) for k in node["k"])
+    return _decode_scalar(node)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A container whose children are still to come; `keys` are the decoded ones and `nodes` as they were written."""
+
+    tag: str
+    keys: list[Any] | None
+    nodes: list[Any] | None
+    place: Place
+    items: list[Any]
+    size: int
+    rebuild: bool = False
+
+    def next_place(self) -> Place:
+        at = len(self.items)
+        if self.keys is None or self.nodes is None:
+            return Place(self.place, at, at)
+        return Place(self.place, self.keys[at], self.nodes[at])
+
+    def close(self) -> Any:
+        if self.keys is None:
+            return self.items if self.tag == "l" else tuple(self.items)
+        if self.tag == "o":
+            return OrderedDict(zip(self.keys, self.items, strict=True))
+        made: dict[Any, Any] = Counter() if self.tag == "c" else Wrapper() if self.tag == "w" else {}
+        for key, value in zip(self.keys, self.items, strict=True):
+            made[key] = value
+        if len(made) != len(self.keys):
+            raise CorruptDataError("header: a key stands twice")
+        # Of a partial load there may be no whole one.
+        if self.rebuild and isinstance(made, Wrapper) and made.keys() == PARTS:
+            return put_together(made, self.place.path())
+        return made
+
+
+def unflatten(
+    nodes: Sequence[Json], array: Callable[[int, Callable[[], tuple[str, str]]], Any], *, rebuild: bool = False
+) -> Any:
+    """Build the tree again; the inverse of `flatten`.
+
+    Args:
+        nodes: nodes in preorder.
+        array: called for each array node, in preorder, with its number and a function that spells (path, key) of its
+            place; its result becomes the leaf.
+        rebuild: put tensor subclasses together; else they stay `Wrapper`s, which `flatten` takes as what they were.
+
+    Raises:
+        CorruptDataError: the nodes are no tree.
+        UnsupportedLeafError: a tensor subclass is not known here.
+    """
+    spelled = _Spelled(CorruptDataError)
+    root: list[Any] = []
+    # The root's own place has no name: it stands above all paths.
+    stack = [_Open("l", None, None, Place(None, "", ""), root, 1)]
+    for node in nodes:
+        while len(stack) > 1 and len(stack[-1].items) == stack[-1].size:
+            done = stack.pop()
+            stack[-1].items.append(done.close())
+        top = stack[-1]
+        if len(top.items) == top.size:
+            raise CorruptDataError("header: the tree has nodes beyond its end")
+        place = top.next_place() if len(stack) > 1 else top.place
+        tag, body = next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+        if tag == "a" and type(body) is int:
+            top.items.append(array(body, partial(spelled, place)))
+        elif tag in ("l", "t") and type(body) is int and 0 <= body <= len(nodes):
+            stack.append(_Open(tag, None, None, place, [], body))
+        elif tag in DICT_TAGS and isinstance(body, list):
+            keys = [_decode_key(k) for k in body]
+            if is_crowded(keys):
+                raise CorruptDataError(f"header: {CROWDED}")
+            stack.append(_Open(tag, keys, body, place, [], len(keys), rebuild))
+        else:
+            top.items.append(_decode_scalar(node))
+    while len(stack) > 1:
+        done = stack.pop()
+        if len(done.items) != done.size:
+            raise CorruptDataError("header: the tree ends early")
+        stack[-1].items.append(done.close())
+    if len(root) != 1:
+        raise CorruptDataError("header: the tree is empty")
+    return root[0]

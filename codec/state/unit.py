@@ -1,0 +1,27 @@
+"""Arrays brought near 1 by a power of two, so that squares neither overflow nor vanish."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...kernels.distortion import Distortion, distortion
+from .leaves import Array
+
+
+def unit(largest: float) -> float:
+    """A power of two that brings `largest` near 1, so that squares neither overflow nor vanish; 1 where they do not."""
+    if largest == 0.0 or 1e-100 < largest < 1e100:
+        return 1.0
+    return math.ldexp(1.0, max(-1000, min(1000, -math.frexp(largest)[1])))
+
+
+def scaled_distortion(x: Array, y: Array, scale: float) -> Distortion:
+    """The distortion of arrays brought near 1 by `unit`; its sums are in those units, its ratios the arrays' own."""
+    if scale == 1.0:
+        return distortion(x, y)
+    # In float64, whatever they are: the scale may be beyond float32.
+    a, b = (v.astype(np.float64, copy=False) if isinstance(v, np.ndarray) else v.double() for v in (x, y))
+    with np.errstate(invalid="ignore", under="ignore"):
+        return distortion(a * scale, b * scale)

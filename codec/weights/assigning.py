@@ -1,0 +1,113 @@
+"""Which level each weight gets, and what it is restored to; where the drift is known, ahead of it (`aim`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...kernels.arrays import is_torch, on_gpu
+from ...kernels.assign import Thresholds, assign, dequantize
+from ...kernels.distortion import Distortion
+from ...kernels.extrapolate import extrapolate
+from ..base import CHUNK, Leaf
+from ..parallel import map_chunks
+from ..state.leaves import Array, NpArray, from_bytes, on_host
+from ..state.unit import scaled_distortion
+from .aim import Distances, coarse
+from .importance import weights_of
+from .levels import LevelsMemory, codebook_array
+from .protected import held_values
+from .ratedistortion import cheapest_levels
+from .trade import Trade
+
+_TRIES = 2
+"""Aims that are tried before none."""
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What becomes of a chunk beside its levels."""
+
+    protected: NpArray
+    distances: Distances
+
+
+def assigned(
+    leaf: Leaf, limits: Thresholds, trade: Trade, codebook: NpArray, before: LevelsMemory | None, scale: float
+) -> tuple[LevelsMemory, Distortion]:
+    """Levels of all elements, the values of the protected ones as they will be restored, and the distortion.
+
+    Args:
+        leaf: the array.
+        limits: of what is pruned and what is protected.
+        trade: what the rate-distortion encoder weighs.
+        codebook: float64, ascending, values of the array's dtype.
+        before: the parent, or None.
+        scale: of the distortion, see `codebook.scaled_distortion`.
+    """
+    aim = 0.0 if before is None else before.aim
+    for _ in range(_TRIES):
+        memory, met, over = _coded(leaf, limits, trade, codebook, before, scale, aim)
+        if not over:
+            return memory, met
+        aim = coarse(aim - over)
+    return _coded(leaf, limits, trade, codebook, before, scale, 0.0)[:2]
+
+
+def _coded(
+    leaf: Leaf,
+    limits: Thresholds,
+    trade: Trade,
+    codebook: NpArray,
+    before: LevelsMemory | None,
+    scale: float,
+    aim: float,
+) -> tuple[LevelsMemory, Distortion, float]:
+    """As `assigned`, with an aim; beside it by how much that was too far, 0 where it will do."""
+    levels = np.empty(leaf.spec.size, np.uint8)
+    native = codebook_array(codebook, leaf.spec)
+    # Prices are compared in float32: what it does not hold stays at the nearest levels.
+    keeps = bool(trade.price) and codebook.size > 0 and float(np.abs(codebook).max()) <= _LARGEST
+
+    def one(start: int) -> _Part:
+        part = slice(start, start + CHUNK)
+        x = leaf.flat[part]
+        gradient = None if leaf.gradient is None else leaf.gradient[part]
+        earlier = None if leaf.earlier is None or not codebook.size else leaf.earlier[part]
+        wanted = x if earlier is None or not aim else extrapolate(x, earlier, aim)
+        own = assign(wanted, limits, codebook, gradient=gradient)
+        if keeps:
+            parent = None if before is None else before.levels[part]
+            matters = None
+            if trade.mean and leaf.importance is not None:
+                matters = weights_of(leaf.importance[part], trade.mean, trade.scale)
+            parent_size = 1 if before is None else before.size
+            own = cheapest_levels(wanted, own, parent, parent_size, codebook, trade.price, matters)
+        held = held_values(_where_protected(x, own), leaf.spec)
+        values = native.to(x.device) if is_torch(x) else native
+        protected = from_bytes(held, leaf.spec)
+        restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
+        levels[part] = on_host(own)
+        met = scaled_distortion(x, restored, scale)
+        if earlier is None:
+            return _Part(held, Distances(met))
+        drift, gone = scaled_distortion(x, earlier, scale), scaled_distortion(earlier, restored, scale)
+        return _Part(held, Distances(met, drift, gone))
+
+    parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+    protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
+    distances = sum((p.distances for p in parts), Distances())
+    memory = LevelsMemory(levels, codebook, protected, limits, distances.next_aim(aim, leaf.lead))
+    return memory, distances.met, distances.overshoot(aim, leaf.lead)
+
+
+def _where_protected(x: Array, levels: Array) -> Array:
+    """The elements of level 1, in order."""
+    if not is_torch(x) or on_gpu(x):
+        return x[levels == 1]
+    import torch
+
+    # A mask would be read twice, and slowly: hardly any element is protected.
+    return x[torch.from_numpy(np.flatnonzero(levels.numpy() == 1))]

@@ -1,0 +1,348 @@
+"""The codebook of an array: fitted to its histogram, or its parent's kept as long as that is nearly as good.
+
+A codebook refit from scratch moves every boundary and throws the delta away; a frozen one makes deltas small. So the
+default keeps the parent's until its error passes `trigger` times the best possible, and says why it did what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...kernels.histogram import Histogram
+from ...kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans, weighted_kmeans_many
+from ..state.leaves import Array, NpArray
+from ..state.unit import unit
+
+MOST = 254
+"""Most entries of a codebook: a level is a byte, and two levels are taken."""
+_FINER = 0.8
+"""A uniform parent this much finer than need be is replaced: its error is small, but bits are wasted."""
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How codebooks are fitted.
+
+    Args:
+        bins: entries, 2 to 254.
+        sigma: weight of a bucket = sigma * frequency + (1 - sigma) * magnitude, each summing to one; in [0, 1].
+        solver: "exact", "kmeans++", or "uniform": equidistant entries with the error of the exact codebook of `bins`.
+        policy: "refit", "warm" (Lloyd from the parent's) or "frozen" (the parent's until `trigger`).
+        trigger: frozen codebooks are refit when their loss passes this multiple of the best; at least 1.
+        seed: of kmeans++.
+    """
+
+    bins: int
+    sigma: float
+    solver: str
+    policy: str
+    trigger: float
+    seed: int
+
+
+def largest_of(histogram: Histogram) -> float:
+    """Magnitude of the largest counted bucket of a signed histogram; 0 where nothing is counted."""
+    return float(np.abs(histogram.values()[np.flatnonzero(histogram.counts[:-1])]).max(initial=0.0))
+
+
+def _spread_within(values: Floats, weights: Floats, bits: int) -> float:
+    """Weighted variance inside the buckets, taken as uniform: no codebook on buckets can do better than this."""
+    _, exponent = np.frexp(values)
+    width = np.where(values == 0, 0.0, np.ldexp(1.0, exponent - 1 - bits))
+    return float((weights * width * width).sum() / 12)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """What a codebook is fitted to: how many elements have which value, to within the width of a log bucket.
+
+    Args:
+        local: float64 [n], ascending: middles of the buckets, as distances from `offset`.
+        counts: int64 [n], elements in each, > 0.
+        bits: of the buckets, an octave of distances has `2**bits`.
+        offset: what the buckets are counted from; 0 in a sketch of the values themselves.
+        sharp: whether the elements of a bucket are all equal.
+    """
+
+    local: Floats
+    counts: NpArray
+    bits: int
+    offset: float = 0.0
+    sharp: bool = False
+
+    @staticmethod
+    def of(histogram: Histogram, offset: float = 0.0, *, sharp: bool = False) -> Cells:
+        """The buckets of a signed histogram that are not empty."""
+        present = np.flatnonzero(histogram.counts[:-1])
+        return Cells(histogram.values()[present], histogram.counts[present], histogram.bits, offset, sharp)
+
+    @property
+    def values(self) -> Floats:
+        """Middles of the buckets."""
+        return self.restored(self.local)
+
+    def within(self, weights: Floats, scale: float = 1.0) -> float:
+        """Weighted variance inside the buckets, of values times `scale`."""
+        return 0.0 if self.sharp else _spread_within(self.local * scale, weights, self.bits)
+
+    def loss(self, codebook: Floats, scale: float = 1.0) -> float:
+        """Sum of squared distances of the elements, each at the middle of its bucket, from a codebook."""
+        return quantization_loss(self.local * scale, self.counts.astype(np.float64), self.placed(codebook) * scale)
+
+    def placed(self, codebook: Floats) -> Floats:
+        """Entries as distances from `offset`."""
+        return codebook - self.offset if self.offset else codebook
+
+    def restored(self, entries: Floats) -> Floats:
+        """The inverse of `placed`."""
+        return entries + self.offset if self.offset else entries
+
+
+_NEGLIGIBLE = 2.0**-20
+_BLURRED = 0.05
+"""A sketch is too coarse where the spread inside of its buckets is more than this share of a codebook's loss."""
+
+
+def too_coarse(cells: Cells, codebook: Floats) -> bool:
+    """Whether a codebook's loss is as much the sketch's as its own, so that neither step nor place can be trusted."""
+    if codebook.size == 0 or cells.local.size == 0:
+        return False
+    scale = unit(float(np.abs(cells.values).max()))
+    return cells.within(cells.counts.astype(np.float64), scale) > _BLURRED * cells.loss(codebook, scale)
+
+
+class Lost(NamedTuple):
+    """Shares of the elements that err by as much as they are, as if they had become zero.
+
+    Args:
+        counted: of those that are not negligible: at least a millionth of the root mean square.
+        nonzero: of all but zeros.
+    """
+
+    counted: float
+    nonzero: float
+
+
+def lost_share(cells: Cells, codebook: Floats) -> Lost:
+    """What is lost to the nearest entries of a codebook."""
+    scale = unit(float(np.abs(cells.values).max(initial=0.0)))
+    values, entries = cells.values * scale, codebook * scale
+    if not entries.size or not values.any():
+        return Lost(0.0, 0.0)
+    nearest = entries[np.searchsorted((entries[1:] + entries[:-1]) / 2, values)]
+    return _lost(values, nearest, cells.counts)
+
+
+def lost_to_step(cells: Cells, step: float) -> Lost:
+    """What is lost to the multiples of a step."""
+    scale = unit(float(np.abs(cells.values).max(initial=0.0)))
+    values, width = cells.values * scale, step * scale
+    return _lost(values, np.rint(values / width) * width, cells.counts) if values.any() else Lost(0.0, 0.0)
+
+
+def _lost(values: Floats, nearest: Floats, counts: Floats) -> Lost:
+    size, share = np.abs(values), counts / counts.sum()
+    least = _NEGLIGIBLE * math.sqrt(float((share * size * size).sum()))
+    lost = np.abs(nearest - values) >= size
+    return Lost(*(float(share[of & lost].sum() / share[of].sum()) for of in (size >= least, size > 0)))
+
+
+def variance(histogram: Histogram) -> float:
+    """Variance of the counted elements of a signed histogram whose squares float64 holds."""
+    present = np.flatnonzero(histogram.counts[:-1])
+    values, counts, n = histogram.values()[present], histogram.counts[present], histogram.total
+    if n == 0:
+        return 0.0
+    mean = float((counts * values).sum()) / n
+    return float((counts * (values - mean) ** 2).sum()) / n
+
+
+def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floats, Floats]:
+    """Means and counts of buckets put together by fours or twos, as long as 16 times `bins` are left; or all."""
+    fraction, exponent = np.frexp(values)
+    for parts in (1 << kept for kept in (bits - 1, bits) if kept > 0):
+        first = np.flatnonzero(np.diff(np.ldexp(np.trunc(fraction * parts) / parts, exponent), prepend=-np.inf))
+        if first.size >= 16 * bins:
+            number, total = np.add.reduceat(counts, first), np.add.reduceat(counts * values, first)
+            some = number > 0  # zeros have no weight where only magnitudes count
+            # Rounded, the means of subnormal values may come out of order.
+            return np.maximum.accumulate(total[some] / number[some]), number[some]
+    return values, counts
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The weighted k-means that `fit` rests on.
+
+    Args:
+        centers: float64 [m], ascending.
+        weights: float64 [m], >= 0, not all 0.
+        bins: most entries.
+        method: "exact" or "kmeans++".
+        seed: of kmeans++.
+        start: float64, ascending: where Lloyd's iteration starts; None: none is wanted.
+    """
+
+    centers: Floats
+    weights: Floats
+    bins: int
+    method: str
+    seed: int
+    start: Floats | None = None
+
+    def solve(self) -> Floats:
+        """The entries, ascending, on the host."""
+        codes: Floats = weighted_kmeans(
+            self.centers, self.weights, self.bins, method=self.method, initial=self.start, seed=self.seed
+        )
+        return codes
+
+
+def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
+    """What `solve` gives for each exact problem without a start, by one launch on the GPU that a torch tensor is on."""
+    import torch
+
+    sizes = [p.centers.size for p in problems]
+    centers, weights = (
+        torch.split(torch.from_numpy(np.concatenate(columns)).to(place.device), sizes)
+        for columns in ([p.centers for p in problems], [p.weights for p in problems])
+    )
+    codes = weighted_kmeans_many(list(zip(centers, weights, strict=True)), [p.bins for p in problems])
+    return np.split(torch.cat(codes).cpu().numpy(), np.cumsum([c.shape[0] for c in codes])[:-1])
+
+
+def problem_of(cells: Cells, how: Fit, parent: Floats | None) -> Problem | None:
+    """What `fit` of the same arguments has to have solved; None where nothing is counted."""
+    weights = bucket_weights(cells.counts, cells.values, how.sigma)
+    return _problem(cells, weights, how, parent) if weights.any() else None
+
+
+def _problem(cells: Cells, weights: Floats, how: Fit, parent: Floats | None) -> Problem:
+    if _is_warm(how, parent) and parent is not None:
+        return Problem(cells.local, weights, how.bins, how.solver, how.seed, cells.placed(parent))
+    if how.solver != "uniform":
+        return Problem(cells.local, weights, how.bins, how.solver, how.seed)
+    if how.bins >= cells.local.size:
+        return Problem(cells.local, weights, how.bins, "exact", how.seed)
+    # Boundaries of the best codebook need not be found to a bucket: its error is flat there.
+    scaled = cells.local * unit(float(np.abs(cells.values).max()))
+    return Problem(*_coarser(scaled, weights, cells.bits, how.bins), how.bins, "exact", how.seed)
+
+
+def _is_warm(how: Fit, parent: Floats | None) -> bool:
+    return how.policy == "warm" and parent is not None and parent.size == how.bins
+
+
+def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
+    """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
+
+        step = sqrt(12 D),  D = mean squared error of the exact codebook of `bins` entries
+
+    An optimal codebook of so many entries is not optimal for an entropy coder: of all codebooks with the same error the
+    equidistant one has very nearly the least entropy, and the fewest values that cross a boundary between checkpoints.
+    The step is rounded to 8 bits, so that multiples are exact; there are at most 254 entries.
+
+    Args:
+        cells: the elements.
+        weights: of the cells, float64 [n].
+        bins: entries of the codebook whose error is aimed at.
+        exact: that codebook, the solution of `problem_of`.
+
+    Source: Gish and Pierce 1968 (asymptotically efficient quantizing).
+    """
+    values, local = cells.values, cells.local
+    if bins >= values.size:
+        return cells.restored(exact)
+    scale = unit(float(np.abs(values).max()))
+    loss = quantization_loss(local * scale, weights, exact) + cells.within(weights, scale)
+    low, high = float(values[0]), float(values[-1])
+    step = max(math.sqrt(12 * loss / float(weights.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
+    step = to_8_bits(step, up=True)
+    if 0 < step < math.inf:
+        entries = multiples(low, high, step)
+        if entries.size <= MOST:  # more where no step is as small as it should be, among subnormals
+            return entries
+    return cells.restored(exact / scale)
+
+
+def to_8_bits(step: float, *, up: bool = False) -> float:
+    """A step rounded to 8 bits of mantissa, to the nearest or up: its multiples are exact. Infinite if too large."""
+    mantissa, exponent = math.frexp(step)
+    try:
+        return math.ldexp(math.ceil(mantissa * 256) if up else round(mantissa * 256), exponent - 8)
+    except OverflowError:
+        return math.inf
+
+
+def multiples(low: float, high: float, step: float) -> Floats:
+    """The multiples of a step that are nearest to values from `low` to `high`; at least one."""
+    first = math.floor(low / step + 0.5)
+    return np.arange(first, max(first, math.ceil(high / step - 0.5)) + 1, dtype=np.float64) * step
+
+
+def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Floats | None = None) -> tuple[Floats, str]:
+    """A codebook for the elements counted in a signed histogram.
+
+    Args:
+        sketch: of the elements to quantize.
+        how: bins, weights, solver, policy.
+        parent: the parent's codebook of the same array, ascending, or None.
+        codes: the solution of `problem_of` these three, where it is known already.
+
+    Returns:
+        Ascending float64 codebook of at most `how.bins` entries (fewer when there are fewer distinct buckets), and the
+        reason: "new", "refit", "warm", "frozen", or "refit: ..." with what triggered it.
+    """
+    cells = sketch if isinstance(sketch, Cells) else Cells.of(sketch)
+    weights = bucket_weights(cells.counts, cells.values, how.sigma)
+    if not weights.any():
+        return np.empty(0), "empty"
+    if codes is None:
+        codes = _problem(cells, weights, how, parent).solve()
+    if _is_warm(how, parent):
+        return cells.restored(codes), "warm"
+    best = uniform(cells, weights, how.bins, codes) if how.solver == "uniform" else cells.restored(codes)
+    if parent is None or parent.size == 0:
+        return best, "new"
+    if how.policy != "frozen":
+        return best, "refit"
+    if how.solver == "uniform":
+        if parent.size > 1 and best.size > 1 and spacing(parent) < _FINER * spacing(best):
+            return best, f"refit: a step of {spacing(parent) / spacing(best):.3g} times the best"
+    elif parent.size != best.size:
+        return best, f"refit: {parent.size} entries became {best.size}"
+    used = np.flatnonzero(weights)
+    kept = dataclasses.replace(cells, local=cells.local[used], counts=cells.counts[used])
+    scale = unit(float(np.abs(kept.values).max()))
+    floor = kept.within(weights[used], scale)
+    own = (cells.placed(c) * scale for c in (parent, best))
+    loss, least = (quantization_loss(kept.local * scale, weights[used], c) + floor for c in own)
+    if loss <= how.trigger * least:
+        return parent, "frozen"
+    return best, f"refit: loss {loss / least:.3g} times the best" if least else "refit: the best is exact"
+
+
+def spacing(codebook: Floats) -> float:
+    """Mean distance of the entries of a codebook of at least two; infinite where a float64 does not hold it."""
+    half = float(codebook[-1]) / 2 - float(codebook[0]) / 2
+    return half / (codebook.size - 1) * 2
+
+
+def predicted_error(sketch: Histogram | Cells, codebook: Floats) -> float:
+    """Relative L2 error that quantizing the counted elements with this codebook will have, from the sketch alone."""
+    cells = sketch if isinstance(sketch, Cells) else Cells.of(sketch)
+    if codebook.size == 0 or cells.local.size == 0:
+        return 0.0
+    values = cells.values
+    scale = unit(float(np.abs(values).max()))
+    weights = cells.counts.astype(np.float64)
+    norm = float((weights * (values * scale) ** 2).sum())
+    loss = cells.loss(codebook, scale) + cells.within(weights, scale)
+    return math.sqrt(loss / norm) if norm else 0.0

@@ -1,0 +1,69 @@
+"""Where weights come from, and how far their first moments would still carry them: what an encoder aims ahead by."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...kernels.arguments import check_field, number, or_none
+from ..base import Codec, Leaf
+from ..moments.firstmoment import FirstMoment
+from ..moments.siblings import siblings
+from .importance import second_moments
+
+_COASTING = 9.0
+"""Steps of the drift that a first moment holds: beta1 / (1 - beta1) at 0.9."""
+_MOST = 0.2
+"""Of a short way most is noise; no more than this part of any is added to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Weights as they were some time ago, and when that was, for `compress(earlier=)`.
+
+    Args:
+        weights: a tree with the keys of the weights (or the tails of their paths), any float dtype.
+        steps: optimizer steps from these weights to those of the state, > 0; of a slow average the mean. None: not
+            known, and what first moments lose is not made up for; default.
+
+    Raises:
+        BadArgumentError: `steps` is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> Earlier({"w": np.zeros((64, 64))}, steps=100).steps
+        100.0
+    """
+
+    weights: Any
+    steps: float | None = None
+
+    @staticmethod
+    def of(given: Any) -> Earlier:
+        """What was given as `earlier`: an `Earlier` as it is, a tree of weights without its steps."""
+        return given if isinstance(given, Earlier) else Earlier(given)
+
+    def __post_init__(self) -> None:
+        check_field(self, "steps", or_none, number, 0, math.inf, open_low=True, open_high=True)
+
+
+def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: Earlier | None) -> list[Leaf]:
+    """Weights whose drift is known, told how much of it their first moments lose.
+
+    A moment that is restored as zero is a step that is not taken, nine of them in the end. On a grid of step s (in
+    units of sqrt(v)) about s**2 / (1 + s**2) of that is lost (measured, docs/decisions/drift.md).
+    """
+    steps = None if earlier is None else earlier.steps
+    if steps is None or all(leaf.earlier is None for leaf in leaves):
+        return leaves
+    firsts = {second: first for first, second in siblings(leaves).items()}
+    found = list(leaves)
+    for weight, second in second_moments(leaves).items():
+        codec = codecs[firsts[second]] if second in firsts else None
+        if isinstance(codec, FirstMoment) and codec.step is not None and leaves[weight].earlier is not None:
+            lost = codec.step**2 / (1 + codec.step**2)
+            found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / steps))
+    return found

@@ -1,0 +1,460 @@
+"""Differences to the restored parent, one value for each sign and exponent (LC-Checkpoint), in a closed loop.
+
+    restored_t = restored_(t-1) + Q(x_t - restored_(t-1)),   restored_0 = x_0
+
+What one delta loses is part of the next difference, so errors do not add up along a chain. Q gives every element the
+mean of the smallest and the largest value of its bucket (sign and exponent); priority promotion keeps the buckets of
+largest exponent and makes the rest zero. The levels are Huffman coded by a table that the memory carries from one delta
+to the next.
+
+Piece 0 says what the levels mean; the other pieces are chunks. docs/format.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...kernels.arguments import check_field, choice, integer, number, or_none
+from ...kernels.bitpack import pack_bits, unpack_bits
+from ...kernels.distortion import Distortion, distortion
+from ...kernels.exponent import (
+    MAX_BITS,
+    Buckets,
+    Promotion,
+    exponent_buckets,
+    exponent_quantize,
+    merge_buckets,
+    promote,
+)
+from ...kernels.floats import FORMATS
+from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
+from .. import entropy
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..errors import BadArgumentError, CorruptDataError
+from ..format.chunks import Chunk, chunks_of
+from ..format.fields import Piece, Reader, Writer
+from ..lossless.addends import added, blocks, decode_addends, encode_addends
+from ..lossless.exact import BytesMemory, Exact, decode_chunk, encode_chunk, parent_bytes
+from ..parallel import map_chunks
+from ..state.casting import float_values, rounded
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+from ..state.unit import unit
+
+LEVELS, RESTATED = range(2)
+CONSTANT, PACKED, HUFFMAN, CACHED, SMALLEST = range(5)
+EXACTLY, BY_ADDENDS = range(2)
+TABLES = 8
+"""Code tables kept, one for each number of buckets."""
+_FITS = 1.01
+"""A cached table fits where it costs at most this much of what a new one would, its own bytes counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentMemory(BytesMemory):
+    """The restored bytes, and the code tables in use.
+
+    Args:
+        data: uint8, bytes of the restored array.
+        tables: code lengths by frequency rank, as many bytes as there were buckets; the oldest first, one a length.
+    """
+
+    tables: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentDelta:
+    """Store float arrays as quantized differences to the restored parent; the first checkpoint of a chain is exact.
+
+    An array is stored exactly, and its summary row says why, where a difference is not finite. In a second moment an
+    element that would become negative keeps its old value.
+
+    Args:
+        bits: x of the priority promotion, which keeps 2**x - 1 buckets, 1 to 8; None: no promotion; default 2.
+        coder: "smallest" (default), "huffman" with cached tables (as published), or "packed" (fixed-width codes).
+        max_error: relative L2 error an array may have, in (0, 1); one that misses it is stored exactly. None:
+            `Config.max_rel_error`.
+
+    Raises:
+        BadArgumentError: a value out of range; the message names it and its limits.
+
+    Example:
+        >>> ExponentDelta(bits=3, coder="huffman")
+        ExponentDelta(bits=3, coder='huffman', max_error=None)
+
+    Source: LC-Checkpoint, section 3.
+    """
+
+    bits: int | None = 2
+    coder: str = "smallest"
+    max_error: float | None = None
+    id: ClassVar[str] = "exponent"
+
+    def __post_init__(self) -> None:
+        check_field(self, "bits", or_none, integer, 1, 8)
+        check_field(self, "coder", choice, ("smallest", "huffman", "packed"))
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+        """Nothing to look at: every array has its own buckets."""
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+        """Encode one array; `error` is the relative L2 error of the restored array."""
+        spec = leaf.spec
+        before = parent_bytes(parent, spec)
+        if before is None or spec.size == 0:
+            return Exact().encode(leaf, parent)
+        data = as_bytes(leaf.flat)
+        starts = range(0, spec.size, CHUNK)
+
+        def counted(start: int) -> tuple[Buckets, float]:
+            part = _bytes_of(start, spec)
+            largest = float(np.abs(data[part].view(np.float64)).max()) if spec.dtype == "float64" else 0.0
+            return exponent_buckets(_minus(data[part], before[part], spec)), largest
+
+        first = map_chunks(counted, starts)
+        buckets = merge_buckets(*(b for b, _ in first))
+        broken = int(buckets.counts[:, -1].sum())
+        if broken:
+            return _exactly(leaf, parent, f"{broken} differences are not finite")
+        promotion = promote(buckets, MAX_BITS if self.bits is None else self.bits)
+        if promotion.codebook.size <= 1 << 8 and promotion.table.dtype != np.uint8:
+            promotion = dataclasses.replace(promotion, table=promotion.table.astype(np.uint8))
+        levels = np.empty(spec.size, promotion.table.dtype)
+        restored, addends = np.empty_like(data), _addends(promotion, spec)
+        scale = unit(max(largest for _, largest in first))
+
+        def quantized(start: int) -> Distortion:
+            part = _bytes_of(start, spec)
+            own = levels[start : start + CHUNK]
+            own[:] = as_numpy(exponent_quantize(_minus(data[part], before[part], spec), promotion))
+            restored[part] = added(before[part], own, addends, spec)
+            if leaf.kind.role == "second moment":
+                x, y = float_values(data[part], spec), float_values(restored[part], spec)
+                own[(y < 0) & (x >= 0)] = 0
+                restored[part] = added(before[part], own, addends, spec)
+            return _distortion(data[part], restored[part], spec, scale)
+
+        with np.errstate(all="ignore"):
+            met = sum(map_chunks(quantized, starts), Distortion(0.0, 0.0, 0.0))
+        if not math.isfinite(met.squared_error):
+            return _exactly(leaf, parent, "the restored values would not be finite")
+        if self.max_error is not None and met.relative_l2 > self.max_error:
+            return _exactly(leaf, parent, f"the differences miss the error target {self.max_error:g}")
+        tables = parent.tables if isinstance(parent, ExponentMemory) else ()
+        pieces, tables, how = _encode_levels(levels, addends, tables, self.coder)
+        memory = ExponentMemory(restored, tables)
+        note = _shares(buckets, promotion, spec, self, sum(map(len, pieces))) + how
+        return Stored(
+            "exponent", {}, pieces, memory, met.relative_l2, "relative L2", note, decoded=lambda: memory.values(spec)
+        )
+
+
+def as_numpy(x: Any) -> NpArray:
+    """A host array of either library as NumPy."""
+    out: NpArray = x if isinstance(x, np.ndarray) else x.numpy()
+    return out
+
+
+def _exactly(leaf: Leaf, parent: Memory | None, why: str) -> Stored:
+    return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
+
+
+def _bytes_of(start: int, spec: LeafSpec) -> slice:
+    """The bytes of the chunk that starts at this element."""
+    return slice(start * spec.itemsize, (start + CHUNK) * spec.itemsize)
+
+
+def _of_differences(spec: LeafSpec) -> LeafSpec:
+    """What differences are in. Those of float16 are often subnormal in it, of no exponent: they are in float32."""
+    return dataclasses.replace(spec, dtype="float32") if spec.dtype == "float16" else spec
+
+
+def _minus(data: NpArray, before: NpArray, spec: LeafSpec) -> Array:
+    """data - before, given as bytes, rounded once; bfloat16 has an infinity for NaN."""
+    wide, n = _of_differences(spec), data.size // spec.itemsize
+    out = np.empty(n * wide.itemsize, np.uint8)
+    with np.errstate(all="ignore"):
+        for part, own in zip(blocks(n, spec), blocks(n, wide), strict=True):
+            difference = float_values(data[part], spec) - float_values(before[part], spec)
+            if spec.dtype == "bfloat16":  # whose rounding is for numbers only
+                difference[np.isnan(difference)] = np.inf
+            out[own] = rounded(difference, wide)
+    return from_bytes(out, wide)
+
+
+def _addends(promotion: Promotion, spec: LeafSpec) -> NpArray:
+    """Patterns of what is added for each level from 1 on, in the array's dtype."""
+    patterns = promotion.codebook[1:]
+    wide = _of_differences(spec)
+    return patterns if wide is spec else rounded(patterns.view(wide.dtype), spec).view(f"<u{spec.itemsize}")
+
+
+def _distortion(data: NpArray, restored: NpArray, spec: LeafSpec, scale: float) -> Distortion:
+    """Of the values in `restored` against those in `data`, both times a power of two."""
+    met = Distortion(0.0, 0.0, 0.0)
+    for part in blocks(data.size // spec.itemsize, spec):
+        x, y = float_values(data[part], spec), float_values(restored[part], spec)
+        met += distortion(x, y) if scale == 1.0 else distortion(x * scale, y * scale)
+    return met
+
+
+# ------------------------------------------------------------------------------------------------ levels to bytes
+
+
+def _encode_levels(
+    levels: NpArray, addends: NpArray, tables: tuple[bytes, ...], coder: str
+) -> tuple[list[bytes], tuple[bytes, ...], str]:
+    """Pieces, the code tables in use afterwards, and a word on where the table came from."""
+    out = Writer()
+    out.byte(LEVELS)
+    out.varint(addends.size)
+    out.raw(addends)
+    wide = levels.dtype != np.uint8
+    counts = np.bincount(levels) if wide else entropy.counts_of(levels)
+    # By falling frequency, the lower level first where two are as frequent.
+    ranked = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+    starts = range(0, levels.size, CHUNK)
+    if ranked.size == 1:
+        out.byte(CONSTANT)
+        out.varint(int(ranked[0]))
+        return [out.done(), *(b"" for _ in starts)], tables, ""
+    how = ""
+    if coder == "smallest" and addends.size < 1 << 8:
+        out.byte(SMALLEST)
+        work: Callable[[NpArray], bytes] = entropy.encode
+    elif coder == "packed":
+        out.byte(PACKED)
+        work = functools.partial(_packed, width=addends.size.bit_length())
+    else:
+        lengths, known = _code_table(counts[ranked], tables)
+        out.byte(CACHED if known else HUFFMAN)
+        out.varint(ranked.size)
+        for level in ranked:
+            out.varint(int(level))
+        if not known:
+            out.block(pack_lengths(lengths))
+            tables = with_table(tables, lengths.tobytes())
+        how = ", code table reused" if known else ", new code table"
+        by_level = np.zeros(addends.size + 1, np.uint8)
+        by_level[ranked] = lengths
+        work = functools.partial(_huffman, lengths=by_level)
+    return [out.done(), *map_chunks(lambda start: work(levels[start : start + CHUNK]), starts)], tables, how
+
+
+def _packed(levels: NpArray, width: int) -> bytes:
+    return bytes(pack_bits(levels, width))
+
+
+def _huffman(levels: NpArray, lengths: NpArray) -> bytes:
+    return bytes(huffman_encode(levels, lengths))
+
+
+def _code_table(counts: NpArray, tables: tuple[bytes, ...]) -> tuple[NpArray, bool]:
+    """Code lengths by rank, and whether they are the cached ones for as many buckets."""
+    fresh = np.sort(huffman_lengths(counts.astype(np.int64)))
+    cost = float((counts * fresh).sum()) / 8 + len(pack_lengths(fresh))
+    for table in tables:
+        cached = np.frombuffer(table, np.uint8)
+        if cached.size == counts.size and float((counts * cached).sum()) / 8 <= _FITS * cost:
+            return cached, True
+    return fresh, False
+
+
+def with_table(tables: tuple[bytes, ...], table: bytes) -> tuple[bytes, ...]:
+    """The cache after a table was made: it takes the place of one for as many buckets, or of the oldest if full."""
+    return (*(t for t in tables if len(t) != len(table)), table)[-TABLES:]
+
+
+def _shares(buckets: Buckets, promotion: Promotion, spec: LeafSpec, codec: ExponentDelta, stored: int) -> str:
+    """Sizes as shares of the array's, as the paper's figure 4 has them: (n log2 k + k b) / (n b) for E and E+P."""
+    found = int(np.count_nonzero(buckets.counts))
+    kept = promotion.codebook.size - 1
+
+    def share(nbytes: float) -> str:
+        return f"{100 * nbytes / spec.nbytes:.3g} %"
+
+    def indexed(k: int) -> str:
+        return share(math.ceil(spec.size * k.bit_length() / 8) + k * spec.itemsize)
+
+    steps = [("E", indexed(found))]
+    if codec.bits is not None:
+        steps.append(("E+P", indexed(kept)))
+    if codec.coder != "packed":
+        steps.append((f"{steps[-1][0]}+{'H' if codec.coder == 'huffman' else 'C'}", share(stored)))
+    return f"{', '.join(f'{name} {size}' for name, size in steps)}; {kept} of {found} buckets"
+
+
+# ------------------------------------------------------------------------------------------------ bytes to levels
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What piece 0 says: how chunks of levels are coded, and what is added for each level."""
+
+    coding: int
+    addends: NpArray
+    value: int
+    lengths: NpArray
+    tables: tuple[bytes, ...]
+
+    def levels(self, piece: memoryview, n: int) -> NpArray:
+        """The levels of one chunk."""
+        dtype = "uint8" if self.addends.size < 1 << 8 else "uint16"
+        if self.coding == CONSTANT:
+            if len(piece):
+                raise CorruptDataError(f"exponent: {len(piece)} bytes for a constant")
+            return np.full(n, self.value, dtype)
+        if self.coding == PACKED:
+            packed: NpArray = unpack_bits(bytes(piece), self.addends.size.bit_length(), n, dtype)
+            return packed
+        if self.coding == SMALLEST:
+            return entropy.decode(piece, n)
+        coded: NpArray = huffman_decode(np.frombuffer(piece, np.uint8), self.lengths, n, dtype)
+        return coded
+
+
+def _read_meaning(data: Reader, spec: LeafSpec, tables: tuple[bytes, ...]) -> _Meaning:
+    width = f"<u{spec.itemsize}"
+    size = data.varint()
+    if size >= 1 << MAX_BITS:
+        raise CorruptDataError(f"exponent: {size} buckets")
+    addends = data.array(width, size)
+    coding = data.byte()
+    value, lengths = 0, np.zeros(size + 1, np.uint8)
+    if coding == CONSTANT:
+        value = data.varint()
+        if value > size:
+            raise CorruptDataError(f"exponent: level {value} of {size}")
+    elif coding in (HUFFMAN, CACHED):
+        count = data.varint()
+        if not 2 <= count <= size + 1:
+            raise CorruptDataError(f"exponent: {count} of {size + 1} levels")
+        ranked = np.array([min(data.varint(), size + 1) for _ in range(count)])
+        if np.unique(ranked).size != count or int(ranked.max()) > size:
+            raise CorruptDataError("exponent: a level is out of range or has two ranks")
+        if coding == HUFFMAN:
+            by_rank = unpack_lengths(np.frombuffer(data.block(), np.uint8), count)
+            if not by_rank.all():
+                raise CorruptDataError("exponent: a level without a code")
+            tables = with_table(tables, by_rank.tobytes())
+        else:
+            known = [t for t in tables if len(t) == count]
+            if not known:
+                raise CorruptDataError(f"exponent: the parent has no code table for {count} levels")
+            by_rank = np.frombuffer(known[0], np.uint8)
+        lengths[ranked] = by_rank
+    elif coding not in (PACKED, SMALLEST) or (coding == SMALLEST and size >= 1 << 8):
+        raise CorruptDataError(f"exponent: coding {coding} of {size} levels")
+    return _Meaning(coding, addends, value, lengths, tables)
+
+
+def decode_exponent(
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Any = None,
+) -> ExponentMemory:
+    """The stream format "exponent"."""
+    if spec.dtype not in FORMATS:
+        raise CorruptDataError(f"exponent: {spec.dtype} has no buckets")
+    step = CHUNK * spec.itemsize
+    chunks = chunks_of("exponent", pieces, spec.nbytes, spec.nbytes, step=step, head=True)
+    before = parent_bytes(parent, spec)
+    inherited = parent.tables if isinstance(parent, ExponentMemory) else ()
+    head = Reader(pieces[0], "exponent")
+    form = head.byte()
+    if form == LEVELS:
+        if before is None:
+            raise CorruptDataError("exponent: a difference without a parent")
+        meaning = _read_meaning(head, spec, inherited)
+        tables = meaning.tables
+    elif form == RESTATED:
+        tables = _read_tables(head)
+    else:
+        raise CorruptDataError(f"exponent: form {form} is unknown")
+    head.end()
+    data = np.empty(spec.nbytes, np.uint8)
+
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        own, old = data[part], None if before is None else before[part]
+        if form == RESTATED:
+            _decode_restated(piece, own, spec, old)
+        elif old is not None:
+            levels = meaning.levels(piece, own.size // spec.itemsize)
+            own[:] = added(old, levels, meaning.addends, spec)
+
+    map_chunks(one, chunks)
+    return ExponentMemory(data, tables)
+
+
+# ------------------------------------------------------------------------------------------------ stated anew
+
+
+def restate_exponent(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[Piece]]:
+    """The same restored array and code tables against another parent, see `codec.restate`."""
+    if not isinstance(memory, BytesMemory):
+        raise BadArgumentError("exponent: the memory of another stream cannot be restated as exponent buckets")
+    tables = memory.tables if isinstance(memory, ExponentMemory) else ()
+    before = parent_bytes(parent, spec)
+    head = Writer()
+    head.byte(RESTATED)
+    head.varint(len(tables))
+    for table in tables:
+        head.varint(len(table))
+        head.block(pack_lengths(np.frombuffer(table, np.uint8)))
+
+    def one(start: int) -> Writer:
+        part = _bytes_of(start, spec)
+        own = memory.data[part]
+        old = None if before is None else before[part]
+        exact = encode_chunk(own, spec, old, start)
+        added = None if old is None else encode_addends(own, old, spec)
+        out = Writer()
+        if added is None or len(exact) <= len(added):
+            out.byte(EXACTLY)
+            out.raw(exact)
+        else:
+            out.byte(BY_ADDENDS)
+            out.raw(added)
+        return out
+
+    return meta, [head.done(), *map_chunks(one, range(0, spec.size, CHUNK))]
+
+
+def _read_tables(data: Reader) -> tuple[bytes, ...]:
+    tables: tuple[bytes, ...] = ()
+    count = data.varint()
+    if count > TABLES:
+        raise CorruptDataError(f"exponent: {count} code tables")
+    for _ in range(count):
+        size = data.varint()
+        if not 2 <= size <= 1 << MAX_BITS:
+            raise CorruptDataError(f"exponent: a code table of {size} levels")
+        table = unpack_lengths(np.frombuffer(data.block(), np.uint8), size)
+        if not table.all() or any(len(t) == size for t in tables):
+            raise CorruptDataError("exponent: a level without a code, or two tables of a size")
+        tables = (*tables, table.tobytes())
+    return tables
+
+
+def _decode_restated(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+    if len(piece) == 0 or piece[0] not in (EXACTLY, BY_ADDENDS):
+        raise CorruptDataError("exponent: a chunk is neither exact nor made by addends")
+    if piece[0] == EXACTLY:
+        decode_chunk(piece[1:], out, spec, before)
+    elif before is None:
+        raise CorruptDataError("exponent: addends without a parent")
+    else:
+        decode_addends(piece[1:], out, spec, before)

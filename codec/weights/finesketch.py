@@ -1,0 +1,151 @@
+"""A finer sketch, for arrays that the usual one cannot tell apart: narrow ones far from zero, and very many bins.
+
+Log buckets are as wide as values are large. Of weights at 1 +- 0.001 a sketch to 1 % sees two or three values, and
+whoever fits a codebook to it flattens them. Their distances from their own middle are sketched instead, which one more
+pass over the array gives; ordinary weights need none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from ...kernels.arrays import on_gpu
+from ...kernels.assign import Thresholds, assign
+from ...kernels.floats import FORMATS
+from ...kernels.histogram import Histogram, log_histogram, merge
+from ..base import CHUNK, Leaf
+from ..parallel import map_chunks
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from ..state.unit import unit
+from .codebook import Cells, Fit, Floats, fit, too_coarse
+from .levels import rounded_codebook, widened
+
+_ROUNDS = 4
+_FINEST = 8
+"""Bits of the finest sketch of distances: 1 MiB of counters for float32, to 2**-9 of each distance."""
+
+
+def middle(cells: Cells) -> float:
+    """Mean of the elements counted, where it is of no use 0: where they are about it no more narrowly than about 0."""
+    scale = unit(float(np.abs(cells.values).max()))
+    weights, local, offset = cells.counts / cells.counts.sum(), cells.local * scale, cells.offset * scale
+    mean = float((weights * local).sum())
+    about_zero = float((weights * np.abs(local + offset)).sum())
+    spread = float((weights * np.abs(local - mean)).sum())
+    return (offset + mean) / scale if spread < 0.25 * about_zero else 0.0
+
+
+def fit_closely(
+    leaf: Leaf,
+    thresholds: Thresholds,
+    cells: Cells,
+    how: Fit,
+    parent: Floats | None,
+    looked: int = 0,
+    codes: Floats | None = None,
+    few: Floats | None = None,
+) -> tuple[Floats, str, Cells, int]:
+    """`fit`, to as fine a sketch as it takes: the codebook, the reason, the sketch, and how many times it was refined.
+
+    The published k-means++ has the published sketch.
+
+    Args:
+        leaf: the array.
+        thresholds: which of its elements are neither pruned nor protected.
+        cells: a sketch of these.
+        how: as for `fit`.
+        parent: as for `fit`.
+        looked: how many times `cells` were refined already.
+        codes: as for `fit`, of these cells.
+        few: all values of the array, where they are few: each then has an entry.
+    """
+    codebook, reason = fit(cells, how, parent, codes)
+    if few is not None:
+        known = np.isin(few, codebook).all()
+        return codebook if known else few, reason if known else "of all its values", cells, looked
+    while how.solver != "kmeans++" and too_coarse(cells, codebook):
+        closer = finer(leaf, thresholds, cells, looked)
+        if closer is None:
+            break
+        cells, looked = closer, looked + 1
+        codebook, reason = fit(cells, how, parent)
+    return codebook, reason, cells, looked
+
+
+def finer(leaf: Leaf, thresholds: Thresholds, cells: Cells, number: int) -> Cells | None:
+    """The elements that are quantized, counted more finely; None where that cannot be.
+
+    Args:
+        leaf: the array.
+        thresholds: which of its elements are neither pruned nor protected.
+        cells: a sketch of these.
+        number: of the attempt, from 0; each looks closer.
+    """
+    fmt = FORMATS[leaf.spec.dtype]
+    if number == _ROUNDS or cells.sharp:
+        return None
+    # An array of 16 bits has few values: buckets that are as fine hold one each.
+    sharp = fmt.width == 16
+    bits = fmt.mantissa if sharp else max(cells.bits, min(cells.bits + 2, _FINEST))
+    offset = 0.0 if sharp else _rounded(middle(cells), leaf)
+    if not math.isfinite(offset) or (not sharp and (bits, offset) == (cells.bits, cells.offset)):
+        return None
+
+    def one(start: int) -> Histogram:
+        x = leaf.flat[start : start + CHUNK]
+        gradient = None if leaf.gradient is None else leaf.gradient[start : start + CHUNK]
+        # Below the codebook there are two levels, of what has no entry.
+        kept = x[assign(x, thresholds, np.zeros(1), gradient=gradient) >= 2]
+        with np.errstate(over="ignore"):
+            return log_histogram(kept - offset if offset else kept, bits, signed=True)
+
+    counted = merge(*map_chunks(one, range(0, leaf.spec.size, CHUNK)))
+    # The kept are finite; a distance that is not is beyond the format's range.
+    return None if counted.counts[-1] else Cells.of(counted, offset, sharp=sharp)
+
+
+def _rounded(offset: float, leaf: Leaf) -> float:
+    """To the array's own format: differences of values near each other are then exact."""
+    wide = np.float64 if leaf.spec.dtype == "float64" else np.float32
+    with np.errstate(over="ignore"):
+        return float(wide(offset))
+
+
+def held_codebook(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
+    """The codebook as the array's dtype holds it; the best one where a uniform one has suffered from that by too much.
+
+    Equidistant entries hardly further apart than the values of a 16-bit array fall now on one, now between two.
+    """
+    held = rounded_codebook(codebook, spec)
+    if not cells.sharp or how.solver != "uniform":
+        return held
+    best = rounded_codebook(fit(cells, dataclasses.replace(how, solver="exact"), None)[0], spec)
+    return best if cells.loss(held) > how.trigger * cells.loss(best) else held
+
+
+def few_values(leaf: Leaf, cells: Cells, most: int) -> NpArray | None:
+    """All finite values, ascending, where they are at most `most`: each has an entry then, and none is lost."""
+    if not 0 < cells.counts.size <= most:
+        return None
+    values = np.empty(0)
+    for start in range(0, leaf.spec.size, CHUNK):
+        part = _patterns(leaf.flat[start : start + CHUNK], leaf.spec, most)
+        values = np.union1d(values, part[np.isfinite(part)] + 0.0)
+        if values.size > most:
+            return None
+    return values if values.size else None
+
+
+def _patterns(x: Array, spec: LeafSpec, most: int) -> NpArray:
+    """The values behind the bit patterns in x, float64 on the host; from a GPU the finite ones alone, no more than say
+    whether they are at most `most`."""
+    if on_gpu(x):
+        import torch
+
+        found = torch.unique(x.view(getattr(torch, f"int{8 * spec.itemsize}"))).view(x.dtype)
+        return on_host(found[torch.isfinite(found)][: most + 2].double())  # two of them may be zeros
+    # Integers are hashed, floats are sorted.
+    return widened(from_bytes(np.unique(as_bytes(x).view(f"<u{spec.itemsize}")).view(np.uint8), spec))

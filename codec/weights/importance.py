@@ -1,0 +1,127 @@
+"""What an error in each weight matters: the root of its second moment, where the state holds one.
+
+Adam measures distance by `sum sqrt(v_i) d_i**2`: that is the geometry its steps are taken in, and on the trainings
+tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Without second
+moments the gradients given for sensitivity are the next best: their squares, of a batch or a few. Only the encoder
+knows; a second moment taken for another weight's costs bytes or error, never a wrong value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...kernels.arrays import is_torch, on_gpu, to_numpy
+from ...kernels.histogram import log_histogram
+from ..base import Array, Leaf
+from ..state.kinds import moment_place
+
+FLOOR = 0.05
+"""Least importance, in means of its array: no weight may wander, however small its gradients were."""
+_SKETCH = 2
+_BLOCK = 1 << 14
+"""Elements at a time whose float64 values stay in the cache."""
+
+
+def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
+    """For each weight that has one, the number of its second moment.
+
+    By the parameter's name where `kinds` or the path tells it (`state/fc.weight/exp_avg_sq`, optax's `nu/fc/w`); else
+    by order among the arrays of one shape, where there are as many second moments as weights.
+    """
+    weights = [i for i, leaf in enumerate(leaves) if leaf.kind.role == "weight"]
+    seconds: dict[tuple[str, str], int] = {}
+    for i, leaf in enumerate(leaves):
+        # Of several (amsgrad's maximum) the first.
+        if leaf.kind.role == "second moment":
+            seconds.setdefault(moment_place(leaf.path).owner, i)
+    by_tail: dict[str, list[int]] = {}
+    for i in weights:
+        parts = leaves[i].path.split("/")
+        for cut in range(len(parts)):
+            by_tail.setdefault("/".join(parts[cut:]), []).append(i)
+    found: dict[int, int] = {}
+    unnamed: list[int] = []
+    for (above, below), j in seconds.items():
+        named = leaves[j].kind.parameter or below or _name(above)
+        candidates = [i for i in by_tail.get(named, []) if leaves[i].spec.shape == leaves[j].spec.shape]
+        if len(candidates) == 1:
+            found.setdefault(candidates[0], j)
+        else:
+            unnamed.append(j)
+    for shape in {leaves[j].spec.shape for j in unnamed}:
+        these = [j for j in unnamed if leaves[j].spec.shape == shape]
+        free = [i for i in weights if leaves[i].spec.shape == shape and i not in found]
+        if len(these) == len(free):
+            found.update(zip(free, these, strict=True))
+    return found
+
+
+def squared(gradients: Sequence[Array | None]) -> list[Array | None]:
+    """Squares of gradients as float32, all in one unit that float32 holds: what is used of them is how they compare.
+
+    Args:
+        gradients: flat, of any float dtype; None stays None.
+    """
+    largest = max((_largest(g) for g in gradients if g is not None), default=0.0)
+    scale = math.ldexp(1.0, min(1000, -math.frexp(largest)[1])) if 0 < largest < math.inf else 1.0
+    return [None if g is None else _square(g, scale) for g in gradients]
+
+
+def _largest(gradient: Array) -> float:
+    histogram = log_histogram(gradient, 0)
+    used = np.flatnonzero(histogram.counts[:-1])
+    return float(histogram.values()[used[-1]]) if used.size else 0.0
+
+
+def _square(gradient: Array, scale: float) -> Array:
+    if is_torch(gradient):
+        return (gradient.double() * scale).square().float()
+    with np.errstate(invalid="ignore", over="ignore"):
+        return ((gradient.astype(np.float64) * scale) ** 2).astype(np.float32)
+
+
+def _name(folder: str) -> str:
+    """A parameter's name as the folder of its optimizer entry tells it; "" where there is but a number."""
+    last = folder.rpartition("/")[2]
+    return "" if last.isdigit() else last
+
+
+def mean_root(square: Array) -> float:
+    """Mean of sqrt(v) over an array, from its sketch: the same on every machine and back end; 0 where none counts."""
+    histogram = log_histogram(square, _SKETCH)
+    if not histogram.total:
+        return 0.0
+    with np.errstate(over="ignore"):
+        roots = np.sqrt(histogram.values())
+    return float((histogram.counts[:-1] * roots).sum()) / histogram.total
+
+
+def weights_of(square: Array, mean: float, scale: float) -> Array:
+    """`scale * max(sqrt(v), FLOOR * mean)` of a chunk as float32; the floor where v is negative or not finite.
+
+    Args:
+        square: second moments, shape (n,).
+        mean: `mean_root` of the whole array.
+        scale: factor.
+    """
+    low, high = FLOOR * mean * scale, 1e6 * mean * scale
+    if on_gpu(square):
+        import torch
+
+        roots = torch.sqrt(square.double()) * scale
+        return torch.nan_to_num(roots, nan=low).clamp(low, high).float()
+    out = np.empty(square.shape[0], np.float32)
+    for start in range(0, out.size, _BLOCK):
+        part = square[start : start + _BLOCK]
+        wide = to_numpy(part.double()) if is_torch(part) else part.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            roots = np.sqrt(wide) * scale
+        out[start : start + _BLOCK] = np.minimum(np.fmax(roots, low), high)  # of NaN and a number fmax is the number
+    if is_torch(square):
+        import torch
+
+        return torch.from_numpy(out)
+    return out

@@ -1,0 +1,285 @@
+"""The stream format "levels": levels of a codebook, coded as a delta where there is a parent.
+
+Piece 0 is what the levels refer to: the codebook (or "the parent's"), the protected values as bfloat16 differences to
+the parent's, and those values that bfloat16 cannot hold, to the bit. The other pieces are chunks of levels
+(`entropy.encode_levels`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.arrays import is_torch
+from ...kernels.assign import Thresholds, dequantize
+from ...kernels.floats import FORMATS
+from ...kernels.planes import difference, merge_planes, split_planes, undifference
+from .. import entropy
+from ..base import CHUNK, Memory
+from ..entropy.places import columns_of
+from ..errors import BadArgumentError, CorruptDataError
+from ..format.chunks import Chunk, chunks_of
+from ..format.fields import Reader, Writer
+from ..parallel import map_chunks
+from ..state.casting import from_bfloat16
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+from .codebook import MOST, spacing, to_8_bits
+from .protected import held_patterns
+
+_EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
+MAX_BINS = MOST
+_FARTHEST = 1 << 31
+"""Multiples beyond this have no codebook of their own kind: their steps would be lost in rounding."""
+AIM_STEPS, FARTHEST_AIM = 256, 4.0
+"""Steps of an aim of 1, and the largest aim."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelsMemory:
+    """Levels (a byte an element), the codebook, the protected values: what the next delta needs.
+
+    Args:
+        levels: uint8, shape (n,).
+        codebook: float64, ascending, values of the array's dtype.
+        protected: bytes of the protected values in the array's dtype, in order.
+        thresholds: those the levels were made with.
+        aim: how far ahead of the drift the next delta is coded, see `codec.weights.aim`; a multiple of
+            `1 / AIM_STEPS` in [0, `FARTHEST_AIM`].
+    """
+
+    levels: NpArray
+    codebook: NpArray
+    protected: NpArray
+    thresholds: Thresholds
+    aim: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of levels."""
+        return int(self.codebook.size) + 2
+
+    def values(self, spec: LeafSpec) -> Array:
+        """Dequantize."""
+        codebook = codebook_array(self.codebook, spec)
+        out: Array = dequantize(_beside(self.levels, codebook), codebook, protected=from_bytes(self.protected, spec))
+        return out
+
+
+def beneath(parent: Memory | None, spec: LeafSpec) -> LevelsMemory | None:
+    """The parent where levels of an array can be a delta against it."""
+    return parent if isinstance(parent, LevelsMemory) and parent.levels.size == spec.size else None
+
+
+def _beside(levels: NpArray, other: Array) -> Array:
+    """Levels in the library of `other`."""
+    if is_torch(other):
+        import torch
+
+        return torch.from_numpy(levels)
+    return levels
+
+
+def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:
+    """A float64 codebook in the library and dtype of the array; exact, for its values are of that dtype."""
+    if spec.library == "torch":
+        import torch
+
+        return torch.from_numpy(codebook).to(getattr(torch, spec.dtype))
+    return codebook.astype(from_bytes(np.empty(0, np.uint8), spec).dtype)
+
+
+def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
+    """A codebook rounded to the array's dtype, entries that became equal merged; float64."""
+    with np.errstate(over="ignore"):
+        wide = widened(codebook_array(codebook, spec))
+    return np.unique(wide[np.isfinite(wide)] + 0.0)
+
+
+def level_chunks(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None, coder: str) -> list[bytes]:
+    """The pieces from the second on: the levels of each chunk, in the context of the parent's where there is one."""
+    columns = columns_of(spec.shape)
+
+    def one(start: int) -> bytes:
+        part = slice(start, start + CHUNK)
+        parent = None if before is None else before.levels[part]
+        parent_size = 0 if before is None else before.size
+        return entropy.encode_levels(memory.levels[part], memory.size, parent, parent_size, coder, columns, start)
+
+    return map_chunks(one, range(0, memory.levels.size, CHUNK))
+
+
+def restate_levels(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same levels, codebook and protected values against another parent, see `codec.restate`."""
+    if not isinstance(memory, LevelsMemory):
+        raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
+    before = beneath(parent, spec)
+    return meta, [references(memory, spec, before), *level_chunks(memory, spec, before, "smallest")]
+
+
+def references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None) -> bytes:
+    """The first piece: what the levels refer to."""
+    out = Writer()
+    out.varint(memory.codebook.size)
+    if before is not None and np.array_equal(before.codebook, memory.codebook):
+        out.byte(_PARENTS)
+    else:
+        _write_codebook(out, memory.codebook, spec)
+    patterns, odd = held_patterns(memory.protected, spec)
+    predicted = _predicted(memory.levels, before, spec)
+    out.varint(patterns.size)
+    for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
+        out.block(entropy.encode(np.ascontiguousarray(plane)))
+    out.varint(odd.size)
+    for step in np.diff(odd, prepend=0):
+        out.varint(int(step))
+    out.raw(memory.protected.reshape(-1, spec.itemsize)[odd])
+    return out.done()
+
+
+def _write_codebook(out: Writer, codebook: NpArray, spec: LeafSpec) -> None:
+    # Rounding the entries to 16 bits moves their mean distance a little off the step, which has 8 bits.
+    for step in (spacing(codebook), to_8_bits(spacing(codebook))) if codebook.size > 1 else ():
+        first = round(float(codebook[0]) / step) if 0 < step < np.inf else _FARTHEST
+        if abs(first) < _FARTHEST and np.array_equal(_multiples(first, codebook.size, step, spec), codebook):
+            out.byte(_MULTIPLES)
+            out.varint(2 * first if first >= 0 else -2 * first - 1)
+            out.raw(np.array([step], "<f8"))
+            return
+    out.byte(_EXPLICIT)
+    out.raw(as_bytes(codebook_array(codebook, spec)))
+
+
+def _multiples(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
+    """`size` multiples of a step from the `first`-th, rounded to the array's dtype, as float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return widened(codebook_array(np.arange(first, first + size) * step, spec))
+
+
+def widened(codebook: Array) -> NpArray:
+    """Values on the host, of any float dtype, as float64."""
+    with np.errstate(invalid="ignore"):
+        wide: NpArray = codebook.double().numpy() if is_torch(codebook) else codebook.astype(np.float64)
+    return wide
+
+
+def _predicted(levels: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> NpArray:
+    """What the parent protected at each protected position, as bfloat16 patterns; 0 where it protected nothing."""
+    at = np.flatnonzero(levels == 1)
+    guess = np.zeros(at.size, np.uint16)
+    if before is None or before.protected.size == 0 or at.size == 0:
+        return guess
+    old_at = np.flatnonzero(before.levels == 1)
+    old, _ = held_patterns(before.protected, spec)
+    found = np.minimum(np.searchsorted(old_at, at), old_at.size - 1)
+    same = old_at[found] == at
+    guess[same] = old[found[same]]
+    return guess
+
+
+def decode_levels(
+    spec: LeafSpec,
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    parent: Memory | None,
+    sibling: Array | None = None,
+) -> LevelsMemory:
+    """The stream format "levels"."""
+    if spec.dtype not in FORMATS:
+        raise CorruptDataError(f"levels: {spec.dtype} has none")
+    before = beneath(parent, spec)
+    chunks = chunks_of("levels", pieces, spec.size, 2 * spec.size, step=CHUNK, head=True)
+    levels = np.empty(spec.size, np.uint8)
+
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        own = levels[part]
+        parent_levels = None if before is None else before.levels[part]
+        own[:] = entropy.decode(piece, own.size, parent_levels, 0 if before is None else before.size)
+
+    map_chunks(one, chunks)
+    codebook, protected = _read_references(pieces[0], spec, levels, before)
+    if levels.size and int(levels.max()) >= codebook.size + 2:
+        raise CorruptDataError("levels: a level is beyond the codebook")
+    return LevelsMemory(levels, codebook, protected, _read_thresholds(meta), _read_aim(meta))
+
+
+def metadata(memory: LevelsMemory) -> dict[str, Any]:
+    """What the next delta needs beside the pieces: thresholds, None for infinity, and an aim that is not 0."""
+    t = memory.thresholds
+    limits = [
+        _finite(t.protect_magnitude),
+        _finite(t.protect_sensitivity),
+        float(t.prune_magnitude),
+        float(t.prune_sensitivity),
+    ]
+    return {"t": limits} | ({"a": round(AIM_STEPS * memory.aim)} if memory.aim else {})
+
+
+def _finite(threshold: float) -> float | None:
+    return None if np.isinf(threshold) else threshold
+
+
+def _read_thresholds(meta: dict[str, Any]) -> Thresholds:
+    values = meta.get("t")
+    if not isinstance(values, list) or len(values) != 4 or not all(v is None or type(v) is float for v in values):
+        raise CorruptDataError("levels: no thresholds")
+    try:
+        return Thresholds(*(np.inf if v is None else float(v) for v in values))
+    except BadArgumentError as e:
+        raise CorruptDataError(f"levels: {e}") from None
+
+
+def _read_aim(meta: dict[str, Any]) -> float:
+    steps = meta.get("a", 0)
+    if type(steps) is not int or not 0 <= steps <= FARTHEST_AIM * AIM_STEPS:
+        raise CorruptDataError("levels: no aim")
+    return steps / AIM_STEPS
+
+
+def _read_references(
+    piece: memoryview, spec: LeafSpec, levels: NpArray, before: LevelsMemory | None
+) -> tuple[NpArray, NpArray]:
+    data = Reader(piece, "levels")
+    size, mode = data.varint(), data.byte()
+    if size > MAX_BINS or mode not in (_EXPLICIT, _PARENTS, _MULTIPLES):
+        raise CorruptDataError(f"levels: a codebook of {size} entries, mode {mode}")
+    if mode == _PARENTS:
+        if before is None or before.codebook.size != size:
+            raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
+        codebook = before.codebook
+    else:
+        if mode == _MULTIPLES:
+            number, step = data.varint(), float(data.array("<f8", 1)[0])
+            first = (number >> 1) ^ -(number & 1)
+            if abs(first) >= _FARTHEST:
+                raise CorruptDataError(f"levels: a codebook from multiple {str(first)[:30]}")
+            codebook = _multiples(first, size, step, spec)
+        else:
+            codebook = widened(from_bytes(data.array("u1", size * spec.itemsize).copy(), spec))
+        if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
+            raise CorruptDataError("levels: the codebook is not finite and ascending")
+    count = data.varint()
+    if count != int(np.count_nonzero(levels == 1)):
+        raise CorruptDataError(f"levels: {count} protected values do not fit the levels")
+    planes = np.empty((2, count), np.uint8)
+    for plane in planes:
+        plane[:] = entropy.decode(data.block(), count)
+    steps = merge_planes(planes, dtype="uint16")
+    patterns = undifference(steps, _predicted(levels, before, spec), dtype="bfloat16")
+    protected = from_bfloat16(patterns, spec)
+    odd = data.varint()
+    if odd > count:
+        raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
+    at = np.fromiter(itertools.accumulate(min(data.varint(), count) for _ in range(odd)), np.int64, odd)
+    if odd and int(at[-1]) >= count:
+        raise CorruptDataError("levels: a position is out of range")
+    exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+    protected.reshape(count, spec.itemsize)[at] = exact
+    data.end()
+    return codebook, protected

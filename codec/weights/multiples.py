@@ -1,0 +1,156 @@
+"""Weights as whole multiples of a step: for error targets that no codebook of 254 entries meets.
+
+The high bytes of a multiple are a coarse level, its low byte the residual inside it: a second level of codebook, with
+entries as many as the target needs. Both are coded as exact integers are, a delta as differences to the parent's.
+
+    x~ = i step,  i = round(x / step),  error <= step / 2 an element, step / sqrt(12) on average
+
+so a relative L2 target e allows step = e sqrt(12 mean(x**2)). A parent's step stays while it is hardly finer than that.
+
+Pieces: those of the exact stream for integers of `w` bytes, i + 2**(8 w - 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.distortion import Distortion, distortion
+from ..base import CHUNK, Leaf, Memory, Stored
+from ..errors import BadArgumentError, CorruptDataError
+from ..format.fields import Writer
+from ..lossless.exact import BytesMemory, decode_bytes, pieces_of
+from ..parallel import map_chunks
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest
+
+_DTYPES = ("float32", "float64")
+_WIDTHS = (2, 4)
+_FRESH, _OLD, _FINEST = 0.93, 0.99, 0.7
+"""Shares of the step that would do: a new one, so that it lasts; the most and the least at which a parent's stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultiplesMemory:
+    """The multiples, two or four bytes an element, biased to be unsigned."""
+
+    numbers: NpArray
+    step: float
+
+    def chunk(self, start: int, dtype: str) -> NpArray:
+        """The decoded elements of the chunk at `start`."""
+        numbers = self.numbers[start : start + CHUNK]
+        return _values(numbers.astype(np.float64) - _bias(numbers.itemsize), self.step, dtype)
+
+    def values(self, spec: LeafSpec) -> Array:
+        """The decoded array."""
+        data = np.empty(spec.size, f"<{_letter(spec)}")
+
+        def one(start: int) -> None:
+            data[start : start + CHUNK] = self.chunk(start, spec.dtype)
+
+        map_chunks(one, range(0, spec.size, CHUNK))
+        return from_bytes(data.view(np.uint8), spec)
+
+
+def _letter(spec: LeafSpec) -> str:
+    return f"f{spec.itemsize}"
+
+
+def _bias(width: int) -> int:
+    return 1 << (8 * width - 1)
+
+
+def _values(multiples: NpArray, step: float, dtype: str) -> NpArray:
+    with np.errstate(under="ignore", over="ignore"):
+        return (multiples * step).astype(dtype)
+
+
+def _squares(x: NpArray) -> float:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return float(np.square(x, dtype=np.float64).sum())
+
+
+def _integers(spec: LeafSpec, width: int) -> LeafSpec:
+    return LeafSpec("numpy", f"uint{8 * width}", spec.shape)
+
+
+def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored | None:
+    """An array with a relative L2 error of at most `target`; None where multiples cannot have it.
+
+    Args:
+        leaf: the array.
+        parent: what a delta is against, where it is of this stream.
+        target: in (0, 1).
+    """
+    if leaf.spec.dtype not in _DTYPES:
+        return None
+    x = as_bytes(leaf.flat).view(f"<{_letter(leaf.spec)}")
+    starts = range(0, x.size, CHUNK)
+    squares = math.fsum(map_chunks(lambda s: _squares(x[s : s + CHUNK]), starts))
+    most = largest(x)
+    wanted = target * math.sqrt(12 * squares / max(1, x.size))
+    before = parent if isinstance(parent, MultiplesMemory) and parent.numbers.size == x.size else None
+    if before is not None and not _FINEST * wanted <= before.step <= _OLD * wanted:
+        before = None
+    step = _FRESH * wanted if before is None else before.step
+    # Neither infinite nor so small that it is no number of its own; sums that overflow or underflow end here, too.
+    if not 1e-290 < step < 1e290 or not most / step < _bias(_WIDTHS[-1]) - 1:
+        return None
+    width = next(w for w in _WIDTHS if most / step < _bias(w) - 1)
+    width = width if before is None else max(width, before.numbers.itemsize)
+    numbers = np.empty(x.size, f"<u{width}")
+
+    def one(start: int) -> Distortion:
+        part = x[start : start + CHUNK]
+        multiples = np.rint(part.astype(np.float64) / step)
+        numbers[start : start + CHUNK] = multiples + _bias(width)
+        return distortion(part, _values(multiples, step, leaf.spec.dtype))
+
+    met = sum(map_chunks(one, starts), Distortion(0.0, 0.0, 0.0))
+    if met.relative_l2 > target:
+        return None
+    memory = MultiplesMemory(numbers, step)
+    meta, pieces = restate_multiples(leaf.spec, {}, memory, parent)
+    return Stored("multiples", meta, pieces, memory, met.relative_l2, "relative L2", f"multiples of {step:.3g}")
+
+
+def restate_multiples(
+    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+) -> tuple[dict[str, Any], list[Writer]]:
+    """The same multiples against another parent, see `codec.restate`."""
+    if not isinstance(memory, MultiplesMemory):
+        raise BadArgumentError("multiples: the memory of another stream cannot be restated")
+    width = memory.numbers.itemsize
+    before = _comparable(parent, memory.step, width, spec.size)
+    meta = {"s": memory.step, "w": width}
+    return meta, pieces_of(memory.numbers.view(np.uint8), _integers(spec, width), before)
+
+
+def _comparable(parent: Memory | None, step: float, width: int, size: int) -> BytesMemory | None:
+    """The parent's multiples in this width, where they are of the same step."""
+    if not isinstance(parent, MultiplesMemory) or parent.step != step or parent.numbers.size != size:
+        return None
+    own = parent.numbers.itemsize
+    if own > width:
+        return None
+    numbers = parent.numbers
+    if own < width:
+        numbers = (numbers.astype(np.int64) + (_bias(width) - _bias(own))).astype(f"<u{width}")
+    return BytesMemory(numbers.view(np.uint8))
+
+
+def decode_multiples(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
+) -> MultiplesMemory:
+    """The stream format "multiples"."""
+    step, width = meta.get("s"), meta.get("w")
+    if spec.dtype not in _DTYPES or type(step) is not float or not 0 < step < math.inf or width not in _WIDTHS:
+        raise CorruptDataError(f"multiples: {width!r} bytes of a step of {step!r} for {spec.dtype}")
+    check_memory(spec.size * width, "multiples")
+    before = _comparable(parent, step, width, spec.size)
+    numbers = decode_bytes(_integers(spec, width), {}, pieces, before).data
+    return MultiplesMemory(numbers.view(f"<u{width}"), step)

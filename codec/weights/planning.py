@@ -1,0 +1,201 @@
+"""How weights are planned, whoever asks: sketches of all arrays, thresholds over them, and for each array what a bit is
+worth and what its codebook is fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.arrays import on_gpu
+from ...kernels.assign import Thresholds
+from ...kernels.floats import FORMATS, bits_for
+from ...kernels.histogram import kept_histogram_many, log_histogram_many
+from ..base import Leaf, Memory
+from ..batches import map_batches
+from ..errors import BadArgumentError
+from ..parallel import map_chunks
+from ..state.leaves import NpArray
+from .codebook import Cells, Fit, problem_of, solve_together
+from .levels import LevelsMemory, beneath
+from .partition import Sketch, kept, magnitudes, protection, pruning, share_at_or_above
+from .trade import Trade, mean_roots, spread, trades
+
+if TYPE_CHECKING:
+    from .quantize import Quantize
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Thresholds over all arrays of a codec.
+
+    Args:
+        protect: (magnitude, sensitivity) from which on weights are protected.
+        prune: layer type -> (magnitude, sensitivity) below which its weights are pruned.
+    """
+
+    protect: tuple[float, float]
+    prune: Mapping[str, tuple[float, float]]
+
+    def of(self, layer: str) -> Thresholds:
+        """Those of arrays of a layer type."""
+        return Thresholds(*self.protect, *self.prune.get(layer, (0.0, 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was decided for one array before any is encoded.
+
+    Args:
+        sketch: of the whole array.
+        thresholds: of what is pruned and what is protected.
+        trade: what the rate-distortion encoder weighs.
+        cells: the elements that are neither pruned nor protected.
+        codes: the solution that the codebook rests on, where it was found together with others'; None: not yet.
+    """
+
+    sketch: Sketch
+    thresholds: Thresholds
+    trade: Trade
+    cells: Cells
+    codes: NpArray | None = None
+
+
+def check_gradients(codec: Quantize, leaves: Sequence[Leaf]) -> None:
+    """Refuse to prune by sensitivity what has no gradient."""
+    if codec.prune and codec.prune_metric == "sensitivity":
+        for leaf in leaves:
+            if leaf.gradient is None and leaf.kind.layer != "embedding":
+                raise BadArgumentError(f"{leaf.path}: pruning by sensitivity needs its gradient in grads=")
+
+
+def sketched(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
+    """Histograms of the values of each array and, where there is a gradient, of its sensitivity."""
+
+    def some(numbers: list[int]) -> list[Sketch]:
+        bits, known = _bits(codec), [i for i in numbers if leaves[i].gradient is not None]
+        signed = log_histogram_many([leaves[i].flat for i in numbers], bits, signed=True)
+        sensitivity = log_histogram_many(
+            [leaves[i].flat for i in known], bits, gradients=[leaves[i].gradient for i in known]
+        )
+        of = dict(zip(known, sensitivity, strict=True))
+        return [Sketch.of(leaves[i].kind.layer, h, of.get(i)) for i, h in zip(numbers, signed, strict=True)]
+
+    return map_batches(some, leaves)
+
+
+def _bits(codec: Quantize) -> int:
+    """Of sketches in float64; those of narrower formats are capped at their mantissas."""
+    return bits_for(codec.alpha, FORMATS["float64"])
+
+
+def limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> Limits:
+    """Thresholds over all arrays that have these sketches, and had those thresholds in the parent."""
+    return Limits(protection_limits(codec, sketches, before), pruning_limits(codec, sketches))
+
+
+def thresholds_before(parents: Sequence[Memory | None]) -> Thresholds | None:
+    """The parents' thresholds, which the first quantized one knows; None where none is."""
+    return next((p.thresholds for p in parents if isinstance(p, LevelsMemory)), None)
+
+
+def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tuple[float, float]]:
+    """Pruning thresholds by layer type."""
+    return pruning(sketches, codec.prune, codec.prune_metric) if codec.prune else {}
+
+
+def protection_limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> tuple[float, float]:
+    """Protection thresholds; those before stay while they protect about what was asked (moving costs bits).
+
+    Under an error target each array has its own magnitude, and what is protected for its sensitivity stays.
+    """
+    if not codec.protect:
+        return (np.inf, np.inf)
+    if chooses(codec):
+        return (np.inf, protection(sketches, codec.protect)[1])
+    if codec.policy == "frozen" and before is not None and not any(s.products for s in sketches):
+        old = before.protect_magnitude
+        share = share_at_or_above(magnitudes(s.values for s in sketches), old)
+        if 0.5 * codec.protect <= share <= 1.25 * codec.protect:
+            return (old, np.inf)
+    return protection(sketches, codec.protect)
+
+
+def chooses(codec: Quantize) -> bool:
+    """Whether the error target chooses step and protection, not the bins alone."""
+    return codec.max_error is not None and codec.solver == "uniform"
+
+
+def fit_for(codec: Quantize, leaf: Leaf) -> Fit:
+    """How the codebook of an array is fitted."""
+    bins = codec.embedding_bins if codec.embedding_bins and leaf.kind.layer == "embedding" else codec.bins
+    return Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
+
+
+def spreads(sketches: Sequence[Sketch], thresholds: Sequence[Thresholds]) -> list[float | None]:
+    """The variance of what is coded of each array, see `spread`."""
+    pairs = list(zip(sketches, thresholds, strict=True))
+    return map_chunks(lambda pair: spread(kept(pair[0].signed, pair[1])), pairs)
+
+
+def plans(
+    codec: Quantize,
+    leaves: Sequence[Leaf],
+    parents: Sequence[Memory | None],
+    sketches: Sequence[Sketch],
+    decided: Limits,
+) -> list[Plan]:
+    """One plan an array, under thresholds that may rest on more arrays than these; codebooks of arrays on a GPU are
+    solved together, there."""
+    thresholds = [decided.of(sketch.layer) for sketch in sketches]
+    slopes = [Trade(0.0)] * len(leaves)
+    if codec.rate:
+        sizes = [leaf.spec.size for leaf in leaves]
+        slopes = trades(codec.rate, sizes, spreads(sketches, thresholds), mean_roots(leaves))
+    cells = _cells(codec, leaves, sketches, thresholds)
+    codes = _codes(codec, leaves, parents, cells)
+    return [Plan(*made) for made in zip(sketches, thresholds, slopes, cells, codes, strict=True)]
+
+
+def _cells(
+    codec: Quantize, leaves: Sequence[Leaf], sketches: Sequence[Sketch], thresholds: Sequence[Thresholds]
+) -> list[Cells]:
+    """The elements of each array that are neither pruned nor protected."""
+
+    def some(numbers: list[int]) -> list[Cells]:
+        known = [i for i in numbers if leaves[i].gradient is not None]
+        counted = kept_histogram_many(
+            [leaves[i].flat for i in known],
+            [thresholds[i] for i in known],
+            _bits(codec),
+            gradients=[leaves[i].gradient for i in known],
+        )
+        of = dict(zip(known, counted, strict=True))
+        return [Cells.of(of[i] if i in of else kept(sketches[i].signed, thresholds[i])) for i in numbers]
+
+    return map_batches(some, leaves)
+
+
+def _codes(
+    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Memory | None], cells: Sequence[Cells]
+) -> list[NpArray | None]:
+    """Solutions of the exact problems of arrays on a GPU; None for others, which are solved where they are used.
+
+    Those of an error target are, too: what is solved next depends on the error before.
+    """
+
+    def some(numbers: list[int]) -> list[NpArray | None]:
+        place = leaves[numbers[0]].flat
+        problems = {}
+        if codec.max_error is None and on_gpu(place):
+            for i in numbers:
+                before = beneath(parents[i], leaves[i].spec)
+                problem = problem_of(cells[i], fit_for(codec, leaves[i]), None if before is None else before.codebook)
+                if problem is not None and problem.method == "exact" and problem.start is None:
+                    problems[i] = problem
+        found = dict(zip(problems, solve_together(list(problems.values()), place), strict=True)) if problems else {}
+        return [found.get(i) for i in numbers]
+
+    return map_batches(some, leaves)

@@ -1,0 +1,225 @@
+"""Weights as levels of a codebook: prune, protect, quantize, and a delta of the levels (Inshrinkerator's pipeline)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ...kernels.arguments import check_field, choice, flag, integer, number, or_none
+from ...kernels.assign import Thresholds
+from ..base import Leaf, Memory, Stored, rounded_error
+from ..errors import BadArgumentError
+from ..lossless.exact import Exact
+from ..moments.logbuckets import FINEST, LogBuckets
+from ..state.leaves import LeafSpec, NpArray
+from ..state.unit import unit
+from .assigning import assigned
+from .codebook import Lost, fit, largest_of, lost_share, lost_to_step, predicted_error
+from .finesketch import few_values, fit_closely, held_codebook
+from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
+from .multiples import store_multiples
+from .partition import share_at_or_above
+from .planning import Plan, check_gradients, chooses, fit_for, limits, plans, sketched, thresholds_before
+from .targets import LADDER, choices, spent
+from .trade import Trade
+
+FINEST_SKETCH = 2.0**-13
+_LOST, _FINE, _STRICT, _RELATIVE = 0.5, 12, 0.1, 0.125
+"""Where more than this share of an array would be as good as zero, though at least so many bins or at most such an
+error were asked for, each of its elements is kept to this relative error instead. Weights of trained models lose 5 to
+15 % so, by 24 bins."""
+_STEP = 8
+"""A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
+_FEW = 32
+"""Fewer protected elements than these may come and go by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """Prune, protect and quantize float weights to levels of a codebook, coded as a delta where there is a parent.
+
+    Args:
+        bins: how fine, 2 to 254; default 24. The number of codebook entries; with "uniform" the error of the best
+            codebook of so many, for which 1.3 to 2.8 times as many equidistant entries are taken (at most 254).
+        embedding_bins: the same for embeddings; None: as `bins`.
+        prune: fraction set to zero, per layer type, in [0, 1); default 0. Embeddings are never pruned.
+        prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
+        protect: fraction kept as bfloat16, over all arrays, in [0, 1); default 0.0005.
+        alpha: relative error of the sketch, in [2**-13, 1); default 0.01. Codebooks of arrays that need a finer one are
+            fitted to a finer one, see `codec.weights.finesketch`; not with "kmeans++", which is as published.
+        sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
+        solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
+            (the best `bins` entries) or "kmeans++"; see `codec.weights.codebook`. An array of whose elements more than
+            half would become as good as zero, for parts of it have very different scales, is kept in log buckets of a
+            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less); its note says
+            so.
+        policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
+            which has but a step); see `codec.weights.codebook`.
+        trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
+        coder: "smallest" (default) or "published" (run lengths and Huffman per group).
+        seed: of kmeans++.
+        max_error: relative L2 error an array may have, in (0, 1). With "uniform" it picks step, protected share and,
+            where `rate` is 0, lambda for each array, in place of `bins` and `protect`; with other solvers the bins
+            alone. None: `Config.max_rel_error`.
+        rate: lambda of the rate-distortion encoder, see `Config`, >= 0. None: `Config.rate`.
+        residual: what becomes of a float32 or float64 array whose target 254 bins miss. False (default): it is stored
+            exactly. True: it gets a second, residual level of codebook as fine as the target needs (`multiples`).
+
+    Raises:
+        BadArgumentError: a value out of range; the message names it and its limits.
+
+    Source: Inshrinkerator, sections 4 and 6.
+    """
+
+    bins: int = 24
+    embedding_bins: int | None = None
+    prune: float = 0.0
+    prune_metric: str = "magnitude"
+    protect: float = 0.0005
+    alpha: float = 0.01
+    sigma: float = 1.0
+    solver: str = "uniform"
+    policy: str = "frozen"
+    trigger: float = 1.05
+    coder: str = "smallest"
+    seed: int = 0
+    max_error: float | None = None
+    rate: float | None = None
+    residual: bool = False
+    id: ClassVar[str] = "quantize"
+
+    def __post_init__(self) -> None:
+        check_field(self, "bins", integer, 2, MAX_BINS)
+        check_field(self, "embedding_bins", or_none, integer, 2, MAX_BINS)
+        check_field(self, "prune", number, 0, 1, open_high=True)
+        check_field(self, "protect", number, 0, 1, open_high=True)
+        if self.prune + self.protect > 1:
+            raise BadArgumentError(f"prune + protect is {self.prune + self.protect:g}; it must be at most 1")
+        check_field(self, "alpha", number, FINEST_SKETCH, 1, open_high=True)
+        check_field(self, "sigma", number, 0, 1)
+        check_field(self, "trigger", number, 1, 1e9)
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
+        check_field(self, "rate", or_none, number, 0, 1e6)
+        check_field(self, "residual", flag)
+        check_field(self, "seed", integer, 0, 2**63 - 1)
+        for name, allowed in (
+            ("prune_metric", ("magnitude", "sensitivity")),
+            ("solver", ("uniform", "exact", "kmeans++")),
+            ("policy", ("frozen", "warm", "refit")),
+            ("coder", ("smallest", "published")),
+        ):
+            check_field(self, name, choice, allowed)
+        if self.policy == "warm" and self.solver == "uniform":
+            raise BadArgumentError(
+                "policy 'warm' is for solver 'exact' or 'kmeans++': a step, which is all that 'uniform' (the default) "
+                "has, is not iterated; 'frozen' or 'refit' is needed"
+            )
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Plan]:
+        """Sketch every array, then take thresholds over all of them."""
+        if not leaves:
+            return []
+        check_gradients(self, leaves)
+        sketches = sketched(self, leaves)
+        return plans(self, leaves, parents, sketches, limits(self, sketches, thresholds_before(parents)))
+
+    def _outgrown(self, plan: Plan, before: LevelsMemory | None, spec: LeafSpec) -> str:
+        """Why a codebook is refit though its loss would let it stay: the array protects more than it did; or "".
+
+        Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each time
+        that share passes 8, 64, ... times what is asked over all, and is of 32 elements or more.
+        """
+        if before is None or not self.protect or not spec.size:
+            return ""
+        signed = plan.sketch.signed
+        share = share_at_or_above(signed.magnitude(), plan.thresholds.protect_magnitude)
+        was = before.protected.size / spec.itemsize / spec.size
+        passed = any(was < _STEP**n * self.protect <= share for n in range(1, 20))
+        passed = passed and share * signed.total >= _FEW
+        return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
+
+    def _moved(self, thresholds: Thresholds, before: LevelsMemory | None) -> str:
+        """What to say where the protection threshold, kept as codebooks are, is another than the parent's; or ""."""
+        if self.policy != "frozen" or before is None:
+            return ""
+        now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude
+        return "" if now == was else f"; protected from {now:.6g} on, before from {was:.6g}"
+
+    def encode(self, leaf: Leaf, parent: Memory | None, plan: Plan) -> Stored:
+        """Encode one array; `error` is the relative L2 error met."""
+        before = beneath(parent, leaf.spec)
+        scale = unit(largest_of(plan.sketch.signed))
+        target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
+        is_fine = fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
+        for thresholds, codebook, reason, may_err in self._attempts(leaf, plan, before):
+            lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
+            parts_are_lost = lost.counted > _LOST and is_fine
+            if parts_are_lost and target == np.inf:  # there is no other attempt
+                break
+            note, goal = f"codebook {reason}{self._moved(thresholds, before)}", min(may_err, target)
+            trade = plan.trade
+            memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
+            if met.relative_l2 > target and trade.price:  # the target bounds the rate
+                trade = Trade(0.0)
+                memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
+            if target == np.inf or met.relative_l2 <= target:
+                break
+        else:
+            stored = Exact().encode(leaf, parent)
+            note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
+            twice = store_multiples(leaf, parent, target) if self.residual else None
+            if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
+                lost = lost_to_step(plan.cells, twice.meta["s"])
+                if lost.nonzero <= _LOST:
+                    return twice
+                note += f", and by a finer step {lost.nonzero:.0%} of it would be as good as zero"
+            return dataclasses.replace(stored, note=note)
+        if parts_are_lost:
+            return self._each_by_its_size(leaf, parent, lost.counted)
+        if lost.nonzero > _LOST:
+            note += f"; {lost.nonzero:.0%} of it are as good as zero"
+        if not trade.price and (chooses(self) or plan.trade.price):
+            memory, met, rate = spent(leaf, memory, met, before, goal, scale)
+            note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
+        pieces = [references(memory, leaf.spec, before), *level_chunks(memory, leaf.spec, before, self.coder)]
+        if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
+            return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
+        return Stored("levels", metadata(memory), pieces, memory, met.relative_l2, "relative L2", note)
+
+    def _each_by_its_size(self, leaf: Leaf, parent: Memory | None, lost: float) -> Stored:
+        """In log buckets, whose error is relative to each element: for what no common step serves, as parts of very
+        different scale in one array."""
+        alpha = min(_RELATIVE, max(self.max_error or _RELATIVE, FINEST))
+        stored = LogBuckets(alpha, max_error=self.max_error).encode(leaf, parent)
+        why = f"log buckets: by a common step {lost:.0%} of it would be as good as zero"
+        return dataclasses.replace(stored, note=f"{why}; {stored.note}" if stored.note else why)
+
+    def _attempts(
+        self, leaf: Leaf, plan: Plan, before: LevelsMemory | None
+    ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
+        """Thresholds and codebooks to try in turn, until one keeps to the error target; the reason with each, and the
+        error that levels may come to."""
+        how = fit_for(self, leaf)
+        few = few_values(leaf, plan.cells, how.bins) if self.coder == "smallest" else None
+        if chooses(self):
+            magnitudes, keeps = plan.sketch.signed.magnitude(), self.policy == "frozen"
+            target = self.max_error or 0.0
+            yield from choices(leaf, target, plan.thresholds, magnitudes, plan.cells, few, before, keeps)
+            return
+        cells, looked, old = plan.cells, 0, None if before is None else before.codebook
+        for bins in (how.bins,) if self.max_error is None else LADDER:
+            how = dataclasses.replace(how, bins=bins)
+            codebook, reason, cells, looked = fit_closely(
+                leaf, plan.thresholds, cells, how, old, looked, plan.codes, few
+            )
+            if self.max_error is not None and predicted_error(cells, codebook) > 1.1 * self.max_error:
+                continue
+            if reason == "frozen" and (grown := self._outgrown(plan, before, leaf.spec)):
+                codebook, reason = fit(cells, how, None)[0], grown
+            if reason != "frozen":
+                codebook = held_codebook(codebook, cells, how, leaf.spec)
+            yield plan.thresholds, codebook, reason, np.inf

@@ -1,0 +1,146 @@
+"""The rate-distortion encoder: prices from the statistics being coded, iterated towards a fixed point.
+
+An encoder-only choice: the decoder reads levels and never knows. The error is always against the true weights, so it
+does not accumulate along a chain.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...kernels.arrays import is_torch
+from ...kernels.levels import joint_counts
+from ...kernels.ratedistortion import Unsettled, rate_distortion_levels, settled_bounds, unsettled
+from ..state.leaves import Array, NpArray, on_host
+
+ROUNDS = 3
+_AHEAD, _SLACK = 2.0, 0.5
+"""What is settled at so many times the prices and with so many bits more hardly ever comes open in a later round."""
+_MOST, _PROBED = 0.5, 16
+"""Where more than this share of the first sixteenth is open, all elements are looked at."""
+_FEW = 32
+"""Where there are fewer elements than so many a pair of levels, bounds would cost more than they save."""
+_STEPS = 4
+"""Prices an octave that `dearest_price` chooses among."""
+_CHEAPEST, _DEAREST = -28, 16
+"""The cheapest and the dearest of them, in steps from what a squared error at the target is."""
+
+
+def cheapest_levels(
+    x: Array,
+    nearest: Array,
+    parent: NpArray | None,
+    parent_size: int,
+    codebook: NpArray,
+    price: float,
+    importance: Array | None = None,
+) -> Array:
+    """Levels that cost least in `importance * error**2 + price * bits`, the bits being what a conditional coder needs.
+
+    Each round decides all elements anew, by prices from the levels of the round before. Most are settled: no level but
+    the nearest can win (`settled_bounds`). So a round looks at the others alone, and finds the same.
+
+    Args:
+        x: values, shape (n,).
+        nearest: uint8, what `assign` gave.
+        parent: uint8 on the host, the parent's levels, or None: all in one context.
+        parent_size: number of levels of the parent, 1 without one.
+        codebook: float64, ascending.
+        price: squared error (times importance) worth one bit, >= 0.
+        importance: float32, shape (n,), in the library and on the device of x; None: 1 for all.
+    """
+    before: Array = np.zeros(nearest.shape[0], np.uint8) if parent is None else parent
+    if is_torch(x):
+        import torch
+
+        before = torch.from_numpy(before).to(x.device)
+    codes = codebook.astype(np.float32)
+    shape = max(parent_size, 2), codebook.size + 2
+    first = counts = _pairs(before, nearest, shape)
+    part = whole = Unsettled(slice(None), x, nearest, before, importance)
+    bounded, bounds, last = x.shape[0] >= _FEW * first.size, None, None
+    settled: NpArray | int = 0
+    for _ in range(ROUNDS):
+        prices = (price * _bits(counts)).astype(np.float32)
+        if bounded and (bounds is None or (_stricter(settled_bounds(codes, prices), bounds) & (first > 0)).any()):
+            bounds = settled_bounds(codes, (_AHEAD * prices).astype(np.float32), _SLACK * price)
+            bounded = _share(whole, bounds) <= _MOST
+            part, last = unsettled(x, nearest, before, bounds, importance) if bounded else whole, None
+            settled = first - _pairs(part.previous, part.levels, shape) if bounded else 0
+        chosen = rate_distortion_levels(part.x, part.levels, part.previous, codes, prices, part.importance)
+        if last is not None and bool((chosen == last).all()):
+            break
+        counts, last = settled + _pairs(part.previous, chosen, shape), chosen
+    levels: Array = nearest.clone() if is_torch(nearest) else nearest.copy()
+    levels[part.at] = chosen
+    return levels
+
+
+def _pairs(previous: Array, levels: Array, shape: tuple[int, int]) -> NpArray:
+    return on_host(joint_counts(previous, levels, *shape))
+
+
+def _stricter(bounds: NpArray, others: NpArray) -> NpArray:
+    """For each pair of levels, whether an element within the others may be outside the bounds (`settled_bounds`)."""
+    outside: NpArray = (bounds[..., :2] > others[..., :2]).any(-1) | (bounds[..., 2] < others[..., 2])
+    return outside | (bounds[..., 3] > others[..., 3])
+
+
+def _share(whole: Unsettled, bounds: NpArray) -> float:
+    """The share of the first elements that is not within the bounds."""
+    few = slice(max(1, whole.x.shape[0] // _PROBED))
+    importance = None if whole.importance is None else whole.importance[few]
+    found = unsettled(whole.x[few], whole.levels[few], whole.previous[few], bounds, importance)
+    return int(found.at.shape[0]) / int(few.stop)
+
+
+def dearest_price(
+    x: Array,
+    nearest: NpArray,
+    parent: NpArray | None,
+    parent_size: int,
+    codebook: NpArray,
+    allowed: float,
+    spare: float,
+) -> float:
+    """The largest price, of a geometric series, at which `cheapest_levels` adds no more squared error than is to spare.
+
+    Args:
+        x: values on the host, shape (n,).
+        nearest: uint8, what `assign` gave.
+        parent: as for `cheapest_levels`.
+        parent_size: as for `cheapest_levels`.
+        codebook: float64, ascending.
+        allowed: mean squared error that an element may have; the series begins and ends at multiples of it.
+        spare: sum of squared errors that may be added, >= 0.
+
+    Returns:
+        The price, 0 where all are too dear.
+    """
+    wide = on_host(x.double() if is_torch(x) else x.astype(np.float64))
+    table = np.concatenate([np.zeros(2), codebook])
+    kept = np.flatnonzero(nearest >= 2)
+    before = (wide[kept] - table[nearest[kept]]) ** 2
+    levels: Array = nearest
+    if is_torch(x):
+        import torch
+
+        levels = torch.from_numpy(nearest)
+    first = math.floor(_STEPS * math.log2(allowed))
+    low, high = _CHEAPEST - 1, _DEAREST + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        price = math.exp2((first + middle) / _STEPS)
+        chosen = on_host(cheapest_levels(x, levels, parent, parent_size, codebook, price))
+        added = float(((wide[kept] - table[chosen[kept]]) ** 2 - before).sum())
+        low, high = (middle, high) if added <= spare else (low, middle)
+    return math.exp2((first + low) / _STEPS) if low >= _CHEAPEST else 0.0
+
+
+def _bits(counts: NpArray) -> NpArray:
+    """Ideal code lengths, half a count added to each: a level nobody uses yet is dear, not impossible."""
+    smoothed = counts + 0.5
+    bits: NpArray = np.log2(smoothed.sum(axis=1, keepdims=True) / smoothed)
+    return bits
