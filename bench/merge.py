@@ -9,7 +9,7 @@ say at which commit they were measured, and rows of systems that `bench ratio` n
 (the targets, our weights beside the published ones') is made again from all of them. `--measure` takes names of
 `SYSTEMS`, "alone" and "peers". In any other result an experiment, what stands before the colon of a row, is replaced as
 a whole, and its rows say at which commit; of `bench training` rows of systems that it no longer has go, and targets are
-made again from all of them.
+made again from all of them, by this commit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from . import ratio, training, workloads
+from . import machine, ratio, training, workloads
 from .__main__ import result
 from .harness import Row
 from .outcomes import TABLE, System, outcome_of, summary_rows, to_json
@@ -130,7 +130,8 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
     together = [row for found in rows.values() for row in found]
     if any(map(training.is_target, together)):
         measured = [row for row in together if not training.is_target(row)]
-        together = [*measured, *(dataclasses.asdict(row) for row in training.targets(measured))]
+        at = machine.commit()
+        together = [*measured, *(_marked(dataclasses.asdict(row), at) for row in training.targets(measured))]
     return {**old, "rows": together}
 
 

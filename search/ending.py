@@ -27,6 +27,7 @@ def concluded(space: Space, choice: Choice, method: str, fell_back: bool) -> Sea
         fell_back: whether the neighbourhood of the last choice was tried in vain.
     """
     trials, best = space.trials, choice.trial
+    direction, in_vain = trials.direction, trials.direction.in_vain(trials.found)
     notes = [*space.notes, *choice.notes, *trials.notes]
     if best is None or best.point is None:
         notes.append(
@@ -41,7 +42,7 @@ def concluded(space: Space, choice: Choice, method: str, fell_back: bool) -> Sea
         )
     if trials.scale.direction is None:
         notes.append("which direction is better is not known: any difference counts as a loss")
-    elif not trials.is_given:
+    elif not direction.is_given:
         whence = "from a state compressed beyond use" if trials.is_probed else "at an earlier search"
         notes.append(f"{trials.scale.direction} quality is better, as inferred {whence}")
     if trials.scale.direction is not None and trials.gain > trials.beyond:
@@ -49,8 +50,9 @@ def concluded(space: Space, choice: Choice, method: str, fell_back: bool) -> Sea
             f"a compressed state is better than the state itself by {trials.gain:.3%}, if {trials.scale.direction} "
             "quality is better: by luck, or because that or `evaluate` is not as it should be"
         )
-    notes += [f"a state compressed beyond use ({p}) evaluated to no number" for p in trials.no_numbers]
-    if trials.probed_in_vain and not trials.is_given:
+    beyond_use = direction.no_numbers(trials.found)
+    notes += [f"a state compressed beyond use ({p}) evaluated to no number" for p in beyond_use]
+    if in_vain and not direction.is_given:
         notes.append("no state compressed beyond use evaluated to a number: the direction is not looked for again")
     point = None if best is None else best.point
     return SearchResult(
@@ -65,14 +67,14 @@ def concluded(space: Space, choice: Choice, method: str, fell_back: bool) -> Sea
         degradation=None if best is None else best.degradation,
         spread=trials.scale.spread,
         direction=trials.scale.direction,
-        direction_given=trials.is_given,
+        direction_given=direction.is_given,
         threshold=trials.allowed,
         cube=space.asked,
         discarded={k: n for k, n in choice.discarded.items() if n},
         notes=tuple(notes),
         rounds=trials.rounds,
         patience=choice.patience,
-        probed_in_vain=trials.probed_in_vain,
+        probed_in_vain=in_vain,
     )
 
 

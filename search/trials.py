@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from .cube import Cube, Point, normal
+from .direction import SURELY, Direction
 from .estimate import Estimator
 from .plan import Candidate, Known, Pattern
 from .quality import Evaluate, Scale, measured, scale
@@ -19,10 +19,6 @@ from .subject import Given, Subject, Watched
 from .team import Json, Team
 
 _REPEATS = 2
-_WRECKS = (Point(2, 0.9, "magnitude", 0.0), Point(2, 0.5, "magnitude", 0.0))
-"""Surely worse than the state itself. The second is for an `evaluate` that has no number for the first."""
-_SURELY = 0.01
-"""A difference from the baseline up to which a trial may be better as well as worse."""
 _FAR = 2.0
 """Where the state itself evaluates to more than so many times what it did at the last search, or less than such a part,
 `evaluate` may be another one."""
@@ -59,7 +55,8 @@ class Trials:
     ) -> None:
         self._evaluate, self.allowed = evaluate, allowed
         self._given, self._watched, self.state = given, watched, fingerprint
-        self._team, self._report, self._cube = team, report, cube
+        self._team, self._report = team, report
+        self.direction = Direction(cube, subject.system)
         for trial in done:
             if trial.state != self.state:
                 raise BadArgumentError(f"resume: a trial ({trial.point}) is of another state than this one")
@@ -69,9 +66,7 @@ class Trials:
         self.rounds = 0
         self.scale = Scale(1.0, 0.0, None)
         self._known_spread = 0.0
-        self._direction: str | None = None
         self._given_baseline: float | None = None
-        self._is_given = self._was_in_vain = False
         self.notes: list[str] = []
 
     def _about(self, subject: Subject) -> None:
@@ -102,7 +97,7 @@ class Trials:
     @property
     def passing(self) -> list[Trial]:
         """Trials of points that may be chosen."""
-        return [t for t in self.tried if t.passed and t.point is not None and not self._is_apart(t.point)]
+        return [t for t in self.tried if t.passed and t.point is not None and not self.direction.is_apart(t.point)]
 
     @property
     def has_seen_itself(self) -> bool:
@@ -118,21 +113,17 @@ class Trials:
             given: what the caller says of the state itself, which saves a call; None: nothing.
         """
         self._given_baseline = given
-        self._direction, self._is_given = direction, direction is not None
+        self.direction.begin(last, direction)
         before = None if last is None else last.baseline
         if last is not None and before is not None:
-            self._known_spread, self._was_in_vain = last.spread, last.probed_in_vain
-            if direction is None:
-                self._direction, self._is_given = last.direction, last.direction_given
+            self._known_spread = last.spread
         calls = _REPEATS if before is None and self.at_once == 1 else 1
         # Processes that evaluate it beside each other compare their own numbers with what was given.
         self._evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
         now = self.scale.baseline
-        if self._is_given or before is None or _apart(before, now) <= _FAR:
+        if self.direction.is_given or before is None or _apart(before, now) <= _FAR:
             return
-        self._was_in_vain = False
-        if self._direction is not None:
-            self._direction = None
+        if self.direction.doubt() is not None:
             self.note(
                 f"the state itself evaluates to {now:.6g}, at the last search to {before:.6g}: which direction is "
                 "better is looked for anew"
@@ -181,12 +172,14 @@ class Trials:
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
         """What the trials tell the plan; `stale` ones are of an earlier checkpoint."""
-        tried = [(t, normal(t.point)) for t in self.tried if t.point is not None and not self._is_apart(t.point)]
+        tried = [
+            (t, normal(t.point)) for t in self.tried if t.point is not None and not self.direction.is_apart(t.point)
+        ]
         self._expect([p for _, p in tried])
         return [_known(t, stale=False, pattern=self._candidates[p].pattern) for t, p in tried] + [
             _known(t, stale=True)
             for t in stale
-            if t.point is not None and t.ahead == self.is_ahead and not self._is_apart(t.point)
+            if t.point is not None and t.ahead == self.is_ahead and not self.direction.is_apart(t.point)
         ]
 
     def round(self, points: Sequence[Point], expected: Sequence[float | None]) -> list[Trial]:
@@ -255,107 +248,48 @@ class Trials:
                 )
         return [result for _, result in results]
 
-    def _wrecks(self, found: Sequence[Trial]) -> list[Trial | None]:
-        """The trials of points that are surely worse than the state itself, in the order in which they are asked; None:
-        not tried."""
-        tried = {t.point: t for t in found}
-        return [tried.get(dataclasses.replace(point, system=self.subject.system)) for point in _WRECKS]
-
     @property
     def next_wreck(self) -> Point | None:
-        """The point to tell the direction by that is to be tried next; None: one was a number, or it is in vain."""
-        if self._was_in_vain:
-            return None
-        for point, trial in zip(_WRECKS, self._wrecks(self.found), strict=True):
-            if trial is None:
-                return dataclasses.replace(point, system=self.subject.system)
-            if trial.quality is not None:
-                return None
-        return None
+        """The point to tell the direction by that is to be tried next; None: there is none."""
+        return self.direction.next_wreck(self.found)
 
     @property
     def can_wreck(self) -> bool:
         """Whether a state compressed beyond use is another one: of few values, or zeros, it may be the same."""
-        (worst,) = self.candidates([dataclasses.replace(_WRECKS[0], system=self.subject.system)])
+        (worst,) = self.candidates([self.direction.worst])
         return worst.error > 0
 
     @property
     def is_probed(self) -> bool:
         """Whether a state compressed beyond use has been tried."""
-        return self._wrecks(self.found)[0] is not None
-
-    @property
-    def no_numbers(self) -> list[Point]:
-        """The points beyond use that evaluated to no number."""
-        return [
-            t.point for t in self._wrecks(self.found) if t is not None and t.point is not None and t.quality is None
-        ]
-
-    @property
-    def probed_in_vain(self) -> bool:
-        """Whether all of them did, now or at the last search: it is of no use to try them again."""
-        return self._was_in_vain or len(self.no_numbers) == len(_WRECKS)
-
-    def _is_apart(self, point: Point) -> bool:
-        """Whether a trial was only made to see which direction is worse, and is none of what is searched."""
-        return dataclasses.replace(point, system=_WRECKS[0].system) in _WRECKS and point not in self._cube
+        return self.direction.is_probed(self.found)
 
     @property
     def is_inherited(self) -> bool:
         """Whether the direction is only known from the last search, where it was inferred."""
-        return self.scale.direction is not None and not self._is_given and not self.is_probed
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the caller said which direction is better."""
-        return self._is_given
+        return self.scale.direction is not None and not self.direction.is_given and not self.is_probed
 
     @property
     def beyond(self) -> float:
         """Relative difference of quality that is not chance."""
-        return max(self.allowed, _SURELY, 3 * self.scale.spread)
+        return max(self.allowed, SURELY, 3 * self.scale.spread)
 
     @property
     def gain(self) -> float:
         """By how much the best trial is better than the state itself."""
-        tried = (t for t in self.found if t.point is not None and not self._is_apart(t.point))
+        tried = (t for t in self.found if t.point is not None and not self.direction.is_apart(t.point))
         return max((-t.degradation for t in tried), default=0.0)
 
     def judge(self, found: Sequence[Trial] | None = None) -> None:
         """Say which direction is better, by all that was seen; where that changes, score the trials anew."""
         before = self.scale
-        self.scale = dataclasses.replace(before, direction=self._inferred(self.found if found is None else found))
-        if before.direction is None and self.scale.direction is not None and not self._is_given:
+        direction, note = self.direction.inferred(self.found if found is None else found, before, self.allowed)
+        if note:
+            self.note(note)
+        self.scale = dataclasses.replace(before, direction=direction)
+        if before.direction is None and direction is not None and not self.direction.is_given:
             self._report.say(f"{self.scale.direction} quality is better")
         self.found = [t if t.point is None else self._scored(t, t.expected, t.round) for t in self.found]
-
-    def _inferred(self, found: Sequence[Trial]) -> str | None:
-        """The direction: given, or told by the first wreck that is a number, or as the last search had it.
-
-        A compressed state that gains more than the wreck loses is not possible: then nothing is known.
-        """
-        asked = list(itertools.takewhile(lambda t: t is not None, self._wrecks(found)))
-        if self._is_given or not asked:
-            return self._direction
-        wreck = next((t for t in asked if t is not None and t.quality is not None), None)
-        if wreck is None or wreck.quality is None:
-            return None
-        direction = self.scale.inferred(wreck.quality, max(self.allowed, _SURELY))
-        if direction is None:
-            return None
-        judged = dataclasses.replace(self.scale, direction=direction)
-        loss = judged.degradation(wreck.quality)
-        others = [t for t in found if t.point is not None and t.point != wreck.point]
-        best = min((judged.degradation(t.quality) for t in others), default=0.0)
-        if -best > loss:
-            self.note(
-                f"which direction is better is not clear: a state compressed beyond use gave {wreck.quality:.6g}, "
-                f"the state itself {self.scale.baseline:.6g}, and a trial differs more to the other side"
-            )
-            return None
-        if self._direction not in (None, direction):
-            self.note(f"{direction} quality is better, not {self._direction} as at the last search")
-        return direction
 
     def note(self, text: str) -> None:
         """Something that speaks against what was believed."""

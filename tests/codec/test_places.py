@@ -352,7 +352,7 @@ def test_classes_that_are_coded_by_their_places_are_refused() -> None:
         for _ in range(3000):
             blocks = (data, CONSTANT_COLUMNS) if first else (CONSTANT_ROWS, data)
             data = _made((1 if first else 12, 0, 1, 2, 0), *blocks)
-        with pytest.raises(CorruptDataError, match="method 12 .* not for a stream inside another"):
+        with pytest.raises(CorruptDataError, match=r"method 12 .* not for a stream inside another"):
             entropy.decode(memoryview(data), 12)
 
 
