@@ -183,9 +183,9 @@ _SHORTEST = (
     YARDSTICK,
 )
 STUDIES = {
-    "MLP": Study(3, None, _FEW, thresholds=3, ablation=2),
-    "embedding": Study(2, _SHORT),
-    "CNN": Study(2, _SHORT, thresholds=1),
+    "MLP": Study(6, None, _FEW, thresholds=3, ablation=2),
+    "embedding": Study(4, _SHORT),
+    "CNN": Study(6, _SHORT, thresholds=1),
     "ViT": Study(3, _SHORT),
     "GPT": Study(1, _SHORTEST, spacing=30, batches=1),
 }
