@@ -6,6 +6,8 @@ import doctest
 import importlib.metadata
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,6 +86,25 @@ def test_every_result_is_in_the_manifest_with_all_its_rows() -> None:
         assert f"| `{name}` |" in text
         assert sum(provenance.commits(document).values()) == len(document.get("rows", []))
     assert "`b146cc1+`: 48" in text
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=HOME, capture_output=True, text=True, check=False)
+
+
+def test_every_commit_that_results_name_is_in_the_history() -> None:
+    """Or nobody can see what was measured."""
+    if shutil.which("git") is None or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no git, or no whole history, here")
+    named = {
+        (name, commit.removesuffix("+"))
+        for name, document in results.documents("*.json").items()
+        for commit in provenance.commits(document)
+        if commit != provenance.UNKNOWN
+    }
+    assert len({commit for _, commit in named}) > 5
+    lost = [(name, commit) for name, commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode]
+    assert not lost
 
 
 def test_no_result_names_a_folder_of_the_machine_it_was_made_on() -> None:
