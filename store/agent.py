@@ -356,8 +356,10 @@ def _serve(server: socket.socket, path: str, held: Held, idle: float) -> None:
     """Answer one request after another until told to end, forgotten, or replaced."""
     own = _identity(path)
     last = time.monotonic()
+    poll = select.poll()  # which takes any number of a file, as `select` does not
+    poll.register(server, select.POLLIN)
     while time.monotonic() - last < idle:
-        ready, _, _ = select.select([server], [], [], min(_LOOK, idle))
+        ready = poll.poll(1000 * min(_LOOK, idle))
         if _identity(path) != own:
             return
         if not ready:

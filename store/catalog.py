@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
-from .files import Files
+from .files import Files, is_damage
 from .manifest import MAX_GENERATION, Manifest, manifest_name, parse_name
 
 T = TypeVar("T")
@@ -102,9 +102,11 @@ class Catalog:
     def _read(self, step: int, generation: int) -> Manifest:
         try:
             return Manifest.from_bytes(self._files.read(f"{FOLDER}/{manifest_name(step, generation)}"), step)
-        except (FileNotFoundError, PermissionError, ConnectionError, TimeoutError):
+        except FileNotFoundError:
             raise
         except OSError as e:
+            if not is_damage(e, local=self._files.local):
+                raise
             raise CorruptDataError(f"step {step}: its manifest cannot be read: {e}") from None
 
     def all(self) -> dict[int, Entry]:

@@ -10,13 +10,11 @@ from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.format.ranged import Ranged
 from .catalog import Entry
-from .files import Files
+from .files import Files, is_damage
 from .manifest import Manifest
 
 T = TypeVar("T")
 FOLDER = "data"
-UNREACHABLE = (PermissionError, ConnectionError, TimeoutError)
-"""Errors that say nothing about the bytes: they are passed on, never taken for damage."""
 
 
 def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
@@ -30,9 +28,9 @@ def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
         raise MissingParentError(f"step {step}: {whose}its file {path} is gone") from None
     except ShrinkpointError as e:
         raise type(e)(f"step {step}: {path}: {e}") from None
-    except UNREACHABLE:
-        raise
     except OSError as e:
+        if not is_damage(e, local=files.local):
+            raise
         raise CorruptDataError(f"step {step}: {path} cannot be read: {e}") from None
 
 

@@ -26,7 +26,7 @@ from ..codec.parallel import give_way
 from ..codec.restate import restate
 from ..codec.state.leaves import as_bytes
 from .catalog import Catalog, Entry
-from .chain import FOLDER, UNREACHABLE, Node, carried_by, forest, opener, walk
+from .chain import FOLDER, Node, carried_by, forest, opener, walk
 from .files import Files
 from .lock import Lease
 from .manifest import Manifest, data_name
@@ -132,9 +132,7 @@ class Compaction:
             try:
                 same = parent.file == m.parents[0] or opener(self._files, m)(None).parent_id == parent.identity
                 carried = parent.carried + carried_by(opener(self._files, parent)(None))
-            except UNREACHABLE:
-                raise
-            except (ShrinkpointError, OSError):
+            except (ShrinkpointError, FileNotFoundError):
                 continue  # the walk says why
             moved = replace(m, parents=parent.chain, carried=carried)
             if same and carried <= m.carried and (entry := self._catalog.replace(entries[step], moved)) is not None:

@@ -7,12 +7,14 @@ other fsspec file system (`objects.ObjectFiles`), where an object appears whole 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import fsspec
+from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -24,6 +26,14 @@ TEMPORARY = ".tmp-"
 
 UNOPENED = (ValueError, ImportError, AttributeError, TypeError, KeyError, NotImplementedError)
 """What fsspec and its file systems raise of a URL that they cannot make anything of."""
+
+
+_OF_THE_FILE = {
+    getattr(errno, name)
+    for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW")
+    if hasattr(errno, name)
+}
+"""What a disk answers of a file that it cannot read, or of what is no file."""
 
 
 class StoreWarning(ShrinkpointWarning):
@@ -77,6 +87,19 @@ class Files(Protocol):
         ...
 
 
+def is_damage(error: OSError, *, local: bool) -> bool:
+    """Whether an error of reading speaks of what stands there, and not of the way to it, which may be open again soon.
+
+    Storage that is busy, too many open files, a host that cannot be reached say nothing of the bytes; nor does a code
+    of an object store that its library does not know (s3fs makes an EIO of it).
+
+    Args:
+        error: none of a file that is not there.
+        local: whether it is of a disk.
+    """
+    return isinstance(error, (IsADirectoryError, NotADirectoryError)) or (local and error.errno in _OF_THE_FILE)
+
+
 def one_name(url: str) -> str:
     """The same for every spelling of a path or URL: links, `..`, a slash at the end, a relative path, another prefix.
 
@@ -96,23 +119,31 @@ def one_name(url: str) -> str:
 
 def is_of_this_process(url: str) -> bool:
     """Whether what stands there is in this process's memory, where no other finds it."""
-    fs = fsspec.core.url_to_fs(url)[0]
-    while (below := getattr(fs, "fs", None)) is not None:  # of a cache, an archive, a folder
-        fs = below
-    return isinstance(fs, MemoryFileSystem)
+    *_, lowest = _chained(fsspec.core.url_to_fs(url)[0])
+    return isinstance(lowest, MemoryFileSystem)
+
+
+def _chained(fs: Any) -> Iterator[Any]:
+    """A file system and those below it: of a cache, an archive, a folder."""
+    while fs is not None:
+        yield fs
+        fs = getattr(fs, "fs", None)
 
 
 def open_files(url: str | os.PathLike[str]) -> Files:
     """The files below a path or an fsspec URL.
 
     Raises:
-        ValueError, ImportError: no such kind of URL, or its file system is not installed.
+        ValueError, ImportError: no such kind of URL, or its file system is not installed; or a cache is in it, which
+            gives what was once under a name.
     """
     from .local import LocalFiles
     from .objects import ObjectFiles
 
     fs, root = fsspec.core.url_to_fs(os.fspath(url))
     root = root.rstrip("/") or "/"
+    if any(isinstance(one, CachingFileSystem) for one in _chained(fs)):
+        raise ValueError("a cache is in it, which gives what was once under a name; a step may be saved anew")
     # `~nobody` is no home of anyone's, and left as it is.
     if not isinstance(fs, LocalFileSystem):
         return ObjectFiles(fs, root)

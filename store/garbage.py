@@ -13,7 +13,7 @@ from . import branches, labels, restores
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry, unknown
 from .chain import FOLDER as DATA
-from .files import TEMPORARY, Files, StoreWarning
+from .files import TEMPORARY, Files, StoreWarning, is_damage
 from .lock import Lease, Lock
 from .manifest import Manifest, is_data, manifest_name
 from .retention import Retention
@@ -147,6 +147,6 @@ def _is_whole(files: Files, name: str) -> bool:
     except (FileNotFoundError, ShrinkpointError):
         return False
     except OSError as e:
-        if isinstance(e, (PermissionError, ConnectionError, TimeoutError)):
+        if not is_damage(e, local=files.local):
             raise
         return False

@@ -252,7 +252,9 @@ class ProcessPlace:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            # Bounded: a Ctrl-C inside `Popen.poll` may have left its lock taken, and then no wait ever ends.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE)
         self.arena.close()
         close_all((self._log, self._words))
 
@@ -261,7 +263,7 @@ def child_environment(threads: int) -> dict[str, str]:
     """Environment of a process of our own: it finds modules where this one finds them, and stays small."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "PYTHONPATH": os.pathsep.join(_module_folders()),
         "SHRINKPOINT_THREADS": str(threads),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -269,6 +271,17 @@ def child_environment(threads: int) -> dict[str, str]:
         # All is in host memory: a context on the GPU would only take memory from the trainer.
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def _module_folders() -> list[str]:
+    """Where this process finds modules, "" as the folder that it stands in; Python passes over what is no string."""
+    found = [entry for entry in sys.path if isinstance(entry, str)]
+    if "" in found:
+        here = ""
+        with contextlib.suppress(OSError):  # that folder was removed
+            here = os.getcwd()
+        found = [entry or here for entry in found if entry or here]
+    return found
 
 
 def _start(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:

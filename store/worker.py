@@ -120,16 +120,19 @@ class _Parent:
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._sock, self._pid = sock, pid
         self._pidfd: int | None = None
+        # Not `select`: where the trainer has many files open, the socket's number is beyond what that takes.
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(pid)
+                self._poll.register(self._pidfd, select.POLLIN)
 
     def next(self) -> tuple[dict[str, Any], list[int]] | None:
         """Its message; None once there will be no more."""
-        watched: list[Any] = [self._sock] if self._pidfd is None else [self._sock, self._pidfd]
         while True:
-            ready, _, _ = select.select(watched, [], [], 5.0 if self._pidfd is not None else 0.5)
-            if self._sock in ready:
+            ready = [fd for fd, _ in self._poll.poll(5000 if self._pidfd is not None else 500)]
+            if self._sock.fileno() in ready:
                 try:
                     return receive(self._sock)
                 except (EOFError, ConnectionError):
@@ -139,8 +142,7 @@ class _Parent:
 
     def is_calling(self) -> bool:
         """Whether there is a next word already, or will be no more."""
-        watched: list[Any] = [self._sock] if self._pidfd is None else [self._sock, self._pidfd]
-        return bool(select.select(watched, [], [], 0)[0]) or os.getppid() != self._pid
+        return bool(self._poll.poll(0)) or os.getppid() != self._pid
 
     def tell(self, answer: dict[str, Any]) -> None:
         """Answer, if it is there to hear it."""

@@ -22,6 +22,7 @@ from ..codec.config import Config, check_config
 from ..codec.extras import install
 from ..codec.state.kinds import kinds
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
+from ..store.files import is_damage
 from ..store.store import Store
 from .background import Background, check_compact
 from .fitting import differences, refuse
@@ -328,7 +329,11 @@ def _is_complete(folder: str) -> bool:
     try:
         with open(os.path.join(folder, "trainer_state.json"), "rb") as file:
             json.load(file)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
+        return False
+    except OSError as e:
+        if not is_damage(e, local=True):
+            raise
         return False
     path = os.path.join(folder, POINTER)
     pointer = read_pointer(path)

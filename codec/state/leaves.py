@@ -230,6 +230,8 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
     t = t.detach().resolve_conj().resolve_neg()
     if t.is_contiguous():
         flat = t.reshape(-1)
+        if flat.numel() == 1 and flat.stride(0) != 1:  # the slice of a row: contiguous for torch, but not for a view
+            flat = flat.as_strided((1,), (1,))
     else:
         # Copied as integers: torch cannot copy every dtype it has.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(t.element_size())

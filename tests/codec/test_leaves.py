@@ -145,6 +145,20 @@ def test_numpy_layouts() -> None:
         assert difference([x], round_trip([x], sp.presets.lossless())) == ""
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+def test_a_single_element_of_a_row(dtype: torch.dtype) -> None:
+    """torch calls it contiguous whatever its stride is, and makes no view of it as bytes."""
+    x = torch.tensor([[5, 1, 7], [0, 1, 1]]).to(dtype)
+    for one in (x[:1, 0], x[0, ::2][1:], x[1:, :1].t(), x[:, 1:2][1:]):
+        for cfg in (sp.Config(), sp.presets.lossless()):
+            assert difference([one], round_trip([one], cfg)) == ""
+    if dtype is not torch.bfloat16:
+        one = x.numpy()[:1, 0]
+        assert difference([one], round_trip([one])) == ""
+
+
 def test_memory_maps_are_plain_arrays_afterwards(tmp_path: Any) -> None:
     x = np.memmap(tmp_path / "m", np.int32, "w+", shape=(7,))
     x[:] = range(7)

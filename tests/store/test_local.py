@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.store import local
 from shrinkpoint.store.files import open_files
+from shrinkpoint.store.local import LocalFiles
+from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.sealed import seal, unseal
 from shrinkpoint.store.store import RestoreNotCountedWarning
 from tests.store.common import data_path, fill, leftovers, lossless, manifest_path, same
@@ -239,6 +242,31 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     store.gc()
     assert sp.Store(tmp_path).verify() == {}
     assert same(sp.Store(tmp_path).load(), 3)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EBUSY, errno.EIO])
+def test_a_disk_that_cannot_be_asked_is_not_damaged(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only of a sector that cannot be read an older step takes the place."""
+    store = fill(sp.Store(tmp_path, lossless(base_every=1)), 1, 2)
+    (newest,) = (p.name for p in (tmp_path / "data").glob("000000000002-*.spt"))
+    real = LocalFiles.read
+
+    def read(self: LocalFiles, name: str) -> bytes:
+        if name.endswith(newest):
+            raise OSError(number, os.strerror(number), name)
+        return real(self, name)
+
+    monkeypatch.setattr(LocalFiles, "read", read)
+    if number == errno.EIO:
+        with pytest.warns(sp.SkippedCheckpointWarning):
+            assert same(sp.Store(tmp_path).load(), 1)
+        return
+    for act in (sp.Store(tmp_path).load, lambda: store.gc(Retention(last=1)), sp.Store(tmp_path).verify):
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+            act()
+    assert store.steps() == [1, 2]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 import uuid
@@ -181,6 +182,34 @@ def test_what_cannot_be_reached_is_not_damaged(error: type[Exception]) -> None:
         for arguments in ((), (1,), (1, "ids")):
             with pytest.raises(error):
                 store.load(*arguments)
+
+
+# s3fs: EBUSY of SlowDown and ServiceUnavailable, EREMOTEIO of InternalError, EIO of a code that it does not know.
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.EMFILE])
+@pytest.mark.parametrize("folder", ["data", "steps"])
+def test_storage_that_is_busy_is_not_damaged(number: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one file of the newest step, nor must that; and no older step is kept in its place."""
+    url = f"memory://{uuid.uuid4()}"
+    fill(sp.Store(url, lossless(base_every=1)), 0, 1, 2)
+    (newest,) = (name for name in sp.Store(url)._files.list(folder) if name.startswith("000000000002"))
+    real = ObjectFiles.read
+
+    def read(self: ObjectFiles, name: str) -> bytes:
+        if name.endswith(newest):
+            raise OSError(number, os.strerror(number))
+        return real(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectFiles, "read", read)
+        patch.setattr(ObjectFiles, "read_range", lambda self, name, start, stop: read(self, name)[start:stop])
+        store = sp.Store(url)
+        keep = Retention(last=1)
+        for act in (store.load, lambda: store.load(2, "ids"), store.verify, lambda: store.gc(keep)):
+            with pytest.raises(OSError, match=os.strerror(number)):
+                act()
+    store = sp.Store(url)
+    assert store.steps() == [0, 1, 2]
+    assert store.verify() == {}
 
 
 def test_racing_writers() -> None:

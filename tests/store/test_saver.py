@@ -35,6 +35,7 @@ from shrinkpoint.codec.state.leaves import is_array, read_leaf
 from shrinkpoint.store import copying, process
 from shrinkpoint.store.saver import SaverWarning
 from shrinkpoint.store.snapshot import Arena, HostArray, plan, rebuild, take
+from shrinkpoint.store.upkeep import Upkeep
 from shrinkpoint.store.worker import _save, kinds_tree
 
 from ..codec.common import difference, threads
@@ -1070,8 +1071,15 @@ def test_an_argument_that_no_save_can_take_is_refused_at_once(tmp_path: Path, wr
     assert store.describe(3).metric == 0.5
 
 
-def test_memory_behind_a_cache_is_of_this_process() -> None:
-    url = f"simplecache::{memory_url()}"
+@pytest.mark.parametrize("chain", ["simplecache::", "filecache::", "dir::simplecache::"])
+def test_a_cache_in_the_url_is_refused(chain: str) -> None:
+    """It gives what was once under a name: a step that was saved anew, a tag that was moved."""
+    with pytest.raises(sp.BadArgumentError, match="a cache is in it"):
+        sp.Store(f"{chain}{memory_url()}")
+
+
+def test_memory_behind_another_file_system_is_of_this_process() -> None:
+    url = f"dir::{memory_url()}"
     store = sp.Store(url)
     with sp.Saver(store) as saver:
         assert saver.mode == "thread"
@@ -1079,3 +1087,47 @@ def test_memory_behind_a_cache_is_of_this_process() -> None:
     assert sp.Store(url).steps() == [1]
     with pytest.raises(sp.BadArgumentError, match="memory"):
         sp.Saver(store, mode="process")
+
+
+_ODD = """
+import os, pathlib, resource, sys, tempfile
+import numpy as np
+import shrinkpoint as sp
+
+folder = tempfile.mkdtemp(dir=sys.argv[1])
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+sys.path += [pathlib.Path("/nowhere"), ""]
+os.chdir(folder)
+os.rmdir(folder)
+with sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()), mode="process") as saver:
+    for step in (1, 2):
+        assert saver.save(step, {"w": np.arange(8.0) + step}).result().status == "saved"
+"""
+
+
+def test_a_trainer_with_many_files_an_odd_path_and_no_folder(tmp_path: Path) -> None:
+    """A thousand open files are beyond what `select` takes; Python passes over module folders that are no strings."""
+    resource = pytest.importorskip("resource")
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000:
+        pytest.skip("no process may have so many files open here")
+    run = subprocess.run(
+        [sys.executable, "-c", _ODD, str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(sp.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert sp.Store(tmp_path / "run").steps() == [1, 2]
+
+
+def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C inside `Popen.poll` leaves its lock taken: every wait then lasts as long as it may."""
+    monkeypatch.setattr(process, "_PATIENCE", 0.5)
+    place = process.ProcessPlace(sp.Store(tmp_path / "run"), nice=0, threads=1, upkeep=Upkeep())
+    with place._process._waitpid_lock:  # type: ignore[attr-defined]
+        place.close()
+    assert place._process.wait(60) is not None
