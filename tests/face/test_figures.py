@@ -104,10 +104,13 @@ def killed() -> Iterator[str]:
     for name in ("MLP", "embedding"):
         assert of(name, TEN, END) <= training.BOUND
         assert min(of(name, TEN, WEIGHTS), of(name, TEN, WHOLE)) >= training.WANTED
-    assert of("CNN", TWELVE, END) <= training.BOUND
-    yield f"On the CNN the same with 12 bins reaches {of('CNN', TWELVE, WEIGHTS):.0f} times on the weights"
+    assert all(of("CNN", name, END) > training.BOUND for name in TRAINED["CNN"] if training.is_own(name))
+    yield (
+        f"no setting of ours keeps to 0.5 %: `Config()` ends {of('CNN', 'default', END):+.1f} %, the setting above with "
+        f"12 bins {of('CNN', TWELVE, END):+.1f} % at {of('CNN', TWELVE, WEIGHTS):.0f} times"
+    )
     assert of("GPT", TWELVE, END) <= training.BOUND
-    yield f"{of('GPT', TWELVE, WEIGHTS):.0f} times there and {of('GPT', TWELVE, WHOLE):.0f} on the whole state"
+    yield f"12 bins reach {of('GPT', TWELVE, WEIGHTS):.0f} times there and {of('GPT', TWELVE, WHOLE):.0f} on the whole state"
     yield f"is ruined by it ({of('ViT', TEN, END):.0f} % worse)"
     for name in ("embedding long", "GPT long"):
         assert 0 < of(name, HIGH, END) <= training.BOUND
@@ -151,11 +154,9 @@ def short() -> Iterator[str]:
         f"rate of 0.002 and 16 bins {of('MLP', SIXTEEN, END):+.2f} % at {of('MLP', SIXTEEN, WHOLE):.0f} times"
     )
     yield f"10 at 0.02 {of('ViT', TEN, END):+.1f} %"
-    yield (
-        f"{of('CNN', 'rate 0.0005', END):+.1f} % at {of('CNN', 'rate 0.0005', WHOLE):.0f} times. Another order of the "
-        "data moves the end by ten times as much as the default, downwards"
-    )
-    assert 9 < -of("CNN", training.YARDSTICK, END) / of("CNN", "default", END) < 11
+    yield f"{of('CNN', 'rate 0.0005', END):+.1f} % at {of('CNN', 'rate 0.0005', WHOLE):.0f} times"
+    low, high = seeds("CNN", training.YARDSTICK)
+    yield f"Another order of the data ends {low:+.1f} to {high:+.1f} %"
     yield (
         f"the default {of('ViT', 'default', END):+.1f} %, a rate of 0.0005 {of('ViT', 'rate 0.0005', END):+.1f} % "
         f"({of('ViT', 'rate 0.0005, one base', END):+.1f} % with one base), the published pipeline "
