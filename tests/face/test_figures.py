@@ -102,16 +102,17 @@ def alternatives() -> Iterator[str]:
 
 def killed() -> Iterator[str]:
     for name in ("MLP", "embedding"):
-        assert of(name, TEN, END) <= training.BOUND
-        assert min(of(name, TEN, WEIGHTS), of(name, TEN, WHOLE)) >= training.WANTED
+        assert of(name, TWELVE, END) <= training.BOUND
+        assert min(of(name, TWELVE, WEIGHTS), of(name, TWELVE, WHOLE)) >= training.WANTED
     assert all(of("CNN", name, END) > training.BOUND for name in TRAINED["CNN"] if training.is_own(name))
     yield (
-        f"no setting of ours keeps to 0.5 %: `Config()` ends {of('CNN', 'default', END):+.1f} %, the setting above with "
-        f"12 bins {of('CNN', TWELVE, END):+.1f} % at {of('CNN', TWELVE, WEIGHTS):.0f} times"
+        f"no setting of ours keeps to 0.5 %: `Config()` ends {of('CNN', 'default', END):+.1f} %, the setting above "
+        f"{of('CNN', TWELVE, END):+.1f} % at {of('CNN', TWELVE, WEIGHTS):.0f} times"
     )
     assert of("GPT", TWELVE, END) <= training.BOUND
-    yield f"12 bins reach {of('GPT', TWELVE, WEIGHTS):.0f} times there and {of('GPT', TWELVE, WHOLE):.0f} on the whole state"
-    yield f"is ruined by it ({of('ViT', TEN, END):.0f} % worse)"
+    there = of("GPT", TWELVE, WEIGHTS), of("GPT", TWELVE, WHOLE)
+    yield f"it reaches {there[0]:.0f} times there and {there[1]:.0f} on the whole state"
+    yield f"is ruined by it ({of('ViT', TWELVE, END):.0f} % worse)"
     for name in ("embedding long", "GPT long"):
         assert 0 < of(name, HIGH, END) <= training.BOUND
         assert min(of(name, HIGH, WEIGHTS), of(name, HIGH, WHOLE)) >= training.WANTED
@@ -123,12 +124,15 @@ def killed() -> Iterator[str]:
 
 
 def often_killed() -> Iterator[str]:
-    small, large = ([of(model, TEN, what) for model in ("MLP", "embedding")] for what in (WEIGHTS, WHOLE))
+    small, large = ([of(model, TWELVE, what) for model in ("MLP", "embedding")] for what in (WEIGHTS, WHOLE))
     yield (
         f"{small[0]:.0f} and {small[1]:.0f} times smaller on the weights, "
         f"{large[0]:.0f} and {large[1]:.0f} on the whole state"
     )
-    yield f"the ViT, which still learns fast when its schedule ends, {of('ViT', TEN, END):.0f} % worse"
+    yield (
+        f"the ViT, which still learns fast when its schedule ends, {of('ViT', TWELVE, END):.0f} % worse, a CNN "
+        f"{of('CNN', TWELVE, END):.1f} %"
+    )
 
 
 def saves() -> Iterator[str]:
@@ -148,11 +152,13 @@ def short() -> Iterator[str]:
         f"first moments end {of('CNN', TWELVE, END):+.2f} % at {of('CNN', TWELVE, WEIGHTS):.0f} times on the weights "
         f"and {of('CNN', TWELVE, WHOLE):.0f} on the whole state"
     )
-    assert abs(of("MLP", TEN, END)) < 0.05
     yield (
-        f"at {of('MLP', TEN, WEIGHTS):.0f} times on the weights and {of('MLP', TEN, WHOLE):.0f} on the whole state, a "
-        f"rate of 0.002 and 16 bins {of('MLP', SIXTEEN, END):+.2f} % at {of('MLP', SIXTEEN, WHOLE):.0f} times"
+        f"{of('MLP', TWELVE, END):+.2f} % at {of('MLP', TWELVE, WEIGHTS):.0f} times on the weights and "
+        f"{of('MLP', TWELVE, WHOLE):.0f} on the whole state, 10 bins just within ({of('MLP', TEN, END):+.2f} %, "
+        f"{of('MLP', TEN, WEIGHTS):.0f} times), a rate of 0.002 and 16 bins {of('MLP', SIXTEEN, END):+.2f} % at "
+        f"{of('MLP', SIXTEEN, WHOLE):.0f} times"
     )
+    assert of("MLP", TEN, END) <= training.BOUND
     yield f"10 at 0.02 {of('ViT', TEN, END):+.1f} %"
     yield f"{of('CNN', 'rate 0.0005', END):+.1f} % at {of('CNN', 'rate 0.0005', WHOLE):.0f} times"
     low, high = seeds("CNN", training.YARDSTICK)
