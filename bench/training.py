@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -543,7 +544,14 @@ def plot(rows: Sequence[Any], path: Path) -> None:
         raise BadArgumentError("no rows of trainings with failures to draw; take `--only failures`")
     plt = pyplot()
     markers = dict(zip(dict.fromkeys(s for systems in models.values() for s in systems), cycle(_MARKERS), strict=False))
-    figure, axes = plt.subplots(3, len(models), figsize=(4.0 * len(models), 11.0), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        3,
+        len(models),
+        figsize=(4.0 * len(models), 13.0),
+        height_ratios=(1.0, 1.0, 1.3),
+        layout="constrained",
+        squeeze=False,
+    )
     drawn: dict[str, Any] = {}
     for column, (name, systems) in enumerate(models.items()):
         for axis, label in zip(axes[:2, column], ("weights", "whole state"), strict=True):
@@ -559,6 +567,8 @@ def plot(rows: Sequence[Any], path: Path) -> None:
 
 
 _MARKERS = "os^vDPX<>hp*d"
+_LABEL = 32
+"""Characters of a line beside a bar: long names would take the width from all panels of their column."""
 _COLORS = {"own": "#2a6f97", "other": "#b5651d", "exact": "#8a8f98"}
 
 
@@ -601,7 +611,7 @@ def _saves(axis: Any, systems: Mapping[str, Mapping[str, Any]]) -> None:
     label = "seconds a save"
     bars = {s: 1e3 * c[label]["value"] for s, c in systems.items() if c.get(label, {}).get("value") is not None}
     axis.barh(range(len(bars)), list(bars.values()), color=[_color(s) for s in bars], height=0.7)
-    axis.set_yticks(range(len(bars)), list(bars), fontsize=6.5)
+    axis.set_yticks(range(len(bars)), [textwrap.fill(name, _LABEL) for name in bars], fontsize=6)
     axis.invert_yaxis()
     axis.set_xlabel("processor milliseconds a save")
     axis.spines[["top", "right"]].set_visible(False)
