@@ -141,13 +141,13 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
 
     def decoder_of(method: int) -> Callable[[Reader, int], U8]:
         if method == PLACES:
-            return lambda data, n: decode_places(data, n, context)
+            return lambda rest, count: decode_places(rest, count, context)
         if method == PRODUCTS:
             return decode_products
         if method in _IN_CONTEXT:
             if context is None:
                 raise CorruptDataError(f"symbols: method {method} needs a parent")
-            return lambda data, n: _IN_CONTEXT[method](data, n, context, contexts)
+            return lambda rest, count: _IN_CONTEXT[method](rest, count, context, contexts)
         return plain_decoder(method)
 
     return decoded(data, n, decoder_of)
