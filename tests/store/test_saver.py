@@ -1128,6 +1128,9 @@ def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch:
     """A Ctrl-C inside `Popen.poll` leaves its lock taken: every wait then lasts as long as it may."""
     monkeypatch.setattr(process, "_PATIENCE", 0.5)
     place = process.ProcessPlace(sp.Store(tmp_path / "run"), nice=0, threads=1, upkeep=Upkeep())
+    closing = threading.Thread(target=place.close, daemon=True)
     with place._process._waitpid_lock:  # type: ignore[attr-defined]
-        place.close()
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
     assert place._process.wait(60) is not None
