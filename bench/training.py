@@ -188,7 +188,7 @@ STUDIES = {
     "embedding": Study(4, _SHORT),
     "CNN": Study(6, _SHORT, thresholds=1),
     "ViT": Study(3, _SHORT),
-    "GPT": Study(1, _SHORTEST, spacing=30, batches=1),
+    "GPT": Study(2, _SHORTEST, batches=1, every=3),
 }
 _COARSE = tuple(RARE_BASES)
 _LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
