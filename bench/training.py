@@ -190,7 +190,7 @@ STUDIES = {
     "ViT": Study(3, _SHORT),
     "GPT": Study(2, _SHORTEST, batches=1, every=3),
 }
-_COARSE = tuple(RARE_BASES)
+_COARSE = (*RARE_BASES, _OFTEN_KILLED[0])
 _LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
 LONG = {
     "MLP long": Study(3, ("default", *_COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
