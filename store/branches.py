@@ -47,6 +47,10 @@ class Branch:
     passed: bool
     left: Mapping[int, str]
 
+    def is_followed(self, steps: Mapping[int, str]) -> bool:
+        """Whether any of these steps (and their identities) is on the way for which the others were left behind."""
+        return any(step >= self.step and self.left.get(step) != identity for step, identity in steps.items())
+
     @property
     def path(self) -> str:
         """Of the record, relative to the store."""
@@ -216,6 +220,20 @@ def not_taken(root: str, step: int, behind: Mapping[int, Branch]) -> str:
         f"{root}: loaded step {step}; passed over {named(left)}, left behind when the run went back to step "
         f"{behind[max(left)].since}: load one by its number, or drop them"
     )
+
+
+def copied(files: Files, catalog: Catalog, chosen: Mapping[int, str]) -> list[Branch]:
+    """The records that a copy of some steps needs: without any step of the new way it is one from before that.
+
+    Args:
+        files: of the store.
+        catalog: of the store.
+        chosen: identities of the steps.
+    """
+    records = [r for r in read(files) if any(chosen.get(step) == identity for step, identity in r.left.items())]
+    # Where no step of it is in the store either, the run has gone back and saved nothing yet.
+    present = _identities(catalog, catalog.steps()) if any(not r.is_followed(chosen) for r in records) else {}
+    return [r for r in records if r.is_followed(chosen) or not r.is_followed(present)]
 
 
 def garbage(records: Collection[Branch], now: Mapping[int, str]) -> list[str]:

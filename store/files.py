@@ -179,6 +179,8 @@ def _check_folder(url: str, root: str) -> None:
     while path != os.path.dirname(path):
         try:
             mode = os.stat(path).st_mode
+        except UnicodeEncodeError as e:
+            raise BadArgumentError(f"url {url!r}: no file can have this name here: {e}") from None
         except (FileNotFoundError, NotADirectoryError):
             path = os.path.dirname(path)
             continue

@@ -72,6 +72,10 @@ class Head:
             names = ", ".join(files.path(f"{FOLDER}/{name}") for name in sorted(gone)[:3])
             message = f"step {now.manifest.step}: {names} is gone: a new chain begins; verify() says what is lost"
             warnings.warn(message, StoreWarning, stacklevel=3)
+        elif gone and not catalog.steps():
+            message = f"step {now.manifest.step} and all others are gone from {files.root}: moved, removed, unmounted? "
+            message += "What is saved from now on stands there alone, and begins with a base"
+            warnings.warn(message, StoreWarning, stacklevel=3)
         return None if gone else now
 
 

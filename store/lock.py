@@ -58,6 +58,22 @@ class Lock(Protocol):
         ...
 
 
+_held: set[int] = set()
+"""Descriptors of this process's locks. A forked process (a data loader's worker) has them too, and would hold the locks
+for as long as it lives, even where this process was killed."""
+
+
+def _let_go() -> None:
+    """In a process just forked: close the locks of the one it is from, which holds them as before."""
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 def open_lock(files: Files) -> Lock:
     """The lock of a store."""
     return FileLock(files) if files.local and fcntl is not None else ObjectLock(files)
@@ -87,6 +103,7 @@ class FileLock:
         make_folder(posixpath.dirname(path))
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         fd = os.open(path, flags, 0o666)
+        _held.add(fd)
         try:
             if not _flock(fd, mode, timeout, path):
                 other = ObjectLock(self._files)
@@ -96,10 +113,13 @@ class FileLock:
             try:
                 yield Lease()
             finally:
-                # Closing is not enough: a process forked meanwhile (a data loader's worker) has the same lock open.
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                if fd in _held:
+                    # Before it is closed: a process that is being forked just now has the same lock open.
+                    fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
-            os.close(fd)
+            if fd in _held:
+                _held.discard(fd)
+                os.close(fd)
 
 
 def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import warnings
@@ -313,6 +314,8 @@ class Store:
                     warnings.warn(record.told(self._files.root), StoreWarning, stacklevel=2)
                     # First: whoever is killed in between has gone back and saved nothing, not gone on from the end.
                     branches.write(self._files, record)
+                if self._files.local and not self._files.exists(file):
+                    raise FileNotFoundError(errno.ENOENT, "moved or removed while it was saved", self._files.path(file))
                 self._catalog.commit(manifest)
             undo.pop_all()
         self._head = Head.after(self.cfg.chain, manifest, ckpt, head)
@@ -550,6 +553,8 @@ class Store:
             raise unknown(self._files, f"step {step!r}", self.steps())
         with self._lock.alone(60.0):
             drop(self._files, self._catalog, numbers)
+            if not self._catalog.steps():
+                self._head = self._trail = None  # there is nothing to go on from, and no reason to wonder why
 
     def drop_after(self, step: int | str) -> list[int]:
         """Remove all steps above one, to start over from it; the highest first, so that a crash leaves no gap.

@@ -86,9 +86,8 @@ def copy_all(
         if step in chosen:
             target.files.write(labels.tag_name(name), labels.tag_data(step))
     restores.copy(source.files, target.files)
-    for record in branches.read(source.files):
-        if chosen.keys() & record.left.keys():
-            branches.write(target.files, record)
+    for record in branches.copied(source.files, source.catalog, {s: m.identity for s, m in chosen.items()}):
+        branches.write(target.files, record)
 
 
 def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]) -> None:

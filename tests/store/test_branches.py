@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
-from shrinkpoint.store import branches
+from shrinkpoint.store import branches, transfer
 from shrinkpoint.store.files import Files, StoreWarning
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.saver import SaverWarning
@@ -344,6 +344,30 @@ def test_copies_have_the_same_end(gone_back: sp.Store, tmp_path: Path) -> None:
     assert newest(other.url) == 1070
     assert newest(gone_back.copy(tmp_path / "copy").url) == 1070
     assert newest(gone_back.copy(tmp_path / "few", [50, 70, 100]).url) == 1070
+
+
+def test_a_copy_without_the_new_way_has_the_old_end(gone_back: sp.Store, tmp_path: Path) -> None:
+    assert newest(gone_back.copy(tmp_path / "before", [10, 40, 100]).url) == 100
+    assert newest(gone_back.copy(tmp_path / "after", [10, 70, 100]).url) == 1070
+
+
+def test_a_copy_taken_while_the_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the steps from before that, so it must not have the record that passes over them."""
+    fill(sp.Store(tmp_path / "run", lossless()), *TENS)
+    real, calls = transfer.copy_files, []
+
+    def meanwhile(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            other = sp.Store(tmp_path / "run", lossless())
+            other.load(50)
+            with pytest.warns(StoreWarning, match="goes on from step 50"):
+                other.save(55, second(55))
+        real(*args)
+
+    monkeypatch.setattr(transfer, "copy_files", meanwhile)
+    copy = sp.Store(tmp_path / "run", lossless()).copy(tmp_path / "copy")
+    assert (newest(tmp_path / "run"), newest(copy.url)) == (1055, 100)
 
 
 @pytest.mark.parametrize("at", ["write", "create"])

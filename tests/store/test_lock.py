@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -183,6 +184,28 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
         os.close(end)
         os.close(begin)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_forked_child_of_a_killed_process_keeps_no_lock(alone: bool, tmp_path: Path) -> None:
+    """The lock belongs to the open file, which the child has as well: nobody is left to release it."""
+    store = fill(sp.Store(tmp_path, lossless()), 0)
+    begin, end = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        os.close(end)
+        with store._lock.alone(1.0) if alone else store._lock.shared():
+            if os.fork() == 0:
+                os.read(begin, 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(begin)
+    try:
+        os.waitpid(trainer, 0)
+        with store._lock.alone(1.0):
+            pass
+    finally:
+        os.close(end)
 
 
 def test_gc_does_not_collect_what_a_saver_is_about_to_name(tmp_path: Path) -> None:

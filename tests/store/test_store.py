@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -126,7 +127,21 @@ class BytesPath:
 
 @pytest.mark.parametrize(
     "url",
-    [5, None, b"x", "nosuch://x", ["a"], "", "a\0b", BytesPath(), "dir:///x", "w::x", "/tmp/a::b", "file:///a::b"],
+    [
+        5,
+        None,
+        b"x",
+        "nosuch://x",
+        ["a"],
+        "",
+        "a\0b",
+        "\ud800",
+        BytesPath(),
+        "dir:///x",
+        "w::x",
+        "/a::b",
+        "file:///a::b",
+    ],
 )
 def test_urls_that_are_none(url: Any) -> None:
     with pytest.raises(sp.BadArgumentError, match="url"):
@@ -467,6 +482,62 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path / "locked").mkdir(mode=0o500)
         with pytest.raises(OSError):
             sp.Store(tmp_path / "locked" / "run").save(1, state(1))
+
+
+@pytest.mark.parametrize("mode", ["store", "thread", "process"])
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_store_that_goes_away_under_a_run_is_told(mode: str, how: str, tmp_path: Path) -> None:
+    """As when its disk is unmounted: what is saved next stands somewhere else than the rest."""
+    root = tmp_path / "run"
+    store = sp.Store(root, sp.presets.lossless())
+
+    def save(step: int) -> None:
+        store.save(step, state(step)) if mode == "store" else saver.save(step, state(step)).result()
+
+    def run() -> None:
+        save(0)
+        save(1)
+        os.rename(root, tmp_path / "elsewhere") if how == "moved" else shutil.rmtree(root)
+        save(2)
+        closed.close()
+
+    with contextlib.ExitStack() as closed:
+        if mode != "store":
+            saver = closed.enter_context(sp.Saver(store, mode=mode))
+        with pytest.warns(match="all others are gone from .*unmounted"):
+            run()
+    assert sp.Store(root).steps() == [2]
+    assert same(sp.Store(root).load(), state(2))
+
+
+def test_a_store_that_was_emptied_on_purpose_is_not_missed(root: Path) -> None:
+    store = filled(root, 3)
+    store.drop(*store.steps())
+    store.gc()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.save(7, state(7))
+    assert same(store.load(), state(7))
+
+
+def test_a_store_that_is_moved_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """A step must not exist where its data are not."""
+    root = tmp_path / "run"
+    store = filled(root, 2)
+    write = store._files.write
+
+    def moving(name: str, data: bytes) -> None:
+        write(name, data)
+        if name.startswith("data/"):
+            os.rename(root, tmp_path / "elsewhere")
+
+    store._files.write = moving  # type: ignore[method-assign]
+    with pytest.raises(FileNotFoundError, match="moved or removed while it was saved"):
+        store.save(2, state(2))
+    assert sp.Store(root).steps() == []
+    moved = sp.Store(tmp_path / "elsewhere")
+    assert moved.steps() == [0, 10]
+    assert not moved.verify()
 
 
 def test_in_memory() -> None:
