@@ -762,6 +762,39 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "y"]
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_between_the_names_loses_neither(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tells of a Ctrl-C when the call it came in has returned."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("precious")
+    real, calls = os.rename, []
+
+    def rename(source: Any, target: Any) -> None:
+        real(source, target)
+        calls.append(target)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        (path / "new").write_text("new")
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "out", True, write)
+    kept = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*"))
+    assert kept == ["out", "out/old" if at == 1 else "out/new"]
+
+
+def test_a_full_disk_is_told_with_the_name(tmp_path: Path) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left") as told:
+        write_file(tmp_path / "report.html", False, full)
+    assert told.value.filename == str(tmp_path / "report.html")
+
+
 def test_force_replaces_files_and_folders(store: sp.Store, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

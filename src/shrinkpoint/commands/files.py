@@ -54,9 +54,13 @@ def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> No
     check_free(target, force)
     temporary = _temporary(target)
     try:
-        write(temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        try:
+            write(temporary)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(target)  # a full disk is met in a write, which knows no name
+            raise
         if force:
             os.replace(temporary, target)
         else:
@@ -82,18 +86,18 @@ def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> 
         if os.path.lexists(target):
             check_free(target, force)
             former = _temporary(target)
-            os.rename(target, former)
         try:
-            os.rename(temporary, target)
-        except OSError:
             if former is not None:
+                os.rename(target, former)
+            os.rename(temporary, target)
+        except BaseException:  # a Ctrl-C between the two as well
+            if former is not None and os.path.lexists(former) and not os.path.lexists(target):
                 os.rename(former, target)
-                former = None
             raise
         local.sync_folder(str(target.parent))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if former is not None:
+        if former is not None and os.path.lexists(former):
             if former.is_dir() and not former.is_symlink():
                 shutil.rmtree(former, ignore_errors=True)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> S
 
     if not is_url(url):
         os.stat(url)  # a place that is not there is no empty store
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(os.path.join(url, "steps"))  # one that may not be entered is no other thing than a store
         if not is_store(url):
             raise CorruptDataError(f"{url}: no store: it has no folder 'steps'")
     store = Store(url, cfg)
