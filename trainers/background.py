@@ -21,14 +21,13 @@ from .pointers import (
     PathLike,
     Pointer,
     drop,
-    drop_replaced,
     grads_within,
     in_flight,
     key_of,
     kinds_within,
     next_step,
+    point_to,
     read_pointer,
-    write_pointer,
 )
 
 
@@ -189,5 +188,4 @@ class Background:
         if not fs.isdir(os.path.dirname(name)) and "file" in (fs.protocol if isinstance(fs.protocol, tuple) else ()):
             drop(store, [result.step])  # the folder was removed meanwhile, and the checkpoint with it
             return
-        write_pointer(path, store, result.step, store.describe(result.step).identity)
-        drop_replaced(path, store, before)
+        point_to(path, store, result.step, store.describe(result.step).identity, before)

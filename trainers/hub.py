@@ -21,6 +21,7 @@ from ..codec.config import Config, check_config
 from ..codec.extras import install
 from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
+from ..store.local import sync_folder
 from . import card as cards
 from .folders import (
     SUFFIX,
@@ -102,10 +103,17 @@ def save_pretrained(
         source = _folder_of(model_or_folder, work / "source")
         result = _compress_folder(source, work / "result", against, cfg, target)
         shutil.rmtree(work / "source", ignore_errors=True)
-        os.replace(work / "result", target)
+        _name(work / "result", target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return result
+
+
+def _name(made: Path, target: Path) -> None:
+    """Give a folder its name, durably."""
+    sync_folder(str(made))
+    os.replace(made, target)
+    sync_folder(str(target.parent))
 
 
 def load_pretrained(
@@ -148,7 +156,7 @@ def load_pretrained(
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
             _restore_folder(source, work / "result")
-            os.replace(work / "result", target)
+            _name(work / "result", target)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return target

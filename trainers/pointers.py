@@ -8,6 +8,7 @@ folder can be moved as a whole.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError
@@ -24,6 +26,7 @@ from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.files import one_name
+from ..store.local import LocalFiles
 from ..store.store import Store
 from .processes import rank
 
@@ -100,7 +103,22 @@ def save_at(
     before = read_pointer(path)
     known, beside = kinds_within(state, kinds), grads_within(state, grads)
     saved = store.save(next_step(store), state, grads=beside, kinds=known, cfg=cfg)
-    pointer = write_pointer(path, store, saved.step, saved.checkpoint.identity)
+    return point_to(path, store, saved.step, saved.checkpoint.identity, before)
+
+
+def point_to(path: PathLike, store: Store, step: int, identity: str, before: Pointer | None) -> Pointer:
+    """Let a file point to a step that was saved for it, and drop what it pointed to before.
+
+    Where the file cannot be written the step is dropped instead: nothing would ever name it.
+    """
+    try:
+        pointer = write_pointer(path, store, step, identity)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the error that is under way says more
+            fs, name = fsspec.core.url_to_fs(os.fspath(path))
+            if _read(fs, name, path) == before:
+                drop(store, [step])
+        raise
     drop_replaced(path, store, before)
     return pointer
 
@@ -125,20 +143,17 @@ def next_step(store: Store) -> int:
 
 
 def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Pointer:
-    """Let a file point to a step, in one atomic step where the file system can."""
+    """Let a file point to a step, in one atomic step where the file system can: durable when this returns."""
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     where = store.url
     if "://" not in where:
         where = os.path.relpath(where, os.path.dirname(os.path.abspath(name)))
     pointer = Pointer(where, step, identity)
-    fs.makedirs(os.path.dirname(name), exist_ok=True)
-    if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
-        with open(f"{name}.tmp", "wb") as file:
-            file.write(pointer.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{name}.tmp", name)
+    folder, base = os.path.split(name)
+    if isinstance(fs, LocalFileSystem):
+        LocalFiles(folder).write(base, pointer.to_bytes())
     else:
+        fs.makedirs(folder, exist_ok=True)
         fs.pipe_file(name, pointer.to_bytes())
     return pointer
 

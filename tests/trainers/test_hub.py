@@ -356,3 +356,18 @@ def test_the_index_of_a_sharded_model_is_kept(tmp_path: Path) -> None:
 def test_names_that_are_not_the_hubs() -> None:
     assert hub.SUFFIX == ".spt"
     assert sp.save_pretrained is hub.save_pretrained
+
+
+def test_a_folder_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    real = os.fsync
+
+    def noted(fd: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    hub.save_pretrained(nn.Linear(64, 64), tmp_path / "small")
+    assert done[-1] == str(tmp_path), "the last thing is the folder that has the new name"
+    hub.load_pretrained(tmp_path / "small", to=tmp_path / "whole")
+    assert done.count(str(tmp_path)) == 2

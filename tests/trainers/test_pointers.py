@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import shrinkpoint as sp
+from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers.background import Background
 from shrinkpoint.trainers.pointers import Pointer, drop, is_shared, load_at, read_pointer, save_at, steps_in_use
 
@@ -167,3 +169,63 @@ def test_beside_a_pointer_that_is_not_readable_nothing_is_removed(tmp_path: Path
     save_at(path, store, state(2))
     assert load_at(path)["step"] == 2
     assert store.steps() == [0, 1]
+
+
+def test_a_pointer_is_durable_before_the_step_it_named_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, path = sp.Store(tmp_path / "store"), tmp_path / "new" / "folders" / "p.json"
+    done: list[str] = []
+
+    def noted(call: str, real: Any) -> Any:
+        def then(*args: Any) -> Any:
+            target = os.readlink(f"/proc/self/fd/{args[0]}") if call == "fsync" else args[-1]
+            done.append(f"{call} {os.path.relpath(os.fspath(target), tmp_path)}")
+            return real(*args)
+
+        return then
+
+    for call in ("fsync", "replace", "unlink"):
+        monkeypatch.setattr(os, call, noted(call, getattr(os, call)))
+    save_at(path, store, state(1))
+    for folder in (".", "new"):  # where a folder was made, its name is made durable too
+        assert f"fsync {folder}" in done
+    del done[:]
+    save_at(path, store, state(2))
+    renamed = done.index("replace new/folders/p.json")
+    removed = next(k for k, what in enumerate(done) if k > renamed and what.startswith("unlink store/steps"))
+    assert "fsync new/folders" in done[renamed:removed]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("lands", [False, True])
+def test_a_pointer_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, lands: bool
+) -> None:
+    """The step saved for it goes again, unless the file names it all the same: its folder could not be synced."""
+    store, path = sp.Store(tmp_path / "store"), tmp_path / "p.json"
+    save_at(path, store, state(1))
+    real = LocalFiles.write
+
+    def full(self: LocalFiles, name: str, data: bytes) -> None:
+        if name == "p.json":
+            if lands:
+                real(self, name, data)
+            raise OSError(28, "No space left on device", str(path))
+        real(self, name, data)
+
+    def save() -> None:
+        if not background:
+            save_at(path, store, state(2))
+            return
+        saver = Background(store)
+        saver.save(path, state(2))
+        saver.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "write", full)
+        with pytest.raises((OSError, sp.ShrinkpointError), match="No space left"):
+            save()
+    assert load_at(path)["step"] == 1 + lands
+    assert store.steps() == ([0, 1] if lands else [0])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json", "store"]
