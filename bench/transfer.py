@@ -296,7 +296,7 @@ def minilm(*, quick: bool = False) -> Subject:
         lambda of: matching(of, pairs[:_PAIRS]),
         lambda of: matching(of, pairs[_PAIRS:]),
         tuned,
-        3,
+        18,
         f"quality: loss of finding a snippet's continuation among {_PAIRS}; fine-tuned {_STEPS} batches of {_BATCH} to "
         f"name the package of {_LINES} lines",
     )
