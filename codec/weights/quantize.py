@@ -32,6 +32,8 @@ _LOST, _FINE, _STRICT, _RELATIVE = 0.5, 12, 0.1, 0.125
 """Where more than this share of an array would be as good as zero, though at least so many bins or at most such an
 error were asked for, each of its elements is kept to this relative error instead. Weights of trained models lose 5 to
 15 % so, by 24 bins."""
+_LOST_SINCE = 0.75
+"""The same where the parent is levels: heavy tails pass the half now and then, and each way costs as much as a base."""
 _STEP = 8
 """A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
 _FEW = 32
@@ -55,8 +57,8 @@ class Quantize:
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
             (the best `bins` entries) or "kmeans++"; see `codec.weights.codebook`. An array of whose elements more than
             half would become as good as zero, for parts of it have very different scales, is kept in log buckets of a
-            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less); its note says
-            so.
+            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less); in a delta over
+            levels it takes more than three quarters. Its note says so.
         policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
             which has but a step); see `codec.weights.codebook`.
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
@@ -157,7 +159,7 @@ class Quantize:
         is_fine = fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
         for thresholds, codebook, reason, may_err in self._attempts(leaf, plan, before):
             lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
-            parts_are_lost = lost.counted > _LOST and is_fine
+            parts_are_lost = lost.counted > (_LOST if before is None else _LOST_SINCE) and is_fine
             if parts_are_lost and target == np.inf:  # there is no other attempt
                 break
             note, goal = f"codebook {reason}{self._moved(thresholds, before)}", min(may_err, target)

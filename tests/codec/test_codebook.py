@@ -164,6 +164,34 @@ def test_no_part_of_an_array_is_lost_beside_a_larger_one(kind: str, cfg: sp.Conf
             assert row.error <= (cfg.max_rel_error or 0.125)
 
 
+def test_a_chain_of_levels_does_not_change_its_coding_at_the_half() -> None:
+    """Heavy tails come and go about it; either way costs as much as a base."""
+    rng = np.random.default_rng(0)
+    scale = np.ones((200, 200), np.float32)
+    cfg = sp.Config([("weight", sp.Quantize(bins=12, protect=0.0))], rate=0.01)
+
+    def state(small: int) -> dict[str, np.ndarray]:
+        """So many of 200 rows are a thousand times smaller than the others."""
+        factors = scale.copy()
+        factors[:small] /= 1000
+        return {"w": w * factors}
+
+    w = rng.standard_normal((200, 200)).astype(np.float32)
+    (alone,) = sp.compress(state(110), cfg=cfg).summary()
+    assert alone.codec == "log-buckets"
+    ckpt = sp.compress(state(40), cfg=cfg)
+    sizes = []
+    for small in (90, 110, 90):
+        ckpt = sp.compress(state(small), ckpt, cfg)
+        (row,) = ckpt.summary()
+        assert row.codec == "levels"
+        sizes.append(ckpt.nbytes)
+    assert "of it are as good as zero" in sp.compress(state(110), ckpt, cfg).summary()[0].note
+    (far,) = sp.compress(state(170), ckpt, cfg).summary()
+    assert far.codec == "log-buckets"
+    assert max(sizes) < alone.stored_bytes / 2
+
+
 def test_bins_of_embeddings_count_for_embeddings() -> None:
     w, _ = _uneven("large rows")
     cfg = sp.Config([("*", sp.Quantize(bins=6, embedding_bins=24))])
