@@ -57,8 +57,8 @@ class Quantize:
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
             (the best `bins` entries) or "kmeans++"; see `codec.weights.codebook`. An array of whose elements more than
             half would become as good as zero, for parts of it have very different scales, is kept in log buckets of a
-            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less); in a delta over
-            levels it takes more than three quarters. Its note says so.
+            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less); its note says
+            so. In a delta over levels it takes more than three quarters.
         policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
             which has but a step); see `codec.weights.codebook`.
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.

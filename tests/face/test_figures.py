@@ -109,14 +109,18 @@ def killed() -> Iterator[str]:
         f"no setting of ours keeps to 0.5 %: `Config()` ends {of('CNN', 'default', END):+.1f} %, the setting above "
         f"{of('CNN', TWELVE, END):+.1f} % at {of('CNN', TWELVE, WEIGHTS):.0f} times"
     )
-    assert of("GPT", TWELVE, END) <= training.BOUND
-    there = of("GPT", TWELVE, WEIGHTS), of("GPT", TWELVE, WHOLE)
-    yield f"it reaches {there[0]:.0f} times there and {there[1]:.0f} on the whole state"
+    assert all(of("GPT", name, END) > training.BOUND for name in TRAINED["GPT"] if training.is_own(name))
+    yield (
+        f"on the GPT (two seeds), where the setting above ends {of('GPT', TWELVE, END):+.1f} % at "
+        f"{of('GPT', TWELVE, WEIGHTS):.0f} and {of('GPT', TWELVE, WHOLE):.0f} times, and with 10 bins "
+        f"{of('GPT', TEN, END):+.1f} % at "
+        f"{of('GPT', TEN, WEIGHTS):.0f} and {of('GPT', TEN, WHOLE):.0f}"
+    )
     yield f"is ruined by it ({of('ViT', TWELVE, END):.0f} % worse)"
     for name in ("embedding long", "GPT long"):
         assert 0 < of(name, HIGH, END) <= training.BOUND
         assert min(of(name, HIGH, WEIGHTS), of(name, HIGH, WHOLE)) >= training.WANTED
-    missed = of("MLP long", LOW, END) - training.BOUND
+    missed = of("MLP long", HIGH, END) - training.BOUND
     assert missed > 0
     yield f"On the MLP it is missed by {missed:.1f} points (mean of three seeds at 3,600 steps)"
     apart = [abs(of(model, training.YARDSTICK, END)) for model in ("MLP", "CNN", "ViT")]
@@ -169,11 +173,15 @@ def short() -> Iterator[str]:
         f"{of('ViT', 'inshrinkerator', END):+.1f} %, another order of the data "
         f"{of('ViT', training.YARDSTICK, END):+.1f} %"
     )
+    low, high = seeds("GPT", training.YARDSTICK)
     yield (
-        f"the default {of('GPT', 'default', END):+.1f} %, a rate of 0.0005 {of('GPT', 'rate 0.0005', END):+.1f} % at "
-        f"{of('GPT', 'rate 0.0005', WHOLE):.0f} times, 0.002 with 16 bins {of('GPT', SIXTEEN, END):+.1f} % at "
-        f"{of('GPT', SIXTEEN, WHOLE):.0f}, the published pipeline {of('GPT', 'inshrinkerator', END):+.1f} %, another "
-        f"order of the data {of('GPT', training.YARDSTICK, END):+.1f} %"
+        f"the default {of('GPT', 'default', END):+.1f} % at {of('GPT', 'default', WHOLE):.0f} times, a rate of 0.0005 "
+        f"{of('GPT', 'rate 0.0005', END):+.1f} % at {of('GPT', 'rate 0.0005', WHOLE):.0f}, 0.002 with 16 bins "
+        f"{of('GPT', SIXTEEN, END):+.1f} % at {of('GPT', SIXTEEN, WHOLE):.0f}, 10 bins at 0.02 with finer first "
+        f"moments {of('GPT', TEN, END):+.1f} % at {of('GPT', TEN, WEIGHTS):.0f} times on the weights and "
+        f"{of('GPT', TEN, WHOLE):.0f} on the whole state, the published pipeline "
+        f"{of('GPT', 'inshrinkerator', END):+.1f} %, another order of the data "
+        f"{of('GPT', training.YARDSTICK, END):+.1f} % ({low:+.1f} and {high:+.1f} %)"
     )
     yield (
         f"`rate=0.0005` with one base for all stays within half a percent and reaches "
@@ -206,7 +214,8 @@ def long() -> Iterator[str]:
         f"12 bins at a rate of 0.004 end {of(name, LOW, END):+.2f} % on the mean of two seeds "
         f"({seeds(name, LOW)[1]:+.2f} % the worse one) at {of(name, LOW, WEIGHTS):.0f} times on the weights and "
         f"{of(name, LOW, WHOLE):.0f} on the whole state, at 0.01 {of(name, HIGH, END):+.2f} % at "
-        f"{of(name, HIGH, WEIGHTS):.0f} and {of(name, HIGH, WHOLE):.0f} times"
+        f"{of(name, HIGH, WEIGHTS):.0f} and {of(name, HIGH, WHOLE):.0f} times, at 0.02 with finer first moments "
+        f"{of(name, TWELVE, END):+.2f} % at {of(name, TWELVE, WEIGHTS):.0f} and {of(name, TWELVE, WHOLE):.0f}"
     )
     yield f"Another order of the data costs {of(name, training.YARDSTICK, END):+.2f} %"
     base = "inshrinkerator, one base"
@@ -230,6 +239,8 @@ def long() -> Iterator[str]:
         f"{of('MLP longer', HIGH, END):+.1f} % at {of('MLP longer', HIGH, WEIGHTS):.0f} and "
         f"{of('MLP longer', HIGH, WHOLE):.0f}; another order of the data {low:+.1f} and {high:+.1f} %"
     )
+    fine = [of(name, TWELVE, END) for name in ("MLP long", "MLP longer")]
+    yield f"which meet the aim in 900 steps, end {fine[0]:+.1f} and {fine[1]:+.1f} %"
     name = "GPT long"
     yield (
         f"The default ends {of(name, 'default', END):+.1f} % at {of(name, 'default', WEIGHTS):.0f} and "
