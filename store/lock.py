@@ -58,16 +58,16 @@ class Lock(Protocol):
         ...
 
 
-_held: set[int] = set()
+_descriptors: set[int] = set()
 """Descriptors of this process's locks. A forked process (a data loader's worker) has them too, and would hold the locks
 for as long as it lives, even where this process was killed."""
 
 
 def _let_go() -> None:
     """In a process just forked: close the locks of the one it is from, which holds them as before."""
-    while _held:
+    while _descriptors:
         with contextlib.suppress(OSError):
-            os.close(_held.pop())
+            os.close(_descriptors.pop())
 
 
 if hasattr(os, "register_at_fork"):
@@ -103,7 +103,7 @@ class FileLock:
         make_folder(posixpath.dirname(path))
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         fd = os.open(path, flags, 0o666)
-        _held.add(fd)
+        _descriptors.add(fd)
         try:
             if not _flock(fd, mode, timeout, path):
                 other = ObjectLock(self._files)
@@ -113,12 +113,12 @@ class FileLock:
             try:
                 yield Lease()
             finally:
-                if fd in _held:
+                if fd in _descriptors:
                     # Before it is closed: a process that is being forked just now has the same lock open.
                     fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
-            if fd in _held:
-                _held.discard(fd)
+            if fd in _descriptors:
+                _descriptors.discard(fd)
                 os.close(fd)
 
 

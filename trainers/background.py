@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
@@ -185,7 +186,7 @@ class Background:
         # Another object than training uses in its thread.
         store = Store(self.store.url, self.store.cfg)
         fs, name = fsspec.core.url_to_fs(os.fspath(path))
-        if not fs.isdir(os.path.dirname(name)) and "file" in (fs.protocol if isinstance(fs.protocol, tuple) else ()):
+        if isinstance(fs, LocalFileSystem) and not fs.isdir(os.path.dirname(name)):
             drop(store, [result.step])  # the folder was removed meanwhile, and the checkpoint with it
             return
         point_to(path, store, result.step, store.describe(result.step).identity, before)
