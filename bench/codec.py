@@ -1,9 +1,9 @@
 """`python -m bench codec`: compress and decompress a whole AdamW training state, against zstandard and torch.save.
 
 Two states: a real one (from `--state`, else trained here), and one of 100 million parameters (5 million with --quick)
-drawn from it. A base and the delta of the next state, on one thread and on two, and the peak of extra memory. Exact
-coding also of weights alone, in both formats, and one step of training from their parent: drawn from the states of
-`bench systems`, which has the ratios of those themselves.
+drawn from it. A base and the delta of the next state, on one thread and on two, and from a GPU (`gpustates.py`), and
+the peak of extra memory. Exact coding also of weights alone, in both formats, and one step of training from their
+parent: drawn from the states of `bench systems`, which has the ratios of those themselves.
 """
 
 from __future__ import annotations
@@ -341,6 +341,8 @@ def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: flo
 
 def run(options: Options) -> list[Row]:
     """All rows."""
+    from . import gpustates
+
     options.say("making the states")
     real = data.trained(quick=options.quick) if options.state is None else data.read(options.state)
     drawn = data.drawn_state(real, 5_000_000 if options.quick else 100_000_000)
@@ -352,6 +354,7 @@ def run(options: Options) -> list[Row]:
     for plan in found:
         with threads(plan.threads):
             rows += run_cases(plan.rows(), options, one_thread_clock() if plan.threads == 1 else wall_clock)
+    rows += gpustates.rows(drawn, "drawn", options)
     with threads(1):
         n = CHUNK if options.quick else 25_000_000
         rows += run_cases([encoder(data.Sample(n, real), n)], options, one_thread_clock())

@@ -21,7 +21,7 @@ from typing import Any
 
 import shrinkpoint as sp
 
-from . import codec, data, machine, memory
+from . import codec, data, gpustates, machine, memory
 from .data import Pair
 from .devices import threads
 from .harness import Options, Row, one_thread_clock, run_cases, wall_clock
@@ -95,14 +95,15 @@ def _named(row: Row) -> Row:
 
 
 def _times(pair: Pair, options: Options) -> list[Row]:
-    """Compress and decompress, base and delta, on one thread and on two."""
+    """Compress and decompress, base and delta, on one thread and on two; compress from a GPU."""
     found: list[Row] = []
+    label = f"{codec.parameters(pair) / 1e6:.0f} M"
     for count in (1, 2) if (os.cpu_count() or 1) > 1 else (1,):
-        cases = codec.Plan(f"{codec.parameters(pair) / 1e6:.0f} M", pair, "default", count, peers=False).rows()
+        cases = codec.Plan(label, pair, "default", count, peers=False).rows()
         with threads(count):
             rows = run_cases(cases, options.apart(), one_thread_clock() if count == 1 else wall_clock)
         found += [_named(dataclasses.replace(row, target=None, met=None)) for row in rows]
-    return found
+    return found + [_named(row) for row in gpustates.rows(pair, label, options.apart())]
 
 
 class Sampler:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.bench import codebooks, codec, data, elementwise, gpu, kernels, tables
+from shrinkpoint.bench import codebooks, codec, data, elementwise, gpu, gpustates, kernels, tables
 from shrinkpoint.bench.__main__ import BENCHMARKS, main, result
 from shrinkpoint.bench.evidence import catalogue
 from shrinkpoint.bench.harness import (
@@ -31,6 +31,7 @@ from shrinkpoint.bench.harness import (
     interleave,
     is_red,
     measure,
+    not_measured,
     same,
     wall_clock,
 )
@@ -330,6 +331,38 @@ def test_exact_coding_is_timed_both_ways_in_both_formats() -> None:
     for dtype in ("float32", "bfloat16"):
         alone, step = (ratio[f"compress {kind}, lossless, {dtype} weights"] for kind in ("base", "delta"))
         assert 1 < alone < step
+
+
+GPU_ROWS = [f"compress {kind} from a GPU, default, test" for kind in ("base", "delta")]
+
+
+def test_states_of_a_gpu_are_held_against_copies_on_it_and_to_the_host() -> None:
+    here = elementwise.Device("as if it were a gpu", False, wall_clock)
+    rows = [row for case in gpustates.cases(here, pair(), "test") for row in measure(case, Options(), wall_clock)]
+    assert [row.row for row in rows] == [name for name in GPU_ROWS for _ in range(2)]
+    for row in rows:
+        assert row.value is not None
+        assert row.peer_value is not None
+        assert "within the stated error, same bytes again" in row.note
+    assert [row.peer for row in rows] == 2 * ["memcpy", "copy to the host"]
+    base, delta = (float(rows[i].note.partition("ratio ")[2].split(",")[0]) for i in (0, 2))
+    assert delta > base
+
+
+def test_without_a_gpu_its_states_have_rows_that_say_so() -> None:
+    card = elementwise.Device("gpu", True, wall_clock, "no GPU")
+    rows = [row for case in gpustates.cases(card, pair(), "test") for row in not_measured(case, case.missing)]
+    assert [row.row for row in rows] == [name for name in GPU_ROWS for _ in range(2)]
+    assert {(row.device, row.value, row.note) for row in rows} == {("gpu", None, "not measured: no GPU")}
+
+
+def test_a_state_that_breaks_its_bound_gets_no_speed_on_a_gpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any) -> str:
+        raise CheckFailed("an array is not exact")
+
+    monkeypatch.setattr(codec, "check_errors", wrong)
+    case = gpustates.cases(elementwise.Device("gpu", False, wall_clock), pair(), "test")[0]
+    assert all(is_red(row) and row.value is None for row in measure(case, Options(), wall_clock))
 
 
 def test_a_codec_that_breaks_its_bound_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def speed() -> str:
     size = 0
     for row in rows_of("codec.json"):
         what, config, state = [*row["row"].split(", "), "", ""][:3]
-        if f"{config}, {state}" != DRAWN:
+        if f"{config}, {state}" != DRAWN or not row["device"].startswith("cpu"):
             continue
         cells = found.setdefault(what, {})
         cells[row["device"].removeprefix("cpu, ")] = row["value"]
