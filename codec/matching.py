@@ -20,7 +20,7 @@ from .moments.firstmoment import FirstMoment, grid_step
 from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment, cell_octaves
 from .opened import Opened, entries
-from .state.kinds import TINY, by_path, guess, kind_of, no_moments, subtracted, touched_rows, without_root
+from .state.kinds import TINY, by_path, guess, kinds_of, no_moments, subtracted, touched_rows, unowned, without_root
 from .state.leaves import read_leaf
 from .weights.exponent import ExponentDelta
 from .weights.importance import second_moments, squared
@@ -48,9 +48,9 @@ def matched(opened: Opened, cfg: Config) -> tuple[list[Leaf], list[Codec]]:
     leaves: list[Leaf] = []
     codecs: list[Codec] = []
     touched = touched_rows((node.path for node in found), kinds, over_base)
-    for node in found:
-        spec, flat = read_leaf(node.value, node.path)
-        kind = kind_of(node.path, spec, kinds)
+    read = [read_leaf(node.value, node.path) for node in found]
+    told = kinds_of([node.path for node in found], [spec for spec, _ in read], kinds)
+    for node, (spec, flat), kind in zip(found, read, told, strict=True):
         leaves.append(Leaf(node.path, node.key, spec, kind, flat, None, touched=touched.get(node.path)))
     leaves = _by_values(leaves)
     gradient_of = entries(opened.grads, found)
@@ -83,6 +83,8 @@ def _by_values(leaves: list[Leaf]) -> list[Leaf]:
     paths, kinds = [leaf.path for leaf in leaves], [leaf.kind for leaf in leaves]
     for i in no_moments(paths, kinds, lambda i: leaves[i].spec.dtype in FORMATS and has_negative(leaves[i].flat)):
         kinds[i] = without_root(paths[i], kinds[i])
+    for i, role in unowned(paths, kinds).items():
+        kinds[i] = dataclasses.replace(kinds[i], role=role)
     for i in subtracted(paths, kinds, lambda j, i: _is_variance(leaves[j], leaves[i])):
         kinds[i] = dataclasses.replace(kinds[i], role="state")
     return [

@@ -14,6 +14,8 @@ _WRECKS = (Point(2, 0.9, "magnitude", 0.0), Point(2, 0.5, "magnitude", 0.0))
 """Surely worse than the state itself. The second is for an `evaluate` that has no number for the first."""
 SURELY = 0.01
 """A difference from the baseline up to which a trial may be better as well as worse."""
+_LUCK = 0.1
+"""Share of what a state beyond use loses up to which another one may seem to gain, by luck."""
 
 
 class Direction:
@@ -84,7 +86,8 @@ class Direction:
         """The direction: given, or told by the first wreck that is a number, or as the last search had it; and what
         there is to say of it, or "".
 
-        A compressed state that gains more than the wreck loses is not possible: then nothing is known.
+        A gain beyond the threshold is luck where the wreck loses ten times as much. Where it does not, as with a model
+        that is hardly trained and that ruin may do good, the direction may be the other one: then nothing is known.
 
         Args:
             found: all trials.
@@ -104,10 +107,10 @@ class Direction:
         loss = judged.degradation(wreck.quality)
         others = [t for t in found if t.point is not None and t.point != wreck.point]
         best = min((judged.degradation(t.quality) for t in others), default=0.0)
-        if -best > loss:
+        if -best > min(loss, max(allowed, _LUCK * loss)):
             return None, (
                 f"which direction is better is not clear: a state compressed beyond use gave {wreck.quality:.6g}, "
-                f"the state itself {scale.baseline:.6g}, and a trial differs more to the other side"
+                f"the state itself {scale.baseline:.6g}, and a trial differs too much to the other side"
             )
         changed = self._known not in (None, direction)
         return direction, (f"{direction} quality is better, not {self._known} as at the last search" if changed else "")

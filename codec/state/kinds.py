@@ -172,6 +172,41 @@ def no_moments(paths: Sequence[str], kinds_of_them: Sequence[Kind], negative: Ca
     return seconds + [i for i in known if kinds_of_them[i].role == "first moment" and known[i].owner in owners]
 
 
+def unowned(paths: Sequence[str], kinds_of_them: Sequence[Kind]) -> dict[int, str]:
+    """Roles of the arrays below a `mu` or `nu` that nothing but this name makes moments.
+
+    What makes them moments is an optimizer's key above, a `count` beside (of steps, as Optax's Adam has it), or the
+    other one of the two beside, with an array of the same name. A `mu` without any of these is a layer's name, and its
+    arrays are weights; a `nu` may be Optax's `scale_by_rms`, so it is never lossy by guess.
+
+    Args:
+        paths: of all arrays.
+        kinds_of_them: their kinds; of which an optimizer is known are left alone.
+
+    Returns:
+        {number: role}, of those arrays only.
+
+    Example:
+        >>> paths = ["0/mu/kernel", "1/0/mu/kernel", "1/0/nu/kernel"]
+        >>> unowned(paths, [Kind(role=role_of(path)) for path in paths])
+        {0: 'weight'}
+    """
+    places = [moment_place(path) for path in paths]
+    held = set(paths)
+    names: dict[tuple[str, str], set[str]] = {}
+    for place in places:
+        names.setdefault(place.owner, set()).add(place.name)
+    found = {}
+    for i, place in enumerate(places):
+        kind = kinds_of_them[i]
+        if not place.below or not kind.role.endswith("moment") or kind.optimizer is not None:
+            continue
+        if _BELOW.search(f"{place.above}/") or f"{place.above}/count" in held or {"mu", "nu"} <= names[place.owner]:
+            continue
+        found[i] = "weight" if place.name == "mu" else "state"
+    return found
+
+
 def without_root(path: str, kind: Kind) -> Kind:
     """The kind of an array that is no moment though its name is: a weight; below an optimizer, never lossy by guess."""
     return replace(kind, role="state" if _BELOW.search(path) else "weight")
@@ -252,15 +287,33 @@ def guess(path: str, spec: LeafSpec) -> Kind:
     return Kind(layer, role)
 
 
-def kind_of(path: str, spec: LeafSpec, kinds: Mapping[str, Any] | None) -> Kind:
-    """The kind given for this path, else the guess."""
-    found = by_path(kinds, path) if kinds else None
-    if found is None:
-        return guess(path, spec)
-    kind = found[1]
-    if isinstance(kind, Kind):
-        return kind
-    return Kind(kind, role_of(path))
+def kinds_of(paths: Sequence[str], specs: Sequence[LeafSpec], kinds: Mapping[str, Any] | None) -> list[Kind]:
+    """The kind given for each path, else the guess.
+
+    Arrays of several models may end in one name: a copy of each weight, of which the same is true, or other layers
+    altogether. Where they differ in their number of axes, the layer type is guessed for all of them.
+
+    Args:
+        paths: of all arrays.
+        specs: of the same arrays.
+        kinds: as given to `compress`.
+    """
+    guessed = [guess(path, spec) for path, spec in zip(paths, specs, strict=True)]
+    if not kinds:
+        return guessed
+    given = [by_path(kinds, path) for path in paths]
+    axes: dict[str, set[int]] = {}
+    for match, spec in zip(given, specs, strict=True):
+        if match is not None:
+            axes.setdefault(match[0], set()).add(len(spec.shape))
+    found = []
+    for match, own in zip(given, guessed, strict=True):
+        if match is None:
+            found.append(own)
+            continue
+        kind = match[1] if isinstance(match[1], Kind) else replace(own, layer=match[1])
+        found.append(replace(kind, layer=own.layer) if len(axes[match[0]]) > 1 else kind)
+    return found
 
 
 def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_base: bool) -> dict[str, Any]:

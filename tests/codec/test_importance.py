@@ -10,7 +10,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
-from shrinkpoint.codec.state.kinds import guess, kind_of
+from shrinkpoint.codec.state.kinds import kinds_of
 from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.codec.weights.importance import FLOOR, mean_root, second_moments, weights_of
 
@@ -18,12 +18,9 @@ from .common import through_bytes
 
 
 def leaves(*paths: str, shapes: dict[str, tuple[int, ...]] | None = None, kinds: Any = None) -> list[Leaf]:
-    found = []
-    for path in paths:
-        spec = LeafSpec("numpy", "float32", (shapes or {}).get(path, (40, 40)))
-        kind = kind_of(path, spec, kinds) if kinds else guess(path, spec)
-        found.append(Leaf(path, path, spec, kind, np.zeros(spec.size, np.float32)))
-    return found
+    specs = [LeafSpec("numpy", "float32", (shapes or {}).get(path, (40, 40))) for path in paths]
+    found = zip(paths, specs, kinds_of(paths, specs, kinds), strict=True)
+    return [Leaf(path, path, spec, kind, np.zeros(spec.size, np.float32)) for path, spec, kind in found]
 
 
 def test_by_the_parameters_name() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.state.kinds import Kind
 
 from .common import difference, through_bytes
 
@@ -133,6 +134,61 @@ def test_weights_are_not_taken_for_moments(path: str) -> None:
     (row,) = sp.compress(nested(path, drawn())).summary()
     assert row.codec == "levels"
     assert row.error < 0.1
+
+
+def layer(seed: int) -> dict[str, Any]:
+    """A layer as JAX libraries have it; nothing of it is negative, as in a second moment."""
+    return {"kernel": abs(drawn(seed)), "bias": abs(drawn(seed + 1)[0]) + 1}
+
+
+@pytest.mark.parametrize("name", ["mu", "nu"])
+@pytest.mark.parametrize(
+    "root", [lambda p: (p, {"step": 1}), lambda p: {"models": [p, p]}, lambda p: {"layers": {"0": p}}]
+)
+def test_a_layer_called_mu_is_no_moment(name: str, root: Any) -> None:
+    """A bias is exact, and what does not change costs nothing, also where a number stands above the name."""
+    state = root({"encoder": {name: layer(0), "logvar": layer(5)}})
+    base = sp.compress(state)
+    rows = {row.path: row for row in sp.compress(state, prev=base).summary()}
+    for path, row in rows.items():
+        assert row.measure == "exact" or (path.endswith("kernel") and row.error < 0.1), path
+        assert row.bits_per_element < 0.3, path
+    assert difference(state, sp.decompress(sp.compress(state, cfg=sp.presets.lossless()))) == ""
+
+
+@pytest.mark.parametrize("more", [{"count": np.asarray(3)}, {"nu": {"w": drawn() ** 2}}])
+def test_below_a_number_alone_moments_are_told_by_what_stands_beside_them(more: dict[str, Any]) -> None:
+    """The state of Optax beside the parameters, in a tuple."""
+    state = ({"w": drawn(2)}, ({**more, "mu": {"w": drawn(1)}},))
+    codecs = {row.path: row.codec for row in sp.compress(state).summary()}
+    assert codecs["1/0/mu/w"] in ("grid", "log-buckets")
+    assert codecs.get("1/0/nu/w", "rank-one") == "rank-one"
+
+
+def test_a_kind_told_by_hand_is_kept_below_a_number() -> None:
+    state = ({"w": drawn(2)}, ({"mu": {"w": drawn(1)}},))
+    told = {"mu/w": Kind("linear", "first moment", optimizer="Lion")}
+    assert {r.path: r.codec for r in sp.compress(state, kinds=told).summary()}["1/0/mu/w"] == "log-buckets"
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_kinds_of_one_model_say_nothing_of_another_whose_layers_are_called_alike(both: bool) -> None:
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    other = torch.nn.Sequential(torch.nn.LayerNorm(2048), torch.nn.Linear(2048, 1))
+    torch.nn.init.normal_(other[0].weight)
+    given = {**sp.kinds(other), **sp.kinds(one)} if both else sp.kinds(one)
+    state = {"one": one.state_dict(), "other": other.state_dict(), "average": one.state_dict()}
+    rows = {row.path: row for row in sp.compress(state, kinds=given).summary()}
+    assert rows["other/0.weight"].measure == "exact"
+    assert rows["one/0.weight"].codec == "levels"
+
+
+def test_a_copy_of_a_model_is_of_its_kinds() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm((64, 64)))
+    torch.nn.init.normal_(model[0].weight)
+    state = {"model": model.state_dict(), "average": {k: v + 1 for k, v in model.state_dict().items()}}
+    assert {row.measure for row in sp.compress(state, kinds=sp.kinds(model)).summary()} == {"exact"}
 
 
 @pytest.mark.parametrize("path", ["opt/0/v", "optimizer/3/nu", "optimizer/state/w/v", "opt_state/1/nu/kernel"])

@@ -134,7 +134,26 @@ def test_a_gain_that_is_more_than_the_wreck_loses_leaves_the_direction_open() ->
     found = sp.search(state, odd, 0.01, cube=SMALL)
     assert found.direction is None
     assert not found.met
-    assert any("differs more to the other side" in note for note in found.notes)
+    assert any("differs too much to the other side" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_model_that_ruin_does_good_keeps_its_threshold(seed: int) -> None:
+    """Over-confident as it was initialized: with most weights gone its loss is lower, which is not to turn the scale."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    inputs, probe = torch.randn(64, 64), copy.deepcopy(model).eval()
+
+    @torch.no_grad()
+    def loss(restored: State) -> float:
+        probe.load_state_dict(restored["model"])
+        return float((probe(inputs) - inputs).square().mean())
+
+    state = {"model": model.state_dict()}
+    found = sp.search(state, loss, 0.01, progress=False)
+    restored = sp.decompress(sp.compress(state, cfg=found.config))
+    assert found.direction != "higher"
+    assert loss(restored) / loss(state) - 1 <= 0.01
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf")])
