@@ -256,8 +256,12 @@ def test_verify_files(store: sp.Store) -> None:
     assert code == 1
     assert f"NOT INTACT: {files[1]}: chunk 0" in out
     assert "3 checkpoints checked, 1 not intact" in out
+    ids = {str(file): sp.Checkpoint.from_bytes(file.read_bytes()).id for file in (files[0], files[2])}
     files[0].write_bytes(b"\x89PNG")
     assert run("verify", files[0])[0] == 1
+    found = {c["file"]: c for c in json.loads(run("verify", *files, "--json")[1])["checked"]}
+    assert [found[str(file)]["how"] for file in files] == ["not decoded", "not decoded", "checksums"]
+    assert [found[str(file)]["id"] for file in files] == [None, None, ids[str(files[2])]]
 
 
 def test_many_steps_are_told_in_few_lines(tmp_path: Path) -> None:
@@ -360,7 +364,13 @@ def test_compress_files_along_a_chain(tmp_path: Path) -> None:
     good("compress", tmp_path / "3.pt", c, "--parent", b, "--parent", a, "--preset", "lossless")
     good("restore", c, tmp_path / "o.pt", "--parent", a, "--parent", b)
     assert difference(torch.load(tmp_path / "o.pt", weights_only=True), state(3)) == ""
-    bad(1, r"c\.spt: needs the checkpoint .*; say --parent FILE", "restore", c, tmp_path / "p.pt", "--parent", a)
+    wanted = rf"c\.spt: needs the checkpoint {sp.Checkpoint.from_bytes(b.read_bytes()).id[:16]}\.\.\."
+    bad(1, wanted + ", which no other file given is; say --parent FILE", "restore", c, tmp_path / "p.pt", "--parent", a)
+    bad(1, wanted + "; say --parent FILE", "restore", c, tmp_path / "p.pt")
+    ours, theirs = (parsed("diff", *pair) for pair in ((a, b), (tmp_path / "1.pt", tmp_path / "2.pt")))
+    assert [(c["path"], c["what"]) for c in ours["arrays"]] == [(c["path"], c["what"]) for c in theirs["arrays"]]
+    bad(1, wanted, "diff", a, c)
+    assert parsed("diff", a, c, "--parent", b)["arrays"]
     assert not (tmp_path / "p.pt").exists()
     assert (
         c.read_bytes()

@@ -139,7 +139,7 @@ def test_a_gain_that_is_more_than_the_wreck_loses_leaves_the_direction_open() ->
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_model_that_ruin_does_good_keeps_its_threshold(seed: int) -> None:
-    """Over-confident as it was initialized: with most weights gone its loss is lower, which is not to turn the scale."""
+    """Over-confident as it was initialized: with most weights gone its loss is lower, which must not turn the scale."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
     inputs, probe = torch.randn(64, 64), copy.deepcopy(model).eval()

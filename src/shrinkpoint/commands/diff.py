@@ -74,7 +74,7 @@ def diff(
     A file may be one of ours, a .pt, a safetensors file, or a DCP folder. Compared is what a restore gives.
     """
     from ..codec.errors import BadArgumentError
-    from .sources import open_store, parse_step
+    from .sources import is_spt, open_store, parse_step
 
     with busy("reading"):
         if len(things) == 3:
@@ -83,7 +83,9 @@ def diff(
             store = open_store(things[0])
             old, new = (_of_checkpoint(store.read(parse_step(step))) for step in things[1:])
         elif len(things) == 2:
-            old, new = (_of_path(Path(thing), parents or []) for thing in things)
+            paths = [Path(thing) for thing in things]
+            beside = [*(parents or []), *(path for path in paths if is_spt(path))]  # one may be the other's parent
+            old, new = (_of_path(path, beside) for path in paths)
         else:
             raise BadArgumentError(f"{len(things)} arguments; say STORE OLD NEW, or two files")
     with busy("comparing"):

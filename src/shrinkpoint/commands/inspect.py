@@ -173,7 +173,8 @@ def verify(
     """Read everything and check it. Exit code 1 if anything is not intact.
 
     Of a store every step is checked with its whole chain. A delta file is decoded with its chain where that is among
-    the files or given by --parent; else only its checksums are checked, and that is said.
+    the files or given by --parent; else only its checksums are checked, and that is said. --json has the content hash
+    of each file.
     """
     from .sources import is_store
 
@@ -186,7 +187,7 @@ def verify(
             checked += [{"store": source, "step": step} for step in steps]
             problems += [{"store": source, "step": step, "problem": why} for step, why in found.items()]
     for result in _verify_files([Path(f) for f in files], parents or []):
-        checked.append({"file": result["file"], "how": result["how"]})
+        checked.append({key: result[key] for key in ("file", "how", "id")})
         if result["problem"]:
             problems.append({"file": result["file"], "problem": result["problem"]})
         elif not as_json and result["how"] == "checksums":
@@ -225,14 +226,16 @@ def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]
     below = {ckpt.identity: ckpt for ckpt in found.values()}
     results: list[dict[str, Any]] = []
     for path in files:
-        how = "decoded"
+        how = "not decoded"
         if path in found:
             try:
                 with busy(f"verify {path}"):
                     decompress(chain_of(found[path], path, below))
+                how = "decoded"
             except MissingParentError:
                 how = "checksums"
             except CorruptDataError as error:
                 problems[path] = f"{path}: {error}"
-        results.append({"file": str(path), "how": how, "problem": problems.get(path, "")})
+        known = found[path].id if path in found else None
+        results.append({"file": str(path), "how": how, "id": known, "problem": problems.get(path, "")})
     return results

@@ -128,7 +128,8 @@ def chain_of(ckpt: Checkpoint, path: Path, below: dict[str, Checkpoint]) -> Chec
         parent = below.get(str(chain[-1].parent_id))
         if parent is None or parent in chain:
             needed = str(chain[-1].parent_id)[:16]
-            raise MissingParentError(f"{path}: needs the checkpoint {needed}...; say --parent FILE")
+            given = ", which no other file given is" if below.keys() - {ckpt.identity} else ""
+            raise MissingParentError(f"{path}: needs the checkpoint {needed}...{given}; say --parent FILE")
         chain.append(parent)
     found = chain.pop()
     while chain:
