@@ -22,8 +22,8 @@ from .harness import Case, CheckFailed, Job, Options, Peer, Row, run_cases
 TO_HOST = "copy to the host"
 PLACE = "from a GPU"
 """What tells its rows from those of the host's states."""
-_BYTES = 40
-"""Memory of the GPU a parameter: two AdamW states of 12 bytes, the copy of one, and what coding needs on the way."""
+_BYTES = 60
+"""Memory of the GPU a parameter: two AdamW states of 12 bytes, both ends of a copy, and what coding needs beside."""
 
 
 def rows(pair: Pair, label: str, options: Options) -> list[Row]:

@@ -20,7 +20,18 @@ from .moments.firstmoment import FirstMoment, grid_step
 from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment, cell_octaves
 from .opened import Opened, entries
-from .state.kinds import TINY, by_path, guess, kinds_of, no_moments, subtracted, touched_rows, unowned, without_root
+from .state.kinds import (
+    TINY,
+    Kind,
+    by_path,
+    guess,
+    kinds_of,
+    no_moments,
+    subtracted,
+    touched_rows,
+    unowned,
+    without_root,
+)
 from .state.leaves import read_leaf
 from .weights.exponent import ExponentDelta
 from .weights.importance import second_moments, squared
@@ -52,7 +63,7 @@ def matched(opened: Opened, cfg: Config) -> tuple[list[Leaf], list[Codec]]:
     told = kinds_of([node.path for node in found], [spec for spec, _ in read], kinds)
     for node, (spec, flat), kind in zip(found, read, told, strict=True):
         leaves.append(Leaf(node.path, node.key, spec, kind, flat, None, touched=touched.get(node.path)))
-    leaves = _by_values(leaves)
+    leaves = _by_values(leaves, kinds)
     gradient_of = entries(opened.grads, found)
     earlier_of = entries({} if opened.earlier is None else opened.earlier.weights, found)
     for i, (node, leaf) in enumerate(zip(found, leaves, strict=True)):
@@ -78,13 +89,15 @@ def _companion(leaf: Leaf, entry: Callable[[str], tuple[str, Any] | None], name:
     return beside(values, leaf.flat)
 
 
-def _by_values(leaves: list[Leaf]) -> list[Leaf]:
-    """The kinds that names gave, where the values tell better: no moments, and moments that have to be exact."""
+def _by_values(leaves: list[Leaf], told: Mapping[str, Any] | None) -> list[Leaf]:
+    """The kinds that names gave, where values or what stands beside tell better: no moments, and exact moments."""
     paths, kinds = [leaf.path for leaf in leaves], [leaf.kind for leaf in leaves]
     for i in no_moments(paths, kinds, lambda i: leaves[i].spec.dtype in FORMATS and has_negative(leaves[i].flat)):
         kinds[i] = without_root(paths[i], kinds[i])
     for i, role in unowned(paths, kinds).items():
-        kinds[i] = dataclasses.replace(kinds[i], role=role)
+        match = by_path(told, paths[i]) if told else None
+        if match is None or not isinstance(match[1], Kind):
+            kinds[i] = dataclasses.replace(kinds[i], role=role)
     for i in subtracted(paths, kinds, lambda j, i: _is_variance(leaves[j], leaves[i])):
         kinds[i] = dataclasses.replace(kinds[i], role="state")
     return [

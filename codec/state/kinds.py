@@ -181,7 +181,7 @@ def unowned(paths: Sequence[str], kinds_of_them: Sequence[Kind]) -> dict[int, st
 
     Args:
         paths: of all arrays.
-        kinds_of_them: their kinds; of which an optimizer is known are left alone.
+        kinds_of_them: their kinds.
 
     Returns:
         {number: role}, of those arrays only.
@@ -198,8 +198,7 @@ def unowned(paths: Sequence[str], kinds_of_them: Sequence[Kind]) -> dict[int, st
         names.setdefault(place.owner, set()).add(place.name)
     found = {}
     for i, place in enumerate(places):
-        kind = kinds_of_them[i]
-        if not place.below or not kind.role.endswith("moment") or kind.optimizer is not None:
+        if not place.below or not kinds_of_them[i].role.endswith("moment"):
             continue
         if _BELOW.search(f"{place.above}/") or f"{place.above}/count" in held or {"mu", "nu"} <= names[place.owner]:
             continue

@@ -167,7 +167,7 @@ def test_below_a_number_alone_moments_are_told_by_what_stands_beside_them(more: 
 
 def test_a_kind_told_by_hand_is_kept_below_a_number() -> None:
     state = ({"w": drawn(2)}, ({"mu": {"w": drawn(1)}},))
-    told = {"mu/w": Kind("linear", "first moment", optimizer="Lion")}
+    told = {"mu/w": Kind("linear", "first moment")}
     assert {r.path: r.codec for r in sp.compress(state, kinds=told).summary()}["1/0/mu/w"] == "log-buckets"
 
 

@@ -74,7 +74,8 @@ def diff(
     A file may be one of ours, a .pt, a safetensors file, or a DCP folder. Compared is what a restore gives.
     """
     from ..codec.errors import BadArgumentError
-    from .sources import is_spt, open_store, parse_step
+    from .foreign import is_spt
+    from .sources import open_store, parse_step
 
     with busy("reading"):
         if len(things) == 3:
