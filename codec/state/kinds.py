@@ -297,21 +297,18 @@ def kinds_of(paths: Sequence[str], specs: Sequence[LeafSpec], kinds: Mapping[str
         specs: of the same arrays.
         kinds: as given to `compress`.
     """
-    guessed = [guess(path, spec) for path, spec in zip(paths, specs, strict=True)]
-    if not kinds:
-        return guessed
-    given = [by_path(kinds, path) for path in paths]
+    given = [by_path(kinds, path) if kinds else None for path in paths]
     axes: dict[str, set[int]] = {}
     for match, spec in zip(given, specs, strict=True):
         if match is not None:
             axes.setdefault(match[0], set()).add(len(spec.shape))
     found = []
-    for match, own in zip(given, guessed, strict=True):
+    for path, spec, match in zip(paths, specs, given, strict=True):
         if match is None:
-            found.append(own)
+            found.append(guess(path, spec))
             continue
-        kind = match[1] if isinstance(match[1], Kind) else replace(own, layer=match[1])
-        found.append(replace(kind, layer=own.layer) if len(axes[match[0]]) > 1 else kind)
+        kind = match[1] if isinstance(match[1], Kind) else Kind(match[1], role_of(path))
+        found.append(replace(kind, layer=guess(path, spec).layer) if len(axes[match[0]]) > 1 else kind)
     return found
 
 
