@@ -224,8 +224,10 @@ class ObjectLock:
                     break
             yield _ObjectLease(self._files, self._alone, token)
         finally:
+            # Of a holder that was taken for dead another one's may stand there now. What stays grows stale.
             with contextlib.suppress(OSError):
-                self._files.remove([self._alone])
+                if self._files.read(self._alone) == token:
+                    self._files.remove([self._alone])
 
     def _others(self) -> list[str]:
         """Shared holders that live; the objects of dead ones are removed."""
@@ -243,9 +245,12 @@ class ObjectLock:
     def _is_stale(self, name: str, now: str) -> bool:
         """Whether an object is so much older than one written just now, both by the storage's clock."""
         try:
-            age: Any = self._files.modified(now) - self._files.modified(name)
+            then: Any = self._files.modified(name)
         except FileNotFoundError:
             return True
         except (NotImplementedError, KeyError):
             return False
-        return bool(age > STALE)
+        try:
+            return bool(self._files.modified(now) - then > STALE)
+        except FileNotFoundError:
+            return False  # without what it is compared with nothing is known of its age

@@ -126,6 +126,46 @@ def test_what_a_crash_leaves_of_a_lock(kind: str, tmp_path: Path, monkeypatch: p
     assert [n for n in files.list("locks") if n.startswith("shared")] == []
 
 
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_a_collector_that_was_taken_for_dead_keeps_its_hands_off_others_locks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, files = locks(kind, tmp_path)
+    asleep = one.alone(0.0)
+    asleep.__enter__()
+    with monkeypatch.context() as old:
+        old.setattr(lock_module, "STALE", 0.0)
+        time.sleep(0.02)
+        other = two.alone(60.0)
+        other.__enter__()
+    asleep.__exit__(None, None, None)  # it wakes up, and another one holds the lock by now
+    assert "alone" in files.list("locks")
+    with pytest.raises(TimeoutError), one.shared():
+        raise AssertionError
+    other.__exit__(None, None, None)
+    assert files.list("locks") == []
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_a_collector_whose_lock_went_takes_no_saver_for_dead(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nothing then to compare their age with."""
+    one, two, files = locks(kind, tmp_path)
+    with two.shared() as saver:
+        create = files.create
+
+        def created(name: str, data: bytes) -> bool:
+            answer = create(name, data)
+            files.remove([name])
+            return answer
+
+        monkeypatch.setattr(files, "create", created)
+        with pytest.raises(TimeoutError), one.alone(0.05):
+            raise AssertionError
+        saver.renew()
+
+
 def test_a_saver_that_was_taken_for_dead_commits_nothing() -> None:
     """Its lock went while it wrote: what its manifest would name may have been collected."""
     url = f"memory://{uuid.uuid4()}"
