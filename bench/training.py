@@ -45,8 +45,6 @@ DEVICE = "cpu, 1 thread"
 YARDSTICK = "no compression, other batches"
 EXACT = ("no compression", "lossless")
 """What must end where the uninterrupted training does, to the bit."""
-FINER = "rate 0.02, 10 bins, finer moments, bases every 100"
-"""First moments on a grid of 1, second ones in cells of one octave: what a whole state has bytes to spare for."""
 OWN = ("default", "rate")
 """What the names of this project's own settings begin with."""
 ONE_BASE = sp.ChainPolicy(base_every=None)
@@ -61,7 +59,10 @@ def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Se
 
 
 def _often_killed(bins: int, step: float = 1.25, octaves: int | None = None) -> Make:
-    """Coarse weights ahead of their drift, first moments finer than the rate has them: they make up for restores."""
+    """Coarse weights ahead of their drift, first moments finer than the rate has them: they make up for restores.
+
+    A grid of 1 and second moments in cells of one octave ("finer moments") are what a whole state has bytes to spare for.
+    """
     moments = (("*/exp_avg", sp.FirstMoment(step=step)), ("*/exp_avg_sq", sp.SecondMoment(octaves=octaves)))
     rules = (("weight", sp.Quantize(bins=bins)), *moments)
     return _config(lambda: sp.Config(rules, rate=0.02, chain=RARE))
@@ -85,7 +86,7 @@ SYSTEMS: dict[str, Make] = {
     "rate 0, 12 bins, ahead": _config(lambda: sp.Config([("weight", sp.Quantize(bins=12))], ahead=True)),
     "rate 0.02, 12 bins, first moments 1.25, bases every 100": _often_killed(12),
     "rate 0.02, 10 bins, first moments 1.25, bases every 100": _often_killed(10),
-    FINER: _often_killed(10, 1.0, 1),
+    "rate 0.02, 10 bins, finer moments, bases every 100": _often_killed(10, 1.0, 1),
     "rate 0.0005, one base": _config(lambda: sp.Config(rate=0.0005, chain=ONE_BASE)),
     "inshrinkerator": _config(sp.presets.inshrinkerator, grads=True),
     "inshrinkerator, one base": _config(lambda: sp.presets.inshrinkerator(chain=ONE_BASE), grads=True),
@@ -163,7 +164,7 @@ class Study:
 
 
 _FEW = ("default", "rate 0.0005", "inshrinkerator")
-_OFTEN_KILLED = tuple(name for name in SYSTEMS if "first moments" in name)
+_OFTEN_KILLED = tuple(name for name in SYSTEMS if "moments" in name)
 _SHORT = (
     "default",
     "rate 0.0005",
@@ -192,7 +193,7 @@ STUDIES = {
     "embedding": Study(4, _SHORT),
     "CNN": Study(6, _SHORT, thresholds=1),
     "ViT": Study(3, _SHORT),
-    "GPT": Study(2, (*_SHORTEST, FINER), batches=1, every=3),
+    "GPT": Study(2, _SHORTEST, batches=1, every=3),
 }
 _COARSE = (*RARE_BASES, _OFTEN_KILLED[0])
 _LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
