@@ -61,7 +61,7 @@ def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Se
 def _often_killed(bins: int, step: float = 1.25, octaves: int | None = None) -> Make:
     """Coarse weights ahead of their drift, first moments finer than the rate has them: they make up for restores.
 
-    A grid of 1 and second moments in cells of one octave ("finer moments") are what a whole state has bytes to spare for.
+    "Finer moments" are a grid of 1 and second moments in cells of one octave: whole states have bytes to spare for it.
     """
     moments = (("*/exp_avg", sp.FirstMoment(step=step)), ("*/exp_avg_sq", sp.SecondMoment(octaves=octaves)))
     rules = (("weight", sp.Quantize(bins=bins)), *moments)
