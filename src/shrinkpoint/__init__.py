@@ -1,38 +1,45 @@
-"""Compressed training checkpoints: `compress(state, prev, cfg)`, kernels, a store."""
+"""Compressed training checkpoints: `compress(state, prev, cfg)`, kernels, a store.
+
+Each name is looked up in its module on first use, so that importing the package costs nothing, and torch, file systems
+and a hundred modules are imported by those only who need them.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .codec import presets
-from .codec.base import Codec
-from .codec.checkpoint import Checkpoint, decompress
-from .codec.compress import compress
-from .codec.config import ChainPolicy, Config, Rule, UnmatchedRuleWarning
-from .codec.embeddings.rows import Rows
-from .codec.errors import (
-    BadArgumentError,
-    CorruptDataError,
-    MissingParentError,
-    NewerFormatError,
-    ShrinkpointError,
-    ShrinkpointWarning,
-    UnsupportedLeafError,
-)
-from .codec.lossless.changed import Changed
-from .codec.lossless.exact import Exact
-from .codec.moments.clusters import Clusters
-from .codec.moments.firstmoment import FirstMoment
-from .codec.moments.logbuckets import LogBuckets
-from .codec.moments.secondmoment import SecondMoment
-from .codec.parallel import set_threads, threads
-from .codec.state.kinds import Kind, kinds
-from .codec.weights.drift import Earlier
-from .codec.weights.exponent import ExponentDelta
-from .codec.weights.quantize import Quantize
-
 if TYPE_CHECKING:
+    from . import codec as codec
+    from . import kernels as kernels
+    from . import store as store
+    from . import trainers as trainers
+    from .codec import presets
+    from .codec.base import Codec
+    from .codec.checkpoint import Checkpoint, decompress
+    from .codec.compress import compress
+    from .codec.config import ChainPolicy, Config, Rule, UnmatchedRuleWarning
+    from .codec.embeddings.rows import Rows
+    from .codec.errors import (
+        BadArgumentError,
+        CorruptDataError,
+        MissingParentError,
+        NewerFormatError,
+        ShrinkpointError,
+        ShrinkpointWarning,
+        UnsupportedLeafError,
+    )
+    from .codec.lossless.changed import Changed
+    from .codec.lossless.exact import Exact
+    from .codec.moments.clusters import Clusters
+    from .codec.moments.firstmoment import FirstMoment
+    from .codec.moments.logbuckets import LogBuckets
+    from .codec.moments.secondmoment import SecondMoment
+    from .codec.parallel import set_threads, threads
+    from .codec.state.kinds import Kind, kinds
+    from .codec.weights.drift import Earlier
+    from .codec.weights.exponent import ExponentDelta
+    from .codec.weights.quantize import Quantize
     from .search.result import SearchResult
     from .search.run import search
     from .store.agent import InMemoryWarning
@@ -48,24 +55,40 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_LATER = {
-    name: module
-    for module, names in {
-        "search.result": ("SearchResult",),
-        "store.agent": ("InMemoryWarning",),
-        "store.files": ("StoreWarning",),
-        "store.ranks": ("newest_common_step",),
-        "store.retention": ("Retention",),
-        "store.saver": ("SaveResult", "Saver", "SaverWarning"),
-        "store.store": ("NotCompactedWarning", "RestoreNotCountedWarning", "SkippedCheckpointWarning", "Store"),
-        "store.trail": ("Trail",),
-        "trainers.hub": ("load_pretrained", "save_pretrained"),
-        "trainers.rows": ("RowTracker",),
-        "trainers.sensitivity": ("SensitivityTracker",),
-    }.items()
-    for name in names
+_SUBJECTS = {
+    "codec.base": "Codec",
+    "codec.checkpoint": "Checkpoint decompress",
+    "codec.compress": "compress",
+    "codec.config": "ChainPolicy Config Rule UnmatchedRuleWarning",
+    "codec.embeddings.rows": "Rows",
+    "codec.errors": "BadArgumentError CorruptDataError MissingParentError NewerFormatError ShrinkpointError "
+    "ShrinkpointWarning UnsupportedLeafError",
+    "codec.lossless.changed": "Changed",
+    "codec.lossless.exact": "Exact",
+    "codec.moments.clusters": "Clusters",
+    "codec.moments.firstmoment": "FirstMoment",
+    "codec.moments.logbuckets": "LogBuckets",
+    "codec.moments.secondmoment": "SecondMoment",
+    "codec.parallel": "set_threads threads",
+    "codec.state.kinds": "Kind kinds",
+    "codec.weights.drift": "Earlier",
+    "codec.weights.exponent": "ExponentDelta",
+    "codec.weights.quantize": "Quantize",
+    "search.result": "SearchResult",
+    "store.agent": "InMemoryWarning",
+    "store.files": "StoreWarning",
+    "store.ranks": "newest_common_step",
+    "store.retention": "Retention",
+    "store.saver": "SaveResult Saver SaverWarning",
+    "store.store": "NotCompactedWarning RestoreNotCountedWarning SkippedCheckpointWarning Store",
+    "store.trail": "Trail",
+    "trainers.hub": "load_pretrained save_pretrained",
+    "trainers.rows": "RowTracker",
+    "trainers.sensitivity": "SensitivityTracker",
 }
-"""What is imported when it is first asked for, and where from."""
+_MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
+_MODULES = {name: name for name in ("codec", "kernels", "search", "store", "trainers")} | {"presets": "codec.presets"}
+"""Names that are modules. The package `search` is what is called as `shrinkpoint.search`."""
 
 __all__ = [
     "BadArgumentError",
@@ -119,17 +142,17 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("kernels", "search", "store", "trainers")
-
-
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 def __getattr__(name: str) -> Any:
-    """On first use: file systems and torch need not be imported by those who only compress."""
-    if name in _PACKAGES:
-        return import_module(f".{name}", __name__)  # of `search` the package itself is what is called
-    if name not in _LATER:
+    """A name on first use."""
+    if name in _MODULES:
+        found: Any = import_module(f".{_MODULES[name]}", __name__)
+    elif name in _MODULE_OF:
+        found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = found
+    return found

@@ -38,6 +38,7 @@ HIGH = "rate 0.01, 12 bins, bases every 100"
 SIXTEEN = "rate 0.002, 16 bins"
 LOW = "rate 0.004, 12 bins, bases every 100"
 TEN, TWELVE = (f"rate 0.02, {bins} bins, first moments 1.25, bases every 100" for bins in (10, 12))
+FINER = "rate 0.02, 10 bins, finer moments, bases every 100"
 
 
 def of(model: str, system: str, column: str) -> float:
@@ -110,17 +111,17 @@ def killed() -> Iterator[str]:
         f"{of('CNN', TWELVE, END):+.1f} % at {of('CNN', TWELVE, WEIGHTS):.0f} times"
     )
     met = [name for name in TRAINED["GPT"] if training.is_own(name) and of("GPT", name, END) <= training.BOUND]
-    assert met == [training.FINER]
-    assert min(of(name, training.FINER, column) for name in ("GPT", "MLP") for column in (WEIGHTS, WHOLE)) >= 80
+    assert met == [FINER]
+    assert min(of(name, FINER, column) for name in ("GPT", "MLP") for column in (WEIGHTS, WHOLE)) >= 80
     yield (
         f"On the GPT the setting above ends {of('GPT', TWELVE, END):+.1f} % at "
         f"{of('GPT', TWELVE, WEIGHTS):.0f} and {of('GPT', TWELVE, WHOLE):.0f} times, with 10 bins "
         f"{of('GPT', TEN, END):+.1f} % at {of('GPT', TEN, WEIGHTS):.0f} and {of('GPT', TEN, WHOLE):.0f}"
     )
     yield (
-        f"it ends {of('GPT', training.FINER, END):+.1f} % at {of('GPT', training.FINER, WEIGHTS):.0f} and "
-        f"{of('GPT', training.FINER, WHOLE):.0f}, the MLP {of('MLP', training.FINER, END):+.1f} % at "
-        f"{of('MLP', training.FINER, WEIGHTS):.0f} and {of('MLP', training.FINER, WHOLE):.0f}"
+        f"it ends {of('GPT', FINER, END):+.1f} % at {of('GPT', FINER, WEIGHTS):.0f} and "
+        f"{of('GPT', FINER, WHOLE):.0f}, the MLP {of('MLP', FINER, END):+.1f} % at "
+        f"{of('MLP', FINER, WEIGHTS):.0f} and {of('MLP', FINER, WHOLE):.0f}"
     )
     yield f"is ruined by it ({of('ViT', TWELVE, END):.0f} % worse)"
     for name in ("embedding long", "GPT long"):
