@@ -150,6 +150,7 @@ class Study:
         batches: of the held-out set, for losses along the way.
         every: checkpoints from one of these losses to the next.
         steps: length of the schedule; None: the workload's own.
+        make: what is trained; None: the workload of the name's first word.
     """
 
     seeds: int
@@ -161,6 +162,7 @@ class Study:
     batches: int = 2
     every: int = 1
     steps: int | None = None
+    make: Callable[[], Workload] | None = None
 
 
 _FEW = ("default", "rate 0.0005", "inshrinkerator")
@@ -202,8 +204,10 @@ LONG = {
     "MLP longer": Study(2, (*_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
     "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
     "GPT long": Study(1, ("default", *_COARSE, YARDSTICK), batches=1, every=3, steps=1800),
+    "GPT wider": Study(1, ("default", *_OFTEN_KILLED, YARDSTICK), batches=1, every=3, make=workloads.gpt_wider),
 }
-"""Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days."""
+"""Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days. And a
+model that is ten times the size of the others."""
 QUICK = Study(1, ("default", "rate 0.0005", "inshrinkerator", "lossless", YARDSTICK), steps=120)
 FAILURES = (10, 5, 20)
 QUICK_FAILURES = 3
@@ -302,9 +306,21 @@ def run(options: Options) -> list[Row]:
     return rows + large.rows(options)
 
 
+def title(name: str) -> str:
+    """A study of `LONG` as its column is headed: the model, its size where it is another, and the steps.
+
+    Example:
+        >>> title("MLP long"), title("GPT wider")
+        ('MLP, 3,600 steps', 'GPT, 10.7 M, 900 steps')
+    """
+    made = _workload(name, LONG[name])
+    size = f"{made.parameters / 1e6:.1f} M, " if LONG[name].make else ""
+    return f"{name.partition(' ')[0]}, {size}{made.steps:,} steps"
+
+
 def _workload(name: str, study: Study) -> Workload:
     """What a study trains, with the study's name and length."""
-    made = workloads.WORKLOADS[name.partition(" ")[0]]()
+    made = (study.make or workloads.WORKLOADS[name.partition(" ")[0]])()
     return dataclasses.replace(made, name=name, steps=study.steps or made.steps)
 
 

@@ -439,8 +439,9 @@ def test_every_system_of_the_plan_is_there() -> None:
     for name, study in training.LONG.items():
         assert name.partition(" ")[0] in training.STUDIES
         assert set(study.systems or ()) <= set(training.SYSTEMS) | set(training.RARE_BASES)
-        assert study.steps is not None
-        assert study.steps > workloads.mlp().steps
+        made = training._workload(name, study)
+        usual = workloads.WORKLOADS[name.partition(" ")[0]]()
+        assert made.steps > usual.steps or made.parameters > 10 * usual.parameters
     assert {name for t in training.THRESHOLDS for name in training.searched(t)} == {
         system.format(f"searched for {threshold}%")
         for system in ("default, {}", "default, {}, ahead", "inshrinkerator, {}")

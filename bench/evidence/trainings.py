@@ -58,11 +58,10 @@ def killed() -> str:
 
 
 def killed_long() -> str:
-    """The same over the long schedules, a line a system that was run on any model."""
+    """The same over longer schedules and the larger model, a line a system that was run on any of them."""
     models = by_model(measured(), training.FAILURES[0], training.LONG)
     names = sorted({s for systems in models.values() for s in systems}, key=order)
-    titles = {name: f"{name.partition(' ')[0]}, {training.LONG[name].steps:,} steps" for name in models}
-    return _killed({titles[name]: systems for name, systems in models.items()}, names)
+    return _killed({training.title(name): systems for name, systems in models.items()}, names)
 
 
 def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Sequence[str]) -> str:
@@ -142,8 +141,7 @@ def published() -> str:
         for name, (loss, times, over) in training.PUBLISHED.items()
     ]
     for model, systems in by_model(measured(), training.FAILURES[0], training.STUDIES | training.LONG).items():
-        steps = f"{training.LONG[model].steps:,} steps" if model in training.LONG else ""
-        title = ", ".join(part for part in (model.partition(" ")[0], steps) if part)
+        title = training.title(model) if model in training.LONG else model
         for system in sorted(filter(training.is_own, systems), key=order):
             loss, weights, over = (
                 systems[system].get(label) for label in (training.COLUMNS[0][0], _RATIOS[0], "runtime overhead")
