@@ -199,7 +199,7 @@ STUDIES = {
 }
 _COARSE = (*RARE_BASES, _OFTEN_KILLED[0])
 _LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
-LONG = {
+FURTHER = {
     "MLP long": Study(3, ("default", *_COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
     "MLP longer": Study(2, (*_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
     "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
@@ -293,7 +293,7 @@ def run(options: Options) -> list[Row]:
 
     rows: list[Row] = []
     with threads(1):
-        for name, study in (STUDIES | LONG).items() if not options.quick else [("MLP", QUICK)]:
+        for name, study in (STUDIES | FURTHER).items() if not options.quick else [("MLP", QUICK)]:
             model = Model(_workload(name, study))
             rows += _failures(model, study, options)
             if study.thresholds and options.wanted(f"{name} thresholds"):
@@ -307,14 +307,14 @@ def run(options: Options) -> list[Row]:
 
 
 def title(name: str) -> str:
-    """A study of `LONG` as its column is headed: the model, its size where it is another, and the steps.
+    """A study of `FURTHER` as its column is headed: the model, its size where it is another, and the steps.
 
     Example:
         >>> title("MLP long"), title("GPT wider")
         ('MLP, 3,600 steps', 'GPT, 10.7 M, 900 steps')
     """
-    made = _workload(name, LONG[name])
-    size = f"{made.parameters / 1e6:.1f} M, " if LONG[name].make else ""
+    made = _workload(name, FURTHER[name])
+    size = f"{made.parameters / 1e6:.1f} M, " if FURTHER[name].make else ""
     return f"{name.partition(' ')[0]}, {size}{made.steps:,} steps"
 
 

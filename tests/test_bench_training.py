@@ -420,7 +420,7 @@ def test_quick_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "STUDIES", {})
     name = "rate 0.004, 12 bins, bases every 100"
-    monkeypatch.setattr(training, "LONG", {"MLP long": training.Study(1, (name,), steps=120)})
+    monkeypatch.setattr(training, "FURTHER", {"MLP long": training.Study(1, (name,), steps=120)})
     rows = training.run(Options(only="MLP long failures"))
     assert len(rows) == len(training.COLUMNS) + 2  # nobody to be beaten by
     assert rows[0].row == f"MLP long, 10 failures, {name}: degradation at the end"
@@ -436,7 +436,7 @@ def test_every_system_of_the_plan_is_there() -> None:
     assert list(training.STUDIES) == ["MLP", "embedding", "CNN", "ViT", "GPT"]
     for study in training.STUDIES.values():
         assert set(study.systems or ()) | set(study.few) <= set(training.SYSTEMS)
-    for name, study in training.LONG.items():
+    for name, study in training.FURTHER.items():
         assert name.partition(" ")[0] in training.STUDIES
         assert set(study.systems or ()) <= set(training.SYSTEMS) | set(training.RARE_BASES)
         made = training._workload(name, study)
@@ -454,7 +454,7 @@ def test_every_system_of_the_plan_has_results() -> None:
     rows = trainings.measured()
     found = {failures: training.table(rows, failures) for failures in training.FAILURES}
     lacking = []
-    for name, study in (training.STUDIES | training.LONG).items():
+    for name, study in (training.STUDIES | training.FURTHER).items():
         systems = study.systems or tuple(training.SYSTEMS)
         asked = [(10, s) for s in systems] + [(n, s) for n in (5, 20) for s in study.few]
         asked += [(10, s) for t in training.THRESHOLDS for s in training.searched(t) if study.thresholds]
@@ -682,7 +682,7 @@ def test_long_schedules_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatc
         document = {"machine": {}, "versions": {}, "commit": "abc", "rows": [dataclasses.asdict(r) for r in rows]}
         (tmp_path / f"training-{name}.json").write_text(json.dumps(document), encoding="utf-8")
     header, _, first, second = trainings.killed_long().splitlines()
-    steps = [f"{training.LONG[name].steps:,} steps" for name in ("MLP long", "GPT long")]
+    steps = [f"{training.FURTHER[name].steps:,} steps" for name in ("MLP long", "GPT long")]
     assert header == f"| loss at the end; weights, whole state | MLP, {steps[0]} | GPT, {steps[1]} |"
     assert first == "| `Config()` | +1.00 %; 81.2 x, 1 x | not measured |"
     assert second == "| `Config(rate=0.004)`, 12 bins, bases every 100 | not measured | +1.00 %; 81.2 x, 1 x |"

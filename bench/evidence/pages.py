@@ -27,7 +27,7 @@ PAGES = (
 )
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _AIMS = ("kernels", "codec", "search", "store", "saver", "systems")
-_KILLED = (*training.STUDIES, *training.LONG, *workloads.LARGE)
+_KILLED = (*training.STUDIES, *training.FURTHER, *workloads.LARGE)
 TABLES: dict[str, Callable[[], str]] = {
     "demo": parts.demo,
     "speed": speeds.speed,

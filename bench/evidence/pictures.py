@@ -26,7 +26,7 @@ def pictures() -> dict[str, Callable[[Path], object]]:
         found["kernels.png"] = lambda path: kernels.plot(speeds, path)
     rows = trainings.measured()
     if trainings.by_model(rows, training.FAILURES[0]):
-        apart = (*training.LONG, *workloads.LARGE)
+        apart = (*training.FURTHER, *workloads.LARGE)
         short = [row for row in rows if row["row"].partition(", ")[0] not in apart]
         found["training.png"] = lambda path: training.plot(short, path)
     if cost.flames(rows):

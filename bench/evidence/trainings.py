@@ -59,7 +59,7 @@ def killed() -> str:
 
 def killed_long() -> str:
     """The same over longer schedules and the larger model, a line a system that was run on any of them."""
-    models = by_model(measured(), training.FAILURES[0], training.LONG)
+    models = by_model(measured(), training.FAILURES[0], training.FURTHER)
     names = sorted({s for systems in models.values() for s in systems}, key=order)
     return _killed({training.title(name): systems for name, systems in models.items()}, names)
 
@@ -140,8 +140,8 @@ def published() -> str:
         [f"Inshrinkerator, {name}", f"{loss:+.2f} %", f"{times:g} x", "not stated" if over is None else f"{over:g} %"]
         for name, (loss, times, over) in training.PUBLISHED.items()
     ]
-    for model, systems in by_model(measured(), training.FAILURES[0], training.STUDIES | training.LONG).items():
-        title = training.title(model) if model in training.LONG else model
+    for model, systems in by_model(measured(), training.FAILURES[0], training.STUDIES | training.FURTHER).items():
+        title = training.title(model) if model in training.FURTHER else model
         for system in sorted(filter(training.is_own, systems), key=order):
             loss, weights, over = (
                 systems[system].get(label) for label in (training.COLUMNS[0][0], _RATIOS[0], "runtime overhead")
