@@ -186,7 +186,8 @@ if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as mine:
         os.dup2(2, 1)
         runpy.run_path(path, run_name="imported")
-        for late in ("numba", "torch._dynamo"):  # imported by the first save and the first optimizer
+        # Imported by the first save and the first optimizer.
+        for late in ("shrinkpoint.codec.compress", "shrinkpoint.store.saver", "numba", "torch._dynamo"):
             importlib.import_module(late)
         if not serve(mine):
             os._exit(0)
