@@ -169,7 +169,7 @@ def _places(nodes: Sequence[Any]) -> tuple[list[int], list[str | None]]:
     above: list[int] = []
     paths: list[str | None] = []
     spelled = tree._Spelled(CorruptDataError)
-    open_: list[tuple[int, tree.Place, list[Any], int]] = []  # number, place, names of the children, how many are done
+    open_: list[tuple[int, tree.Place, list[Any], int]] = []  # number, place, keys of the children, how many are done
     for i, node in enumerate(nodes):
         while open_ and open_[-1][3] == len(open_[-1][2]):
             open_.pop()
@@ -179,12 +179,12 @@ def _places(nodes: Sequence[Any]) -> tuple[list[int], list[str | None]]:
             parent, at, names, done = open_.pop()
             open_.append((parent, at, names, done + 1))
             above[i] = parent
-            place = tree.Place(at, names[done], names[done])
+            place = tree.Place(at, tree._decode_key(names[done]), names[done])
         tag, body = _opened(node)
         if tag in ("l", "t"):
             open_.append((i, place, list(range(body)), 0))
         elif tag in tree.DICT_TAGS:
-            open_.append((i, place, [tree._decode_key(k) for k in body], 0))
+            open_.append((i, place, body, 0))
         else:
             paths.append(spelled(place)[0])
             continue

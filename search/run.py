@@ -147,6 +147,11 @@ def _search(trials: Trials, asked: Asked) -> SearchResult:
             "evaluate gives one and the same number for the state itself, for what was tried, and for a state "
             "compressed beyond use: whatever is chosen passes. Does it load the state that it is given?"
         )
+    elif choice.trial is not None and space.left > 0 and (blind := trials.blind(asked.last)):
+        trials.note(
+            f"evaluate gives one and the same number on rank {', '.join(map(str, blind))}, whatever it is given: what "
+            "passed there may lose anything. Does it load the state there?"
+        )
     return concluded(space, choice, method, fell_back)
 
 

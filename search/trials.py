@@ -264,6 +264,27 @@ class Trials:
         """Whether a state compressed beyond use has been tried."""
         return self.direction.is_probed(self.found)
 
+    def blind(self, last: SearchResult | None) -> list[int]:
+        """Processes whose `evaluate` gave one number for all that they were asked, a state compressed beyond use too.
+
+        That is evaluated by all of them, in a round of its own, where there are such processes. What others heard says
+        nothing of them.
+        """
+        heard: dict[int, set[float | None]] = {}
+        for trial in [*self.found, *(() if last is None else last.trials)]:
+            heard.setdefault(trial.rank, set()).add(trial.quality)
+        silent = [rank for rank in sorted({t.rank for t in self.tried}) if len(heard[rank]) == 1]
+        if self.at_once == 1 or not silent or not self.can_wreck:
+            return []
+        worst = self.direction.worst
+
+        def mine() -> str:
+            return repr(self._quality(worst, self.subject.restored(self.subject.config(worst)).state))
+
+        said = self._all(f"{worst} on all", mine)
+        self.rounds += 1
+        return [rank for rank in silent if float(said[rank]) in heard[rank]]
+
     @property
     def is_inherited(self) -> bool:
         """Whether the direction is only known from the last search, where it was inferred."""

@@ -27,6 +27,7 @@ from .sealed import seal, unseal
 FOLDER = "left"
 _NAME = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.json")
 _IDENTITY = re.compile("[0-9a-f]{64}")
+_WITHOUT = "remove it once you know which steps are wanted: without it load() takes the highest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,12 @@ def write(files: Files, record: Branch) -> None:
     files.write(record.path, seal(fields))
 
 
-def forget(files: Files, record: Branch) -> None:
-    """Remove a record, if that can be."""
-    with contextlib.suppress(OSError):
-        files.remove([record.path])
+def take_back(files: Files, catalog: Catalog, record: Branch, manifest: Manifest) -> None:
+    """Remove the record of a save that failed, unless its step is there: an interrupt may come after the commit. Where
+    that cannot be seen it stays, as after a crash."""
+    with contextlib.suppress(Exception):
+        if not is_there(catalog, manifest):
+            files.remove([record.path])
 
 
 def read(files: Files) -> list[Branch]:
@@ -154,6 +157,18 @@ def read(files: Files) -> list[Branch]:
         CorruptDataError: one is not readable, so nobody can say which end of the run is the newest.
     """
     return [b for name in files.list(FOLDER) if _NAME.fullmatch(name) and (b := _read(files, name)) is not None]
+
+
+def unreadable(files: Files) -> dict[str, str]:
+    """Path -> what is wrong, of the records that are damaged."""
+    found = {}
+    for name in files.list(FOLDER):
+        if _NAME.fullmatch(name):
+            try:
+                _read(files, name)
+            except CorruptDataError as e:
+                found[f"{FOLDER}/{name}"] = str(e)
+    return found
 
 
 def _read(files: Files, name: str) -> Branch | None:
@@ -172,9 +187,9 @@ def _read(files: Files, name: str) -> Branch | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CorruptDataError(f"{path}: no record of a run that went back: {e!s:.200}") from None
+        raise CorruptDataError(f"{path}: no record of a run that went back: {e!s:.200}; {_WITHOUT}") from None
     if not sound:
-        raise CorruptDataError(f"{path}: no record of a run that went back")
+        raise CorruptDataError(f"{path}: no record of a run that went back; {_WITHOUT}")
     return found
 
 

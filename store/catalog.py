@@ -164,8 +164,11 @@ class Catalog:
         return self._files.create(f"{FOLDER}/{name}", entry.manifest.to_bytes())
 
     def _forget(self, step: int, generations: list[int]) -> None:
-        """Remove generations that a higher one has replaced; what cannot be removed now is garbage."""
-        with contextlib.suppress(OSError):
+        """Remove generations that a higher one has replaced; what cannot be removed now is garbage.
+
+        Whatever the error: the step is there, and network libraries have some that are no OSError.
+        """
+        with contextlib.suppress(Exception):
             self._files.remove([f"{FOLDER}/{manifest_name(step, g)}" for g in generations])
 
     def drop(self, steps: dict[int, list[int]]) -> None:

@@ -98,7 +98,7 @@ def drop(files: Files, catalog: Catalog, steps: Collection[int]) -> None:
 def take_back(files: Files, catalog: Catalog, lock: Lock, file: str) -> None:
     """Remove the data file of a save that failed, unless a step names it: the same bytes may have been saved. Nothing
     happens where others write: it is garbage."""
-    with contextlib.suppress(OSError, ShrinkpointError), lock.alone(0.0):
+    with contextlib.suppress(Exception), lock.alone(0.0):
         if not any(file.endswith(name) for e in catalog.all().values() for name in e.manifest.chain):
             files.remove([file])
 

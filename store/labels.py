@@ -61,8 +61,31 @@ def read_tag(files: Files, name: str) -> int | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError) as e:
-        raise CorruptDataError(f"{files.path(path)}: no tag: {str(e)[:200]}") from None
+        raise CorruptDataError(f"{files.path(path)}: no tag: {str(e)[:200]}; untag {name!r}, or remove it") from None
     return step
+
+
+def unreadable(files: Files) -> dict[str, str]:
+    """Path -> what is wrong, of the tags that are damaged."""
+    found = {}
+    for file in files.list(TAGS):
+        name = file.removesuffix(".json")
+        if name != file and _TAG.fullmatch(name):
+            try:
+                read_tag(files, name)
+            except CorruptDataError as e:
+                found[tag_name(name)] = str(e)
+    return found
+
+
+def check_alike(files: Files, name: str) -> None:
+    """Raise BadArgumentError where a tag differs from another by case only: some disks have one file for both."""
+    for file in files.list(TAGS):
+        other = file.removesuffix(".json")
+        if other not in (name, file) and other.lower() == name.lower():
+            raise BadArgumentError(
+                f"tag {name!r}: there is {other!r}, which is the same file where case does not count; untag it first"
+            )
 
 
 def tag_name(name: str) -> str:

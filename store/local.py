@@ -138,10 +138,11 @@ class LocalFiles:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
+        except BaseException as error:
             _discard(temporary)
-            # A full disk is met in a write, which does not know what it writes to.
-            error.filename = error.filename or self.path(name)
+            if isinstance(error, OSError):
+                # A full disk is met in a write, which does not know what it writes to.
+                error.filename = error.filename or self.path(name)
             raise
         try:
             yield temporary

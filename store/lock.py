@@ -200,8 +200,8 @@ class ObjectLock:
                 self._files.remove([name])
             yield _ObjectLease(self._files, name, token.encode())
         finally:
-            # What cannot be removed now grows stale.
-            with contextlib.suppress(OSError):
+            # What cannot be removed now grows stale; network libraries have errors that are no OSError.
+            with contextlib.suppress(Exception):
                 self._files.remove([name])
 
     @contextlib.contextmanager
@@ -225,7 +225,7 @@ class ObjectLock:
             yield _ObjectLease(self._files, self._alone, token)
         finally:
             # Of a holder that was taken for dead another one's may stand there now. What stays grows stale.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 if self._files.read(self._alone) == token:
                     self._files.remove([self._alone])
 

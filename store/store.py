@@ -310,7 +310,7 @@ class Store:
                 if not replays:
                     record = branches.going_back(self._catalog, steps, manifest, self._at, self._beyond)
                 if record is not None:
-                    undo.callback(branches.forget, self._files, record)
+                    undo.callback(branches.take_back, self._files, self._catalog, record, manifest)
                     warnings.warn(record.told(self._files.root), StoreWarning, stacklevel=2)
                     # First: whoever is killed in between has gone back and saved nothing, not gone on from the end.
                     branches.write(self._files, record)
@@ -478,6 +478,13 @@ class Store:
         """
         return problems(self._files, self._catalog, or_none("progress", progress, function))
 
+    def verify_labels(self) -> dict[str, str]:
+        """Read all tags, and the records of runs that went back; name of each that is damaged -> what is wrong.
+
+        They are no steps, which `verify` reads; but while one is damaged `gc` removes nothing.
+        """
+        return labels.unreadable(self._files) | branches.unreadable(self._files)
+
     # ----------------------------------------------------------------------------------------------- housekeeping
 
     def compact(self, max_cost: float = TARGET, progress: Progress | None = None) -> list[int]:
@@ -618,6 +625,7 @@ class Store:
         labels.check_tag(name)
         self._step(step)
         with self._lock.shared():
+            labels.check_alike(self._files, name)
             self._files.write(labels.tag_name(name), labels.tag_data(self._step(step)))
 
     def untag(self, name: str) -> None:
@@ -650,17 +658,23 @@ class Store:
             BadArgumentError: no such step, or the target has another one of that number or tag; nothing is copied.
             CorruptDataError, MissingParentError, NewerFormatError: a step is not intact; those before it are copied.
         """
-        target = Store(url, self.cfg)
+        target, repair = Store(url, self.cfg), flag("repair", repair)
         if isinstance(steps, str):
             raise BadArgumentError(f"steps is {steps!r}; it must be a list of steps, or None")
         if steps is None:
-            chosen = {step: entry.manifest for step in self.steps() if (entry := self._catalog.get(step)) is not None}
+            chosen = self._manifests()
         else:
             asked = [self._step(step) for step in sequence("steps", steps)]
             chosen = {step: self._catalog.present(step).manifest for step in asked}
         with target._lock.shared() as lease:
-            copy_all(self._side, chosen, target._side, lease, may_go=steps is None, repair=flag("repair", repair))
+            while not copy_all(self._side, chosen, target._side, lease, may_go=steps is None, repair=repair) and chosen:
+                # A run beside this has removed all of them before their turn, and has others now.
+                chosen = self._manifests()
         return target
+
+    def _manifests(self) -> dict[int, Manifest]:
+        """Those of all steps there are."""
+        return {step: entry.manifest for step in self.steps() if (entry := self._catalog.get(step)) is not None}
 
     @property
     def _side(self) -> Side:

@@ -34,7 +34,7 @@ def copy_all(
     *,
     may_go: bool = False,
     repair: bool = False,
-) -> None:
+) -> list[int]:
     """Copy steps with all they need, the lowest first, then their pins and tags, all restores so far, and the records
     of runs that went back.
 
@@ -45,6 +45,9 @@ def copy_all(
         lease: on the target, held shared; renewed from step to step.
         may_go: whether a step that a run beside us removes before its turn is left out; else it is an error.
         repair: whether the files of steps that the target has already are read, too, and damaged ones written anew.
+
+    Returns:
+        The steps that are in the target now.
 
     Raises:
         BadArgumentError: the target has another one of a number or tag; nothing is copied.
@@ -88,6 +91,7 @@ def copy_all(
     restores.copy(source.files, target.files)
     for record in branches.copied(source.files, source.catalog, {s: m.identity for s, m in chosen.items()}):
         branches.write(target.files, record)
+    return sorted(chosen)
 
 
 def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]) -> None:

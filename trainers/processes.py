@@ -35,7 +35,7 @@ def on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
     try:
         found = work()
         told = brief(found)
-    except Exception as e:
+    except BaseException as e:  # an interrupt of one, too, or the others would wait for it
         error = e
     everyone: list[Any] = [None] * world()
     dist.all_gather_object(everyone, (told, None if error is None else f"{type(error).__name__}: {error}"))
@@ -78,7 +78,7 @@ def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: s
     if rank() == 0:
         try:
             found = work()
-        except Exception as e:
+        except BaseException as e:  # an interrupt, too
             error = e
     sent: list[Any] = [
         None if found is None else light(found),

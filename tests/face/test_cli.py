@@ -694,6 +694,19 @@ def test_housekeeping(store: sp.Store) -> None:
     assert store.load(30)["step"] == 30
 
 
+def test_a_damaged_tag_is_found_and_removed(store: sp.Store) -> None:
+    store.tag("best", 20)
+    store.tag("last", 30)
+    (Path(store.url) / "tags" / "best.json").write_bytes(b"")
+    code, out, _ = run("verify", store.url, "--json")
+    found = json.loads(out)["problems"]
+    assert code == 1
+    assert [p["file"] for p in found] == ["tags/best.json"]
+    assert "untag 'best', or remove it" in found[0]["problem"]
+    assert parsed("untag", store.url, "best")["tags"] == {"last": 30}
+    assert parsed("verify", store.url)["problems"] == []
+
+
 def test_compact(store: sp.Store) -> None:
     before = store.describe(30).restore_cost
     assert before > 1

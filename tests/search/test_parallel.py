@@ -70,6 +70,9 @@ def test_a_group_finds_one_choice_in_fewer_rounds_and_fails_together(size: int, 
             assert "process group failed" in (tmp_path / f"{rank}.gone").read_text()
         assert "do not have the same state" in f["states"]
         assert "not comparable" in f["uneven"]
+        told = "one and the same number on rank 1, whatever it is given"
+        assert all(any(told in note for note in f[name]) for name in ("blind", "blind, next"))
+        assert not any("one and the same number" in note for note in [*first[0].notes, *following[0].notes])
         assert f["sketches"][:2] == f["sketches"][2:]
         assert "do not have the same budget" in f["sharded, other budget"]
         assert ("failed on rank 1" in f["sharded, bad threshold"]) == (rank != 1)

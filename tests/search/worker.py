@@ -80,6 +80,11 @@ def main(rank: int, size: int, folder: Path) -> None:
     out["states"] = error_of(lambda: sp.search(mine, loss, 0.02, group=group))
     uneven = lambda restored: loss(restored) + 0.1 * rank  # noqa: E731
     out["uneven"] = error_of(lambda: sp.search(exact, uneven, 0.02, group=group))
+    blind = lambda restored: 1.0 if rank == 1 else loss(restored)  # noqa: E731
+    found = sp.search(exact, blind, 0.02, group=group, cube=CUBE, progress=False)
+    out["blind"], out["blind, next"] = (
+        r.notes for r in (found, sp.search(exact, blind, 0.02, group=group, last=found))
+    )
     out["sketches"] = sketches(rank, size, group)
     parts = in_parts(size, exact)
     out["sharded"] = sp.search(parts, evaluate(exact), 0.02, group=group, cube=CUBE).to_json()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -351,6 +353,24 @@ def test_a_copy_without_the_new_way_has_the_old_end(gone_back: sp.Store, tmp_pat
     assert newest(gone_back.copy(tmp_path / "after", [10, 70, 100]).url) == 1070
 
 
+def test_a_copy_whose_steps_all_go_before_their_turn_takes_those_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(sp.Store(tmp_path / "run", lossless()), 10, 20)
+    real, calls = transfer.copy_files, []
+
+    def meanwhile(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            other = fill(sp.Store(tmp_path / "run", lossless()), 30)
+            other.gc(Retention(last=1))
+        real(*args)
+
+    monkeypatch.setattr(transfer, "copy_files", meanwhile)
+    said = CliRunner().invoke(app, ["copy", str(tmp_path / "run"), str(tmp_path / "copy"), "--json"])
+    assert sp.Store(tmp_path / "copy").steps() == json.loads(said.stdout)["steps"] == [30]
+
+
 def test_a_copy_taken_while_the_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the steps from before that, so it must not have the record that passes over them."""
     fill(sp.Store(tmp_path / "run", lossless()), *TENS)
@@ -392,6 +412,39 @@ def test_a_save_that_fails_goes_nowhere(at: str, tmp_path: Path, monkeypatch: py
     assert newest(tmp_path) == 1060
 
 
+@pytest.mark.parametrize("step", [25, 30], ids=["a new step", "an old one anew"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_comes_after_the_commit_does_not_undo_it(
+    step: int, error: type[BaseException], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt, or an error of a network library that is no OSError, while the lock is let go of or a former
+    generation removed: the step is there, so its record must be."""
+    fill(sp.Store(url, lossless()), 10, 20, 30, 40)
+    store = sp.Store(url, lossless())
+    store.load(20)
+    real, create = store._files.remove, store._files.create
+    committed, removals = [], []
+
+    def created(name: str, data: bytes) -> bool:
+        done = create(name, data)
+        committed.append(name)
+        return done
+
+    def removed(names: list[str]) -> None:
+        if committed and names and not removals:
+            removals.append(names)
+            raise error("torn off")
+        real(names)
+
+    monkeypatch.setattr(store._files, "create", created)
+    monkeypatch.setattr(store._files, "remove", removed)
+    with pytest.warns(StoreWarning, match="goes on from step 20"), contextlib.suppress(KeyboardInterrupt):
+        store.save(step, second(step))  # of a RuntimeError there is nothing to be told: what it left is garbage
+    assert bool(removals) == (step == 30 or "memory" in url)
+    assert newest(url) == 1000 + step
+    assert sp.Store(url).verify() == {}
+
+
 def record(store: sp.Store) -> tuple[Files, str]:
     (name,) = store._files.list("left")
     return store._files, f"left/{name}"
@@ -412,6 +465,9 @@ def test_records_that_are_none(gone_back: sp.Store, broken: bytes | None) -> Non
     assert gone_back.steps() == list(TENS)
     with pytest.warns(StoreWarning, match="no record of a run that went back.*takes the highest"):
         assert same(gone_back.load(), 100)
+    ((name, why),) = gone_back.verify_labels().items()
+    assert name == path
+    assert "remove it once you know which steps are wanted" in why
 
 
 def test_two_runs_that_went_back(gone_back: sp.Store) -> None:

@@ -298,3 +298,19 @@ assert store.load()["w"].sum() == 3
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
     )
+
+
+def test_an_interrupt_while_a_file_is_written_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = fill(sp.Store(tmp_path, lossless()), 1)
+
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fill(store, 2)
+    assert len(os.listdir(tmp_path / "data")) == 1
+    assert sp.Store(tmp_path).steps() == [1]

@@ -245,3 +245,12 @@ def test_a_flipped_byte_is_never_loaded(at: int, flip: int) -> None:
         assert difference(found, {"model": {"w": store.load(1)["model"]["w"]}, "ids": store.load(1)["ids"]}) == ""
     finally:
         files.write(name, whole)
+
+
+def test_keys_that_are_no_text_stand_beside_what_is_wanted(tmp_path: Path) -> None:
+    state = {b"raw": np.arange(3.0), (1, b"x"): {2: 5, True: 6}, None: 1.5, "t": b"xx"}
+    store = sp.Store(tmp_path, sp.presets.lossless())
+    store.save(1, state)
+    assert store.load(1, paths="t") == {"t": b"xx"}
+    assert difference(store.load(1, paths="*raw*"), {b"raw": state[b"raw"]}) == ""
+    assert store.load(1, paths="*x*/2") == {(1, b"x"): {2: 5}}

@@ -259,6 +259,8 @@ def test_pins_and_tags(tmp_path: Path) -> None:
         for act in (lambda n: store.tag(n, 1), store.untag):
             with pytest.raises(sp.BadArgumentError, match="a tag is"):
                 act(name)
+    with pytest.raises(sp.BadArgumentError, match="there is 'best', which is the same file where case does not count"):
+        store.tag("Best", 1)
     store.unpin("best")
     assert store.pins() == []
     store.pin(2)

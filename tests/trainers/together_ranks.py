@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shrinkpoint as sp
 from shrinkpoint.search.team import Team
+from shrinkpoint.trainers.processes import on_all, on_rank_0
 from shrinkpoint.trainers.together import of_first
 
 
@@ -37,6 +38,23 @@ def tree(rank: int) -> dict[str, Any]:
         "name": f"rank {rank}",
         ("a", 1): {"time": rank / 3, "none": None, "empty": torch.empty(0, 2)},
     }
+
+
+def interrupted_together(rank: int) -> None:
+    """A Ctrl-C of one while others wait for what it does: all are told, and go on together."""
+
+    def interrupted(at: int) -> int:
+        if rank == at:
+            raise KeyboardInterrupt
+        return rank
+
+    expected = (KeyboardInterrupt, sp.ShrinkpointError) if rank == 0 else (sp.ShrinkpointError, KeyboardInterrupt)
+    with pytest.raises(expected[0], match="KeyboardInterrupt" if rank else ""):
+        on_rank_0(lambda: interrupted(0), lambda x: x, "nothing was written")
+    for at in (0, 1):
+        with pytest.raises(expected[at], match="" if rank == at else f"rank {at}: KeyboardInterrupt"):
+            on_all(lambda at=at: interrupted(at), lambda x: x)
+    assert on_all(lambda: rank, lambda x: x) == (rank, [0, 1])
 
 
 def main(folder: Path) -> None:
@@ -65,6 +83,7 @@ def main(folder: Path) -> None:
     parts = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(sp.BadArgumentError, match="w: each process has a part of it"):
         of_first(team, {"w": parts}, group)
+    interrupted_together(rank)
     dist.barrier()
     (folder / f"{rank}.done").touch()
     dist.destroy_process_group()

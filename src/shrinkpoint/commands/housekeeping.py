@@ -150,7 +150,8 @@ def untag(
     from .sources import open_store
 
     opened = open_store(store)
-    if name not in opened.tags():
+    damaged = f"tags/{name}.json" in opened.verify_labels()
+    if not damaged and name not in opened.tags():
         raise BadArgumentError(f"{store} has no tag {name!r}")
     opened.untag(name)
     _told(as_json, f"no tag {name} any more", store=store, tags=opened.tags())
@@ -186,12 +187,19 @@ def copy(
     from .sources import open_store, parse_step
 
     opened = open_store(store)
-    asked = [parse_step(step) for step in steps or []]
+    asked = sorted({opened.describe(parse_step(step)).step for step in steps or []})
+    before = opened.steps()
     with busy(f"copying to {target}"):
-        copied = opened.copy(target, asked or None, repair=repair)
-    chosen = sorted({opened.describe(step).step for step in asked}) if asked else opened.steps()
-    told = f"{len(chosen)} steps are in {target}, which has {len(copied.steps())}"
-    _told(as_json, told, store=store, target=target, steps=chosen)
+        there = opened.copy(target, asked or None, repair=repair).steps()
+    # What a run beside this has removed or added meanwhile may be there or not.
+    chosen = asked or sorted(set(there) & {*before, *opened.steps()})
+    _told(
+        as_json,
+        f"{len(chosen)} steps are in {target}, which has {len(there)}",
+        store=store,
+        target=target,
+        steps=chosen,
+    )
 
 
 def _told(as_json: bool, text: str, **data: object) -> None:

@@ -172,9 +172,9 @@ def verify(
 ) -> None:
     """Read everything and check it. Exit code 1 if anything is not intact.
 
-    Of a store every step is checked with its whole chain. A delta file is decoded with its chain where that is among
-    the files or given by --parent; else only its checksums are checked, and that is said. --json has the content hash
-    of each file.
+    Of a store every step is checked with its whole chain, and every tag. A delta file is decoded with its chain where
+    that is among the files or given by --parent; else only its checksums are checked, and that is said. --json has the
+    content hash of each file.
     """
     from .sources import is_store
 
@@ -183,9 +183,10 @@ def verify(
     files = [source for source in sources if not is_store(source)]
     for source in sources:
         if source not in files:
-            found, steps = _verify_store(source, as_json)
+            found, steps, labels = _verify_store(source, as_json)
             checked += [{"store": source, "step": step} for step in steps]
             problems += [{"store": source, "step": step, "problem": why} for step, why in found.items()]
+            problems += [{"store": source, "file": name, "problem": why} for name, why in labels.items()]
     for result in _verify_files([Path(f) for f in files], parents or []):
         checked.append({key: result[key] for key in ("file", "how", "id")})
         if result["problem"]:
@@ -202,13 +203,13 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int]]:
+def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dict[str, str]]:
     from .sources import open_store
 
     store = open_store(url)
     steps = store.steps()
     with steps_done("verify", quiet=quiet) as progress:
-        return store.verify(progress), steps
+        return store.verify(progress), steps, store.verify_labels()
 
 
 def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]]:
