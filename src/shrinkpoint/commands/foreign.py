@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -129,7 +130,34 @@ def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
         if foreign:
             note(f"{foreign} NumPy arrays are written as such: torch.load needs weights_only=False to read them")
         with _as_os_error(target, RuntimeError):
-            write_file(target, force, lambda path: torch.save(state, path))
+            write_file(target, force, lambda path: _torch_save(state, path))
+
+
+class _Remembering(io.BufferedWriter):
+    """A file that keeps what the system said of a write: torch makes a wrong position of it."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """As any file."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _torch_save(state: Any, path: Path) -> None:
+    """`torch.save`; of a full disk the system's error."""
+    import torch
+
+    with _Remembering(io.FileIO(path, "wb")) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError:
+            if file.error is None:
+                raise
+            raise file.error from None
 
 
 @contextlib.contextmanager
