@@ -114,7 +114,8 @@ class Space:
             return True
         if not trials.can_wreck:
             return True
-        if self.left > 0 and (wreck := trials.next_wreck) is not None:
+        # Of several processes each is asked (`Trials.blind`).
+        if trials.at_once == 1 and self.left > 0 and (wreck := trials.next_wreck) is not None:
             trials.round([wreck], [None])
         return not trials.is_probed or len({t.quality for t in trials.found}) > 1
 

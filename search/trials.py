@@ -267,23 +267,21 @@ class Trials:
     def blind(self, last: SearchResult | None) -> list[int]:
         """Processes whose `evaluate` gave one number for all that they were asked, a state compressed beyond use too.
 
-        That is evaluated by all of them, in a round of its own, where there are such processes. What others heard says
-        nothing of them.
+        Where one has heard a single number, all evaluate such a state, in a round of its own: what others heard says
+        nothing of it.
         """
-        heard: dict[int, set[float | None]] = {}
-        for trial in [*self.found, *(() if last is None else last.trials)]:
-            heard.setdefault(trial.rank, set()).add(trial.quality)
-        silent = [rank for rank in sorted({t.rank for t in self.tried}) if len(heard[rank]) == 1]
-        if self.at_once == 1 or not silent or not self.can_wreck:
+        before = [*self.found, *(() if last is None else last.trials)]
+        asked = sorted({t.rank for t in self.tried})
+        if self.at_once == 1 or not self.can_wreck or not any(_is_silent(before, rank) for rank in asked):
             return []
-        worst = self.direction.worst
-
-        def mine() -> str:
-            return repr(self._quality(worst, self.subject.restored(self.subject.config(worst)).state))
-
-        said = self._all(f"{worst} on all", mine)
+        worst = normal(self.direction.worst)
+        done = {t.rank: t for t in self._done if t.point == worst}
+        replayed = len(done) == self.at_once
+        found = [done[rank] for rank in sorted(done)] if replayed else self._run([worst] * self.at_once)
+        for trial in found:
+            self._add(self._scored(trial, None, self.rounds), replayed=replayed)
         self.rounds += 1
-        return [rank for rank in silent if float(said[rank]) in heard[rank]]
+        return [rank for rank in asked if _is_silent([*before, *found], rank)]
 
     @property
     def is_inherited(self) -> bool:
@@ -356,6 +354,11 @@ class Trials:
         self.found.append(trial)
         if not replayed:
             self._report.trial(trial)
+
+
+def _is_silent(trials: Sequence[Trial], rank: int) -> bool:
+    """Whether a process heard one number only."""
+    return len({t.quality for t in trials if t.rank == rank}) == 1
 
 
 def _apart(a: float, b: float) -> float:

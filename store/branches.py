@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from ..codec.errors import CorruptDataError, NewerFormatError
 from .catalog import Catalog, named
-from .files import Files
+from .files import Files, is_damage
 from .manifest import MAX_STEP, Manifest
 from .sealed import seal, unseal
 
@@ -146,7 +146,8 @@ def take_back(files: Files, catalog: Catalog, record: Branch, manifest: Manifest
     """Remove the record of a save that failed, unless its step is there: an interrupt may come after the commit. Where
     that cannot be seen it stays, as after a crash."""
     with contextlib.suppress(Exception):
-        if not is_there(catalog, manifest):
+        present = catalog.get(manifest.step)
+        if present is None or present.manifest.identity != manifest.identity:
             files.remove([record.path])
 
 
@@ -186,10 +187,14 @@ def _read(files: Files, name: str) -> Branch | None:
         )
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        if isinstance(e, OSError) and not is_damage(e, local=files.local):
+            raise
         raise CorruptDataError(f"{path}: no record of a run that went back: {e!s:.200}; {_WITHOUT}") from None
     if not sound:
-        raise CorruptDataError(f"{path}: no record of a run that went back; {_WITHOUT}")
+        known = fields["version"] == 1
+        why = _WITHOUT if known else f"its version is {fields['version']!r:.40}, which this release does not know"
+        raise CorruptDataError(f"{path}: no record of a run that went back; {why}")
     return found
 
 

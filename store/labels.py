@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Collection
 
 from ..codec.errors import BadArgumentError, CorruptDataError
 from .catalog import Catalog, unknown
-from .files import Files
+from .files import Files, is_damage
 from .manifest import MAX_STEP, check_step
 from .sealed import seal, unseal
 
@@ -35,20 +36,20 @@ def pin_name(step: int) -> str:
     return f"{PINS}/{step:012d}"
 
 
+def _names(files: Files) -> list[str]:
+    """The tags that there are, readable or not."""
+    found = (file.removesuffix(".json") for file in files.list(TAGS) if file.endswith(".json"))
+    return [name for name in found if _TAG.fullmatch(name)]
+
+
 def tags(files: Files) -> dict[str, int]:
     """Tag -> step, by name.
 
     Raises:
         CorruptDataError: one is not readable, so nobody can say what it protects.
     """
-    found = {}
-    for file in files.list(TAGS):
-        name = file.removesuffix(".json")
-        if name != file and _TAG.fullmatch(name):
-            step = read_tag(files, name)
-            if step is not None:
-                found[name] = step
-    return found
+    found = ((name, read_tag(files, name)) for name in _names(files))
+    return {name: step for name, step in found if step is not None}
 
 
 def read_tag(files: Files, name: str) -> int | None:
@@ -60,7 +61,9 @@ def read_tag(files: Files, name: str) -> int | None:
             raise ValueError(f"step {str(step)[:40]}")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError) as e:
+    except (ValueError, KeyError, OSError) as e:
+        if isinstance(e, OSError) and not is_damage(e, local=files.local):
+            raise
         raise CorruptDataError(f"{files.path(path)}: no tag: {str(e)[:200]}; untag {name!r}, or remove it") from None
     return step
 
@@ -68,24 +71,23 @@ def read_tag(files: Files, name: str) -> int | None:
 def unreadable(files: Files) -> dict[str, str]:
     """Path -> what is wrong, of the tags that are damaged."""
     found = {}
-    for file in files.list(TAGS):
-        name = file.removesuffix(".json")
-        if name != file and _TAG.fullmatch(name):
-            try:
-                read_tag(files, name)
-            except CorruptDataError as e:
-                found[tag_name(name)] = str(e)
+    for name in _names(files):
+        try:
+            read_tag(files, name)
+        except CorruptDataError as e:
+            found[tag_name(name)] = str(e)
     return found
 
 
-def check_alike(files: Files, name: str) -> None:
-    """Raise BadArgumentError where a tag differs from another by case only: some disks have one file for both."""
-    for file in files.list(TAGS):
-        other = file.removesuffix(".json")
-        if other not in (name, file) and other.lower() == name.lower():
-            raise BadArgumentError(
-                f"tag {name!r}: there is {other!r}, which is the same file where case does not count; untag it first"
-            )
+def check_alike(files: Files, names: Collection[str]) -> None:
+    """Raise BadArgumentError where a new tag differs from another by case only: some disks have one file for both."""
+    there = _names(files)
+    for name in names:
+        for other in (*there, *names):
+            if name not in there and other != name and other.lower() == name.lower():
+                raise BadArgumentError(
+                    f"tag {name!r}: there is {other!r}, the same file where case does not count; untag it first"
+                )
 
 
 def tag_name(name: str) -> str:

@@ -252,5 +252,5 @@ class ObjectLock:
             return False
         try:
             return bool(self._files.modified(now) - then > STALE)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotImplementedError, KeyError):
             return False  # without what it is compared with nothing is known of its age

@@ -85,6 +85,8 @@ class RestoreNotCountedWarning(StoreWarning):
     """A restore could not be counted: the store cannot be written."""
 
 
+_TURNS = 10
+"""How often a copy lists the steps anew where all that it was to copy were removed before their turn."""
 _TRIES = 10
 """How often steps are listed anew by a `load` beside a run that removes them; one that is faster is not chased on."""
 
@@ -270,7 +272,8 @@ class Store:
         metric: float | None = None,
         cfg: Config | None = None,
     ) -> Saved:
-        """Compress a state and commit it; when this returns it is durable, when it raises nothing has changed.
+        """Compress a state and commit it; when this returns it is durable, when it raises nothing has changed. (Only
+        an interrupt may come after the commit: `steps()` says whether the step is there.)
 
         A delta against the checkpoint this object saved or loaded last (or its base, as `cfg.chain` says), else a base;
         a base, too, where a delta would spare next to nothing (`ChainPolicy.only_smaller`).
@@ -621,16 +624,22 @@ class Store:
         Args:
             name: letters, digits, "_", "." and "-", at most 100; the first is a letter or "_".
             step: which.
+
+        Raises:
+            BadArgumentError: no such step; no name that can be given; one that differs from it by case only is there.
         """
         labels.check_tag(name)
         self._step(step)
         with self._lock.shared():
-            labels.check_alike(self._files, name)
+            labels.check_alike(self._files, [name])
             self._files.write(labels.tag_name(name), labels.tag_data(self._step(step)))
 
-    def untag(self, name: str) -> None:
-        """Forget a name; nothing happens where there is none."""
-        self._files.remove([labels.tag_name(labels.check_tag(name))])
+    def untag(self, name: str) -> bool:
+        """Forget a name; whether there was one. It may be damaged."""
+        file = labels.tag_name(labels.check_tag(name))
+        there = self._files.exists(file)
+        self._files.remove([file])
+        return there
 
     def tags(self) -> dict[str, int]:
         """Name -> step, sorted by name."""
@@ -657,6 +666,7 @@ class Store:
         Raises:
             BadArgumentError: no such step, or the target has another one of that number or tag; nothing is copied.
             CorruptDataError, MissingParentError, NewerFormatError: a step is not intact; those before it are copied.
+            MissingParentError: a run beside this removes its steps faster than they are copied.
         """
         target, repair = Store(url, self.cfg), flag("repair", repair)
         if isinstance(steps, str):
@@ -667,10 +677,14 @@ class Store:
             asked = [self._step(step) for step in sequence("steps", steps)]
             chosen = {step: self._catalog.present(step).manifest for step in asked}
         with target._lock.shared() as lease:
-            while not copy_all(self._side, chosen, target._side, lease, may_go=steps is None, repair=repair) and chosen:
+            for _ in range(_TURNS):
+                if copy_all(self._side, chosen, target._side, lease, may_go=steps is None, repair=repair) or not chosen:
+                    return target
                 # A run beside this has removed all of them before their turn, and has others now.
                 chosen = self._manifests()
-        return target
+        raise MissingParentError(
+            f"{self.url}: every step was removed before it was copied, {_TURNS} times over; pin one, or stop the run"
+        )
 
     def _manifests(self) -> dict[int, Manifest]:
         """Those of all steps there are."""

@@ -61,6 +61,7 @@ def copy_all(
     for step, manifest in there.items():
         if manifest.identity != chosen[step].identity:
             raise BadArgumentError(f"step {step}: {target.url} has another one of that number")
+    labels.check_alike(target.files, tags)
     for name, step in labels.tags(target.files).items():
         if tags.get(name, step) != step:
             raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")

@@ -38,7 +38,8 @@ def on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
     except BaseException as e:  # an interrupt of one, too, or the others would wait for it
         error = e
     everyone: list[Any] = [None] * world()
-    dist.all_gather_object(everyone, (told, None if error is None else f"{type(error).__name__}: {error}"))
+    with _unless(error):
+        dist.all_gather_object(everyone, (told, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     failed = [f"rank {number}: {why}" for number, (_, why) in enumerate(everyone) if why is not None]
@@ -67,6 +68,17 @@ def explaining(what: str) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _unless(error: BaseException | None) -> Iterator[None]:
+    """What was met here matters more than that the others could not be told of it, for they are gone."""
+    try:
+        yield
+    except RuntimeError:
+        if error is not None:
+            raise error from None
+        raise
+
+
 def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: str) -> Any:
     """What `work` returns on rank 0; the others get what `light` makes of it. Its error is raised on all of them.
 
@@ -84,7 +96,7 @@ def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: s
         None if found is None else light(found),
         None if error is None else (type(error).__name__, str(error), getattr(error, "errno", None)),
     ]
-    with explaining(otherwise):
+    with _unless(error), explaining(otherwise):
         dist.broadcast_object_list(sent)
     if error is not None:
         raise error

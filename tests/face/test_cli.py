@@ -703,6 +703,15 @@ def test_a_damaged_tag_is_found_and_removed(store: sp.Store) -> None:
     assert code == 1
     assert [p["file"] for p in found] == ["tags/best.json"]
     assert "untag 'best', or remove it" in found[0]["problem"]
+    (Path(store.url) / "tags" / "other.json").mkdir()
+    code, out, _ = run("verify", store.url)
+    assert (code, out.splitlines()[-1]) == (1, "3 checkpoints checked, 0 not intact, 2 tags or records damaged")
+    code, out, err = run("untag", store.url, "best")
+    assert code == 0
+    assert "other.json: no tag" in err
+    (Path(store.url) / "tags" / "other.json").rmdir()
+    assert parsed("ls", store.url)
+    assert parsed("tag", store.url, "best", 20)["tags"] == {"best": 20, "last": 30}
     assert parsed("untag", store.url, "best")["tags"] == {"last": 30}
     assert parsed("verify", store.url)["problems"] == []
 

@@ -70,6 +70,8 @@ def test_a_group_finds_one_choice_in_fewer_rounds_and_fails_together(size: int, 
             assert "process group failed" in (tmp_path / f"{rank}.gone").read_text()
         assert "do not have the same state" in f["states"]
         assert "not comparable" in f["uneven"]
+        # The round in which all evaluated the wreck is recorded, and the next search need not ask again.
+        assert f["accurate"][1] <= 2
         told = "one and the same number on rank 1, whatever it is given"
         assert all(any(told in note for note in f[name]) for name in ("blind", "blind, next"))
         assert not any("one and the same number" in note for note in [*first[0].notes, *following[0].notes])

@@ -371,6 +371,20 @@ def test_a_copy_whose_steps_all_go_before_their_turn_takes_those_that_came(
     assert sp.Store(tmp_path / "copy").steps() == json.loads(said.stdout)["steps"] == [30]
 
 
+def test_a_copy_that_never_gets_a_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = fill(sp.Store(tmp_path / "run", lossless()), 1)
+    real, calls = transfer.copy_files, []
+
+    def meanwhile(*args: Any) -> None:
+        calls.append(args)
+        fill(sp.Store(tmp_path / "run", lossless()), 1 + len(calls)).gc(Retention(last=1))
+        real(*args)
+
+    monkeypatch.setattr(transfer, "copy_files", meanwhile)
+    with pytest.raises(sp.MissingParentError, match="every step was removed before it was copied, 10 times over"):
+        store.copy(tmp_path / "copy")
+
+
 def test_a_copy_taken_while_the_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the steps from before that, so it must not have the record that passes over them."""
     fill(sp.Store(tmp_path / "run", lossless()), *TENS)

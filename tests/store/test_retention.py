@@ -259,8 +259,16 @@ def test_pins_and_tags(tmp_path: Path) -> None:
         for act in (lambda n: store.tag(n, 1), store.untag):
             with pytest.raises(sp.BadArgumentError, match="a tag is"):
                 act(name)
-    with pytest.raises(sp.BadArgumentError, match="there is 'best', which is the same file where case does not count"):
+    with pytest.raises(sp.BadArgumentError, match="there is 'best', the same file where case does not count"):
         store.tag("Best", 1)
+    other = fill(sp.Store(tmp_path / "other", lossless()), 3)
+    other.tag("BEST", 3)
+    with pytest.raises(sp.BadArgumentError, match="there is 'BEST'"):
+        store.copy(other.url)
+    assert other.steps() == [3]
+    (tmp_path / "tags" / "BEST.json").write_bytes((tmp_path / "tags" / "best.json").read_bytes())
+    store.tag("best", 2)  # as it was before names were looked at: a tag that is there moves
+    assert store.untag("BEST")
     store.unpin("best")
     assert store.pins() == []
     store.pin(2)
@@ -268,8 +276,8 @@ def test_pins_and_tags(tmp_path: Path) -> None:
     store.unpin(2)
     store.unpin(77)
     store.unpin("never")
-    store.untag("best")
-    store.untag("never")
+    assert store.untag("best")
+    assert not store.untag("never")
     assert (store.tags(), store.pins()) == ({"v1.0-rc": 1}, [])
     with pytest.raises(sp.BadArgumentError, match="'best'"):
         store.load("best")

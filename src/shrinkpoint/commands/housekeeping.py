@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import AsJson, StoreUrl
-from .output import busy, emit, line, steps_done
+from .output import busy, emit, line, note, steps_done
 
 StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag.")]
 
@@ -150,11 +150,12 @@ def untag(
     from .sources import open_store
 
     opened = open_store(store)
-    damaged = f"tags/{name}.json" in opened.verify_labels()
-    if not damaged and name not in opened.tags():
+    if not opened.untag(name):
         raise BadArgumentError(f"{store} has no tag {name!r}")
-    opened.untag(name)
-    _told(as_json, f"no tag {name} any more", store=store, tags=opened.tags())
+    damaged = opened.verify_labels()
+    for why in damaged.values():
+        note(why)
+    _told(as_json, f"no tag {name} any more", store=store, tags=None if damaged else opened.tags())
 
 
 def rate(

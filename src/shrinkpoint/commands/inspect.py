@@ -198,7 +198,9 @@ def verify(
     else:
         for problem in problems:
             line(f"NOT INTACT: {problem['problem']}")
-        line(f"{len(checked)} checkpoints checked, {len(problems)} not intact")
+        others = sum("step" not in problem and "store" in problem for problem in problems)
+        beside = f", {others} tags or records damaged" if others else ""
+        line(f"{len(checked)} checkpoints checked, {len(problems) - others} not intact{beside}")
     if problems:
         raise typer.Exit(1)
 
