@@ -136,8 +136,8 @@ def often_killed() -> Iterator[str]:
     )
     yield (
         f"the ViT, which still learns fast when its schedule ends, {of('ViT', FINER, END):.0f} % worse, a CNN "
-        f"{of('CNN', FINER, END):.1f} %, and a GPT of 10.7 M parameters, one seed, "
-        f"{of('GPT wider', FINER, END):.1f} % worse at {of('GPT wider', FINER, WEIGHTS):.0f} and {of('GPT wider', FINER, WHOLE):.0f} times"
+        f"{of('CNN', FINER, END):.1f} %, and a GPT of 10.7 M parameters, one seed, {of('GPT wider', FINER, END):.1f} % "
+        f"worse at {of('GPT wider', FINER, WEIGHTS):.0f} and {of('GPT wider', FINER, WHOLE):.0f} times"
     )
 
 
