@@ -1,11 +1,11 @@
 """`python -m bench training`: what compressed checkpoints cost a training that is killed again and again.
 
 Fault tolerance as in Inshrinkerator's section 9.1 (`faults.py`), over five small models, ten and more systems and
-several seeds; the same over schedules several times as long, and over a larger model; thresholds per checkpoint through `sp.search`; each part
-of the codec off in turn (`ablation.py`); fine-tuning from a compressed model (`transfer.py`, its section 9.2); time and
-memory against the size of the state (`cost.py`). `--only MLP` takes one model, `--only "MLP failures"` one part of it:
-failures, thresholds, ablation; `--only "MLP failures rate"` some of its systems; `--only "embedding long"` a long
-schedule; "transfer" and "cost" are the rest.
+several seeds; the same over schedules several times as long, and over a larger model; thresholds per checkpoint
+through `sp.search`; each part of the codec off in turn (`ablation.py`); fine-tuning from a compressed model
+(`transfer.py`, its section 9.2); time and memory against the size of the state (`cost.py`). `--only MLP` takes one
+model, `--only "MLP failures"` one part of it: failures, thresholds, ablation; `--only "MLP failures rate"` some of its
+systems; `--only "embedding long"` a long schedule, "GPT wider" the larger model; "transfer" and "cost" are the rest.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def killed(folder: Path) -> None:
     try:
         dcp.save({"s": distribute_tensor(whole + 1, mesh, [Shard(0)])}, storage_writer=writer)
     except Exception as e:
-        print(f"noticed: {type(e).__name__}: {e}"[:500])
+        print(f"noticed: {type(e).__name__}: {e}"[:500], flush=True)
         os._exit(0)
     raise AssertionError("a rank died and the save went through")
 
@@ -322,7 +322,7 @@ def notice(state: dict[str, Any], writer: Writer, **options: Any) -> None:
     try:
         dcp.save(state, storage_writer=writer, **options)
     except Exception as e:
-        print(f"noticed after {time.monotonic() - begin:.0f} s: {type(e).__name__}: {e}"[:2000])
+        print(f"noticed after {time.monotonic() - begin:.0f} s: {type(e).__name__}: {e}"[:2000], flush=True)
         os._exit(0)
     raise AssertionError("a rank was lost and the save went through")
 

@@ -227,14 +227,14 @@ def first(kill: Kill | None, how: str, home: Path) -> None:
                 try:
                     run.save()
                 except Exception as e:
-                    print(f"noticed: {type(e).__name__}: {e}"[:300], *getattr(e, "__notes__", []))
+                    print(f"noticed: {type(e).__name__}: {e}"[:300], *getattr(e, "__notes__", []), flush=True)
                     os._exit(3)
             # A rank that had nothing to wait for sees at the next collective that it is alone.
             try:
                 run.whole()
                 dist.barrier()
             except Exception as e:
-                print(f"noticed later: {type(e).__name__}"[:300])
+                print(f"noticed later: {type(e).__name__}"[:300], flush=True)
                 os._exit(3)
             raise AssertionError("a rank was killed and nobody noticed")
         run.save()
