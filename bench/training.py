@@ -58,14 +58,14 @@ def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Se
     return lambda spacing: InStore(make(), grads=grads, spacing=spacing, searching=searching)
 
 
-def _often_killed(bins: int, step: float = 1.25, octaves: int | None = None) -> Make:
+def _often_killed(bins: int, step: float = 1.25, octaves: int | None = None, rate: float = 0.02) -> Make:
     """Coarse weights ahead of their drift, first moments finer than the rate has them: they make up for restores.
 
     "Finer moments" are a grid of 1 and second moments in cells of one octave: whole states have bytes to spare for it.
     """
     moments = (("*/exp_avg", sp.FirstMoment(step=step)), ("*/exp_avg_sq", sp.SecondMoment(octaves=octaves)))
     rules = (("weight", sp.Quantize(bins=bins)), *moments)
-    return _config(lambda: sp.Config(rules, rate=0.02, chain=RARE))
+    return _config(lambda: sp.Config(rules, rate=rate, chain=RARE))
 
 
 def _baseline(name: str) -> Make:
@@ -108,8 +108,11 @@ def _coarse(rate: float, bins: int) -> Make:
 RARE_BASES: dict[str, Make] = {
     "rate 0.004, 12 bins, bases every 100": _coarse(0.004, 12),
     "rate 0.01, 12 bins, bases every 100": _coarse(0.01, 12),
+    "rate 0.002, 12 bins, finer moments, bases every 100": _often_killed(12, 1.0, 1, 0.002),
+    "rate 0.005, 10 bins, finer moments, bases every 100": _often_killed(10, 1.0, 1, 0.005),
 }
-"""For chains of hundreds of checkpoints, of which bases take more than late deltas do: fewer bases, fewer bins."""
+"""Of `FURTHER` alone. Chains of hundreds of checkpoints, of which bases take more than late deltas do, have fewer bases
+and fewer bins. A model that saves more at a rate, and loses more by it, has lower ones."""
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 OWN_CUBE = Cube(
@@ -197,14 +200,15 @@ STUDIES = {
     "ViT": Study(3, _SHORT),
     "GPT": Study(2, _SHORTEST, batches=1, every=3),
 }
-_COARSE = (*RARE_BASES, _OFTEN_KILLED[0])
+_COARSE = (*[name for name in RARE_BASES if "moments" not in name], _OFTEN_KILLED[0])
+_LOWER = tuple(name for name in RARE_BASES if "moments" in name)
 _LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
 FURTHER = {
     "MLP long": Study(3, ("default", *_COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
     "MLP longer": Study(2, (*_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
     "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
     "GPT long": Study(1, ("default", *_COARSE, YARDSTICK), batches=1, every=3, steps=1800),
-    "GPT wider": Study(1, ("default", *_OFTEN_KILLED, YARDSTICK), batches=1, every=3, make=workloads.gpt_wider),
+    "GPT wider": Study(1, ("default", *_LOWER, *_OFTEN_KILLED, YARDSTICK), batches=1, every=3, make=workloads.gpt_wider),
 }
 """Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days. And a
 model that is ten times the size of the others."""
