@@ -201,14 +201,14 @@ STUDIES = {
     "GPT": Study(2, _SHORTEST, batches=1, every=3),
 }
 _COARSE = (*[name for name in RARE_BASES if "moments" not in name], _OFTEN_KILLED[0])
-_LOWER = tuple(name for name in RARE_BASES if "moments" in name)
+_WIDER_SYSTEMS = ("default", *[name for name in RARE_BASES if "moments" in name], *_OFTEN_KILLED, YARDSTICK)
 _LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
 FURTHER = {
     "MLP long": Study(3, ("default", *_COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
     "MLP longer": Study(2, (*_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
     "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
     "GPT long": Study(1, ("default", *_COARSE, YARDSTICK), batches=1, every=3, steps=1800),
-    "GPT wider": Study(1, ("default", *_LOWER, *_OFTEN_KILLED, YARDSTICK), batches=1, every=3, make=workloads.gpt_wider),
+    "GPT wider": Study(1, _WIDER_SYSTEMS, batches=1, every=3, make=workloads.gpt_wider),
 }
 """Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days. And a
 model that is ten times the size of the others."""
