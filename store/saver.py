@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import json
@@ -13,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,6 +41,10 @@ from .worker import Warned, kinds_tree
 
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
+_WITHIN = (
+    "a saver was called within one of its own calls, as by a signal handler: let the handler take a note, and save "
+    "between two steps"
+)
 _BARREN = 2
 """After so many workers in a row that died before they had saved anything the next one begins anew: reading the chain
 may be what they died of."""
@@ -213,15 +218,63 @@ class _Runner:
         self.place.close()
 
 
-def _at_exit(runner: _Runner) -> None:
-    """A Saver nobody closed: its save is finished, and its error shown."""
-    if os.getpid() == runner.pid:
-        runner.close()
-        error = runner.take_error()
-        if error is not None:
-            fail_at_exit()
-            # Raised by a finalizer it would be shown without its notes.
-            sys.excepthook(type(error), error, error.__traceback__)
+class _Unclosed:
+    """The runners of Savers that are not closed: their saves are finished and their errors shown, at exit or before.
+
+    The collector of garbage may find a Saver in any thread, within anything: an import, the runner's own work. To wait
+    there might be for ever, so a thread is started that waits; Python ends when it has.
+    """
+
+    def __init__(self) -> None:
+        self._runners: set[_Runner] = set()
+        self._turn = threading.RLock()
+        self._ending = False
+        self._pid = 0
+
+    def add(self, saver: Saver, runner: _Runner) -> weakref.finalize[Any, Saver]:
+        """To be taken out by `remove`."""
+        if self._pid == 0:
+            atexit.register(self._end)
+        if self._pid != os.getpid():  # in a forked child a thread of its parent's may hold the lock
+            self._pid, self._runners, self._turn = os.getpid(), set(), threading.RLock()
+        self._runners.add(runner)
+        found = weakref.finalize(saver, self._collected, runner)
+        found.atexit = False
+        return found
+
+    def remove(self, finalizer: weakref.finalize[Any, Saver], runner: _Runner) -> None:
+        """Whoever closes it does what is to be done."""
+        finalizer.detach()
+        self._runners.discard(runner)
+
+    def _collected(self, runner: _Runner) -> None:
+        if os.getpid() != runner.pid or self._ending:
+            return
+        thread = threading.Thread(target=self._finish, args=(runner,), name="shrinkpoint-unclosed", daemon=False)
+        with contextlib.suppress(RuntimeError):  # at the very end no thread can be started any more
+            thread.start()
+
+    def _end(self) -> None:
+        self._ending = True
+        while ours := [runner for runner in self._runners if runner.pid == os.getpid()]:
+            self._finish(ours[0])
+
+    def _finish(self, runner: _Runner) -> None:
+        with self._turn:
+            if runner not in self._runners:
+                return
+            try:
+                runner.close()
+                error = runner.take_error()
+                if error is not None:
+                    fail_at_exit()
+                    # Raised by an exit handler it would be shown without its notes.
+                    sys.excepthook(type(error), error, error.__traceback__)
+            finally:
+                self._runners.discard(runner)
+
+
+_UNCLOSED = _Unclosed()
 
 
 class Saver:
@@ -308,6 +361,7 @@ class Saver:
             else (lambda: ProcessPlace(store, nice=nice, threads=threads, upkeep=upkeep))
         )
         self._lock = threading.RLock()
+        self._inside = self._refused = False
         self._closed = False
         self._known: set[str] = set()
         self._runner: _Runner | None = None
@@ -325,8 +379,33 @@ class Saver:
     def _start(self) -> _Runner:
         runner = _Runner(self._place(), bool(self._upkeep))
         self._runner = runner
-        self._finalizer = weakref.finalize(self, _at_exit, runner)
+        self._finalizer = _UNCLOSED.add(self, runner)
         return runner
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """One call at a time: other threads wait for their turn, and a call within a call of the same thread fails."""
+        with self._lock:
+            if self._inside:
+                self._refused = True
+                raise ShrinkpointError(_WITHIN)
+            try:
+                self._inside, self._refused = True, False
+                yield
+                if self._refused:  # and whoever raised was not heard
+                    warnings.warn(f"refused meanwhile: {_WITHIN}", SaverWarning, stacklevel=4)
+            finally:
+                self._inside = False
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether it belongs to the process that this one was forked from; a thread there may have held the lock."""
+        return self._runner is not None and self._runner.pid != os.getpid()
+
+    def _check_own(self) -> None:
+        if self._is_foreign and self._runner is not None:
+            owner = self._runner.pid
+            raise ShrinkpointError(f"this saver belongs to process {owner}; open one of your own after a fork")
 
     @property
     def busy(self) -> bool:
@@ -374,11 +453,13 @@ class Saver:
 
         Raises:
             BadArgumentError, UnsupportedLeafError: see `compress`; nothing was started.
+            ShrinkpointError: called within a call of the same Saver, as by a signal handler; or in a forked process.
             ChildProcessError: the worker was killed; say `save` again for a new one.
             MemoryError: there is no memory for the snapshot.
             Exception: what the save before this one raised. The state given now is not saved then.
         """
-        with self._lock:
+        self._check_own()
+        with self._entered():
             begin = time.perf_counter()
             runner = self._ready()
             step = check_step(step)
@@ -450,9 +531,11 @@ class Saver:
 
         Raises:
             TimeoutError: it takes longer; the save goes on.
+            ShrinkpointError: see `save`.
             Exception: what the save raised.
         """
-        with self._lock:
+        self._check_own()
+        with self._entered():
             if self._runner is not None and not self._closed:
                 self._runner.wait(timeout)
                 self._raise(self._runner)
@@ -466,9 +549,11 @@ class Saver:
         Raises:
             ShrinkpointError: called by a callback of a save's future, which comes before that work.
         """
-        with self._lock:
+        if self._is_foreign:
+            return
+        with self._entered():
             runner = self._runner
-            if self._closed or runner is None or runner.pid != os.getpid():
+            if self._closed or runner is None:
                 return
             if runner.is_here:
                 raise ShrinkpointError("a saver cannot rest by a callback of its future, which is part of a save")
@@ -481,20 +566,24 @@ class Saver:
         """Wait for the save in flight, end the worker and free the memory; again and again if you like.
 
         Raises:
+            ShrinkpointError: called within a call of the same Saver, as by a signal handler.
             Exception: what the last save raised, if nobody was told yet.
         """
-        with self._lock:
+        if self._is_foreign:
+            self._closed = True
+            return
+        with self._entered():
             if self._closed:
                 return
             runner = self._runner
-            if runner is None or runner.pid != os.getpid():
+            if runner is None:
                 self._closed = True
                 return
             if runner.is_here:
                 raise ShrinkpointError("a saver cannot be closed by a callback of its future, which is part of a save")
             runner.wait()
             self._closed = True
-            self._finalizer.detach()
+            _UNCLOSED.remove(self._finalizer, runner)
             runner.close()
             self._last = runner.last or self._last
             error = runner.take_error()
@@ -511,7 +600,8 @@ class Saver:
             self.close()
             return
         # The caller's exception is what matters; what became of the save is said beside it.
-        in_flight = self._runner.future if self._runner is not None and self._runner.busy else None
+        runner = self._runner
+        in_flight = runner.future if runner is not None and runner.busy and not self._is_foreign else None
         try:
             self.close()
         except Exception as e:
@@ -528,8 +618,6 @@ class Saver:
         runner = self._runner
         if runner is None:
             return self._start()
-        if runner.pid != os.getpid():
-            raise ShrinkpointError(f"this saver belongs to process {runner.pid}; open one of your own after a fork")
         self._raise(runner)
         return runner
 
@@ -546,7 +634,7 @@ class Saver:
             self._last = runner.last or self._last
             self._saved = runner.saved or self._saved
             self._barren = 0 if runner.saved is not None else self._barren + 1
-            self._finalizer.detach()
+            _UNCLOSED.remove(self._finalizer, runner)
             self._runner = None
             runner.close()
         if error is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.histogram import Histogram
-from ...kernels.kmeans import bucket_weights, quantization_loss, weighted_kmeans, weighted_kmeans_many
+from ...kernels.kmeans import bucket_weights, coarsen, quantization_loss, weighted_kmeans, weighted_kmeans_many
 from ..state.leaves import Array, NpArray
 from ..state.unit import unit
 
@@ -23,6 +23,8 @@ MOST = 254
 """Most entries of a codebook: a level is a byte, and two levels are taken."""
 _FINER = 0.8
 """A uniform parent this much finer than need be is replaced: its error is small, but bits are wasted."""
+_PARTS, _FEWEST = 8, 128
+"""Buckets left for an entry of a codebook whose error alone is wanted, and at least: it grows by 0.6 % at most."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -164,19 +166,6 @@ def variance(histogram: Histogram) -> float:
     return float((counts * (values - mean) ** 2).sum()) / n
 
 
-def _coarser(values: Floats, counts: Floats, bits: int, bins: int) -> tuple[Floats, Floats]:
-    """Means and counts of buckets put together by fours or twos, as long as 16 times `bins` are left; or all."""
-    fraction, exponent = np.frexp(values)
-    for parts in (1 << kept for kept in (bits - 1, bits) if kept > 0):
-        first = np.flatnonzero(np.diff(np.ldexp(np.trunc(fraction * parts) / parts, exponent), prepend=-np.inf))
-        if first.size >= 16 * bins:
-            number, total = np.add.reduceat(counts, first), np.add.reduceat(counts * values, first)
-            some = number > 0  # zeros have no weight where only magnitudes count
-            # Rounded, the means of subnormal values may come out of order.
-            return np.maximum.accumulate(total[some] / number[some]), number[some]
-    return values, counts
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The weighted k-means that `fit` rests on.
@@ -233,7 +222,7 @@ def _problem(cells: Cells, weights: Floats, how: Fit, parent: Floats | None) -> 
         return Problem(cells.local, weights, how.bins, "exact", how.seed)
     # Boundaries of the best codebook need not be found to a bucket: its error is flat there.
     scaled = cells.local * unit(float(np.abs(cells.values).max()))
-    return Problem(*_coarser(scaled, weights, cells.bits, how.bins), how.bins, "exact", how.seed)
+    return Problem(*coarsen(scaled, weights, max(_PARTS * how.bins, _FEWEST)), how.bins, "exact", how.seed)
 
 
 def _is_warm(how: Fit, parent: Floats | None) -> bool:

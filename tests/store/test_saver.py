@@ -937,6 +937,87 @@ def test_an_error_of_a_saver_that_is_forgotten_counts_too(tmp_path: Path) -> Non
     assert "saving step 1" in done.stderr
 
 
+@pytest.mark.parametrize("mode", ["process", "thread"])
+@posix
+def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -> None:
+    """The collector of garbage runs in any thread; the one that does the saves cannot wait for one."""
+    done = program(
+        f"""
+        import gc
+        from shrinkpoint.store import process
+
+        place = process.{mode.title()}Place
+        run = place.run
+
+        def collecting(*args):
+            gc.collect()
+            return run(*args)
+
+        place.run = collecting
+
+        def train():
+            saver = sp.Saver(sp.Store(sys.argv[1] + "/run"), mode={mode!r})
+            cycle = [saver]
+            cycle.append(cycle)
+            gc.disable()
+            saver.save(1, {{"w": np.arange(1000)}})
+
+        train()
+        print("over", flush=True)
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
+    assert sp.Store(tmp_path / "run").load()["w"].sum() == 499_500
+
+
+@pytest.mark.parametrize("moment", ["take", "hand"])
+@posix
+def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path) -> None:
+    """It would copy into the memory that is being copied to; refused even where nobody hears the exception."""
+    done = program(
+        f"""
+        import signal, warnings
+        from shrinkpoint.store import process
+        from shrinkpoint.store import saver as module
+
+        def then_a_signal(function):
+            def call(*args, **options):
+                result = function(*args, **options)
+                if not sent:
+                    sent.append(True)
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                return result
+            return call
+
+        sent = []
+        if {moment!r} == "take":
+            module.take = then_a_signal(module.take)
+        else:
+            process.ProcessPlace.hand = then_a_signal(process.ProcessPlace.hand)
+        store = sp.Store(sys.argv[1] + "/run", sp.presets.lossless())
+        signal.signal(signal.SIGUSR1, lambda *_: saver.save(20, {{"w": np.full(1000, 2)}}))
+        warnings.simplefilter("always")
+        with sp.Saver(store) as saver:
+            try:
+                saver.save(10, {{"w": np.full(1000, 1)}})
+            except sp.ShrinkpointError as e:
+                print("refused:", e, flush=True)
+            saver.save(30, {{"w": np.full(1000, 3)}})
+        print({{step: int(store.load(step)["w"].max()) for step in store.steps()}}, flush=True)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    said = "within one of its own calls, as by a signal handler"
+    if moment == "take":
+        assert said in done.stdout
+        assert done.stdout.endswith("{30: 3}\n")
+    else:
+        assert f"refused meanwhile: a saver was called {said}" in done.stderr
+        assert done.stdout.endswith("{10: 1, 30: 3}\n")
+
+
 @posix
 def test_an_error_that_was_told_is_no_failure_at_exit(tmp_path: Path) -> None:
     done = program(
@@ -1047,6 +1128,44 @@ def test_a_forked_child_cannot_use_it_and_does_not_end_it(tmp_path: Path) -> Non
     assert lines[0].startswith("refused: this saver belongs to process")
     assert lines[1:] == ["0", "True"]
     assert sp.Store(tmp_path / "run").steps() == [1, 3]
+
+
+@posix
+@linux
+def test_a_forked_child_may_leave_the_block(tmp_path: Path) -> None:
+    """While a save is in flight, and while another thread of its parent holds the saver."""
+    done = program(
+        """
+        import threading
+
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with saver._entered():
+                held.set()
+                go_on.wait()
+
+        with sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless())) as saver:
+            saver.save(1, {"w": np.arange(1_000_000)})
+            thread = threading.Thread(target=hold)
+            thread.start()
+            held.wait()
+            if (child := os.fork()) == 0:
+                try:
+                    saver.wait()
+                except sp.ShrinkpointError as e:
+                    print("refused:", e, flush=True)
+                sys.exit(3)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            go_on.set()
+            thread.join()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused: this saver belongs to process")
+    assert done.stdout.endswith("\n3\n")
+    assert sp.Store(tmp_path / "run").steps() == [1]
 
 
 @pytest.mark.parametrize(
