@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -102,6 +102,15 @@ class Row:
         if column not in self.keys():
             raise KeyError(column)
         return getattr(self, column)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, column: object) -> bool:
+        return column in self.keys()
+
+    def __len__(self) -> int:
+        return len(self.keys())
 
 
 def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[ArrayRecord, ...]:

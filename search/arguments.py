@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec.errors import BadArgumentError
+from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
 from .report import Progress
@@ -130,6 +131,9 @@ def _check(asked: Asked, evaluate: Any) -> None:
         raise BadArgumentError(f"progress is {progress!r}; it must be True, False, None or callable")
     limit = 1 if evaluate is None else 10
     check_field(asked, "threshold", number, 0, limit, open_low=True, open_high=evaluate is None)
+    if asked.threshold > 1:
+        said = f"threshold is {asked.threshold:g}, which is {asked.threshold:.0%}"
+        warnings.warn(f"{said}; {asked.threshold:g} % is {asked.threshold / 100:g}", ShrinkpointWarning, stacklevel=6)
     if evaluate is not None and not callable(evaluate):
         raise BadArgumentError(f"evaluate is {evaluate!r}; it must be callable or None")
 

@@ -25,7 +25,7 @@ class Trial:
 
     Args:
         point: the configuration tried; None: the state itself, the baseline.
-        nbytes: stored bytes of the whole checkpoint; 0 for the baseline.
+        nbytes: stored bytes of the whole checkpoint, to some tens of bytes of its header; 0 for the baseline.
         estimated: the same as expected without encoding.
         error: mean squared relative error of the weights, expected without restoring.
         pruned: share of `error` that is pruned weights.
@@ -83,7 +83,7 @@ class SearchResult:
         method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), "nothing to choose", or "budget spent"
             (restores have taken what `threshold` allowed: lossless).
         fell_back: whether a neighbourhood search came first and found nothing.
-        nbytes: stored bytes with `config`, as tried; 0 where nothing was tried.
+        nbytes: stored bytes with `config`, as `Trial.nbytes`; 0 where nothing was tried.
         baseline: quality of the state itself; None without `evaluate`.
         degradation: of the choice; None where it was not evaluated.
         spread: largest relative difference between two calls with the same state.

@@ -57,7 +57,7 @@ def search(
             loss, an accuracy, a perplexity; of the same data each time. It must leave `state` and `grads` as they are:
             load into a copy of the model. What it draws from the global generators of Python, NumPy and torch is put
             back. None: no trials, `threshold` is the relative L2 error that no array may exceed.
-        threshold: relative degradation allowed, in (0, 10]; without `evaluate` in (0, 1).
+        threshold: relative degradation allowed, in (0, 10], warned of beyond 1; without `evaluate` in (0, 1).
         prev: parent of the checkpoint to come: sizes are those of deltas.
         last: result of the search at the checkpoint before: its neighbourhood is searched first.
         grads: gradient averages, as `SensitivityTracker.grads` gives them; default None, which leaves pruning by

@@ -67,7 +67,7 @@ def runtime_folder() -> str:
 
 def socket_path(url: str) -> str:
     """Where the agent of a store listens, whichever way its URL is spelled."""
-    path = os.path.join(runtime_folder(), blake3(one_name(url).encode()).hexdigest()[:32])
+    path = os.path.join(runtime_folder(), blake3(os.fsencode(one_name(url))).hexdigest()[:32])
     if len(os.fsencode(path)) > _LONGEST:
         raise OSError(f"{path} is too long for the name of a socket; set XDG_RUNTIME_DIR to a shorter folder")
     return path

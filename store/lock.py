@@ -33,6 +33,9 @@ STALE = 3600.0
 """Seconds after which an object that a lock consists of is taken for a crashed process's; a holder renews its own."""
 _FILE = "lock"
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+_SHORT_OF_LOCKS = 1.0
+"""Seconds for which ENOLCK is taken for a moment's want of memory, and not for a file system that has no locks: of two
+processes of which only one fell back to lock files neither would see the other."""
 
 
 class InUseError(TimeoutError):
@@ -126,11 +129,11 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
     """Take the lock; False where the file system knows none."""
     try:
         if timeout is None:
-            fcntl.flock(fd, mode)
+            _have(fd, mode)
             return True
         for _ in _patience(timeout, path):
             try:
-                fcntl.flock(fd, mode | fcntl.LOCK_NB)
+                _have(fd, mode | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
             return True
@@ -138,6 +141,19 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
         if isinstance(e, TimeoutError) or e.errno not in _NO_FLOCK:
             raise
     return False
+
+
+def _have(fd: int, mode: int) -> None:
+    end = time.monotonic() + _SHORT_OF_LOCKS
+    while True:
+        try:
+            fcntl.flock(fd, mode)
+        except OSError as e:
+            if e.errno != errno.ENOLCK or time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def _patience(timeout: float, path: str, first: float = 0.005) -> Iterator[None]:

@@ -137,7 +137,7 @@ class Store:
         self._near = NearFiles(self._files, self._memory) if self._memory is not None else None
 
     def __repr__(self) -> str:
-        return f"<Store {self._files.root}>"
+        return f"<Store {self.url}>"
 
     # ---------------------------------------------------------------------------------------------- what is there
 
@@ -411,7 +411,7 @@ class Store:
         """
         steps = self.steps()
         if not steps:
-            raise BadArgumentError(f"{self._files.root} holds no checkpoint")
+            raise BadArgumentError(f"{self.url} holds no checkpoint")
         skipped: list[str] = []
         behind: Mapping[int, branches.Branch] = {}
         try:

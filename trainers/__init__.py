@@ -15,6 +15,10 @@ _WHERE = {"apply_update": "online", "Loader": "loader", "resume": "loop", "save"
 __all__ = ["Loader", "apply_update", "resume", "save", "training_state"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """A name on first use: torch.distributed and the frameworks are not imported before."""
     if name in _WHERE:

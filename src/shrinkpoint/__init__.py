@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import codec as codec
     from . import kernels as kernels
+    from . import presets as presets
     from . import store as store
     from . import trainers as trainers
-    from .codec import presets
     from .codec.base import Codec
     from .codec.checkpoint import Checkpoint, decompress
     from .codec.compress import compress
@@ -87,7 +87,7 @@ _SUBJECTS = {
     "trainers.sensitivity": "SensitivityTracker",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
-_MODULES = {name: name for name in ("codec", "kernels", "search", "store", "trainers")} | {"presets": "codec.presets"}
+_MODULES = ("codec", "kernels", "presets", "search", "store", "trainers")
 """Names that are modules. The package `search` is what is called as `shrinkpoint.search`."""
 
 __all__ = [
@@ -149,7 +149,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """A name on first use."""
     if name in _MODULES:
-        found: Any = import_module(f".{_MODULES[name]}", __name__)
+        found: Any = import_module(f".{name}", __name__)
     elif name in _MODULE_OF:
         found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     else:

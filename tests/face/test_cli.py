@@ -953,6 +953,15 @@ def test_a_reader_that_has_had_enough_is_no_error(store: sp.Store) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
+@pytest.mark.parametrize("words", ["verify", "gc", "ls"])
+def test_a_closed_stream_changes_no_exit_status(closed: str, words: str, store: sp.Store) -> None:
+    """As cron jobs have them: python knows a closed one as None."""
+    command = f"{shlex.quote(sys.executable)} -m shrinkpoint {words} {shlex.quote(store.url)} {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_terminal_gets_a_progress_bar(store: sp.Store) -> None:
     import pty
 

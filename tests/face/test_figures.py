@@ -39,6 +39,7 @@ SIXTEEN = "rate 0.002, 16 bins"
 LOW = "rate 0.004, 12 bins, bases every 100"
 TEN, TWELVE = (f"rate 0.02, {bins} bins, first moments 1.25, bases every 100" for bins in (10, 12))
 FINER = "rate 0.02, 10 bins, finer moments, bases every 100"
+QUARTER = "rate 0.005, 10 bins, finer moments, bases every 100"
 
 
 def of(model: str, system: str, column: str) -> float:
@@ -113,9 +114,15 @@ def killed() -> Iterator[str]:
         f"{of('CNN', FINER, END):+.1f} % at {of('CNN', FINER, WEIGHTS):.0f} times"
     )
     yield f"is ruined by it ({of('ViT', FINER, END):.0f} % worse)"
-    wide = [of("GPT wider", system, what) for system in (FINER, "default") for what in (END, WEIGHTS, WHOLE)]
-    yield f"it saves more and costs more, {wide[0]:+.1f} % at {wide[1]:.0f} and {wide[2]:.0f} times"
-    yield f"`Config()` {wide[3]:+.1f} % at {wide[4]:.0f} and {wide[5]:.0f}: a rate"
+    end, weights, whole = (
+        [of("GPT wider", s, what) for s in (FINER, QUARTER, "default")] for what in (END, WEIGHTS, WHOLE)
+    )
+    yield f"it saves more and costs more, {end[0]:+.1f} % at {weights[0]:.0f} and {whole[0]:.0f} times"
+    assert abs(end[1] - end[2]) < 0.05
+    yield (
+        f"0.005, ends {end[1]:+.1f} % there at {weights[1]:.0f} and {whole[1]:.0f} times, as `Config()` does at "
+        f"{weights[2]:.0f} and {whole[2]:.0f}; other batches end {of('GPT wider', training.YARDSTICK, END):+.1f} %"
+    )
     for name in ("embedding long", "GPT long"):
         assert 0 < of(name, HIGH, END) <= training.BOUND
         assert min(of(name, HIGH, WEIGHTS), of(name, HIGH, WHOLE)) >= training.WANTED
@@ -138,6 +145,10 @@ def often_killed() -> Iterator[str]:
         f"the ViT, which still learns fast when its schedule ends, {of('ViT', FINER, END):.0f} % worse, a CNN "
         f"{of('CNN', FINER, END):.1f} %, and a GPT of 10.7 M parameters, one seed, {of('GPT wider', FINER, END):.1f} % "
         f"worse at {of('GPT wider', FINER, WEIGHTS):.0f} and {of('GPT wider', FINER, WHOLE):.0f} times"
+    )
+    yield (
+        f"at a rate of 0.005 it ended {of('GPT wider', QUARTER, END):.1f} % worse at "
+        f"{of('GPT wider', QUARTER, WEIGHTS):.0f} and {of('GPT wider', QUARTER, WHOLE):.0f}, as `Config()` did"
     )
 
 
@@ -278,6 +289,12 @@ def wider() -> Iterator[str]:
         f"{of(name, 'default', WHOLE):.0f} times, other batches {of(name, training.YARDSTICK, END):+.1f} %"
     )
     yield f"than on the small GPT ({of('GPT', FINER, WEIGHTS):.0f} and {of('GPT', FINER, WHOLE):.0f} times)"
+    lower = "rate 0.002, 12 bins, finer moments, bases every 100"
+    yield (
+        f"A quarter of the rate, 0.005, ends {of(name, QUARTER, END):+.2f} % at {of(name, QUARTER, WEIGHTS):.0f} and "
+        f"{of(name, QUARTER, WHOLE):.0f} times, a tenth with 12 bins {of(name, lower, END):+.2f} % at "
+        f"{of(name, lower, WEIGHTS):.0f} and {of(name, lower, WHOLE):.0f}"
+    )
 
 
 def thresholds() -> Iterator[str]:

@@ -21,6 +21,9 @@ def test_a_listing_has_what_is_imported_late() -> None:
     code = (
         "import shrinkpoint as sp\n"
         "assert {'Store', 'Saver', 'search', 'trainers', 'kernels', 'store', *sp.__all__} <= set(dir(sp))\n"
+        "assert set(sp.trainers.__all__) <= set(dir(sp.trainers))\n"
+        "import shrinkpoint.presets\n"
+        "assert shrinkpoint.presets.lossless is sp.codec.presets.lossless and sp.presets is shrinkpoint.presets\n"
         "print(sp.trainers.save.__name__, sp.kernels.assign.__name__, sp.store.__name__, callable(sp.search))\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -36,6 +39,15 @@ def test_every_warning_is_of_the_family(package: str) -> None:
         for name, found in vars(importlib.import_module(f"{where.__name__}.{module.name}")).items():
             if isinstance(found, type) and issubclass(found, Warning) and found.__module__.startswith("shrinkpoint."):
                 assert issubclass(found, sp.ShrinkpointWarning), name
+
+
+def test_a_row_of_a_summary_is_a_mapping() -> None:
+    row = sp.compress({"w": np.arange(4000.0)}).summary()[0]
+    assert list(row) == list(row.keys()) == list(dict(row))
+    assert len(row) == len(dict(row))
+    assert "error" in row
+    assert "colour" not in row
+    assert row["path"] == row.path == "w"
 
 
 def test_checkpoints_of_the_same_bytes_are_equal() -> None:

@@ -214,6 +214,14 @@ def test_exact_beats_seeding_on_a_real_sketch(fresh: np.random.Generator) -> Non
     np.testing.assert_allclose(moved, exact, rtol=1e-9, atol=1e-12)  # the optimum is a fixed point
 
 
+def test_the_method_may_be_given_by_place(fresh: np.random.Generator) -> None:
+    x, w = problem(fresh, 300)
+    seeded = weighted_kmeans(x, w, 8, "kmeans++", seed=3)
+    np.testing.assert_array_equal(seeded, weighted_kmeans(x, w, 8, method="kmeans++", seed=3))
+    np.testing.assert_array_equal(seeded, weighted_kmeans_many([(x, w)], 8, "kmeans++", seed=3)[0])
+    assert (seeded != weighted_kmeans(x, w, 8, "exact")).any()
+
+
 def test_seeding_depends_on_the_seed_alone(fresh: np.random.Generator) -> None:
     x, w = problem(fresh, 500)
     runs = {tuple(weighted_kmeans(x, w, 8, method="kmeans++", seed=s, iterations=0)) for s in (0, 1, 2, 3, 0, -1)}

@@ -166,6 +166,12 @@ def test_a_baseline_that_is_not_what_evaluate_says_is_refused() -> None:
             sp.search(state, Loss(state), 0.02, cube=SMALL, baseline=bad)  # type: ignore[arg-type]
 
 
+def test_a_threshold_in_percent_is_told() -> None:
+    state = random_state()
+    with pytest.warns(sp.ShrinkpointWarning, match="threshold is 5, which is 500%; 5 % is 0.05"):
+        sp.search(state, Loss(state), 5, cube=SMALL)
+
+
 def test_processes_that_search_together_are_given_the_same_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_state()
     last = sp.search(state, Loss(state), 0.02, cube=SMALL)

@@ -365,6 +365,9 @@ def test_every_spelling_of_a_url_is_one_agent(root: Path, tmp_path: Path, monkey
         assert InMemory(str(url)).steps() == [3, 4], url
         assert same(sp.Store(url, in_memory=2).load(), 4), url
     assert InMemory("run").steps() == []
+    odd = os.fsdecode(b"\xff\xfe")
+    sp.Store(odd, LOSSLESS, in_memory=1).save(7, {"w": np.arange(3)})
+    assert InMemory(str(tmp_path / "there" / odd)).steps() == [7]
     # Of other file systems what their URL says, which need not exist for it.
     assert one_name("memory://aa/b/") == one_name("memory:///aa/b")
     assert one_name("memory://aa") != one_name("memory://ab")

@@ -208,6 +208,24 @@ def test_where_there_is_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert same(store.load(), 1)
 
 
+def test_a_moment_without_locks_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever fell back to lock files at once would not see one that holds the real lock, nor be seen by it."""
+    store = fill(sp.Store(tmp_path, lossless()), 0, 1)
+    flock, left = fcntl.flock, [3]
+
+    def short(fd: int, mode: int) -> None:
+        if mode & fcntl.LOCK_SH and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOLCK, "no locks available")
+        flock(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", short)
+    with FileLock(open_files(tmp_path)).shared(), pytest.raises(TimeoutError):
+        store.gc(timeout=0.05)
+    assert left == [0]
+    assert not (tmp_path / "locks").exists()
+
+
 def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
     """As a data loader's worker, forked while a save is going on in another thread."""
     store = fill(sp.Store(tmp_path, lossless()), 0)

@@ -141,11 +141,19 @@ class BytesPath:
         "w::x",
         "/a::b",
         "file:///a::b",
+        "zip:///",
     ],
 )
 def test_urls_that_are_none(url: Any) -> None:
     with pytest.raises(sp.BadArgumentError, match="url"):
         sp.Store(url)
+
+
+def test_a_store_is_called_as_it_was_opened() -> None:
+    store = sp.Store("memory://called/so")
+    assert repr(store) == "<Store memory://called/so>"
+    with pytest.raises(sp.BadArgumentError, match="memory://called/so holds no checkpoint"):
+        store.load()
 
 
 def test_a_home_of_nobody_is_a_name_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,13 +55,18 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         typer.echo("  ".join(parts).rstrip())
 
 
+def _is_terminal() -> bool:
+    """Whether standard error is one; it is None where it was closed (`2>&-`)."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
     """Progress over steps: a bar on a terminal, elsewhere some lines, none if `quiet`; all on standard error.
 
     The function it gives is called with (step, done, total), as those of `Store`.
     """
-    if not sys.stderr.isatty():
+    if not _is_terminal():
 
         def tell(step: int, done: int, total: int) -> None:
             every = -(-total // LINES)
@@ -86,7 +91,7 @@ def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
     """A sign of life on a terminal while something without steps is done; nothing elsewhere."""
-    if not sys.stderr.isatty():
+    if not _is_terminal():
         yield
         return
     from rich.console import Console
