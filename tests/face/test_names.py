@@ -23,7 +23,8 @@ def test_a_listing_has_what_is_imported_late() -> None:
         "assert {'Store', 'Saver', 'search', 'trainers', 'kernels', 'store', *sp.__all__} <= set(dir(sp))\n"
         "assert set(sp.trainers.__all__) <= set(dir(sp.trainers))\n"
         "import shrinkpoint.presets\n"
-        "assert shrinkpoint.presets.lossless is sp.codec.presets.lossless and sp.presets is shrinkpoint.presets\n"
+        "from shrinkpoint.presets import lossless\n"
+        "assert lossless is sp.presets.lossless and sp.codec.presets is sp.presets is shrinkpoint.presets\n"
         "print(sp.trainers.save.__name__, sp.kernels.assign.__name__, sp.store.__name__, callable(sp.search))\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
