@@ -226,17 +226,19 @@ class _Unclosed:
     """
 
     def __init__(self) -> None:
+        self._ending = False
+        self._begin()
+        atexit.register(self._end)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        """Of a process: none of its parent's, one of whose threads may hold the lock."""
         self._runners: set[_Runner] = set()
         self._turn = threading.RLock()
-        self._ending = False
-        self._pid = 0
 
     def add(self, saver: Saver, runner: _Runner) -> weakref.finalize[Any, Saver]:
         """To be taken out by `remove`."""
-        if self._pid == 0:
-            atexit.register(self._end)
-        if self._pid != os.getpid():  # in a forked child a thread of its parent's may hold the lock
-            self._pid, self._runners, self._turn = os.getpid(), set(), threading.RLock()
         self._runners.add(runner)
         found = weakref.finalize(saver, self._collected, runner)
         found.atexit = False
@@ -256,8 +258,8 @@ class _Unclosed:
 
     def _end(self) -> None:
         self._ending = True
-        while ours := [runner for runner in self._runners if runner.pid == os.getpid()]:
-            self._finish(ours[0])
+        while self._runners:
+            self._finish(next(iter(self._runners)))
 
     def _finish(self, runner: _Runner) -> None:
         with self._turn:
