@@ -83,12 +83,7 @@ def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
         if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
             hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"
         elif "." in rule.match:
-            # Parts of a name that is no kind's: "fc.weight" is no slip of "weight".
-            tails = sorted({path.rpartition("/")[2] for path in paths})
-            meant = next(iter(difflib.get_close_matches(rule.match, tails, 1, 0.8)), None)
-            if meant is None:
-                continue
-            hint = f"did you mean '*/{meant}'?"
+            continue  # the name of some parameter: "fc.weight" is no slip of "weight"
         elif meant := next(iter(difflib.get_close_matches(rule.match.lower(), (*ROLES, *LAYERS), 1, 0.8)), None):
             hint = f"did you mean the kind {meant!r}?"
         else:

@@ -92,14 +92,14 @@ def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]
     Args:
         centers: float64 [m], ascending, finite, on the host.
         weights: float64 [m], finite, >= 0, on the host.
-        parts: most centers that are left, >= 1.
+        parts: most centers that are left, 1 ... 2**31 - 1.
 
     Returns:
         centers float64 [n], ascending, and their weights float64 [n]; NumPy, host. n <= parts; the centers that have a
-        weight, unchanged, where they are no more.
+        weight, unchanged, where they are no more. Else equal ones are one first.
 
     Raises:
-        BadArgumentError: an argument out of its range, or on a GPU.
+        BadArgumentError: an argument out of its range, or on a GPU; or weights whose sum is beyond float64.
 
     Example:
         >>> import numpy as np
@@ -112,12 +112,16 @@ def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]
     """
     _check(centers, weights)
     array("centers", centers, DTYPES, host=True)
-    parts = integer("parts", parts, 1, math.inf)
+    parts = integer("parts", parts, 1, 2**31 - 1)
     x, w = to_numpy(centers).astype(np.float64), to_numpy(weights).astype(np.float64)
     some = w > 0.0
     x, w = x[some], w[some]
     if x.size <= parts:
         return x, w
+    other = np.flatnonzero(np.diff(x, prepend=-np.inf))
+    x, w = x[other], np.add.reduceat(w, other)
+    if x.size <= parts:
+        return _with_sums(x, w)
     exponents = [int(np.frexp(np.abs(a).max())[1]) for a in (x, w)]
     scaled, mass = (np.ldexp(a, -e) for a, e in zip((x, w), exponents, strict=True))
     width = np.empty(x.size)  # twice the interval's, for all but the ends
@@ -129,15 +133,20 @@ def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]
     until = np.cumsum(share)
     part = np.minimum(np.floor((until - share / 2) / until[-1] * parts), parts - 1)
     if not np.isfinite(part).all():  # no width, or no weight, to speak of
-        return x, w
+        part = np.arange(x.size) * parts // x.size
     first = np.flatnonzero(np.diff(part, prepend=-1.0))
     last = np.append(first[1:], x.size) - 1
-    total, together = np.add.reduceat(mass, first), np.add.reduceat(w, first)
-    if not np.isfinite(together).all():
+    total = np.add.reduceat(mass, first)
+    means = np.ldexp(np.add.reduceat(mass * scaled, first) / total, exponents[0])
+    # What was scaled may have underflowed, weights too, and a rounded mean may leave its part.
+    inside = np.clip(np.where(total > 0.0, means, x[first]), x[first], x[last])
+    return _with_sums(inside, np.add.reduceat(w, first))
+
+
+def _with_sums(x: Vector, w: Vector) -> tuple[Vector, Vector]:
+    if not np.isfinite(w).all():
         raise BadArgumentError("the sum of neighbouring weights is beyond float64")
-    # Rounded, a mean may leave its part, whose weights may all have underflowed.
-    means = np.clip(np.add.reduceat(mass * scaled, first) / total, scaled[first], scaled[last])
-    return np.ldexp(np.where(total > 0.0, means, scaled[first]), exponents[0]), together
+    return x, w
 
 
 def _root(x: Vector) -> Vector:

@@ -17,18 +17,22 @@ def fail_at_exit() -> None:
     """
     if getattr(sys, "last_value", None) is not None:
         return
-    for stream in (sys.stderr, sys.stdout):
-        if stream is not None and not getattr(stream, "closed", False) and _refuse_at_the_end(stream):
+    for stream, first in ((sys.stderr, sys.__stderr__), (sys.stdout, sys.__stdout__)):
+        if first is not stream:
+            _refuse_at_the_end(first)  # redirected now, it may be the one again by then
+        if _refuse_at_the_end(stream):
             return
 
 
 def _refuse_at_the_end(stream: Any, frame: Any = sys._getframe) -> bool:
+    if stream is None or getattr(stream, "closed", False):
+        return False
     flush = getattr(stream, "flush", lambda: None)
 
     def refuse() -> None:
         flush()
         # Python's finalization calls this from no Python code; whoever else wants to flush may.
-        if frame().f_back is None:
+        if frame().f_back is None and getattr(sys, "last_value", None) is None:
             raise OSError("a save failed")
 
     with contextlib.suppress(AttributeError, TypeError):

@@ -163,7 +163,7 @@ def opened(url: Any) -> Files:
         raise BadArgumentError(f"url is {text!r:.200}; it must name a folder, or be an fsspec URL")
     try:
         files = open_files(text)
-    except (*UNOPENED, OSError) as e:
+    except (*UNOPENED, FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:  # archives look for theirs
         raise BadArgumentError(f"url {text!r}: {e}") from None
     if files.local:
         _check_folder(text, files.root)

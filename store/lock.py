@@ -36,6 +36,8 @@ _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.
 _SHORT_OF_LOCKS = 1.0
 """Seconds for which ENOLCK is taken for a moment's want of memory, and not for a file system that has no locks: of two
 processes of which only one fell back to lock files neither would see the other."""
+_without: set[int] = set()
+"""Devices of which that was waited for in vain."""
 
 
 class InUseError(TimeoutError):
@@ -144,15 +146,20 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
 
 
 def _have(fd: int, mode: int) -> None:
-    end = time.monotonic() + _SHORT_OF_LOCKS
+    device = os.fstat(fd).st_dev
+    end = time.monotonic() + (0.0 if device in _without else _SHORT_OF_LOCKS)
     while True:
         try:
             fcntl.flock(fd, mode)
         except OSError as e:
-            if e.errno != errno.ENOLCK or time.monotonic() > end:
+            if e.errno != errno.ENOLCK:
+                raise
+            if time.monotonic() >= end:
+                _without.add(device)
                 raise
             time.sleep(0.05)
         else:
+            _without.discard(device)
             return
 
 

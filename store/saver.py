@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import queue
-import sys
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
@@ -28,7 +26,6 @@ from ..codec.state.kinds import check_kinds, check_used
 from ..codec.state.leaves import is_array
 from ..kernels.arguments import choice, instance, integer, number, or_none
 from . import copying
-from .failing import fail_at_exit
 from .files import is_of_this_process
 from .head import Head
 from .manifest import check_metric, check_step
@@ -36,9 +33,12 @@ from .process import Origin, Place, ProcessPlace, ThreadPlace
 from .retention import Retention
 from .snapshot import Snapshot, plan, take
 from .store import Store
+from .unclosed import Unclosed
 from .upkeep import Upkeep
 from .worker import Warned, kinds_tree
 
+P = ParamSpec("P")
+R = TypeVar("R")
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
 _WITHIN = (
@@ -124,6 +124,7 @@ class _Runner:
         self.saved: SaveResult | None = None
         self.future: Future[SaveResult] | None = None
         self.warned: list[str] = []
+        self.ended = False
         self._failed = ""
         self._said: list[Warned] = []
         self.pid = os.getpid()
@@ -192,7 +193,7 @@ class _Runner:
         if self.future is not None and not concurrent.futures.wait([self.future], timeout).done:
             raise TimeoutError(f"a save is still in flight after {timeout:g} s")
 
-    def take_error(self, stacklevel: int = 4) -> BaseException | None:
+    def take_error(self, stacklevel: int = 6) -> BaseException | None:
         """The newest error that nobody was told of yet, those before it as notes; warnings are passed on here."""
         while self.warned:
             warnings.warn(self.warned.pop(0), SaverWarning, stacklevel=stacklevel)
@@ -212,71 +213,36 @@ class _Runner:
         if os.getpid() != self.pid:
             return
         self.wait()
+        self.ended = True
         self.place.cancel()  # what is done between saves
         self._jobs.put(None)
         self._thread.join()
         self.place.close()
 
 
-class _Unclosed:
-    """The runners of Savers that are not closed: their saves are finished and their errors shown, at exit or before.
+_UNCLOSED = Unclosed()
 
-    The collector of garbage may find a Saver in any thread, within anything: an import, the runner's own work. To wait
-    there might be for ever, so a thread is started that waits; Python ends when it has.
-    """
 
-    def __init__(self) -> None:
-        self._ending = False
-        self._begin()
-        atexit.register(self._end)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin)
+def _one_at_a_time(method: Callable[Concatenate[Saver, P], R]) -> Callable[Concatenate[Saver, P], R]:
+    """Other threads wait for their turn; a call within a call of the same thread fails, and one in a forked process."""
 
-    def _begin(self) -> None:
-        """Of a process: none of its parent's, one of whose threads may hold the lock."""
-        self._runners: set[_Runner] = set()
-        self._turn = threading.RLock()
-
-    def add(self, saver: Saver, runner: _Runner) -> weakref.finalize[Any, Saver]:
-        """To be taken out by `remove`."""
-        self._runners.add(runner)
-        found = weakref.finalize(saver, self._collected, runner)
-        found.atexit = False
-        return found
-
-    def remove(self, finalizer: weakref.finalize[Any, Saver], runner: _Runner) -> None:
-        """Whoever closes it does what is to be done."""
-        finalizer.detach()
-        self._runners.discard(runner)
-
-    def _collected(self, runner: _Runner) -> None:
-        if os.getpid() != runner.pid or self._ending:
-            return
-        thread = threading.Thread(target=self._finish, args=(runner,), name="shrinkpoint-unclosed", daemon=False)
-        with contextlib.suppress(RuntimeError):  # at the very end no thread can be started any more
-            thread.start()
-
-    def _end(self) -> None:
-        self._ending = True
-        while self._runners:
-            self._finish(next(iter(self._runners)))
-
-    def _finish(self, runner: _Runner) -> None:
-        with self._turn:
-            if runner not in self._runners:
-                return
+    @functools.wraps(method)
+    def call(self: Saver, /, *args: P.args, **options: P.kwargs) -> R:
+        self._check_own()
+        with self._turn(), self._lock:
+            if self._inside:
+                self._refused = True
+                raise ShrinkpointError(_WITHIN)
             try:
-                runner.close()
-                error = runner.take_error()
-                if error is not None:
-                    fail_at_exit()
-                    # Raised by an exit handler it would be shown without its notes.
-                    sys.excepthook(type(error), error, error.__traceback__)
+                self._inside, self._refused = True, False
+                result = method(self, *args, **options)
             finally:
-                self._runners.discard(runner)
+                self._inside = False
+            if self._refused:  # and whoever raised was not heard
+                warnings.warn(f"refused meanwhile: {_WITHIN}", SaverWarning, stacklevel=2)
+            return result
 
-
-_UNCLOSED = _Unclosed()
+    return call
 
 
 class Saver:
@@ -363,7 +329,8 @@ class Saver:
             else (lambda: ProcessPlace(store, nice=nice, threads=threads, upkeep=upkeep))
         )
         self._lock = threading.RLock()
-        self._inside = self._refused = False
+        self._inside = self._refused = self._closing = False
+        self._pid = os.getpid()
         self._closed = False
         self._known: set[str] = set()
         self._runner: _Runner | None = None
@@ -375,7 +342,7 @@ class Saver:
         self._start()
 
     def __repr__(self) -> str:
-        doing = "closed" if self._closed else "busy" if self.busy else "idle"
+        doing = "closed" if self._is_closed else "busy" if self.busy else "idle"
         return f"<Saver to {self.store.url}, {self.mode}, {doing}>"
 
     def _start(self) -> _Runner:
@@ -384,30 +351,34 @@ class Saver:
         self._finalizer = _UNCLOSED.add(self, runner)
         return runner
 
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """One call at a time: other threads wait for their turn, and a call within a call of the same thread fails."""
-        with self._lock:
-            if self._inside:
-                self._refused = True
-                raise ShrinkpointError(_WITHIN)
-            try:
-                self._inside, self._refused = True, False
-                yield
-                if self._refused:  # and whoever raised was not heard
-                    warnings.warn(f"refused meanwhile: {_WITHIN}", SaverWarning, stacklevel=4)
-            finally:
-                self._inside = False
+    def _turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Before the lock: a future's callback does not wait for whoever closes the saver, and so for its own end."""
+        if self._runner is None or not self._runner.is_here:
+            return contextlib.nullcontext()
+        while not self._lock.acquire(timeout=0.05):
+            if self._closing:
+                raise BadArgumentError("the saver is being closed")
+        held = contextlib.ExitStack()
+        held.callback(self._lock.release)
+        return held
+
+    @property
+    def _is_closed(self) -> bool:
+        """Also at exit, by `Unclosed`."""
+        return self._closed or (self._runner is not None and self._runner.ended)
 
     @property
     def _is_foreign(self) -> bool:
         """Whether it belongs to the process that this one was forked from; a thread there may have held the lock."""
-        return self._runner is not None and self._runner.pid != os.getpid()
+        return self._pid != os.getpid()
 
     def _check_own(self) -> None:
-        if self._is_foreign and self._runner is not None:
-            owner = self._runner.pid
-            raise ShrinkpointError(f"this saver belongs to process {owner}; open one of your own after a fork")
+        if self._is_foreign:
+            raise ShrinkpointError(f"this saver belongs to process {self._pid}; open one of your own after a fork")
+
+    def _check_elsewhere(self, what: str) -> None:
+        if self._runner is not None and self._runner.is_here:
+            raise ShrinkpointError(f"a saver cannot {what} by a callback of its future, which is part of a save")
 
     @property
     def busy(self) -> bool:
@@ -427,9 +398,10 @@ class Saver:
     @property
     def pid(self) -> int | None:
         """Process id of the worker; None where there is none, as after `close`."""
-        place = self._runner.place if self._runner is not None and not self._closed else None
+        place = self._runner.place if self._runner is not None and not self._is_closed else None
         return place.pid if isinstance(place, ProcessPlace) else None
 
+    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -460,36 +432,34 @@ class Saver:
             MemoryError: there is no memory for the snapshot.
             Exception: what the save before this one raised. The state given now is not saved then.
         """
-        self._check_own()
-        with self._entered():
-            begin = time.perf_counter()
-            runner = self._ready()
-            step = check_step(step)
-            metric = check_metric(metric)
-            check_kinds(kinds)
-            self._check_names(state, grads, kinds)
-            asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
-            future: Future[SaveResult] = Future()
-            future.set_running_or_notify_cancel()
-            if runner.busy and self.on_busy == "skip":
-                future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
-                return future
-            planned = plan({"state": state, "beside": [grads, metric, asked], "kinds": kinds_tree(kinds)})
-            waiting = time.perf_counter()
-            if runner.busy:
-                if self.on_busy == "cancel":
-                    runner.place.cancel()
-                runner.wait()
-                self._raise(runner)
-            waited = time.perf_counter() - waiting
-            if self._handed is not None and self._handed.is_durable:
-                self._durable = self._handed
-            snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
-            runner.submit(_Job(step, snapshot, future, begin, waited, self._origin(step)))
-            self._handed = _Handed(step, self.store.head, future)
-            if planned.nbytes >= copying.STREAMED:
-                copying.load_beside()
+        begin = time.perf_counter()
+        runner = self._ready()
+        step = check_step(step)
+        metric = check_metric(metric)
+        check_kinds(kinds)
+        self._check_names(state, grads, kinds)
+        asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
+        future: Future[SaveResult] = Future()
+        future.set_running_or_notify_cancel()
+        if runner.busy and self.on_busy == "skip":
+            future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
             return future
+        planned = plan({"state": state, "beside": [grads, metric, asked], "kinds": kinds_tree(kinds)})
+        waiting = time.perf_counter()
+        if runner.busy:
+            if self.on_busy == "cancel":
+                runner.place.cancel()
+            runner.wait()
+            self._raise(runner)
+        waited = time.perf_counter() - waiting
+        if self._handed is not None and self._handed.is_durable:
+            self._durable = self._handed
+        snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
+        runner.submit(_Job(step, snapshot, future, begin, waited, self._origin(step)))
+        self._handed = _Handed(step, self.store.head, future)
+        if planned.nbytes >= copying.STREAMED:
+            copying.load_beside()
+        return future
 
     def _check_names(self, state: Any, grads: Any, kinds: Mapping[str, Any] | None) -> None:
         """Refuse at once, not by way of the worker at the next save, what belongs to no array of the state.
@@ -536,12 +506,15 @@ class Saver:
             ShrinkpointError: see `save`.
             Exception: what the save raised.
         """
-        self._check_own()
-        with self._entered():
-            if self._runner is not None and not self._closed:
-                self._runner.wait(timeout)
-                self._raise(self._runner)
-            return self.last
+        self._check_elsewhere("be waited for")
+        return self._wait(timeout)
+
+    @_one_at_a_time
+    def _wait(self, timeout: float | None) -> SaveResult | None:
+        if self._runner is not None and not self._is_closed:
+            self._runner.wait(timeout)
+            self._raise(self._runner)
+        return self.last
 
     def rest(self) -> None:
         """Wait for the save in flight, and give up what is done between saves, until the next one.
@@ -551,18 +524,19 @@ class Saver:
         Raises:
             ShrinkpointError: called by a callback of a save's future, which comes before that work.
         """
-        if self._is_foreign:
+        self._check_elsewhere("rest")
+        if not self._is_foreign:
+            self._rest()
+
+    @_one_at_a_time
+    def _rest(self) -> None:
+        runner = self._runner
+        if self._is_closed or runner is None:
             return
-        with self._entered():
-            runner = self._runner
-            if self._closed or runner is None:
-                return
-            if runner.is_here:
-                raise ShrinkpointError("a saver cannot rest by a callback of its future, which is part of a save")
-            runner.wait()
-            if runner.tending is not None and not runner.tending.done():
-                runner.place.cancel()
-                runner.tending.result()
+        runner.wait()
+        if runner.tending is not None and not runner.tending.done():
+            runner.place.cancel()
+            runner.tending.result()
 
     def close(self) -> None:
         """Wait for the save in flight, end the worker and free the memory; again and again if you like.
@@ -571,26 +545,30 @@ class Saver:
             ShrinkpointError: called within a call of the same Saver, as by a signal handler.
             Exception: what the last save raised, if nobody was told yet.
         """
+        self._check_elsewhere("be closed")
         if self._is_foreign:
             self._closed = True
+        else:
+            self._close()
+
+    @_one_at_a_time
+    def _close(self) -> None:
+        runner = self._runner
+        if self._is_closed or runner is None:
+            self._closed = True
             return
-        with self._entered():
-            if self._closed:
-                return
-            runner = self._runner
-            if runner is None:
-                self._closed = True
-                return
-            if runner.is_here:
-                raise ShrinkpointError("a saver cannot be closed by a callback of its future, which is part of a save")
+        self._closing = True
+        try:
             runner.wait()
             self._closed = True
             _UNCLOSED.remove(self._finalizer, runner)
             runner.close()
-            self._last = runner.last or self._last
-            error = runner.take_error()
-            if error is not None:
-                raise error
+        finally:
+            self._closing = False
+        self._last = runner.last or self._last
+        error = runner.take_error(stacklevel=5)
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Saver:
         return self
@@ -615,7 +593,7 @@ class Saver:
 
     def _ready(self) -> _Runner:
         """The running worker; what went wrong since the last call is raised first."""
-        if self._closed:
+        if self._is_closed:
             raise BadArgumentError("the saver is closed")
         runner = self._runner
         if runner is None:

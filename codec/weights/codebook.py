@@ -23,8 +23,8 @@ MOST = 254
 """Most entries of a codebook: a level is a byte, and two levels are taken."""
 _FINER = 0.8
 """A uniform parent this much finer than need be is replaced: its error is small, but bits are wasted."""
-_PARTS, _FEWEST = 8, 128
-"""Buckets left for an entry of a codebook whose error alone is wanted, and at least: it grows by 0.6 % at most."""
+_PARTS, _FEWEST = 12, 192
+"""Buckets left for an entry of a codebook whose error alone is wanted, and at least: it grows by 0.3 % at most."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 

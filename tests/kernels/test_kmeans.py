@@ -310,12 +310,16 @@ def test_coarser_centers_at_every_scale(fresh: np.random.Generator) -> None:
         np.testing.assert_allclose(scaled, np.ldexp(few, up), rtol=1e-15)
         np.testing.assert_array_equal(same, np.ldexp(mass, -up))
     tiny = np.arange(2000) * 5e-324
-    for centers in (tiny, np.repeat(tiny[:2], 1000), np.concatenate([tiny, [1e308]])):
+    wide = np.concatenate([-(10.0 ** np.arange(308, -308, -1)), 10.0 ** np.arange(-308, 308)])
+    for centers in (tiny, np.repeat(tiny[:2], 1000), np.concatenate([tiny, [1e308]]), np.full(1000, 3.0), wide):
         weights = np.ones(centers.size)
         with np.errstate(all="raise"):
             some, together = coarsen(centers, weights, 500)
         assert together.sum() == weights.sum()
-        assert np.isfinite(some).all()
+        assert some.size <= 500
+        ends = np.cumsum(together).astype(np.int64)
+        assert (centers[np.append(0, ends[:-1])] <= some).all()
+        assert (some <= centers[ends - 1]).all()
         assert (np.diff(some) >= 0).all()
     with_none = np.where(fresh.random(2000) < 0.5, 0.0, w)
     used = with_none > 0

@@ -220,10 +220,19 @@ def test_a_moment_without_locks_is_waited_for(tmp_path: Path, monkeypatch: pytes
         flock(fd, mode)
 
     monkeypatch.setattr(fcntl, "flock", short)
+    monkeypatch.setattr(lock_module, "_without", set())
     with FileLock(open_files(tmp_path)).shared(), pytest.raises(TimeoutError):
         store.gc(timeout=0.05)
     assert left == [0]
     assert not (tmp_path / "locks").exists()
+    # Where that lasts it is waited for once.
+    monkeypatch.setattr(lock_module, "_SHORT_OF_LOCKS", 0.2)
+    left[0] = 10**6
+    begin = time.monotonic()
+    for _ in range(20):
+        with FileLock(open_files(tmp_path)).shared():
+            assert (tmp_path / "locks").exists()
+    assert time.monotonic() - begin < 2.0
 
 
 def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:

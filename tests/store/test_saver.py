@@ -971,6 +971,79 @@ def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -
     assert sp.Store(tmp_path / "run").load()["w"].sum() == 499_500
 
 
+@pytest.mark.parametrize("mode", ["process", "thread"])
+@posix
+def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: Path) -> None:
+    """To exit handlers that are older than this library, and so run after its own."""
+    done = program(
+        f"""
+        import atexit
+        from shrinkpoint.store import saver as module
+
+        atexit.unregister(module._UNCLOSED._end)
+
+        @atexit.register
+        def last():
+            try:
+                saver.save(2, {{"w": np.arange(10)}})
+            except sp.BadArgumentError as e:
+                print(e, saver, flush=True)
+            saver.wait()
+            saver.close()
+
+        atexit.register(module._UNCLOSED._end)
+        saver = sp.Saver(sp.Store(sys.argv[1] + "/run"), mode={mode!r})
+        saver.save(1, {{"w": np.arange(1000)}})
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("the saver is closed <Saver to ")
+    assert sp.Store(tmp_path / "run").steps() == [1]
+
+
+@posix
+def test_every_unclosed_saver_has_its_error_shown(tmp_path: Path) -> None:
+    """Also where warnings are errors, and whichever comes first."""
+    done = program(
+        """
+        import warnings
+        savers = []
+        for n in range(4):
+            where = f"{sys.argv[1]}/{n}"
+            savers.append(sp.Saver(sp.Store(where, sp.Config([("wieght", sp.Exact())] if n % 2 else []))))
+            if n % 2 == 0:
+                open(where, "w").close()
+            savers[-1].save(1, {"w": np.arange(1000.0)})
+        warnings.simplefilter("error", sp.SaverWarning)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 120
+    assert done.stderr.count("SaverWarning: step 1: UnmatchedRuleWarning") == 2
+    assert done.stderr.count("saving step 1") == 2
+
+
+def test_a_callback_does_not_wait_for_who_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes waits for it."""
+    store = sp.Store(memory_url(), LOSSLESS)
+    found: list[BaseException] = []
+
+    def back(_: Any) -> None:
+        with pytest.raises(sp.ShrinkpointError, match="cannot be waited for by a callback"):
+            saver.wait()
+        until(lambda: saver._closing)
+        with pytest.raises(sp.BadArgumentError, match="is being closed") as refused:
+            saver.save(2, {"a": 2})
+        found.append(refused.value)
+
+    saver = sp.Saver(store)
+    saver.save(1, {"a": 1}).add_done_callback(back)
+    saver.close()
+    assert len(found) == 1
+    assert store.steps() == [1]
+
+
 @pytest.mark.parametrize("moment", ["take", "hand"])
 @posix
 def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path) -> None:
@@ -1141,7 +1214,7 @@ def test_a_forked_child_may_leave_the_block(tmp_path: Path) -> None:
         held, go_on = threading.Event(), threading.Event()
 
         def hold():
-            with saver._entered():
+            with saver._lock:
                 held.set()
                 go_on.wait()
 
