@@ -21,7 +21,8 @@ _QUICK = 1 << 22
 """Elements up to which a run is a short one."""
 _RAW_POINTS = (100_000, 1_000_000)
 """Points on which the whole way is held against k-means on raw data, beside all; a short run has the first alone."""
-
+SAME_POINTS = ", the same points"
+"""What ends the rows that say nothing of a rate: on few points ours takes what its codebook takes."""
 _WAY = f"sketch, and the exact codebook of its buckets, put together to {PARTS}"
 
 
@@ -44,7 +45,7 @@ def cases(at: Place) -> list[Case]:
     rows.append(at.case(name, _from_raw))
     for n in dict.fromkeys(min(n, at.n) for n in ((*_RAW_POINTS, at.n) if at.n > _QUICK else _RAW_POINTS[:1])):
         few = Place(at.device, at.sample, n)
-        rows.append(few.case(f"{name}, the same points", _against_raw, None, raw))
+        rows.append(few.case(name + SAME_POINTS, _against_raw, None, raw))
     return rows
 
 

@@ -86,7 +86,8 @@ def _on_gpu(card: Device, options: Options, pair: data.Pair | None) -> list[Row]
 
 def plot(rows: list[Row], path: Path) -> None:
     """Share of the copy a row at the first size that was measured, and rate over the sizes."""
-    floors = [row for row in rows if row.peer in FLOORS and row.value is not None]
+    shown = [row for row in rows if not row.row.endswith(codebooks.SAME_POINTS)]
+    floors = [row for row in shown if row.peer in FLOORS and row.value is not None]
     largest: dict[tuple[str, str], Row] = {}
     counts: dict[tuple[str, str], set[int]] = {}
     for row in floors:
