@@ -22,7 +22,7 @@ METHODS = ("exact", "kmeans++")
 DTYPES = ("float16", "float32", "float64", *(f"{kind}{width}" for kind in ("int", "uint") for width in (8, 16, 32, 64)))
 """What centers and weights may be given in; all is computed in float64."""
 _LEAST = float(np.finfo(np.float64).tiny)
-_ROUNDS = 2
+_ROUNDS = 4
 """A center that lies alone takes one part, however wide its interval: without that far ones cost the others half."""
 
 

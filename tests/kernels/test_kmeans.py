@@ -275,6 +275,16 @@ def test_coarser_centers_have_nearly_the_best_codebook(
     assert best * (1 - 1e-12) <= found <= 1.001 * best
 
 
+def test_centers_that_lie_alone_take_one_part_each(fresh: np.random.Generator) -> None:
+    """However wide their intervals are: the others would have none left."""
+    near, far = np.sort(fresh.standard_normal(3000)), 10.0 ** np.linspace(1, 6, 60)
+    x, w = np.concatenate([near, far]), np.ones(3060)
+    few, mass = coarsen(x, w, 24 * 92)
+    assert (few < 10).sum() > 2000
+    best, found = (quantization_loss(x, w, weighted_kmeans(*p, 92)) for p in ((x, w), (few, mass)))
+    assert found <= 1.01 * best
+
+
 @pytest.mark.parametrize("kind", ["normal", "atoms", "heavy", "narrow"])
 def test_what_coarser_centers_lose_is_bounded(kind: str, fresh: np.random.Generator) -> None:
     """By the loss of putting together, whatever the data; their parts are found again from whole weights."""
