@@ -106,9 +106,6 @@ class Row:
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
-    def __contains__(self, column: object) -> bool:
-        return column in self.keys()
-
     def __len__(self) -> int:
         return len(self.keys())
 

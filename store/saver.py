@@ -190,10 +190,12 @@ class _Runner:
 
     def wait(self, timeout: float | None = None) -> None:
         """Until nothing is in flight; errors are left for `take_error`."""
+        if self.busy:
+            self.check_elsewhere("be waited for")
         if self.future is not None and not concurrent.futures.wait([self.future], timeout).done:
             raise TimeoutError(f"a save is still in flight after {timeout:g} s")
 
-    def take_error(self, stacklevel: int = 6) -> BaseException | None:
+    def take_error(self, stacklevel: int = 5) -> BaseException | None:
         """The newest error that nobody was told of yet, those before it as notes; warnings are passed on here."""
         while self.warned:
             warnings.warn(self.warned.pop(0), SaverWarning, stacklevel=stacklevel)
@@ -207,6 +209,11 @@ class _Runner:
     def is_here(self) -> bool:
         """Whether the caller is the thread itself: a callback of a future."""
         return threading.current_thread() is self._thread
+
+    def check_elsewhere(self, what: str) -> None:
+        """Refuse to a callback what waits for the thread that it runs in."""
+        if self.is_here:
+            raise ShrinkpointError(f"a saver cannot {what} by a callback of its future, which is part of a save")
 
     def close(self) -> None:
         """Wait, end the thread, free the place. In a forked child there is nothing to end."""
@@ -376,10 +383,6 @@ class Saver:
         if self._is_foreign:
             raise ShrinkpointError(f"this saver belongs to process {self._pid}; open one of your own after a fork")
 
-    def _check_elsewhere(self, what: str) -> None:
-        if self._runner is not None and self._runner.is_here:
-            raise ShrinkpointError(f"a saver cannot {what} by a callback of its future, which is part of a save")
-
     @property
     def busy(self) -> bool:
         """Whether a save is in flight."""
@@ -427,7 +430,8 @@ class Saver:
 
         Raises:
             BadArgumentError, UnsupportedLeafError: see `compress`; nothing was started.
-            ShrinkpointError: called within a call of the same Saver, as by a signal handler; or in a forked process.
+            ShrinkpointError: called within a call of the same Saver, as by a signal handler; in a forked process; or by
+                a callback of a save's future that would have to wait for another save.
             ChildProcessError: the worker was killed; say `save` again for a new one.
             MemoryError: there is no memory for the snapshot.
             Exception: what the save before this one raised. The state given now is not saved then.
@@ -492,6 +496,7 @@ class Saver:
             return Origin(self._saved.step, self._saved.id)
         return None if head is None else Origin(head.last.step, head.last.identity, head)
 
+    @_one_at_a_time
     def wait(self, timeout: float | None = None) -> SaveResult | None:
         """Wait until nothing is in flight.
 
@@ -506,11 +511,6 @@ class Saver:
             ShrinkpointError: see `save`.
             Exception: what the save raised.
         """
-        self._check_elsewhere("be waited for")
-        return self._wait(timeout)
-
-    @_one_at_a_time
-    def _wait(self, timeout: float | None) -> SaveResult | None:
         if self._runner is not None and not self._is_closed:
             self._runner.wait(timeout)
             self._raise(self._runner)
@@ -524,7 +524,8 @@ class Saver:
         Raises:
             ShrinkpointError: called by a callback of a save's future, which comes before that work.
         """
-        self._check_elsewhere("rest")
+        if self._runner is not None:
+            self._runner.check_elsewhere("rest")
         if not self._is_foreign:
             self._rest()
 
@@ -545,7 +546,8 @@ class Saver:
             ShrinkpointError: called within a call of the same Saver, as by a signal handler.
             Exception: what the last save raised, if nobody was told yet.
         """
-        self._check_elsewhere("be closed")
+        if self._runner is not None:
+            self._runner.check_elsewhere("be closed")
         if self._is_foreign:
             self._closed = True
         else:
@@ -566,7 +568,7 @@ class Saver:
         finally:
             self._closing = False
         self._last = runner.last or self._last
-        error = runner.take_error(stacklevel=5)
+        error = runner.take_error()
         if error is not None:
             raise error
 
@@ -598,14 +600,14 @@ class Saver:
         runner = self._runner
         if runner is None:
             return self._start()
-        self._raise(runner)
+        self._raise(runner, stacklevel=6)
         return runner
 
-    def _raise(self, runner: _Runner) -> None:
+    def _raise(self, runner: _Runner, stacklevel: int = 5) -> None:
         """Raise what a finished save raised, or that the worker died meanwhile; such a worker is put away."""
         if runner.busy:
             return
-        error = runner.take_error()
+        error = runner.take_error(stacklevel)
         place = runner.place
         if isinstance(place, ProcessPlace) and not place.alive:
             if error is None:

@@ -717,17 +717,23 @@ def test_a_store_in_this_memory_is_saved_by_a_thread() -> None:
 def test_callbacks_may_save_but_not_close() -> None:
     store = sp.Store(memory_url(), LOSSLESS)
     found: list[Any] = []
+    over = threading.Event()
 
     def back(_: Any) -> None:
         with pytest.raises(sp.ShrinkpointError, match="cannot be closed by a callback"):
             saver.close()
         with pytest.raises(sp.ShrinkpointError, match="cannot rest by a callback"):
             saver.rest()
+        assert saver.wait() is not None
         found.append(saver.save(2, {"a": 2}))
+        for waiting in (saver.wait, lambda: saver.save(3, {"a": 3})):
+            with pytest.raises(sp.ShrinkpointError, match="cannot be waited for by a callback"):
+                waiting()
+        over.set()
 
     with sp.Saver(store) as saver:
         saver.save(1, {"a": 1}).add_done_callback(back)
-        until(lambda: bool(found))
+        assert over.wait(PATIENCE)
         assert found[0].result(PATIENCE).status == "saved"
     assert store.steps() == [1, 2]
 
@@ -1030,8 +1036,6 @@ def test_a_callback_does_not_wait_for_who_closes(monkeypatch: pytest.MonkeyPatch
     found: list[BaseException] = []
 
     def back(_: Any) -> None:
-        with pytest.raises(sp.ShrinkpointError, match="cannot be waited for by a callback"):
-            saver.wait()
         until(lambda: saver._closing)
         with pytest.raises(sp.BadArgumentError, match="is being closed") as refused:
             saver.save(2, {"a": 2})
