@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 
-from ..golden.make import INDEX, cases, fingerprint
+from ..golden.make import INDEX, cases, check, fingerprint
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = [f"{name}-{t}.spt" for name, (_, _, length) in cases().items() for t in range(length)]
@@ -80,3 +81,20 @@ def test_golden_files_are_never_overwritten() -> None:
     assert done.returncode != 0
     assert "not overwritten" in done.stderr
     assert {p.name: p.read_bytes() for p in INDEX.parent.iterdir()} == before
+
+
+def test_every_case_is_encoded_to_the_same_bytes_again(tmp_path: Path) -> None:
+    assert check() == []
+    copy = Path(shutil.copytree(INDEX.parent, tmp_path / "v1"))
+    blob = bytearray((copy / FILES[0]).read_bytes())
+    blob[-1] ^= 1
+    (copy / FILES[0]).write_bytes(blob)
+    (copy / FILES[1]).unlink()
+    (copy / "of-no-case.spt").write_bytes(b"")
+    assert check(copy) == sorted(
+        [
+            f"{FILES[0]}: {len(blob)} bytes instead of {len(blob)}, the first difference at byte {len(blob) - 1}",
+            f"{FILES[1]}: the file is missing",
+            "of-no-case.spt: no case writes this file",
+        ]
+    )

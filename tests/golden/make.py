@@ -1,7 +1,8 @@
-"""Write the golden files: `python -m tests.golden.make` from the root of the repository.
+"""Write or check the golden files: `python -m tests.golden.make [--check | --again]` from the root of the repository.
 
-It refuses to touch what is there. Until 0.1.0 is released the format may change: then `--again` removes the files of
-the version under development first, and the change is one to review.
+Without an option it writes the files and refuses to overwrite existing ones. `--check` encodes every case again and
+compares the bytes with the files: a refactoring must leave every byte as it is. Until 0.1.0 is released the format may
+change: `--again` then removes the files of the version under development first, and the change needs a review.
 """
 
 from __future__ import annotations
@@ -242,12 +243,8 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    if "--again" in arguments:
-        for path in FOLDER.glob("*"):
-            path.unlink()
-    if any(FOLDER.glob("*")):
-        raise SystemExit(f"{FOLDER} is not empty; golden files are not overwritten (--again removes them first)")
+def encode() -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Encode every case: the entries of the index and the bytes of every file, both by file name."""
     index: dict[str, Any] = {}
     blobs: dict[str, bytes] = {}
     for name, (make, cfg, length) in cases().items():
@@ -265,6 +262,45 @@ def main(arguments: list[str]) -> None:
                 "streams": sorted({row.codec for row in ckpt.summary()}),
             }
             prev = ckpt
+    return index, blobs
+
+
+def check(folder: Path = FOLDER) -> list[str]:
+    """Encode every case again and return one line for each file or index entry that differs."""
+    index, blobs = encode()
+    stored = json.loads((folder / INDEX.name).read_text())
+    differences = []
+    for file in sorted({*stored, *index, *(p.name for p in folder.glob("*.spt"))}):
+        path = folder / file
+        if file not in index:
+            differences.append(f"{file}: no case writes this file")
+        elif not path.exists():
+            differences.append(f"{file}: the file is missing")
+        elif path.read_bytes() != blobs[file]:
+            old, new = path.read_bytes(), blobs[file]
+            at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+            differences.append(f"{file}: {len(new)} bytes instead of {len(old)}, the first difference at byte {at}")
+        elif file not in stored:
+            differences.append(f"{file}: the index does not list this file")
+        elif stored[file] != index[file]:
+            names = sorted(k for k in {*stored[file], *index[file]} if stored[file].get(k) != index[file].get(k))
+            differences.append(f"{file}: the index differs in {', '.join(names)}")
+    return differences
+
+
+def main(arguments: list[str]) -> None:
+    if "--check" in arguments:
+        differences = check()
+        if differences:
+            raise SystemExit("\n".join(differences))
+        print(f"every golden file in {FOLDER} is encoded to the same bytes again")
+        return
+    if "--again" in arguments:
+        for path in FOLDER.glob("*"):
+            path.unlink()
+    if any(FOLDER.glob("*")):
+        raise SystemExit(f"{FOLDER} is not empty; golden files are not overwritten (--again removes them first)")
+    index, blobs = encode()
     FOLDER.mkdir(exist_ok=True)
     for file, blob in blobs.items():
         (FOLDER / file).write_bytes(blob)
