@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -393,50 +392,6 @@ def accelerate(job: Job) -> Outcome:
     return done
 
 
-def keras(job: Job) -> Outcome:
-    """Keras 3 on torch: its `ModelCheckpoint` of the whole model against our backup."""
-    os.environ.setdefault("KERAS_BACKEND", "torch")
-    import keras
-
-    from shrinkpoint.trainers.keras import CompressedBackup
-
-    done = Outcome()
-    keras.utils.set_random_seed(0)
-    layers = [
-        keras.layers.Input((FEATURES,)),
-        keras.layers.Dense(job.width, activation="gelu", name="first"),
-        keras.layers.Dense(job.width, activation="gelu", name="second"),
-        keras.layers.Dense(1, name="last"),
-    ]
-    model = keras.Sequential(layers, name="net")
-    model.compile(keras.optimizers.AdamW(RATE, name="adamw"), "mse")
-    callbacks: list[Any] = []
-    start = 0
-    job.folder.mkdir(parents=True, exist_ok=True)
-    if job.how == "ours":
-        callbacks = [CompressedBackup(sp.Store(job.folder, job.cfg))]
-        start = callbacks[0].resume(model)
-    elif job.how == "own":
-        callbacks = [keras.callbacks.ModelCheckpoint(str(job.folder / "{epoch:04d}.keras"))]
-    for callback in callbacks:
-        callback.on_epoch_end = done.timed(callback.on_epoch_end)
-    x, y = (part.numpy() for part in epoch_of(job))
-    with done.loop():
-        model.fit(
-            x,
-            y,
-            batch_size=BATCH,
-            epochs=job.steps // job.every,
-            initial_epoch=start,
-            shuffle=False,
-            verbose=0,
-            callbacks=callbacks,
-        )
-    # Keras has matrices the other way round.
-    done.weights = [torch.as_tensor(v.value.detach().cpu()).t().clone() for v in model.trainable_variables]
-    return done
-
-
 def orbax(job: Job) -> Outcome:
     """JAX: Orbax's `StandardSave` against our handler, both asynchronous."""
     import jax
@@ -575,15 +530,6 @@ accelerator.load_state(path)""",
         """accelerator.save_state()
 accelerator.load_state(path)""",
         "dropout",
-    ),
-    "Keras": Framework(
-        keras,
-        "ModelCheckpoint",
-        """from shrinkpoint.trainers.keras import CompressedBackup
-backup = CompressedBackup(saver)
-model.fit(x, y, callbacks=[backup], initial_epoch=backup.resume(model))""",
-        """model = keras.models.load_model(path)
-model.fit(x, y, callbacks=[keras.callbacks.ModelCheckpoint(path)], initial_epoch=epoch)""",
     ),
     "Orbax": Framework(
         orbax,

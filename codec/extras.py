@@ -12,7 +12,6 @@ EXTRAS = {
     "lightning": ("lightning>=2.4",),
     "transformers": ("transformers>=4.50", "accelerate>=1.0", "safetensors>=0.4"),
     "accelerate": ("accelerate>=1.0",),
-    "keras": ("keras>=3.5",),
     "jax": ("jax>=0.5",),
     "orbax": ("orbax-checkpoint>=0.11.20",),
     "report": ("matplotlib>=3.8",),

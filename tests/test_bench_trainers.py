@@ -50,11 +50,11 @@ def test_a_framework_whose_resume_is_not_exact_gets_no_figures(monkeypatch: pyte
 
 def test_what_is_not_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: Job) -> Outcome:
-        raise ImportError("no", name="keras")
+        raise ImportError("no", name="accelerate")
 
-    monkeypatch.setitem(trainers.FRAMEWORKS, "Keras", frameworks.Framework(missing, "own", "", ""))
-    (row,) = trainers.run(Options(only="Keras"))
-    assert (row.value, row.note) == (None, "not measured: keras is not installed")
+    monkeypatch.setitem(trainers.FRAMEWORKS, "Accelerate", frameworks.Framework(missing, "own", "", ""))
+    (row,) = trainers.run(Options(only="Accelerate"))
+    assert (row.value, row.note) == (None, "not measured: accelerate is not installed")
     rows = trainers.run(Options(quick=True, only="Lightning,Transformers,ranks"))
     assert {r.note for r in rows} == {"not measured: --quick"}
     assert len(rows) == 5

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .loader import Loader
-    from .loop import resume, save, training_state
+    from .loop import resume, save
     from .online import apply_update
+    from .training_state import TrainingState
 
-_WHERE = {"apply_update": "online", "Loader": "loader", "resume": "loop", "save": "loop", "training_state": "loop"}
+_WHERE = {
+    "apply_update": "online",
+    "Loader": "loader",
+    "resume": "loop",
+    "save": "loop",
+    "TrainingState": "training_state",
+}
 
-__all__ = ["Loader", "apply_update", "resume", "save", "training_state"]
+__all__ = ["Loader", "TrainingState", "apply_update", "resume", "save"]
 
 
 def __dir__() -> list[str]:

@@ -14,9 +14,9 @@ from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver
 from ..store.store import Store
 from .background import Background
-from .fitting import group_differences, load_models, refuse
 from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
 from .state import plain
+from .state_mismatch import group_differences, load_models, refuse
 
 POINTER = "shrinkpoint.json"
 _STAND_IN = 1 << 12

@@ -22,8 +22,8 @@ from ..codec.extras import install
 from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
 from ..store.local import sync_folder
-from . import card as cards
-from .folders import (
+from . import model_card as cards
+from .model_folder import (
     SUFFIX,
     ModelFolder,
     PathLike,

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..codec.extras import install
 from ..kernels.errors import BadArgumentError
-from .fitting import listed
+from .state_mismatch import listed
 
 if TYPE_CHECKING:
     import jax

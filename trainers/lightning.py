@@ -32,8 +32,10 @@ from ..search.team import Team
 from ..store.store import Store
 from ..store.trail import aims
 from .background import Background, check_compact
+from .lightning_strategies import of_both, plugins, watch
 from .loop import RanksChangedWarning
-from .parts import gathered
+from .model_state import gathered
+from .module_names import bare_name
 from .pointers import (
     PathLike,
     drop,
@@ -48,11 +50,9 @@ from .pointers import (
     store_of,
 )
 from .processes import from_all, rank, world
+from .replica_search import agreed, of_first
 from .sensitivity import SensitivityTracker
 from .state import capture_rng, plain, restore_rng
-from .strategies import of_both, plugins, watch
-from .together import agreed, of_first
-from .wrappers import bare_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

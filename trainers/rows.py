@@ -26,7 +26,7 @@ from ..codec.state.kinds import Kind
 from ..codec.state.kinds import kinds as kinds_of
 from ..kernels.errors import BadArgumentError
 from ..kernels.mask import pack_mask
-from .hooks import Nesting, closure_of, remove, weak
+from .optimizer_hooks import Nesting, closure_of, remove, weak
 from .processes import world
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.arguments import integer, number, or_none
-from .averages import Average, Transfer, gradient_of
-from .hooks import Nesting, after_closure, closure_of, remove, weak
-from .wrappers import bare_name
+from .gradient_averages import Average, Transfer, gradient_of
+from .module_names import bare_name
+from .optimizer_hooks import Nesting, after_closure, closure_of, remove, weak
 
 _NOTHING, _FEWEST = 40, 12
 

@@ -25,9 +25,9 @@ from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
 from ..store.store import Store
 from .background import Background, check_compact
-from .fitting import differences, refuse
 from .pointers import PathLike, drop, load_at, read_pointer, save_at, steps_in_use, store_of
 from .state import plain
+from .state_mismatch import differences, refuse
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

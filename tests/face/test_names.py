@@ -12,7 +12,7 @@ import pytest
 
 import shrinkpoint as sp
 
-OPTIONAL = ("accelerate", "composer", "jax", "keras", "lightning", "orbax", "torchtitan", "transformers", "megatron")
+OPTIONAL = ("accelerate", "jax", "lightning", "orbax", "torchtitan", "transformers", "megatron")
 """Modules of `trainers` that import what may not be there."""
 
 

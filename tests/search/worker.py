@@ -10,15 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 import shrinkpoint as sp
-from shrinkpoint.codec.weights.partition import Sketch, protection
-from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.search import Cube
-from shrinkpoint.search.shards import merge_sketches
 
 CUBE = Cube(bins=(4, 8, 16, 32, 64), prune=(0.0, 0.2), protect=(0.0005, 0.005))
 
@@ -86,7 +82,6 @@ def main(rank: int, size: int, folder: Path) -> None:
         r.notes for r in (found, sp.search(exact, blind, 0.02, group=group, last=found))
     )
     out["accurate"] = calls_of_an_accuracy(exact, loss, group)
-    out["sketches"] = sketches(rank, size, group)
     parts = in_parts(size, exact)
     out["sharded"] = sp.search(parts, evaluate(exact), 0.02, group=group, cube=CUBE).to_json()
     # One process that gives up before arrays are gathered must not leave the others waiting for its parts.
@@ -121,19 +116,6 @@ def calls_of_an_accuracy(exact: dict[str, Any], loss: Callable[[dict[str, Any]],
         calls.append(0)
         last = sp.search(exact, accuracy, 0.02, group=group, cube=CUBE, last=last, progress=False)
     return calls
-
-
-def sketches(rank: int, size: int, group: Any) -> list[float]:
-    """Thresholds from the sketches of all parts merged, and from the whole."""
-    whole = np.random.default_rng(0).standard_normal(10_007).astype(np.float32)
-    gradient = np.random.default_rng(1).standard_normal(10_007).astype(np.float32)
-    cut = np.array_split(np.arange(whole.size), size)[rank]
-
-    def sketch(x: Any, g: Any) -> Sketch:
-        return Sketch.of("linear", log_histogram(x, 6, signed=True), log_histogram(x, 6, gradient=g))
-
-    merged = merge_sketches([sketch(whole[cut], gradient[cut])], group)
-    return [*protection(merged, 0.01), *protection([sketch(whole, gradient)], 0.01)]
 
 
 def in_parts(size: int, exact: dict[str, Any]) -> dict[str, Any]:

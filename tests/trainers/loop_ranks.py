@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint as sp
 from shrinkpoint import trainers
-from shrinkpoint.trainers.parts import StateMismatchWarning
+from shrinkpoint.trainers.model_state import StateMismatchWarning
 from shrinkpoint.trainers.pointers import load_at, save_at
 
 

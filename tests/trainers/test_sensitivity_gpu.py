@@ -130,7 +130,7 @@ def test_loops_without_an_optimizer(gpu: Gpu) -> None:
 
 def test_the_stand_in_notices_what_does_not_wait(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the event the step overtakes the copy; without the thread's waiting NaN is read."""
-    from shrinkpoint.trainers.averages import Transfer
+    from shrinkpoint.trainers.gradient_averages import Transfer
 
     from . import fake_cuda
 

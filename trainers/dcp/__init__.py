@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .planner import LoadPlanner, PartialLoadWarning
 from .reader import Reader
-from .titan import CompressedCheckpoints
+from .torchtitan import CompressedCheckpoints
 from .writer import ParentNotUsedWarning, Writer
 
 __all__ = ["CompressedCheckpoints", "LoadPlanner", "ParentNotUsedWarning", "PartialLoadWarning", "Reader", "Writer"]

@@ -19,8 +19,8 @@ from ...codec.partial import decode_only
 from ...codec.state.tree import unflatten
 from ...store.files import Files
 from .chain import open_folder, opener, read_index
+from .entry_paths import VALUES, key_of, numbered, place
 from .metadata import FOLDER, Index, RankFile, Shard
-from .places import VALUES, key_of, numbered, place
 
 BATCH = 1 << 25
 """Bytes of arrays decoded at a time, a larger array alone: bounds what is held beside the state that is filled.

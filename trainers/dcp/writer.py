@@ -37,8 +37,8 @@ from ...store.manifest import Manifest
 from ...store.policy import Size, smaller, wants_base
 from ...store.trail import Trail, aims
 from .chain import carry, open_folder, read_index, resolve
+from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
-from .places import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .thresholds import Weights, agree
 
 

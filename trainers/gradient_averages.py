@@ -75,7 +75,7 @@ class Average:
         found: Tensor = getattr(self, which).clone()
         if self._like is None:
             return found
-        from .shards import on_host
+        from .host_shards import on_host
 
         return on_host(found, self._like)
 

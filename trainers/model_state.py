@@ -7,8 +7,10 @@ processes the whole state comes together on rank 0.
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from ..codec.state.kinds import Kind, kinds
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
-from .fitting import differences, listed
+from .broadcast import broadcast_entries, redistributed
 from .processes import rank, world
-from .spread import laid_out, spread
 from .state import plain
+from .state_mismatch import differences, listed
 
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -267,7 +269,7 @@ def set_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
         set_model_state_dict(_target(model), fitting, options=_options(load=True))
         return
     mine = dict(_held(model))
-    fitting = {k: laid_out(v, mine[k]) for k, v in saved.items() if k in mine and _fits(v, mine[k])}
+    fitting = {k: redistributed(v, mine[k]) for k, v in saved.items() if k in mine and _fits(v, mine[k])}
     if mine:
         set_model_state_dict(_target(model), mine | fitting)
 
@@ -289,6 +291,8 @@ def set_optimizers(
     optimizers: Sequence[torch.optim.Optimizer],
     saved: Mapping[str, Any],
     without: Collection[str] = (),
+    *,
+    keep: Collection[str] = (),
 ) -> None:
     """Put a saved state into optimizers: entries by parameter name, settings by the group that holds the parameter.
 
@@ -300,6 +304,7 @@ def set_optimizers(
         optimizers: as they were when saved.
         saved: what `optimizer_state` gave.
         without: parameters whose entries are left out.
+        keep: settings of the groups whose present values are kept; "lr" is left to `LearningRates`.
     """
     for one in optimizers:
         names = _names(model, one)
@@ -313,8 +318,9 @@ def set_optimizers(
             entries = {n: e for n, e in kept.items() if _entry_fits(e, parameters[n].shape)}
             settings = _settings(names, saved["param_groups"])
             beside = saved.get("more", {}).get(_first(names), {})
-        entries, (settings, beside) = spread(entries, (settings, beside), parameters)
-        groups = [{**_with_own(g, s), "params": g["params"]} for g, s in zip(_groups(one), settings, strict=True)]
+        entries, (settings, beside) = broadcast_entries(entries, (settings, beside), parameters)
+        pairs = zip(_groups(one), settings, strict=True)
+        groups = [{**_with_own(g, s, set(keep) - {"lr"}), "params": g["params"]} for g, s in pairs]
         # Not by torch's `set_optimizer_state_dict`: it makes a step to see what the state is like, which some
         # optimizers cannot, and which gives parameters a state that had none.
         number = {name: i for i, name in enumerate(flat)}
@@ -334,9 +340,82 @@ def _settings(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
     return [next((table[name] for name in group if name in table), {}) for group in names]
 
 
-def _with_own(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved settings over a group's own, but for those that say only how to compute: the device may be another."""
-    return {**group, **{k: v for k, v in saved.items() if k not in _HOW or k not in group}}
+def _with_own(group: Mapping[str, Any], saved: Mapping[str, Any], keep: Collection[str]) -> dict[str, Any]:
+    """Return a group's settings replaced by the saved ones, except those to keep and those that say how to compute.
+
+    The latter depend on the device, which may be another one than before.
+    """
+    return {**group, **{k: v for k, v in saved.items() if k not in group or k not in (_HOW | set(keep))}}
+
+
+def check_keep(keep: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse names that are no setting of any parameter group.
+
+    Raises:
+        BadArgumentError: with the nearest names.
+    """
+    if isinstance(keep, str) or not isinstance(keep, Sequence):
+        raise BadArgumentError(f'keep must be a sequence of names such as ("lr", "weight_decay"), not {keep!r}')
+    known = sorted({str(name) for one in optimizers for group in one.param_groups for name in group} - {"params"})
+    for name in keep:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else f"; the settings are {', '.join(known) or 'none'}"
+            raise BadArgumentError(f"keep: {name!r} is not a setting of the optimizer{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRates:
+    """The learning rates of new optimizers and their scheduler, to be restored after an older state was loaded.
+
+    Args:
+        groups: (optimizer, number of the group, its rate, its base rate or None if no scheduler has set one).
+        schedulers: (scheduler, its base rates), nested ones included.
+    """
+
+    groups: Sequence[tuple[torch.optim.Optimizer, int, Any, Any]]
+    schedulers: Sequence[tuple[Any, list[Any]]]
+
+    @staticmethod
+    def of(optimizers: Sequence[torch.optim.Optimizer], scheduler: Any) -> LearningRates:
+        """Record the present rates."""
+        rates = [
+            (one, number, _number(group["lr"]), _number(group.get("initial_lr")))
+            for one in optimizers
+            for number, group in enumerate(one.param_groups)
+        ]
+        schedulers = [(one, list(one.base_lrs)) for one in _schedulers(scheduler) if hasattr(one, "base_lrs")]
+        return LearningRates(rates, schedulers)
+
+    def restore(self) -> None:
+        """Set them again: under a scheduler the rate that its schedule now has for the recorded base rate."""
+        for optimizer, number, rate, base in self.groups:
+            group = optimizer.param_groups[number]  # loading has replaced the groups
+            before = _number(group.get("initial_lr"))
+            if self.schedulers and base is not None and before:
+                rate = _number(group["lr"]) * base / before
+            if base is not None:
+                group["initial_lr"] = base
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        for scheduler, base_rates in self.schedulers:
+            scheduler.base_lrs = base_rates
+            if hasattr(scheduler, "_last_lr"):
+                scheduler._last_lr = [_number(group["lr"]) for group in scheduler.optimizer.param_groups]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    """A scheduler and those within it."""
+    if scheduler is not None:
+        yield scheduler
+        for inner in getattr(scheduler, "_schedulers", ()):
+            yield from _schedulers(inner)
 
 
 def _entry_fits(entry: Any, shape: torch.Size) -> bool:

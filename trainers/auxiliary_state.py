@@ -1,4 +1,4 @@
-"""What a training has beside its model and optimizer, each at its place in the state: `ema`, or `more/teacher`."""
+"""The parts of a training besides model and optimizer, each at its place in the state: `ema`, or `more/teacher`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MORE = "more"
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """A scheduler, a scaler, an averaged model, and more, as far as there are any.
+class AuxiliaryState:
+    """Scheduler, scaler, averaged model and further objects with a state, as far as they are given.
 
     Args:
-        parts: by place.
-        has_more: whether there is a `more`, if only an empty one.
+        parts: place -> object.
+        has_more: whether `more` was given, even if it is empty.
     """
 
     parts: Mapping[Place, Stateful]
@@ -30,33 +30,33 @@ class Beside:
     @staticmethod
     def of(
         scheduler: Stateful | None, scaler: Stateful | None, ema: Stateful | None, more: Mapping[str, Stateful] | None
-    ) -> Beside:
-        """From the arguments of `save`; raises BadArgumentError where `more` is no mapping."""
+    ) -> AuxiliaryState:
+        """Return the parts that are not None; BadArgumentError if `more` is no mapping."""
         if more is not None and not isinstance(more, Mapping):
-            raise BadArgumentError(f"more must map names to what has a state, not be a {type(more).__qualname__}")
+            raise BadArgumentError(f"more must map names to objects with a state, not be a {type(more).__qualname__}")
         given: dict[Place, Any] = {("scheduler",): scheduler, ("scaler",): scaler, ("ema",): ema}
         given |= {(_MORE, name): part for name, part in (more or {}).items()}
         parts = {place: part for place, part in given.items() if part is not None or place[0] == _MORE}
-        return Beside(parts, more is not None)
+        return AuxiliaryState(parts, more is not None)
 
     @property
     def modules(self) -> Iterator[tuple[Place, nn.Module]]:
-        """Those that all processes save and load together."""
+        """The parts that are modules: all processes save and load them together."""
         return ((place, part) for place, part in self.parts.items() if isinstance(part, nn.Module))
 
     def named(self) -> dict[str, Stateful]:
-        """By the names that messages have for them."""
+        """Return the parts by the names that messages use."""
         return {label(place): part for place, part in self.parts.items()}
 
-    def said(self) -> dict[str, Any]:
-        """What each says of itself; of a module nothing yet."""
+    def states(self) -> dict[str, Any]:
+        """Return the state dict of each part as a plain tree; None for modules."""
         own: dict[str, Any] = {_MORE: {}} if self.has_more else {}
         for place, part in self.parts.items():
             put(own, place, None if isinstance(part, nn.Module) else plain(part.state_dict()))
         return own
 
     def without_modules(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state, not changed, with nothing where modules have theirs."""
+        """Return a copy of a state in which the states of modules are empty."""
         light = {**state, _MORE: dict(state[_MORE])} if _MORE in state else dict(state)
         for place, _ in self.modules:
             put(light, place, {})
@@ -64,7 +64,7 @@ class Beside:
 
 
 def label(place: Place) -> str:
-    """The argument that a place is of.
+    """Return the argument that a place belongs to.
 
     Example:
         >>> label(("ema",)), label(("more", "teacher"))
@@ -74,21 +74,21 @@ def label(place: Place) -> str:
 
 
 def put(state: dict[str, Any], place: Place, value: Any) -> None:
-    """Put a value at its place; what is above that is there."""
+    """Store a value at its place; the levels above it exist."""
     for name in place[:-1]:
         state = state[name]
     state[place[-1]] = value
 
 
 def at(state: Mapping[str, Any], place: Place) -> Any:
-    """What stands at a place."""
+    """Return the value at a place."""
     for name in place:
         state = state[name]
     return state
 
 
 def has(state: Mapping[str, Any], place: Place) -> bool:
-    """Whether something stands at a place."""
+    """Whether there is a value at a place."""
     for name in place:
         if not isinstance(state, Mapping) or name not in state:
             return False

@@ -1,5 +1,5 @@
 """Two processes with trees of their own:
-`python -m torch.distributed.run --nproc_per_node 2 together_ranks.py FOLDER`.
+`python -m torch.distributed.run --nproc_per_node 2 replica_search_ranks.py FOLDER`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shrinkpoint as sp
 from shrinkpoint.search.team import Team
 from shrinkpoint.trainers.processes import on_all, on_rank_0
-from shrinkpoint.trainers.together import of_first
+from shrinkpoint.trainers.replica_search import of_first
 
 
 def tree(rank: int) -> dict[str, Any]:

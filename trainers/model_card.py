@@ -1,29 +1,45 @@
-"""The section of a model card that says how its weights are compressed and what was lost."""
+"""The section of a model card that reports how its weights are compressed and their errors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from .hub import Transfer
+from ..codec.checkpoint import Row
 
 NAME = "README.md"
 _BEGIN, _END = "\n<!-- shrinkpoint: begin -->\n", "<!-- shrinkpoint: end -->\n"
 
 
+class Stored(Protocol):
+    """The parts of `hub.Transfer` that a card reports."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def raw_nbytes(self) -> int: ...
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def rows(self) -> Sequence[Row]: ...
+
+
 def has_section(card: bytes) -> bool:
-    """Whether a card is that of a compressed model already."""
+    """Whether a card already has the section of a compressed model."""
     return _BEGIN.encode() in card
 
 
 def without_section(card: bytes) -> bytes:
-    """The card as it was."""
+    """Return the card without the section."""
     begin, end = card.find(_BEGIN.encode()), card.rfind(_END.encode())
     return card[:begin] + card[end + len(_END) :] if 0 <= begin < end else card
 
 
-def section(done: Transfer, base: str | None) -> str:
-    """The section of the model card: what is stored, what is lost."""
+def section(done: Stored, base: str | None) -> str:
+    """Return the section of the model card: the stored bytes and the error of each weight."""
     lines = [
         "## Compressed weights",
         "",

@@ -1,0 +1,109 @@
+"""How long the last saves of this process to each store took, and which save is in flight."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..store.files import one_name
+
+R = TypeVar("R")
+_REMEMBERED = 5
+"""Saves of each type, base or delta, whose seconds are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A save in flight.
+
+    Args:
+        step: training step.
+        begin: `time.monotonic()` when it was called.
+        future: done when the checkpoint is durable, or the save has failed.
+    """
+
+    step: int
+    begin: float
+    future: Future[Any]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.begin
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_REMEMBERED)
+
+
+@dataclass(slots=True)
+class SaveTiming:
+    """Measured seconds, from the call of `save` until the checkpoint was durable, of the saves to one store."""
+
+    deltas: deque[float] = field(default_factory=_recent)
+    bases: deque[float] = field(default_factory=_recent)
+    durable: int | None = None
+    """Step of the newest save of this process that became durable."""
+    running: Running | None = None
+
+    def expected(self, is_delta: bool) -> float | None:
+        """Return the longest of the last saves of a type, or of both where none of this type was made; None: no save.
+
+        Example:
+            >>> timing = SaveTiming()
+            >>> timing.add(10, False, 0.75)
+            >>> timing.expected(True)
+            0.75
+        """
+        own = self.deltas if is_delta else self.bases
+        return max(own or [*self.deltas, *self.bases], default=None)
+
+    def add(self, step: int, is_delta: bool, seconds: float) -> None:
+        """Record a save that became durable."""
+        (self.deltas if is_delta else self.bases).append(seconds)
+        self.durable = step
+
+    def begin(self, running: Running) -> None:
+        """Record a save that was handed over; it is added when it is durable."""
+        self.running = running
+        running.future.add_done_callback(lambda future: self._end(running, future))
+
+    def _end(self, running: Running, future: Future[Any]) -> None:
+        if self.running is running:
+            self.running = None
+        if not future.cancelled() and future.exception() is None and future.result().status == "saved":
+            self.add(running.step, future.result().is_delta, running.elapsed)
+
+
+_timings: dict[str, SaveTiming] = {}
+
+
+def timing_of(url: str) -> SaveTiming:
+    """Return the record of a store."""
+    return _timings.setdefault(one_name(url), SaveTiming())
+
+
+def timed(url: str, step: int, save: Callable[[], R]) -> R:
+    """Call `save` and record how long it takes: until it returns, or until the future that it returns is done."""
+    timing, begin = timing_of(url), time.monotonic()
+    result: Any = save()
+    if isinstance(result, Future):
+        timing.begin(Running(step, begin, result))
+    else:
+        timing.add(step, result.is_delta, time.monotonic() - begin)
+    found: R = result
+    return found
+
+
+def wait_for_saves(url: str) -> None:
+    """Wait until no save of this process to a store is in flight; its error is left to the Saver."""
+    running = timing_of(url).running
+    if running is not None:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            concurrent.futures.wait([running.future])

@@ -1,0 +1,167 @@
+"""`TrainingState`: the parts of a training run, and the tree in which a checkpoint holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ..codec.errors import ShrinkpointError
+from ..codec.state.kinds import Kind
+from ..codec.state.leaves import is_array
+from ..codec.state.tree import flatten
+from ..kernels.errors import BadArgumentError
+from ..store.manifest import check_step
+from .auxiliary_state import AuxiliaryState, Place, has, put
+from .model_state import (
+    kinds_of,
+    model_state,
+    optimizer_state,
+    optimizers_of,
+    refuse_flat,
+    sharded,
+    whole,
+)
+from .processes import from_all, on_all, rank, world
+from .state import Generator, Stateful, capture
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The parts of a training run that a checkpoint holds: what `save` stores and `resume` restores.
+
+    The global random number generators of torch (and its devices), Python and NumPy always belong to it.
+
+    Args:
+        model: the module, wrapped (DDP, `torch.compile`) or not.
+        optimizer: one optimizer or several.
+        scheduler: learning-rate scheduler; like the next three, any object with `state_dict` and `load_state_dict`.
+        scaler: gradient scaler of mixed precision.
+        ema: averaged model, such as `torch.optim.swa_utils.AveragedModel`.
+        loader: position in the data: a `Loader`.
+        generators: name -> generator that training draws from, in addition to the global ones.
+        more: name -> any other object with a state.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> state = TrainingState(model, torch.optim.SGD(model.parameters()))
+        >>> sorted(state.tree(3))
+        ['model', 'optimizer', 'optimizers', 'ranks', 'step']
+
+    Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
+    """
+
+    model: nn.Module
+    optimizer: Optimizers | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    ema: Stateful | None = None
+    loader: Stateful | None = None
+    generators: Mapping[str, Generator] | None = None
+    more: Mapping[str, Stateful] | None = None
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers as a tuple; BadArgumentError if another object is among them."""
+        return optimizers_of(self.optimizer)
+
+    @property
+    def auxiliary(self) -> AuxiliaryState:
+        """The parts other than model, optimizer, loader and generators; BadArgumentError if `more` is no mapping."""
+        return AuxiliaryState.of(self.scheduler, self.scaler, self.ema, self.more)
+
+    def check(self) -> None:
+        """Raise BadArgumentError if a part has the wrong type."""
+        if not isinstance(self.model, nn.Module):
+            raise BadArgumentError(f"model must be a torch.nn.Module, not {type(self.model).__qualname__}")
+        auxiliary = self.auxiliary
+        for module in (self.model, *(module for _, module in auxiliary.modules)):
+            refuse_flat(module)
+        parts = auxiliary.named() | ({} if self.loader is None else {"loader": self.loader})
+        for name, part in parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise BadArgumentError(f"{name} is a {type(part).__qualname__}, without state_dict and load_state_dict")
+
+    def tree(self, step: int) -> dict[str, Any] | None:
+        """Return the tree that `save` stores: plain dicts, lists, scalars and the live arrays, no copies.
+
+        With several processes all of them must call it: the whole state is gathered on rank 0, the others get None.
+
+        Args:
+            step: training steps done, 0 or more.
+
+        Raises:
+            BadArgumentError: a part has the wrong type; the step is out of range; an optimizer has a parameter that
+                is not the model's, or that another optimizer has too.
+            ShrinkpointError: another process could not give its part of the state; the message says why.
+        """
+
+        def local() -> tuple[int, Sequence[torch.optim.Optimizer], AuxiliaryState, dict[str, Any], Any]:
+            """The part of the state that this process has without the others."""
+            optimizers, auxiliary = self.optimizers, self.auxiliary
+            self.check()
+            own = auxiliary.states()
+            position = None if self.loader is None else self.loader.state_dict()
+            mine = capture(generators=self.generators, position=position)
+            # An unsupported value is refused here, with its path, because it may not even be sent.
+            flatten({"ranks": mine, **own}, is_array)
+            return check_step(step), optimizers, auxiliary, own, mine
+
+        # Before the first collective: a process that cannot join one would leave the others waiting.
+        (number, optimizers, auxiliary, own, mine), paths = on_all(local, lambda found: list(sharded(found[3], "")))
+        if any(other != paths[0] for other in paths):
+            raise ShrinkpointError(
+                "nothing was saved: the ranks have different sharded tensors in scheduler, scaler, ema or more"
+            )
+        state: dict[str, Any] = {"step": number, "model": model_state(self.model)}
+        if optimizers:
+            state["optimizers"] = [type(one).__qualname__ for one in optimizers]
+            state["optimizer"] = optimizer_state(self.model, optimizers)
+        state |= whole(own) if world() > 1 else own
+        for place, module in auxiliary.modules:
+            put(state, place, model_state(module))
+        state["ranks"] = from_all(mine)
+        return state if rank() == 0 else None
+
+    def kinds(self, tree: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what each array of a tree is: kinds of the model and its optimizers, `state` for everything else.
+
+        Args:
+            tree: as `tree` returned it.
+        """
+        found = kinds_of(self.model, self.optimizers)
+        others = {key: value for key, value in tree.items() if key not in ("model", "optimizer")}
+        _, arrays = flatten(others, is_array)
+        return found | {node.path: Kind("other", "state") for node in arrays}
+
+    def missing(self, tree: Mapping[str, Any]) -> list[str]:
+        """Return the names of the parts of this state that a stored tree does not hold."""
+        places: list[Place] = [("model",), *[("optimizer",)] * bool(self.optimizers), *self.auxiliary.parts]
+        names = ["/".join(map(str, place)) for place in places if not has(tree, place)]
+        names += [f"generators/{n}" for n in self.generators or {} if not has(tree["ranks"][0], ("generators", n))]
+        if self.loader is not None and any(mine.get("position") is None for mine in tree["ranks"]):
+            names.append("loader")
+        return names
+
+    def unused(self, tree: Mapping[str, Any]) -> list[str]:
+        """Return the names of the parts of a stored tree that this state does not have: `resume` leaves them out."""
+        mine = {"model", *(place[0] for place in self.auxiliary.parts), *["optimizer"] * bool(self.optimizers)}
+        names = [name for name in ("optimizer", "scheduler", "scaler", "ema") if name in tree and name not in mine]
+        names += [f"more[{name!r}]" for name in tree.get("more", {}) if ("more", name) not in self.auxiliary.parts]
+        held = tree["ranks"][0]
+        if self.loader is None and held.get("position") is not None:
+            names.append("loader")
+        return names + [f"generators[{n!r}]" for n in held.get("generators", {}) if n not in (self.generators or {})]
+
+
+def is_training_tree(tree: Any) -> bool:
+    """Whether a stored tree is one that `TrainingState.tree` made."""
+    if not isinstance(tree, dict) or type(tree.get("step")) is not int or not isinstance(tree.get("model"), dict):
+        return False
+    ranks = tree.get("ranks")
+    return isinstance(ranks, list) and bool(ranks) and all(isinstance(one, dict) and "rng" in one for one in ranks)
