@@ -120,7 +120,7 @@ def _fitted(values: npt.NDArray[np.float32]) -> Any:
 
 def _check_fit(values: npt.NDArray[np.float32]) -> str:
     """That Lloyd's k-means on raw points gains at most a thousandth, and that `assign` takes the nearest code."""
-    from shrinkpoint.kernels.assign import Thresholds, assign
+    from shrinkpoint.kernels.quantizer import Thresholds, assign
 
     codebook = np.asarray(_fitted(values), np.float64)
     some = values[:_LOSS_POINTS]

@@ -260,10 +260,10 @@ def join_octaves(at: Place) -> Job:
 
 def _encode(at: Place, count: int) -> tuple[Any, Any, Any]:
     """Sketch, codebook, assignment, tables and conditional rANS: (bytes, table, codebook)."""
-    from shrinkpoint.kernels.assign import assign
     from shrinkpoint.kernels.histogram import kept_histogram
     from shrinkpoint.kernels.kmeans import bucket_weights, weighted_kmeans
     from shrinkpoint.kernels.levels import joint_counts
+    from shrinkpoint.kernels.quantizer import assign
     from shrinkpoint.kernels.rans import rans_encode, rans_frequencies
 
     x, previous, limits = at.sample.after(count), at.sample.levels_before(count), at.sample.thresholds
@@ -277,7 +277,7 @@ def _encode(at: Place, count: int) -> tuple[Any, Any, Any]:
 
 
 def _decode(at: Place, data: Any, table: Any, codebook: Any) -> Any:
-    from shrinkpoint.kernels.assign import dequantize
+    from shrinkpoint.kernels.quantizer import dequantize
     from shrinkpoint.kernels.rans import rans_decode
 
     levels = rans_decode(data, at.sample.levels_before(at.n), table, PRECISION, at.n)
@@ -288,10 +288,10 @@ def _end_to_end(at: Place, *, decode: bool) -> Job:
     data, table, codebook = _encode(at, at.n)
 
     def check() -> str:
-        nearest = oracle("assign").assign(
+        nearest = oracle("quantizer").assign(
             at.sample.after(at.prefix), at.sample.thresholds, codebook.astype(np.float64), gradient=None
         )
-        expected = oracle("assign").dequantize(nearest, codebook, protected=None)
+        expected = oracle("quantizer").dequantize(nearest, codebook, protected=None)
         same("values", _decode(at, data, table, codebook)[: at.prefix], expected)
         return f"what comes back: {at.says}"
 

@@ -305,13 +305,13 @@ class Sample:
     @cached_property
     def thresholds(self) -> Any:
         """Protects the largest 0.05 % of the earlier weights; prunes nothing."""
-        from shrinkpoint.kernels.assign import Thresholds
+        from shrinkpoint.kernels.quantizer import Thresholds
 
         return Thresholds(protect_magnitude=float(np.quantile(np.abs(self._weights[0][: 1 << 20]), 0.9995)))
 
     @cached_property
     def _levels(self) -> tuple[Levels, Levels]:
-        from shrinkpoint.kernels.assign import assign
+        from shrinkpoint.kernels.quantizer import assign
 
         before, after = self._weights
         return assign(before, self.thresholds, self.codebook), assign(after, self.thresholds, self.codebook)

@@ -206,12 +206,12 @@ def kept(at: Place) -> Job:
 def _expected_levels(at: Place, gradient: Any = None) -> Any:
     codes = at.sample.codebook.astype(np.float64)
     part = at.sample.before(at.prefix)
-    return oracle("assign").assign(part, at.sample.thresholds, codes, gradient=gradient)
+    return oracle("quantizer").assign(part, at.sample.thresholds, codes, gradient=gradient)
 
 
 def assign(at: Place) -> Job:
-    from shrinkpoint.kernels.assign import assign as levels_of
-    from shrinkpoint.kernels.assign import boundaries
+    from shrinkpoint.kernels.quantizer import assign as levels_of
+    from shrinkpoint.kernels.quantizer import boundaries
 
     values, limits, codebook = at.sample.before(at.n), at.sample.thresholds, at.sample.codebook
     (x,) = _on(at, values)
@@ -226,7 +226,7 @@ def assign(at: Place) -> Job:
 
 
 def assign_gradient(at: Place) -> Job:
-    from shrinkpoint.kernels.assign import assign as levels_of
+    from shrinkpoint.kernels.quantizer import assign as levels_of
 
     limits, codebook = at.sample.thresholds, at.sample.codebook
     x, g = _on(at, at.sample.before(at.n), at.sample.after(at.n))
@@ -240,8 +240,8 @@ def assign_gradient(at: Place) -> Job:
 
 
 def assign_joint(at: Place) -> Job:
-    from shrinkpoint.kernels.assign import assign as levels_of
     from shrinkpoint.kernels.levels import joint_counts
+    from shrinkpoint.kernels.quantizer import assign as levels_of
 
     limits, codebook = at.sample.thresholds, at.sample.codebook
     x, previous = _on(at, at.sample.after(at.n), at.sample.levels_before(at.n))
@@ -252,7 +252,7 @@ def assign_joint(at: Place) -> Job:
 
     def check() -> str:
         codes = codebook.astype(np.float64)
-        levels = oracle("assign").assign(at.sample.after(at.prefix), limits, codes, gradient=None)
+        levels = oracle("quantizer").assign(at.sample.after(at.prefix), limits, codes, gradient=None)
         counts = oracle("levels").joint_counts(at.sample.levels_before(at.prefix), levels, LEVELS, LEVELS)
         same("levels and counts", both(at.prefix), (levels, counts))
         return at.says
@@ -275,13 +275,13 @@ def joint(at: Place) -> Job:
 
 
 def dequantize(at: Place) -> Job:
-    from shrinkpoint.kernels.assign import dequantize as values_of
+    from shrinkpoint.kernels.quantizer import dequantize as values_of
 
     levels, codebook = at.sample.levels_before(at.n), at.sample.codebook
     on_device, codes = _on(at, levels, codebook)
 
     def check() -> str:
-        expected = oracle("assign").dequantize(levels[: at.prefix], codebook, protected=None)
+        expected = oracle("quantizer").dequantize(levels[: at.prefix], codebook, protected=None)
         same("values", values_of(on_device[: at.prefix], codes), expected)
         return at.says
 
@@ -406,14 +406,14 @@ def bucket_value(at: Place) -> Job:
 
 
 def distortion(at: Place) -> Job:
-    from shrinkpoint.kernels.distortion import distortion as distance
+    from shrinkpoint.kernels.approximation_error import distortion as distance
 
     values, others = at.sample.before(at.n), at.sample.after(at.n)
     x, y = _on(at, values, others)
 
     def check() -> str:
         mine = distance(x[: at.prefix], y[: at.prefix])
-        expected = oracle("distortion").distortion(values[: at.prefix], others[: at.prefix])
+        expected = oracle("approximation_error").distortion(values[: at.prefix], others[: at.prefix])
         if not np.isclose(mine.relative_l2, expected.relative_l2, rtol=1e-9):
             raise CheckFailed(f"relative L2 {mine.relative_l2}, not {expected.relative_l2}")
         same("largest relative error", mine.largest_relative, expected.largest_relative)
@@ -423,13 +423,13 @@ def distortion(at: Place) -> Job:
 
 
 def extrapolate(at: Place) -> Job:
-    from shrinkpoint.kernels.extrapolate import extrapolate as moved_on
+    from shrinkpoint.kernels.extrapolation import extrapolate as moved_on
 
     old, new = at.sample.before(at.n), at.sample.after(at.n)
     earlier, x = _on(at, old, new)
 
     def check() -> str:
-        expected = oracle("extrapolate").extrapolate(new[: at.prefix], old[: at.prefix], 1.5)
+        expected = oracle("extrapolation").extrapolate(new[: at.prefix], old[: at.prefix], 1.5)
         same("values", moved_on(x[: at.prefix], earlier[: at.prefix], 1.5), expected)
         return at.says
 

@@ -87,10 +87,10 @@ def _state(at: Place, size: int, *, refit: bool) -> Job:
     import torch
 
     from shrinkpoint.codec.weights.codebook import Problem, solve_together
-    from shrinkpoint.kernels.assign import assign
     from shrinkpoint.kernels.histogram import log_histogram_many
     from shrinkpoint.kernels.kmeans import bucket_weights
     from shrinkpoint.kernels.logbucket import bucket_index
+    from shrinkpoint.kernels.quantizer import assign
 
     limits, codebook = at.sample.thresholds, at.sample.codebook
     step = size // _STATE_TENSORS
@@ -119,7 +119,7 @@ def _state(at: Place, size: int, *, refit: bool) -> Job:
         book = fitted()[0].double().cpu().numpy() if refit else codebook.astype(np.float64)
         host = [moment[0, :few].cpu().numpy() for moment in (weights, first, second)]
         expected = [
-            oracle("assign").assign(host[0], limits, book, gradient=None),
+            oracle("quantizer").assign(host[0], limits, book, gradient=None),
             *(oracle("logbucket").bucket_index(x, _MOMENT_BITS) for x in host[1:]),
         ]
         same("levels and indices", [part[:few] for part in quantize(1)], expected)

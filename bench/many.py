@@ -117,7 +117,7 @@ def _sketched(at: Place, many: Callable[[list[Any]], list[Any]], one: Callable[[
 
 
 def assign(at: Place) -> Ways:
-    from shrinkpoint.kernels.assign import assign as levels_of
+    from shrinkpoint.kernels.quantizer import assign as levels_of
 
     limits, codebook = at.sample.thresholds, at.sample.codebook
     whole, parts = _tensors(at)

@@ -256,7 +256,7 @@ def _mask(at: Place) -> Any:
 
 
 def _rare(at: Place, *, decode: bool) -> Job:
-    from shrinkpoint.kernels.rare import rare_decode, rare_encode
+    from shrinkpoint.kernels.sparse_changes import rare_decode, rare_encode
 
     expected = at.sample.levels_before(at.n)
     symbols = expected.copy()
@@ -265,7 +265,7 @@ def _rare(at: Place, *, decode: bool) -> Job:
 
     def check() -> str:
         own, usual = symbols[:_PREFIX], expected[:_PREFIX]
-        same("changes", rare_encode(own, usual), oracle("rare").rare_encode(own, usual))
+        same("changes", rare_encode(own, usual), oracle("sparse_changes").rare_encode(own, usual))
         same("symbols", rare_decode(data, expected), symbols)
         return f"{min(_PREFIX, at.n):,} elements = oracle, all come back"
 
@@ -334,7 +334,7 @@ def join_categories(at: Place) -> Job:
 
 
 def row_column_sums(at: Place) -> Job:
-    from shrinkpoint.kernels.classes import row_column_sums as sums_of
+    from shrinkpoint.kernels.scale_classes import row_column_sums as sums_of
 
     values = at.sample.levels_before(at.n)
 
@@ -342,7 +342,7 @@ def row_column_sums(at: Place) -> Job:
         same(
             "sums",
             sums_of(values[:_PREFIX], _COLUMNS),
-            oracle("classes").row_column_sums(values[:_PREFIX], _COLUMNS, 0, 0, 255),
+            oracle("scale_classes").row_column_sums(values[:_PREFIX], _COLUMNS, 0, 0, 255),
         )
         return f"{min(at.n, _PREFIX):,} elements = oracle"
 
@@ -350,7 +350,7 @@ def row_column_sums(at: Place) -> Job:
 
 
 def class_sums(at: Place) -> Job:
-    from shrinkpoint.kernels.classes import class_sums as classes_of
+    from shrinkpoint.kernels.scale_classes import class_sums as classes_of
 
     rows = at.sample.levels_before(-(-at.n // _COLUMNS))
     columns = at.sample.levels_after(at.n)[:_COLUMNS]
@@ -358,7 +358,7 @@ def class_sums(at: Place) -> Job:
     def check() -> str:
         few = min(at.n, _PREFIX)
         part = rows[: -(-few // _COLUMNS)]
-        expected = oracle("classes").class_sums(part, columns, few, 0, 0, 256, None)
+        expected = oracle("scale_classes").class_sums(part, columns, few, 0, 0, 256, None)
         same("classes", classes_of(part, columns, few), expected)
         return f"{few:,} elements = oracle"
 
@@ -366,13 +366,13 @@ def class_sums(at: Place) -> Job:
 
 
 def pattern_classes(at: Place) -> Job:
-    from shrinkpoint.kernels.classes import pattern_classes as classes_of
+    from shrinkpoint.kernels.scale_classes import pattern_classes as classes_of
 
     patterns = at.sample.before(at.n).view(np.uint32)
     table = (np.arange(1 << 9) % 61).astype(np.uint8)
 
     def check() -> str:
-        expected = oracle("classes").pattern_classes(patterns[:_PREFIX], 23, table)
+        expected = oracle("scale_classes").pattern_classes(patterns[:_PREFIX], 23, table)
         same("classes", classes_of(patterns[:_PREFIX], 23, table), expected)
         same("classes", classes_of(patterns, 23, table), table[patterns >> 23])
         return f"{min(at.n, _PREFIX):,} elements = oracle, all = NumPy"
@@ -393,27 +393,27 @@ _OF_RANK = f"rank {_RANK}, rows of {_COLUMNS}"
 
 
 def row_products(at: Place) -> Job:
-    from shrinkpoint.kernels.products import row_products as products_of
+    from shrinkpoint.kernels.integer_products import row_products as products_of
 
     values, _, columns = _low_rank(at)
 
     def check() -> str:
         few = values[:_PREFIX]
-        same("products", products_of(few, columns), oracle("products").row_products(few, columns, 0))
+        same("products", products_of(few, columns), oracle("integer_products").row_products(few, columns, 0))
         return f"{few.size:,} elements = oracle"
 
     return at.job(lambda: products_of(values, columns), check, 1, width=1, note=_OF_RANK)
 
 
 def column_products(at: Place) -> Job:
-    from shrinkpoint.kernels.products import column_products as products_of
+    from shrinkpoint.kernels.integer_products import column_products as products_of
 
     values, rows, _ = _low_rank(at)
 
     def check() -> str:
         few = values[:_PREFIX]
         part = rows[: -(-few.size // _COLUMNS)]
-        expected = oracle("products").column_products(few, part, _COLUMNS, 0)
+        expected = oracle("integer_products").column_products(few, part, _COLUMNS, 0)
         same("products", products_of(few, part, _COLUMNS), expected)
         return f"{few.size:,} elements = oracle"
 
@@ -421,14 +421,14 @@ def column_products(at: Place) -> Job:
 
 
 def product_classes(at: Place) -> Job:
-    from shrinkpoint.kernels.products import product_classes as classes_of
+    from shrinkpoint.kernels.integer_products import product_classes as classes_of
 
     _, rows, columns = _low_rank(at)
 
     def check() -> str:
         few = min(at.n, _PREFIX)
         part = rows[: -(-few // _COLUMNS)]
-        expected = oracle("products").product_classes(part, columns, few, 0, 5, 6)
+        expected = oracle("integer_products").product_classes(part, columns, few, 0, 5, 6)
         same("classes", classes_of(part, columns, few, shift=5, most=6), expected)
         return f"{few:,} elements = oracle"
 

@@ -161,7 +161,7 @@ def prepare(at: Place) -> Job:
 
 
 def boundaries(at: Place) -> Job:
-    from shrinkpoint.kernels.assign import boundaries as between
+    from shrinkpoint.kernels.quantizer import boundaries as between
 
     codebook, some = at.sample.codebook, at.sample.before(at.prefix)
 

@@ -1,7 +1,10 @@
-"""Pure array functions: `from shrinkpoint.kernels import log_histogram, assign, huffman_encode`.
+"""Array functions that know nothing of checkpoints: histograms, quantizers, entropy coders.
 
-Each is looked up in its module on first use (`docs/kernels.md` names the modules), so that importing the package costs
-nothing. `assign`, `distortion` and `extrapolate` are a module and the function in it at once: the module is callable.
+The package imports a module only when one of its functions is first used, so importing the package is cheap.
+`docs/kernels.md` lists the modules.
+
+Example:
+    >>> from shrinkpoint.kernels import log_histogram, assign, huffman_encode
 """
 
 from __future__ import annotations
@@ -15,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .assign import Thresholds, assign, boundaries, dequantize, magnitude_bits
+    from .approximation_error import Distortion, distortion
     from .bitpack import pack_bits, unpack_bits
     from .categories import join_categories, split_categories
-    from .classes import class_sums, pattern_classes, row_column_sums
     from .cluster import Clusters, cluster_dequantize, cluster_quantize
-    from .distortion import Distortion, distortion
     from .errors import BadArgumentError, CorruptDataError, ShrinkpointError
     from .exponent import (
         Buckets,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         merge_buckets,
         promote,
     )
-    from .extrapolate import extrapolate
+    from .extrapolation import extrapolate
     from .floats import FORMATS, FloatFormat, bits_for
     from .grid import grid_symbols, grid_values
     from .histogram import (
@@ -51,13 +52,14 @@ if TYPE_CHECKING:
         pack_lengths,
         unpack_lengths,
     )
+    from .integer_products import column_products, product_classes, row_products
     from .kmeans import bucket_weights, coarsen, prepare, quantization_loss, weighted_kmeans, weighted_kmeans_many
     from .levels import delta, joint_counts, merge_by_level, split_by_level, undelta
     from .logbucket import bucket_index, bucket_value
     from .mask import changed_mask, gather, pack_mask, scatter, unpack_mask
     from .octaves import Octaves, join_octaves, split_octaves
     from .planes import difference, merge_planes, split_planes, undifference
-    from .products import column_products, product_classes, row_products
+    from .quantizer import Thresholds, assign, boundaries, dequantize, magnitude_bits
     from .rans import (
         coding_cost,
         entropy_bits,
@@ -67,39 +69,40 @@ if TYPE_CHECKING:
         rans_frequencies,
         unpack_frequencies,
     )
-    from .rare import rare_decode, rare_encode
     from .ratedistortion import Unsettled, rate_distortion_levels, settled_bounds, unsettled
     from .residual import factor_sums, residual_factors, residual_symbols, residual_values
     from .rows import row_dequantize, row_kmeans, row_lookup, row_quantize
     from .runlength import rle_decode, rle_encode
+    from .scale_classes import class_sums, pattern_classes, row_column_sums
+    from .sparse_changes import rare_decode, rare_encode
 
 _SUBJECTS = {
-    "assign": "Thresholds assign boundaries dequantize magnitude_bits",
+    "approximation_error": "Distortion distortion",
     "bitpack": "pack_bits unpack_bits",
     "categories": "join_categories split_categories",
-    "classes": "class_sums pattern_classes row_column_sums",
     "cluster": "Clusters cluster_dequantize cluster_quantize",
-    "distortion": "Distortion distortion",
     "errors": "BadArgumentError CorruptDataError ShrinkpointError",
     "exponent": "Buckets Promotion exponent_buckets exponent_dequantize exponent_quantize merge_buckets promote",
-    "extrapolate": "extrapolate",
+    "extrapolation": "extrapolate",
     "floats": "FORMATS FloatFormat bits_for",
     "grid": "grid_symbols grid_values",
     "histogram": "Histogram kept_histogram kept_histogram_many log_histogram log_histogram_many merge quantile",
     "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
+    "integer_products": "column_products product_classes row_products",
     "kmeans": "bucket_weights coarsen prepare quantization_loss weighted_kmeans weighted_kmeans_many",
     "levels": "delta joint_counts merge_by_level split_by_level undelta",
     "logbucket": "bucket_index bucket_value",
     "mask": "changed_mask gather pack_mask scatter unpack_mask",
     "octaves": "Octaves join_octaves split_octaves",
     "planes": "difference merge_planes split_planes undifference",
-    "products": "column_products product_classes row_products",
+    "quantizer": "Thresholds assign boundaries dequantize magnitude_bits",
     "rans": "coding_cost entropy_bits pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
-    "rare": "rare_decode rare_encode",
     "ratedistortion": "Unsettled rate_distortion_levels settled_bounds unsettled",
     "residual": "factor_sums residual_factors residual_symbols residual_values",
     "rows": "row_dequantize row_kmeans row_lookup row_quantize",
     "runlength": "rle_decode rle_encode",
+    "scale_classes": "class_sums pattern_classes row_column_sums",
+    "sparse_changes": "rare_decode rare_encode",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
 
@@ -205,13 +208,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The function or class `name` of its module, imported now."""
+    """Import the module that defines `name` and return the function or class."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_MODULE_OF[name]}", __name__)
-    if name == _MODULE_OF[name]:
-        return module  # it is what the import has left here, and callable
-    globals()[name] = getattr(module, name)
+    globals()[name] = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     return globals()[name]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import array, choice, integer
 from .arrays import back_end
-from .sequential import UNSIGNED, room_for, stored_bytes
+from .coder_arguments import UNSIGNED, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array

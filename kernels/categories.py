@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import array, choice, integer
 from .arrays import back_end, dtype_name
-from .sequential import stored_bytes
+from .coder_arguments import stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .arrays import Array
-    from .assign import Thresholds
+    from .quantizer import Thresholds
 
 MAX_BITS = 12
 """Most sub-bucket bits of a histogram: 2**-13 relative error, 9 MiB of counters for a float32 magnitude histogram."""
@@ -162,7 +162,7 @@ def _check_values(x: Array, gradient: Array | None) -> None:
 
 
 def _check_thresholds(thresholds: Thresholds) -> None:
-    from .assign import Thresholds
+    from .quantizer import Thresholds
 
     instance("thresholds", thresholds, Thresholds)
 
@@ -270,7 +270,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
 
     Example:
         >>> import numpy as np
-        >>> from shrinkpoint.kernels.assign import Thresholds
+        >>> from shrinkpoint.kernels.quantizer import Thresholds
         >>> x = np.array([0.01, 0.5, -0.5, 9.0], dtype=np.float32)
         >>> kept_histogram(x, Thresholds(protect_magnitude=4.0, prune_magnitude=0.1), 6).total
         2
@@ -307,7 +307,7 @@ def kept_histogram_many(
 
     Example:
         >>> import numpy as np
-        >>> from shrinkpoint.kernels.assign import Thresholds
+        >>> from shrinkpoint.kernels.quantizer import Thresholds
         >>> x = np.array([0.01, 0.5, -0.5, 9.0], dtype=np.float32)
         >>> limits = [Thresholds(prune_magnitude=0.1), Thresholds(protect_magnitude=4.0, prune_magnitude=0.1)]
         >>> [h.total for h in kept_histogram_many([x, x], limits, 6)]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import array, check_arrays, integer
 from .arrays import back_end, dtype_name
-from .assign import dtype_name_of
 from .floats import format_named
+from .quantizer import dtype_name_of
 
 if TYPE_CHECKING:
     from .arrays import Array

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from .arguments import array, flag, integer
 from .arrays import back_end
+from .coder_arguments import COUNTS, room_for, stored_bytes
 from .errors import BadArgumentError
-from .sequential import COUNTS, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array

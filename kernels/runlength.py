@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import array, integer
 from .arrays import back_end
-from .sequential import room_for
+from .coder_arguments import room_for
 
 if TYPE_CHECKING:
     from .arrays import Array

@@ -37,8 +37,8 @@ from ..codec.weights.quantize import Quantize
 from ..codec.weights.ratedistortion import cheapest_levels
 from ..codec.weights.trade import Trade, mean_roots, trades
 from ..kernels.arrays import is_torch
-from ..kernels.assign import Thresholds, assign
 from ..kernels.histogram import Histogram, kept_histogram
+from ..kernels.quantizer import Thresholds, assign
 from .cube import Point
 from .sample import Sample, energy, representatives, sample
 from .written import nbytes_of_codebook, nbytes_of_header, nbytes_of_levels, nbytes_of_protected

@@ -12,7 +12,7 @@ from ..codec.state.casting import float_values
 from ..codec.state.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
 from ..codec.state.unit import unit
 from ..codec.weights.levels import LevelsMemory
-from ..kernels.extrapolate import extrapolate
+from ..kernels.extrapolation import extrapolate
 
 BLOCK = 1024
 SAMPLE = 1 << 19

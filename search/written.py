@@ -14,9 +14,9 @@ from ..codec.state.leaves import LeafSpec, NpArray
 from ..codec.weights.levels import LevelsMemory, references
 from ..codec.weights.planning import Limits
 from ..codec.weights.protected import held_values
-from ..kernels.assign import Thresholds
 from ..kernels.huffman import huffman_lengths, pack_lengths
 from ..kernels.levels import joint_counts
+from ..kernels.quantizer import Thresholds
 from .sample import Sample, held_of
 
 _FEW = 1 << 13

@@ -13,10 +13,10 @@ import zstandard
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
-from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
 from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.kernels.kmeans import weighted_kmeans
+from shrinkpoint.kernels.quantizer import Thresholds, assign
 
 from .base import Saved, State
 from .parts import Bytes, Floats, Part, Parts, before, load, parts, save, to_float32

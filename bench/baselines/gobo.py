@@ -11,8 +11,8 @@ import numpy.typing as npt
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
-from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
+from shrinkpoint.kernels.quantizer import Thresholds, assign
 
 from .base import Saved, State
 from .parts import Bytes, Floats, Part, each, load, parts, save

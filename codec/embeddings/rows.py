@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...kernels.approximation_error import Distortion, distortion
 from ...kernels.arguments import check_field, choice, integer, number, or_none, shown
 from ...kernels.arrays import is_torch
 from ...kernels.bitpack import pack_bits
-from ...kernels.distortion import Distortion, distortion
 from ...kernels.mask import unpack_mask
 from .. import entropy
 from ..base import CHUNK, Leaf, Memory, Stored

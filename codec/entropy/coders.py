@@ -9,7 +9,7 @@ import numpy as np
 
 from ...kernels.levels import joint_counts
 from ...kernels.rans import entropy_bits
-from ...kernels.rare import rare_decode, rare_encode
+from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .methods import CONDITIONAL, FEW, PLACES, PRODUCTS, RARE, REARRANGED, SLACK, UNCHANGED

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.products import column_products, product_classes, row_products
+from ...kernels.integer_products import column_products, product_classes, row_products
 
 NpArray = np.ndarray[Any, Any]
 

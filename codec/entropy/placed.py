@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...kernels.integer_products import MOST_RANK
 from ...kernels.levels import joint_counts
-from ...kernels.products import MOST_RANK
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .lowrank import CLASSES, Factors, expected, factors_of, signed

@@ -12,7 +12,7 @@ import zstandard
 from ...kernels.bitpack import pack_bits, unpack_bits
 from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
 from ...kernels.rans import entropy_bits
-from ...kernels.rare import rare_decode, rare_encode
+from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .methods import CONSTANT, EXCEPTIONS, FEW, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.classes import class_sums, row_column_sums
 from ...kernels.planes import merge_planes, split_planes
+from ...kernels.scale_classes import class_sums, row_column_sums
 from .. import entropy
 from ..entropy.places import populations
 from ..errors import CorruptDataError

@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...kernels.approximation_error import Distortion, distortion
 from ...kernels.arguments import check_field, choice, integer, number, or_none
 from ...kernels.arrays import on_gpu
 from ...kernels.bitpack import pack_bits
 from ...kernels.cluster import cluster_dequantize, cluster_quantize
-from ...kernels.distortion import Distortion, distortion
 from ...kernels.floats import FORMATS
 from .. import entropy
 from ..base import CHUNK, Leaf, Memory, Stored

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...kernels.approximation_error import Distortion, distortion
 from ...kernels.arguments import check_field, number, or_none
 from ...kernels.arrays import on_gpu
-from ...kernels.distortion import Distortion, distortion
 from ...kernels.grid import ESCAPE as OFF_GRID
 from ...kernels.grid import grid_symbols, grid_values
 from ..base import CHUNK, Leaf, Memory, Stored

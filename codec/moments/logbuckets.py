@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...kernels.approximation_error import Distortion
 from ...kernels.arguments import check_field, number, or_none
-from ...kernels.distortion import Distortion
 from ...kernels.floats import FORMATS, bits_for
 from ...kernels.logbucket import bucket_index, bucket_value
 from ...kernels.octaves import MAX_OCTAVES, Octaves, join_octaves, split_octaves

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...kernels.approximation_error import Distortion, distortion
 from ...kernels.arguments import check_field, integer, or_none
 from ...kernels.arrays import on_gpu
-from ...kernels.distortion import Distortion, distortion
 from ...kernels.floats import FORMATS
 from ...kernels.logbucket import bucket_index, bucket_value
 from ...kernels.residual import ESCAPE as NO_RESIDUAL

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...kernels.distortion import Distortion, distortion
+from ...kernels.approximation_error import Distortion, distortion
 from .leaves import Array
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...kernels.distortion import Distortion
+from ...kernels.approximation_error import Distortion
 from .levels import AIM_STEPS, FARTHEST_AIM
 
 _GAIN = 0.5

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...kernels.approximation_error import Distortion, distortion
 from ...kernels.arguments import check_field, choice, integer, number, or_none
 from ...kernels.bitpack import pack_bits, unpack_bits
-from ...kernels.distortion import Distortion, distortion
 from ...kernels.exponent import (
     MAX_BITS,
     Buckets,

@@ -13,9 +13,9 @@ import math
 import numpy as np
 
 from ...kernels.arrays import on_gpu
-from ...kernels.assign import Thresholds, assign
 from ...kernels.floats import FORMATS
 from ...kernels.histogram import Histogram, log_histogram, merge
+from ...kernels.quantizer import Thresholds, assign
 from ..base import CHUNK, Leaf
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host

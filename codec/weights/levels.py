@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ...kernels.arrays import is_torch
-from ...kernels.assign import Thresholds, dequantize
 from ...kernels.floats import FORMATS
 from ...kernels.planes import difference, merge_planes, split_planes, undifference
+from ...kernels.quantizer import Thresholds, dequantize
 from .. import entropy
 from ..base import CHUNK, Memory
 from ..entropy.places import columns_of

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.assign import Thresholds
 from ...kernels.floats import FORMATS
 from ...kernels.histogram import Histogram, merge
+from ...kernels.quantizer import Thresholds
 
 
 @dataclass(frozen=True, slots=True)

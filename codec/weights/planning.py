@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...kernels.arrays import on_gpu
-from ...kernels.assign import Thresholds
 from ...kernels.floats import FORMATS, bits_for
 from ...kernels.histogram import kept_histogram_many, log_histogram_many
+from ...kernels.quantizer import Thresholds
 from ..base import Leaf, Memory
 from ..batches import map_batches
 from ..errors import BadArgumentError

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...kernels.arguments import check_field, choice, flag, integer, number, or_none
-from ...kernels.assign import Thresholds
+from ...kernels.quantizer import Thresholds
 from ..base import Leaf, Memory, Stored, rounded_error
 from ..errors import BadArgumentError
 from ..lossless.exact import Exact

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.assign import Thresholds
-from ...kernels.distortion import Distortion
+from ...kernels.approximation_error import Distortion
 from ...kernels.histogram import Histogram
+from ...kernels.quantizer import Thresholds
 from ..base import Leaf
 from ..state.leaves import NpArray, blocks, taken
 from .assigning import assigned

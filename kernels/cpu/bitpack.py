@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like
+from ..coder_arguments import compiled
 from ..errors import BadArgumentError, CorruptDataError
-from ..sequential import compiled
 from .jit import njit
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..categories import WIDTHS, category_count
+from ..coder_arguments import compiled
 from ..errors import CorruptDataError
-from ..sequential import compiled
 from .jit import njit
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import bit_view, dtype_name, to_numpy
-from ..assign import magnitude_bits
 from ..floats import FloatFormat, format_named
 from ..histogram import Histogram, product_format, target
+from ..quantizer import magnitude_bits
 from .jit import njit, njit_inline
 from .prefetch import AHEAD, prefetch
 from .widen import widened
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ..arrays import Array
-    from ..assign import Thresholds
+    from ..quantizer import Thresholds
 
 BLOCK = 1 << 15
 """Elements of a temporary buffer: a product and a masked pattern stay in the second-level cache."""

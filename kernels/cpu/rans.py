@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like, to_numpy
+from ..coder_arguments import compiled
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES, short_digits
-from ..sequential import compiled
 from . import rangecoder
 from .jit import njit, njit_inline
 

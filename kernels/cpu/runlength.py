@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like
+from ..coder_arguments import compiled
 from ..errors import CorruptDataError
 from ..runlength import LONGEST
-from ..sequential import compiled
 from .jit import njit
 
 if TYPE_CHECKING:

@@ -34,12 +34,11 @@ from ..residual import FARTHEST as FARTHEST_CELL
 from ..residual import FIRST
 from ..rows import ERROR_STEPS, KMEANS_STEPS
 from . import (
-    assign,
+    approximation_error,
     bitpack,
     cluster,
-    distortion,
     exponent,
-    extrapolate,
+    extrapolation,
     grid,
     histogram,
     kmeans,
@@ -48,6 +47,7 @@ from . import (
     mask,
     octaves,
     planes,
+    quantizer,
     ratedistortion,
     residual,
     rows,
@@ -156,17 +156,17 @@ def _assign() -> Iterator[Build]:
         constants["DOUBLE"] = gradient is not None and "fp64" in (x, gradient)
         for steps in _searches(x):
             types = f"*{x} *{gradient or x} {edges} {numbers}"
-            yield Build(assign.assign_kernel, types, assign.ASSIGN, {**constants, "STEPS": steps})
-    yield Build(assign.protected_kernel, "*u8 i64 *i32 *i32", assign.VALUES)
+            yield Build(quantizer.assign_kernel, types, quantizer.ASSIGN, {**constants, "STEPS": steps})
+    yield Build(quantizer.protected_kernel, "*u8 i64 *i32 *i32", quantizer.VALUES)
     for value in ("i16", "i32", "i64"):
         for protected in (False, True):
             types = f"*u8 *{value} *{value} *i64 i64 *{value}"
-            yield Build(assign.values_kernel, types, assign.VALUES, {"PROTECTED": protected})
+            yield Build(quantizer.values_kernel, types, quantizer.VALUES, {"PROTECTED": protected})
 
 
 def _searches(x: str) -> tuple[int, ...]:
     """Boundary searches compiled for a format: all, or the shortest, which needs most registers, and the longest."""
-    return (-1, *assign.SEARCHES) if x in ("fp32", "bf16") else assign.SEARCHES[:: len(assign.SEARCHES) - 1]
+    return (-1, *quantizer.SEARCHES) if x in ("fp32", "bf16") else quantizer.SEARCHES[:: len(quantizer.SEARCHES) - 1]
 
 
 def _levels() -> Iterator[Build]:
@@ -292,11 +292,11 @@ def _optimizer() -> Iterator[Build]:
             yield Build(ratedistortion.choose_kernel, types, ratedistortion.CHOOSE, {"WEIGHTED": weighted})
             types = f"*{x} *u8 *u8 *fp32 *fp32 i64 i32 i32 *u8 *i32"
             yield Build(ratedistortion.unsettled_kernel, types, ratedistortion.SETTLE, {"WEIGHTED": weighted})
-        yield Build(distortion.distortion_kernel, f"*{x} *{x} i64 *fp64", distortion.SUMS)
+        yield Build(approximation_error.distortion_kernel, f"*{x} *{x} i64 *fp64", approximation_error.SUMS)
         double = x == "fp64"
         for earlier in FLOATS:
             types = f"*{x} *{earlier} i64 fp64 *{'fp64' if double else 'fp32'}"
-            yield Build(extrapolate.extrapolate_kernel, types, extrapolate.ELEMENTS, {"DOUBLE": double})
+            yield Build(extrapolation.extrapolate_kernel, types, extrapolation.ELEMENTS, {"DOUBLE": double})
 
 
 def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[tuple[int, int, str]]:
@@ -315,7 +315,7 @@ def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False)
 
 def _is_full(build: Build) -> bool:
     """Whether unaligned loads, one instruction and one address an element, may need more registers than there are."""
-    return build.kernel is assign.assign_kernel and bool(build.constants["GRADIENT"])
+    return build.kernel is quantizer.assign_kernel and bool(build.constants["GRADIENT"])
 
 
 def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report:

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from ..arrays import dtype_name
-from ..assign import magnitude_bits as threshold_bits
 from ..floats import FORMATS
 from ..histogram import Histogram, product_format, target
+from ..quantizer import magnitude_bits as threshold_bits
 from .bits import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from .launch import Launch, on, tensor
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ..arrays import Array
-    from ..assign import Thresholds
+    from ..quantizer import Thresholds
 
 COUNT = Launch(block=2048, warps=4, registers=168)
 COPIES = 16

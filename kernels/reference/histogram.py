@@ -10,13 +10,13 @@ from array_api_compat import array_namespace
 from ..arrays import Array
 from ..floats import format_named
 from ..histogram import Histogram, product_format, target
-from .assign import kept, product
 from .logbucket import bucket_index
+from .quantizer import kept, product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..assign import Thresholds
+    from ..quantizer import Thresholds
 
 
 def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:

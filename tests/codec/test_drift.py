@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.weights.aim import Distances
 from shrinkpoint.codec.weights.levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory
-from shrinkpoint.kernels.distortion import distortion
+from shrinkpoint.kernels.approximation_error import distortion
 
 from .common import bits, put_together, take_apart, through_bytes
 

@@ -14,9 +14,9 @@ from shrinkpoint.codec.entropy import table
 from shrinkpoint.codec.weights import ratedistortion
 from shrinkpoint.codec.weights.levels import LevelsMemory
 from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
-from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
 from shrinkpoint.kernels.levels import joint_counts
+from shrinkpoint.kernels.quantizer import Thresholds, assign
 from shrinkpoint.kernels.ratedistortion import rate_distortion_levels, unsettled
 
 

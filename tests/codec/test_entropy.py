@@ -19,7 +19,7 @@ from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.codec.streams import STREAMS
 from shrinkpoint.kernels.levels import joint_counts
 from shrinkpoint.kernels.rans import entropy_bits
-from shrinkpoint.kernels.rare import rare_encode
+from shrinkpoint.kernels.sparse_changes import rare_encode
 
 
 @pytest.fixture(name="fresh")

@@ -19,8 +19,8 @@ from shrinkpoint.codec.weights import targets
 from shrinkpoint.codec.weights.codebook import Cells
 from shrinkpoint.codec.weights.levels import LevelsMemory
 from shrinkpoint.codec.weights.targets import Density, smallest, widest
-from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.histogram import log_histogram
+from shrinkpoint.kernels.quantizer import Thresholds, assign
 
 from .common import bits, difference, small_chunks, through_bytes
 

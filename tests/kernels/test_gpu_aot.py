@@ -21,11 +21,11 @@ import torch
 pytest.importorskip("triton")
 
 from shrinkpoint.kernels import gpu
-from shrinkpoint.kernels.assign import Thresholds
 from shrinkpoint.kernels.exponent import promote
 from shrinkpoint.kernels.floats import FORMATS
 from shrinkpoint.kernels.gpu import aot
 from shrinkpoint.kernels.gpu.launch import INTERPRETED
+from shrinkpoint.kernels.quantizer import Thresholds
 
 MODULES = [importlib.import_module(f"{gpu.__name__}.{m.name}") for m in pkgutil.iter_modules(gpu.__path__)]
 BY_SIZE = {"BLOCK", "ROWS", "COLUMNS", "FIELD", "BYTES"}
@@ -151,7 +151,7 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
             exact = next(b for b in aot.builds() if b.kernel is kmeans.exact_kernel)
             narrow = aot.Build(exact.kernel, exact.types, Launch(2048, 8, registers=32), exact.constants)
             print(aot.compile_build(narrow, 90).problems)
-            mixed = next(b for b in aot.builds() if b.name.startswith("assign.assign_kernel(*bf16 *fp32"))
+            mixed = next(b for b in aot.builds() if b.name.startswith("quantizer.assign_kernel(*bf16 *fp32"))
             tight = Launch(mixed.launch.block, mixed.launch.warps, registers=128)
             tight = aot.Build(mixed.kernel, mixed.types, tight, {**mixed.constants, "STEPS": 4})
             for arguments in ("aligned", "unaligned"):
@@ -226,12 +226,12 @@ def _call_everything(rng: np.random.Generator) -> None:
             back_end("histogram").kept_histogram(x, thresholds, 4, gradient=gradient)
         for codes in (codebook[:0], codebook, np.linspace(-1, 1, 20), np.linspace(-1, 1, 100)):
             if codes.size in (3, 100) or dtype in (torch.float32, torch.bfloat16):
-                levels = back_end("assign").assign(x, thresholds, codes)
+                levels = back_end("quantizer").assign(x, thresholds, codes)
                 for gradient in gradients:
-                    back_end("assign").assign(x, thresholds, codes, gradient=gradient)
+                    back_end("quantizer").assign(x, thresholds, codes, gradient=gradient)
         code = torch.from_numpy(codes).to(dtype)
-        back_end("assign").dequantize(levels, code)
-        back_end("assign").dequantize(levels, code, protected=x[levels == 1])
+        back_end("quantizer").dequantize(levels, code)
+        back_end("quantizer").dequantize(levels, code, protected=x[levels == 1])
         index = back_end("logbucket").bucket_index(x, 3)
         back_end("logbucket").bucket_value(index, 3, str(dtype).rsplit(".", 1)[-1])
         back_end("planes").merge_planes(back_end("planes").split_planes(x), str(dtype).rsplit(".", 1)[-1])
@@ -246,9 +246,9 @@ def _call_everything(rng: np.random.Generator) -> None:
             assert ranks.dtype == (torch.uint8 if bits == 2 else torch.uint16)
             back_end("exponent").exponent_dequantize(ranks, promotion.codebook)
         back_end("cluster").cluster_dequantize(*back_end("cluster").cluster_quantize(x, 4))
-        back_end("distortion").distortion(x, x)
+        back_end("approximation_error").distortion(x, x)
         for earlier in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            back_end("extrapolate").extrapolate(x, wide.to(earlier), 0.5)
+            back_end("extrapolation").extrapolate(x, wide.to(earlier), 0.5)
         matrix = x.reshape(3, 200)
         for method in ("symmetric", "asymmetric", "adaptive"):
             codes_, scale, minimum = back_end("rows").row_quantize(matrix, 2, method, num_bins=3)

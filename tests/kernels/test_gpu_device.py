@@ -17,8 +17,8 @@ import torch
 pytest.importorskip("triton")
 
 from shrinkpoint.kernels import gpu
-from shrinkpoint.kernels.assign import Thresholds
 from shrinkpoint.kernels.gpu import launch
+from shrinkpoint.kernels.quantizer import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +93,7 @@ def test_launches_of_a_call_run_on_the_device_of_its_data(monkeypatch: pytest.Mo
             monkeypatch.setattr(module, "on", on)
     x = torch.linspace(-2, 2, 1500)
     with np.errstate(all="ignore"):
-        levels = importlib.import_module(f"{gpu.__name__}.assign").assign(x, Thresholds(), np.array([-1.0, 1.0]))
+        levels = importlib.import_module(f"{gpu.__name__}.quantizer").assign(x, Thresholds(), np.array([-1.0, 1.0]))
         importlib.import_module(f"{gpu.__name__}.histogram").log_histogram(x, 4)
         importlib.import_module(f"{gpu.__name__}.levels").split_by_level(levels, levels, 4)
     assert len(seen) >= 4

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.assign import Thresholds
 from shrinkpoint.kernels.cpu import histogram as compiled
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.floats import FORMATS
@@ -25,6 +24,7 @@ from shrinkpoint.kernels.histogram import (
     merge,
     quantile,
 )
+from shrinkpoint.kernels.quantizer import Thresholds
 from shrinkpoint.kernels.reference import histogram as oracle
 
 from .conftest import BackEnd

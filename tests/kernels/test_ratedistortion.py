@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels.assign import Thresholds, assign
 from shrinkpoint.kernels.errors import BadArgumentError
+from shrinkpoint.kernels.quantizer import Thresholds, assign
 from shrinkpoint.kernels.ratedistortion import rate_distortion_levels, settled_bounds, unsettled
 
 from .conftest import BackEnd

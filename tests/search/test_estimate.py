@@ -12,7 +12,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.state.leaves import blocks
 from shrinkpoint.codec.weights.levels import LevelsMemory, references
-from shrinkpoint.kernels.assign import Thresholds
+from shrinkpoint.kernels.quantizer import Thresholds
 from shrinkpoint.search import sample as sampling
 from shrinkpoint.search.cube import Cube, Point
 from shrinkpoint.search.estimate import Estimator

@@ -25,7 +25,7 @@ from ...codec.opened import Opened
 from ...codec.weights.partition import Sketch, magnitudes
 from ...codec.weights.planning import Limits, Plan, check_gradients, limits, plans, sketched, thresholds_before
 from ...codec.weights.quantize import Quantize
-from ...kernels.assign import Thresholds
+from ...kernels.quantizer import Thresholds
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def extrapolate_kernel(
 
 
 def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
-    """See `shrinkpoint.kernels.extrapolate.extrapolate`."""
+    """See `shrinkpoint.kernels.extrapolation.extrapolate`."""
     own, before = tensor(x), tensor(earlier)
     double = own.dtype == torch.float64
     out = torch.empty(own.shape, dtype=torch.float64 if double else torch.float32, device=own.device)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import make_callable
 from .arguments import array, check_arrays, check_field, instance, number, same_device
 from .arrays import back_end, dtype_name, is_torch, to_host
 from .errors import BadArgumentError
@@ -178,7 +177,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
     codes = _checked_codebook(codebook)
     if gradient is not None:
         check_gradient(x, gradient)
-    return back_end(x, "assign").assign(x, thresholds, codes, gradient=gradient)
+    return back_end(x, "quantizer").assign(x, thresholds, codes, gradient=gradient)
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
@@ -211,7 +210,4 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
     if protected is not None:
         array("protected", protected, (dtype_name(codebook),), 1)
         same_device("levels", levels, "protected", protected)
-    return back_end(levels, "assign").dequantize(levels, codebook, protected=protected)
-
-
-make_callable(__name__, assign)
+    return back_end(levels, "quantizer").dequantize(levels, codebook, protected=protected)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import bit_view, dtype_name, like, to_numpy
-from ..assign import FIRST_CODE, PROTECTED, Thresholds, boundaries
 from ..errors import CorruptDataError
 from ..floats import FloatFormat, format_named
 from ..histogram import product_format
+from ..quantizer import FIRST_CODE, PROTECTED, Thresholds, boundaries
 from .histogram import keep_range, product_blocks
 from .jit import njit
 from .prefetch import AHEAD, prefetch
@@ -227,7 +227,7 @@ class _Assigner:
 
 
 def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array | None = None) -> Array:
-    """See `shrinkpoint.kernels.assign.assign`; the codebook is float64 NumPy."""
+    """See `shrinkpoint.kernels.quantizer.assign`; the codebook is float64 NumPy."""
     # Without codes what is kept becomes protected, but only after the product had its say: until then it has a code.
     stand_in = gradient is not None and codebook.size == 0
     apply = _Assigner(format_named(dtype_name(x)), thresholds, np.zeros(1) if stand_in else codebook)
@@ -249,7 +249,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
-    """See `shrinkpoint.kernels.assign.dequantize`."""
+    """See `shrinkpoint.kernels.quantizer.dequantize`."""
     flat = to_numpy(levels).reshape(-1)
     codes = to_numpy(codebook)
     largest = int(flat.max()) if flat.size else 0

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.rare import rare_decode, rare_encode
-from shrinkpoint.kernels.reference import rare as oracle
+from shrinkpoint.kernels.reference import sparse_changes as oracle
+from shrinkpoint.kernels.sparse_changes import rare_decode, rare_encode
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -33,7 +33,7 @@ def changed(rng: np.random.Generator, n: int, k: int, top: int, near: float) -> 
 
 @pytest.mark.parametrize("top", [1, 2, 40, 256])
 def test_there_and_back(sequential_back_end: BackEnd, fresh: np.random.Generator, top: int) -> None:
-    module = sequential_back_end.module("rare")
+    module = sequential_back_end.module("sparse_changes")
     for n in (0, 1, 2, 3, 255, 256, 1000):
         for k in sorted({0, min(1, n), min(7, n), n // 2, n}):
             for near in (0.0, 0.9, 1.0):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array, most: int) -> tuple[Array, Array]:
-    """See `shrinkpoint.kernels.classes.row_column_sums`."""
+    """See `shrinkpoint.kernels.scale_classes.row_column_sums`."""
     xp = array_namespace(values)
     n = values.shape[0]
     rows = -(-(phase + n) // columns)
@@ -27,7 +27,7 @@ def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array
 def class_sums(
     rows: Array, columns: Array, n: int, phase: int, base: int, classes: int, context: Array | None
 ) -> Array:
-    """See `shrinkpoint.kernels.classes.class_sums`."""
+    """See `shrinkpoint.kernels.scale_classes.class_sums`."""
     xp = array_namespace(rows)
     both = xp.expand_dims(xp.astype(rows, xp.int64), axis=1) + xp.expand_dims(xp.astype(columns, xp.int64), axis=0)
     own = xp.reshape(xp.clip(both - base, 0, classes - 1), (-1,))[phase : phase + n]
@@ -37,7 +37,7 @@ def class_sums(
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
-    """See `shrinkpoint.kernels.classes.pattern_classes`."""
+    """See `shrinkpoint.kernels.scale_classes.pattern_classes`."""
     xp = array_namespace(patterns)
     upper = [u >> shift for u in to_numpy(patterns).tolist()]  # torch converts no uint64 above 2**63
     return xp.take(table, xp.asarray(upper, dtype=xp.int64))

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def rare_encode(symbols: Array, expected: Array) -> Array:
-    """See `shrinkpoint.kernels.rare.rare_encode`."""
+    """See `shrinkpoint.kernels.sparse_changes.rare_encode`."""
     return array(list(rangecoder.pack_changes(numbers(symbols), numbers(expected))), "uint8", symbols)
 
 
 def rare_decode(data: Array, expected: Array) -> Array:
-    """See `shrinkpoint.kernels.rare.rare_decode`."""
+    """See `shrinkpoint.kernels.sparse_changes.rare_decode`."""
     return array(rangecoder.unpack_changes(bytes(numbers(data)), numbers(expected)), "uint8", expected)

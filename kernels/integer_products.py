@@ -56,7 +56,7 @@ def row_products(values: Array, factor: Array, phase: int = 0) -> Array:
     values = array("values", values, ("int8",), 1, host=True)
     columns, _ = _factor("factor", factor)
     phase = integer("phase", phase, 0, columns - 1)
-    out: Array = back_end(values, "products").row_products(values, factor, phase)
+    out: Array = back_end(values, "integer_products").row_products(values, factor, phase)
     return out
 
 
@@ -89,7 +89,7 @@ def column_products(values: Array, factor: Array, columns: int, phase: int = 0) 
     columns = integer("columns", columns, 1, _MOST)
     phase = integer("phase", phase, 0, columns - 1)
     _factor("factor", factor, -(-(phase + int(values.shape[0])) // columns))
-    out: Array = back_end(values, "products").column_products(values, factor, columns, phase)
+    out: Array = back_end(values, "integer_products").column_products(values, factor, columns, phase)
     return out
 
 
@@ -125,5 +125,5 @@ def product_classes(rows: Array, columns: Array, n: int, phase: int = 0, *, shif
     _, other = _factor("rows", rows, -(-(phase + n) // width))
     integer("the rank of rows", other, rank, rank)
     shift, most = integer("shift", shift, 1, 20), integer("most", most, 1, 127)
-    out: Array = back_end(rows, "products").product_classes(rows, columns, n, phase, shift, most)
+    out: Array = back_end(rows, "integer_products").product_classes(rows, columns, n, phase, shift, most)
     return out

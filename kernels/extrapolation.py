@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import make_callable
 from .arguments import array, number, same_device
 from .arrays import back_end
 from .floats import FORMATS
@@ -46,7 +45,4 @@ def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
     """
     array("x", x, FORMATS)
     same_device("x", x, "earlier", array("earlier", earlier, FORMATS, x.shape))
-    return back_end(x, "extrapolate").extrapolate(x, earlier, number("factor", factor, 0, _LARGEST))
-
-
-make_callable(__name__, extrapolate)
+    return back_end(x, "extrapolation").extrapolate(x, earlier, number("factor", factor, 0, _LARGEST))

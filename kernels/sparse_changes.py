@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from .arguments import array
 from .arrays import back_end
+from .coder_arguments import stored_bytes
 from .errors import BadArgumentError
-from .sequential import stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -53,7 +53,7 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
     array("symbols", symbols, ("uint8",), 1, host=True)
     array("expected", expected, ("uint8",), 1, host=True)
     _check(symbols.shape[0], expected.shape[0])
-    return back_end(symbols, "rare").rare_encode(symbols, expected)
+    return back_end(symbols, "sparse_changes").rare_encode(symbols, expected)
 
 
 def rare_decode(data: Array | bytes, expected: Array) -> Array:
@@ -74,7 +74,7 @@ def rare_decode(data: Array | bytes, expected: Array) -> Array:
     """
     data, expected = stored_bytes(data), array("expected", expected, ("uint8",), 1, host=True)
     _check(expected.shape[0], expected.shape[0])
-    return back_end(expected, "rare").rare_decode(data, expected)
+    return back_end(expected, "sparse_changes").rare_decode(data, expected)
 
 
 def _check(n: int, expected: int) -> None:

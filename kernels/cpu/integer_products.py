@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like, to_numpy
-from ..sequential import compiled
+from ..coder_arguments import compiled
 from .jit import njit
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SHORT = 1 << 15
 
 
 def row_products(values: Array, factor: Array, phase: int) -> Array:
-    """See `shrinkpoint.kernels.products.row_products`."""
+    """See `shrinkpoint.kernels.integer_products.row_products`."""
     v, f = compiled(values), _by_component(factor)
     out = np.zeros((-(-(phase + v.size) // f.shape[1]), f.shape[0]), np.int64)
     _row_products(v, f, phase, out)
@@ -27,7 +27,7 @@ def row_products(values: Array, factor: Array, phase: int) -> Array:
 
 
 def column_products(values: Array, factor: Array, columns: int, phase: int) -> Array:
-    """See `shrinkpoint.kernels.products.column_products`."""
+    """See `shrinkpoint.kernels.integer_products.column_products`."""
     v, f = compiled(values), _by_component(factor)
     out = np.zeros((f.shape[0], columns), np.int64)
     _column_products(v, f, phase, np.zeros((f.shape[0], columns), np.int32), out)
@@ -35,7 +35,7 @@ def column_products(values: Array, factor: Array, columns: int, phase: int) -> A
 
 
 def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int, most: int) -> Array:
-    """See `shrinkpoint.kernels.products.product_classes`."""
+    """See `shrinkpoint.kernels.integer_products.product_classes`."""
     out = np.empty(n, np.uint8)
     a, b = _by_component(rows), _by_component(columns)
     _classes(a, b, phase, shift, most, np.empty(min(SHORT, b.shape[1]), np.int32), out)

@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 from ..arrays import dtype_name
-from ..assign import boundaries
 from ..errors import CorruptDataError
 from ..floats import FORMATS
 from ..histogram import product_format
+from ..quantizer import boundaries
 from .bits import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from .histogram import threshold_patterns
 from .launch import Launch, like, on, tensor
 
 if TYPE_CHECKING:
     from ..arrays import Array
-    from ..assign import Thresholds
+    from ..quantizer import Thresholds
 
 ASSIGN = Launch(block=2048, warps=4, registers=168)
 VALUES = Launch(block=4096, warps=8)
@@ -69,7 +69,7 @@ def assign_kernel(
 
 
 def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array | None = None) -> Array:
-    """See `shrinkpoint.kernels.assign.assign`; the codebook comes as float64 on the host."""
+    """See `shrinkpoint.kernels.quantizer.assign`; the codebook comes as float64 on the host."""
     t = tensor(x)
     g = t if gradient is None else tensor(gradient)
     fmt = FORMATS[dtype_name(x)]
@@ -139,7 +139,7 @@ def values_kernel(
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
-    """See `shrinkpoint.kernels.assign.dequantize`."""
+    """See `shrinkpoint.kernels.quantizer.dequantize`."""
     t, codes = tensor(levels), tensor(codebook)
     exact = codes[:0] if protected is None else tensor(protected)
     values = torch.empty(t.shape, dtype=codes.dtype, device=t.device)

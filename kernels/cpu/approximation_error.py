@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..approximation_error import Distortion
 from ..arrays import dtype_name, to_numpy
-from ..distortion import Distortion
 from .jit import njit
 from .widen import widened
 

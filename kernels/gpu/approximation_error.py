@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..distortion import Distortion
+from ..approximation_error import Distortion
 from .bits import widened
 from .launch import Launch, on, tensor
 
@@ -42,7 +42,7 @@ def distortion_kernel(x_ptr, y_ptr, n: tl.int64, sums_ptr, BLOCK: tl.constexpr):
 
 
 def distortion(x: Array, y: Array) -> Distortion:
-    """See `shrinkpoint.kernels.distortion.distortion`."""
+    """See `shrinkpoint.kernels.approximation_error.distortion`."""
     a, b = tensor(x), tensor(y)
     if a.numel() == 0:
         return Distortion(0.0, 0.0, 0.0)

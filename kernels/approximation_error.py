@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import make_callable
 from .arguments import array, same_device
 from .arrays import back_end
 from .floats import FORMATS
@@ -71,8 +70,5 @@ def distortion(x: Array, y: Array) -> Distortion:
     """
     array("x", x, FORMATS)
     same_device("x", x, "y", array("y", y, FORMATS, x.shape))
-    result: Distortion = back_end(x, "distortion").distortion(x, y)
+    result: Distortion = back_end(x, "approximation_error").distortion(x, y)
     return result
-
-
-make_callable(__name__, distortion)

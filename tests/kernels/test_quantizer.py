@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.assign import Thresholds, assign, boundaries, codebook_float64, dequantize, magnitude_bits
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.floats import FORMATS
-from shrinkpoint.kernels.reference import assign as oracle
+from shrinkpoint.kernels.quantizer import Thresholds, assign, boundaries, codebook_float64, dequantize, magnitude_bits
+from shrinkpoint.kernels.reference import quantizer as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -79,10 +79,10 @@ def native(x: np.ndarray[Any, Any], dtype: str) -> Any:
 def test_levels_match_the_oracle(back_end: BackEnd, fresh: np.random.Generator, dtype: str, codebook: str) -> None:
     codes = np.array(CODEBOOKS[codebook], dtype=np.float64)
     cases = [(3001, thresholds) for thresholds in THRESHOLDS]
-    cases += [(n, THRESHOLDS[1]) for n in back_end.sizes([0, 1], "assign.ASSIGN")]
+    cases += [(n, THRESHOLDS[1]) for n in back_end.sizes([0, 1], "quantizer.ASSIGN")]
     for n, thresholds in cases:
         x = sample(fresh, dtype, n, codes)
-        levels = back_end.module("assign").assign(back_end.array(x, dtype), thresholds, codes)
+        levels = back_end.module("quantizer").assign(back_end.array(x, dtype), thresholds, codes)
         expected = oracle.assign(torch.from_numpy(x), thresholds, codes).numpy()  # exact: x is what dtype holds
         np.testing.assert_array_equal(back_end.numpy(levels), expected, strict=True)
 
@@ -100,11 +100,11 @@ def test_levels_match_the_oracle(back_end: BackEnd, fresh: np.random.Generator, 
 def test_sensitivity_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator, dtypes: tuple[str, str]) -> None:
     codes = np.array(CODEBOOKS["uniform"])
     cases = [(2003, thresholds) for thresholds in THRESHOLDS]
-    cases += [(n, THRESHOLDS[3]) for n in back_end.sizes([0, 1], "assign.ASSIGN")]
+    cases += [(n, THRESHOLDS[3]) for n in back_end.sizes([0, 1], "quantizer.ASSIGN")]
     with np.errstate(all="ignore"):
         for n, thresholds in cases:
             x, g = sample(fresh, dtypes[0], n, codes), sample(fresh, dtypes[1], n)
-            levels = back_end.module("assign").assign(
+            levels = back_end.module("quantizer").assign(
                 back_end.array(x, dtypes[0]), thresholds, codes, gradient=back_end.array(g, dtypes[1])
             )
             expected = oracle.assign(torch.from_numpy(x), thresholds, codes, gradient=torch.from_numpy(g)).numpy()
@@ -165,11 +165,11 @@ def test_dequantize_matches_the_oracle(
     back_end: BackEnd, fresh: np.random.Generator, dtype: str, codebook: str
 ) -> None:
     codes = rounded(np.array(CODEBOOKS[codebook]), dtype)
-    most = max(back_end.sizes([4099], "assign.VALUES"))
+    most = max(back_end.sizes([4099], "quantizer.VALUES"))
     levels = fresh.integers(0, codes.size + 2, most).astype(np.uint8)
     exact = rounded(fresh.standard_normal(int((levels == 1).sum())), dtype)
-    module = back_end.module("assign")
-    cases = [(n, exact[: int((levels[:n] == 1).sum())]) for n in back_end.sizes([0, 4099], "assign.VALUES")]
+    module = back_end.module("quantizer")
+    cases = [(n, exact[: int((levels[:n] == 1).sum())]) for n in back_end.sizes([0, 4099], "quantizer.VALUES")]
     for n, protected in (*cases, (4099, None), (most, None)):
         got = module.dequantize(
             back_end.array(levels[:n]),
@@ -187,7 +187,7 @@ def test_dequantize_matches_the_oracle(
 
 
 def test_dequantize_refuses_what_does_not_fit(back_end: BackEnd) -> None:
-    module = back_end.module("assign")
+    module = back_end.module("quantizer")
     codes, levels = np.array([1.0, 2.0], dtype=np.float32), np.array([0, 1, 2, 3], dtype=np.uint8)
     for bad_levels, count in (([0, 4], None), ([255], 0), (levels, 0), (levels, 2), ([0], 1), ([], 1)):
         protected = None if count is None else back_end.array(np.ones(count, dtype=np.float32))
@@ -199,7 +199,7 @@ def test_dequantize_refuses_what_does_not_fit(back_end: BackEnd) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 9), (2, 0, 3)])
 def test_shapes_and_strides(back_end: BackEnd, fresh: np.random.Generator, shape: tuple[int, ...]) -> None:
-    module = back_end.module("assign")
+    module = back_end.module("quantizer")
     x = np.asarray(fresh.standard_normal(shape).astype(np.float32))
     codes = np.array([-1.0, 0.0, 1.0], dtype=np.float32)
     a = back_end.array(x)
@@ -287,7 +287,7 @@ def test_without_codes_the_gradient_still_prunes(back_end: BackEnd, prune: float
     x = back_end.array(np.array([1.0, 2.0, 3.0, -4.0, np.nan]), "float32")
     gradient = back_end.array(np.array([0.1, 0.01, 5.0, 0.0, 0.0]), "float32")
     thresholds = Thresholds(prune_sensitivity=prune)
-    got = back_end.module("assign").assign(x, thresholds, np.empty(0), gradient=gradient)
+    got = back_end.module("quantizer").assign(x, thresholds, np.empty(0), gradient=gradient)
     expected = [0, 0, 1, 0, 1] if prune else [1, 1, 1, 1, 1]
     assert back_end.numpy(got).tolist() == expected
 
@@ -299,6 +299,6 @@ def test_nearest_among_the_smallest_subnormals(back_end: BackEnd, dtype: str) ->
     smallest = np.finfo(dtype).smallest_subnormal
     codes = np.array([-5, 2, 3, 8])
     x = back_end.array((units * smallest).astype(dtype), dtype)
-    got = back_end.numpy(back_end.module("assign").assign(x, Thresholds(), codes * np.float64(smallest)))
+    got = back_end.numpy(back_end.module("quantizer").assign(x, Thresholds(), codes * np.float64(smallest)))
     distance = np.abs(units[:, None] - codes[None, :])
     np.testing.assert_array_equal(got, 2 + distance.argmin(axis=1))

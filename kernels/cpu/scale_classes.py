@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like
-from ..sequential import compiled
+from ..coder_arguments import compiled
 from .jit import njit
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SHORT = 1 << 15
 
 
 def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array, most: int) -> tuple[Array, Array]:
-    """See `shrinkpoint.kernels.classes.row_column_sums`."""
+    """See `shrinkpoint.kernels.scale_classes.row_column_sums`."""
     v = compiled(values)
     rows = np.zeros(-(-(phase + v.size) // columns), np.int64)
     sums = np.zeros(columns, np.int64)
@@ -37,7 +37,7 @@ def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array
 def class_sums(
     rows: Array, columns: Array, n: int, phase: int, base: int, classes: int, context: Array | None
 ) -> Array:
-    """See `shrinkpoint.kernels.classes.class_sums`."""
+    """See `shrinkpoint.kernels.scale_classes.class_sums`."""
     out = np.empty(n, np.uint8)
     r, c = compiled(rows), compiled(columns)
     if context is None:
@@ -49,7 +49,7 @@ def class_sums(
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
-    """See `shrinkpoint.kernels.classes.pattern_classes`."""
+    """See `shrinkpoint.kernels.scale_classes.pattern_classes`."""
     u = compiled(patterns)
     out = np.empty(u.size, np.uint8)
     _look_up(u, u.dtype.type(shift), compiled(table), out)

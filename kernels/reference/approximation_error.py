@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from array_api_compat import array_namespace
 
-from ..distortion import Distortion
+from ..approximation_error import Distortion
 
 if TYPE_CHECKING:
     from ..arrays import Array

@@ -55,7 +55,7 @@ def row_column_sums(
         integer("the number of origins", origin.shape[0], values.shape[0], values.shape[0])
     else:
         origin = integer("origin", origin, 0, 255)
-    rows, sums = back_end(values, "classes").row_column_sums(values, columns, phase, origin, most)
+    rows, sums = back_end(values, "scale_classes").row_column_sums(values, columns, phase, origin, most)
     return rows, sums
 
 
@@ -106,7 +106,7 @@ def class_sums(
     if context is not None:
         context = array("context", context, ("uint8",), 1, host=True)
         integer("the number of contexts", context.shape[0], n, n)
-    return back_end(rows, "classes").class_sums(rows, columns, n, phase, base, classes, context)
+    return back_end(rows, "scale_classes").class_sums(rows, columns, n, phase, base, classes, context)
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
@@ -134,4 +134,4 @@ def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
     width = int(dtype_name(patterns)[4:])
     shift = integer("shift", shift, max(0, width - 24), width - 1)
     integer("the number of classes", table.shape[0], 1 << (width - shift), 1 << (width - shift))
-    return back_end(patterns, "classes").pattern_classes(patterns, shift, table)
+    return back_end(patterns, "scale_classes").pattern_classes(patterns, shift, table)

@@ -14,7 +14,7 @@ from ..histogram import product_format
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..assign import Thresholds
+    from ..quantizer import Thresholds
 
 
 _TINY = 2.0**-1000
@@ -47,7 +47,7 @@ def kept(x: Array, thresholds: Thresholds, gradient: Array | None) -> Array:
 
 
 def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, gradient: Array | None = None) -> Array:
-    """See `shrinkpoint.kernels.assign.assign`; a value is past a boundary exactly when it is above the midpoint."""
+    """See `shrinkpoint.kernels.quantizer.assign`; a value is past a boundary exactly when it is above the midpoint."""
     xp = array_namespace(x)
     value = xp.astype(x, xp.float64)
     protected, pruned = _decide(x, thresholds, gradient)
@@ -62,7 +62,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, 
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
-    """See `shrinkpoint.kernels.assign.dequantize`."""
+    """See `shrinkpoint.kernels.quantizer.dequantize`."""
     xp = array_namespace(codebook)
     flat = xp.reshape(levels, (-1,))
     codes = codebook.shape[0]

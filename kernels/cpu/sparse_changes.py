@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..arrays import like, to_numpy
+from ..coder_arguments import compiled
 from ..errors import CorruptDataError
-from ..sequential import compiled
 from . import rangecoder
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rare_encode(symbols: Array, expected: Array) -> Array:
-    """See `shrinkpoint.kernels.rare.rare_encode`."""
+    """See `shrinkpoint.kernels.sparse_changes.rare_encode`."""
     own, usual = to_numpy(symbols), to_numpy(expected)
     places = np.flatnonzero(own != usual)
     data = rangecoder.pack_changes(own[places], usual[places], places, own.size)
@@ -24,7 +24,7 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
 
 
 def rare_decode(data: Array, expected: Array) -> Array:
-    """See `shrinkpoint.kernels.rare.rare_decode`."""
+    """See `shrinkpoint.kernels.sparse_changes.rare_decode`."""
     own = compiled(expected)
     out = own.copy()
     if not rangecoder.unpack_changes(compiled(data), own, out):

@@ -19,7 +19,7 @@ def _matrix(xp: Any, values: Array, columns: int, phase: int) -> Array:
 
 
 def row_products(values: Array, factor: Array, phase: int) -> Array:
-    """See `shrinkpoint.kernels.products.row_products`."""
+    """See `shrinkpoint.kernels.integer_products.row_products`."""
     xp = array_namespace(values)
     matrix = _matrix(xp, values, factor.shape[0], phase)
     products = xp.expand_dims(matrix, axis=2) * xp.expand_dims(xp.astype(factor, xp.int64), axis=0)
@@ -27,7 +27,7 @@ def row_products(values: Array, factor: Array, phase: int) -> Array:
 
 
 def column_products(values: Array, factor: Array, columns: int, phase: int) -> Array:
-    """See `shrinkpoint.kernels.products.column_products`."""
+    """See `shrinkpoint.kernels.integer_products.column_products`."""
     xp = array_namespace(values)
     matrix = _matrix(xp, values, columns, phase)
     products = xp.expand_dims(matrix, axis=2) * xp.expand_dims(xp.astype(factor, xp.int64), axis=1)
@@ -35,7 +35,7 @@ def column_products(values: Array, factor: Array, columns: int, phase: int) -> A
 
 
 def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int, most: int) -> Array:
-    """See `shrinkpoint.kernels.products.product_classes`."""
+    """See `shrinkpoint.kernels.integer_products.product_classes`."""
     xp = array_namespace(rows)
     a, b = (xp.astype(x, xp.int64) for x in (rows, columns))
     products = xp.sum(xp.expand_dims(a, axis=1) * xp.expand_dims(b, axis=0), axis=2, dtype=xp.int64)
