@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.search.cube import Cube
+from shrinkpoint.searching.cube import Cube
 
 from .workloads import Run, State, Workload
 
@@ -151,11 +151,11 @@ class InStore:
             probe.load_state_dict(restored["model"])
             return statistics.fmean(float(run.loss(batch, probe)) for batch in batches)
 
+        earlier = self.store.earlier(state, run.step) if how.ahead else None
+        options = sp.SearchOptions(cube=how.cube, earlier=earlier, direction="lower", progress=False)
         found = sp.search(
-            state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds,
-            earlier=self.store.earlier(state, run.step) if how.ahead else None,
-            cube=how.cube, direction="lower", progress=False,
-        )  # fmt: skip
+            state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds, options=options
+        )
         self.last = found
         self.evaluations += found.evaluations
         self.unmet += not found.met

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.search.cube import Cube, Point, normal
+from shrinkpoint.searching.cube import Cube, Point, normal
 from shrinkpoint.trainers.sensitivity import batches_that_count
 
 from . import overhead, workloads
@@ -121,7 +121,15 @@ def chain(training: Training, threshold: float, say: Callable[[str], None]) -> l
     for checkpoint in training.checkpoints:
         say(f"{training.name}: {threshold:.1%} at step {checkpoint.step}")
         state, grads = checkpoint.state, checkpoint.grads
-        last = sp.search(state, training.evaluate, threshold, prev=prev, last=last, grads=grads, progress=False)
+        last = sp.search(
+            state,
+            training.evaluate,
+            threshold,
+            prev=prev,
+            last=last,
+            grads=grads,
+            options=sp.SearchOptions(progress=False),
+        )
         prev = sp.compress(state, prev, last.config, grads=grads)
         # Not what the search says of it: it may be wrong about which direction is better.
         restored = sp.decompress(prev)
@@ -199,7 +207,12 @@ def against_brute_force(training: Training, say: Callable[[str], None]) -> list[
         checkpoint = training.checkpoints[number]
         for threshold in THRESHOLDS:
             found = sp.search(
-                checkpoint.state, training.evaluate, threshold, prev=prev, grads=checkpoint.grads, progress=False
+                checkpoint.state,
+                training.evaluate,
+                threshold,
+                prev=prev,
+                grads=checkpoint.grads,
+                options=sp.SearchOptions(progress=False),
             )
             least = min((p.nbytes for p in points if p.loss <= threshold), default=None)
             restored = sp.decompress(sp.compress(checkpoint.state, prev, found.config, grads=checkpoint.grads))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import shrinkpoint as sp
-from shrinkpoint.search.cube import Cube
+from shrinkpoint.searching.cube import Cube
 
 from . import workloads
 from .devices import threads

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.search.cube import Cube
+from shrinkpoint.searching.cube import Cube
 
 from . import workloads
 from .harness import Options, Row, lacking
@@ -116,9 +116,7 @@ def of_subject(subject: Subject, options: Options) -> list[Row]:
             state,
             lambda restored: subject.quality(restored["model"]),
             THRESHOLD,
-            cube=cube,
-            direction="lower",
-            progress=False,
+            options=sp.SearchOptions(cube=cube, direction="lower", progress=False),
         )
         ckpt = sp.compress(state, cfg=choice.config)
         restored = sp.decompress(ckpt)["model"]

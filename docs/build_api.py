@@ -113,14 +113,15 @@ def pages() -> list[Page]:
         ),
         Page(
             "search",
-            "shrinkpoint.search",
+            "shrinkpoint.searching",
             "The smallest configuration that keeps a quality threshold: `sp.search` and what it is made of.",
             (
                 ("search.run", ("search",)),
+                ("search.arguments", ("SearchOptions",)),
                 ("search.result", None),
                 ("search.cube", None),
                 ("search.quality", None),
-                ("search.report", None),
+                ("search.progress", None),
             ),
         ),
         Page(
@@ -318,7 +319,8 @@ def render(page: Page) -> str:
         if not found:
             continue
         if len(page.modules) > 1:
-            out += [f"## shrinkpoint.{name}", ""]
+            public = name.replace("search.", "searching.", 1) if name.startswith("search.") else name
+            out += [f"## shrinkpoint.{public}", ""]
             about = ast.get_docstring(module.tree) or ""
             out += [about.split("\n\n")[0].replace("\n", " "), ""]
         for node in found:

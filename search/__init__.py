@@ -1,15 +1,13 @@
-"""The search for the smallest configuration that keeps the quality asked for: `shrinkpoint.search(...)`.
+"""The configuration search behind `shrinkpoint.search`.
 
-The package is callable, so that `shrinkpoint.search` is the same thing whether or not one of its modules was imported.
+The package is imported as `shrinkpoint.searching`, so that `shrinkpoint.search` can be the function.
 """
 
 from __future__ import annotations
 
-from ..kernels import make_callable
+from .arguments import SearchOptions
 from .cube import Cube, Point
 from .result import SearchResult, Trial
 from .run import search
 
-__all__ = ["Cube", "Point", "SearchResult", "Trial", "search"]
-
-make_callable(__name__, search)
+__all__ = ["Cube", "Point", "SearchOptions", "SearchResult", "Trial", "search"]

@@ -1,139 +1,203 @@
-"""The arguments of a search: checked, the same on all processes, and what follows from them."""
+"""The arguments of a search, checked and compared between processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
-from .report import Progress
+from .process_group import ProcessGroup
+from .progress import Progress
 from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
-from .subject import Given, Watched
-from .team import Team
+from .search_state import SearchInputs, WatchedInputs
 
-_NOTHING = 1e-3
-"""Share of the threshold that is too little to search for."""
+_NEGLIGIBLE = 1e-3
+"""Share of the threshold below which a search is not worth its evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The arguments of a search that are no arrays, as given until they are checked."""
+class SearchOptions:
+    """The settings of a search that most callers leave at their defaults.
 
+    Args:
+        cube: the configurations to choose from; default the cube of `last`, else `Cube()`.
+        earlier: as for `compress`: trials then code weights ahead of their drift, and the configuration found does the
+            same (`Config.ahead`). Where no point passes that way, the search is repeated without drift prediction.
+            Default None: weights are coded where they are.
+        direction: "lower" or "higher" is better; default None: as in `last`, else inferred from a state compressed
+            beyond use, which costs one evaluation (two, if the first returns NaN).
+        baseline: the result of `evaluate` for `state` itself, if the caller already has it for the same data; saves one
+            evaluation. The first search evaluates the state once nevertheless and refuses a value that differs by more
+            than `threshold`. Default None: it is evaluated.
+        expected_restores: number of times the run is expected to resume, >= 0. All restores together may then cost no
+            more than `threshold`: each may take the rest after those so far (`SearchResult.restored`), divided by the
+            number still expected; beyond that number, half of the rest. Default None: each restore may take
+            the whole threshold.
+        steps: reach of the neighbourhood search in steps along the axes, >= 0; default 2.
+        relax: also try configurations in the neighbourhood that are more aggressive than `last`; default False.
+        budget: maximum number of successive calls of `evaluate`, baseline included, >= 3; default 12.
+        resume: trials of an interrupted search with the same arguments, which are not run again; collect them with
+            `progress=done.append`.
+        progress: True: a bar on standard error; False: no bar; None (default): a bar if standard error is a terminal; a
+            callable: called with each trial, without a bar.
+
+    Example:
+        >>> SearchOptions(direction="lower", budget=6).budget
+        6
+    """
+
+    cube: Cube | None = None
+    earlier: Any = None
+    direction: str | None = None
+    baseline: float | None = None
+    expected_restores: float | None = None
+    steps: int = 2
+    relax: bool = False
+    budget: int = 12
+    resume: Sequence[Trial] = ()
+    progress: Progress = None
+
+
+@dataclass(frozen=True, slots=True)
+class SearchArguments:
+    """The arguments of a search other than arrays; unchecked until `check_arguments`."""
+
+    evaluate: Any
     threshold: float
     last: SearchResult | None
-    cube: Cube | None
-    direction: str | None
-    baseline: float | None
-    expected_restores: float | None
-    steps: int
-    relax: bool
-    budget: int
-    resume: Sequence[Trial]
-    progress: Progress
+    options: SearchOptions
 
     @property
-    def where(self) -> Cube:
-        """What is chosen from."""
-        return self.cube if self.cube is not None else (self.last.cube if self.last is not None else Cube())
+    def cube(self) -> Cube:
+        """The configurations to choose from."""
+        if self.options.cube is not None:
+            return self.options.cube
+        return Cube() if self.last is None else self.last.cube
 
     @property
     def allowed(self) -> float:
-        """Degradation that passes: of the whole threshold, or of what restores have left of it, a share."""
-        if self.expected_restores is None:
+        """The degradation that a checkpoint may have.
+
+        It is the threshold, or its share of the rest that restores have left.
+        """
+        if self.options.expected_restores is None:
             return self.threshold
         done, spent = (0, 0.0) if self.last is None else (self.last.restores, self.last.spent)
-        ahead = self.expected_restores - done
-        # However many there are beyond what was expected, halves of what is left never sum to more.
+        ahead = self.options.expected_restores - done
+        # Halves of the remainder never sum to more than the remainder, however many unexpected restores follow.
         share = 2.0 if done and ahead <= 0 else max(1.0, ahead)
         return max(0.0, self.threshold - spent) / share
 
     @property
     def is_spent(self) -> bool:
-        """Whether restores have left less than `evaluate` can tell from nothing."""
-        if self.last is None or self.expected_restores is None or not self.last.spent:
+        """Whether restores have left less than `evaluate` can distinguish from zero."""
+        if self.last is None or self.options.expected_restores is None or not self.last.spent:
             return False
-        return self.allowed <= max(self.last.spread, _NOTHING * self.threshold)
+        return self.allowed <= max(self.last.spread, _NEGLIGIBLE * self.threshold)
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of each that decides what is tried."""
-        names = ("threshold", "direction", "baseline", "expected_restores", "steps", "relax", "budget")
-        return {name: repr(getattr(self, name)) for name in names} | {
-            "cube": hashed(json.dumps(self.where.to_json())),
+        """A hash of each argument that decides which points are tried."""
+        names = ("direction", "baseline", "expected_restores", "steps", "relax", "budget")
+        return {name: repr(getattr(self.options, name)) for name in names} | {
+            "threshold": repr(self.threshold),
+            "evaluate": str(self.evaluate is None),
+            "cube": hashed(json.dumps(self.cube.to_json())),
             "last": "" if self.last is None else hashed(essence(self.last)),
-            "resume": hashed(json.dumps(outcome(self.resume))),
+            "resume": hashed(json.dumps(outcome(self.options.resume))),
         }
 
 
-def opened(
-    team: Team, asked: Asked, state: Any, evaluate: Any, prev: Any, grads: Any, kinds: Any, earlier: Any
-) -> tuple[Given, Watched | None, str]:
-    """Check all arguments, on every process before any does something that others must join in.
+@dataclass(frozen=True, slots=True)
+class StateArguments:
+    """The arguments of a search that hold arrays, as the caller passes them; see `compress`."""
+
+    state: Any
+    prev: Checkpoint | None
+    grads: Any
+    kinds: Mapping[str, Any] | None
+    earlier: Any
+
+
+def check_arguments(
+    processes: ProcessGroup, arguments: SearchArguments, arrays: StateArguments
+) -> tuple[SearchInputs, WatchedInputs | None, str]:
+    """Check all arguments on every process, before any process enters a collective operation.
 
     Returns:
-        The state taken apart, what it holds, and a fingerprint of what trials must have in common; None and "" where
-        there are no trials and nobody to compare with.
+        The flattened state, its hashes, and a fingerprint that trials of the same search share; None and "" where no
+        trials are run and no other process takes part.
 
     Raises:
-        BadArgumentError: an argument is of no use, here or on another process, or is not the same on all of them.
+        BadArgumentError: an argument is unusable, here or on another process, or differs between processes.
     """
-    taken: list[tuple[Given, Watched | None]] = []
+    taken: list[tuple[SearchInputs, WatchedInputs | None]] = []
 
-    def opening() -> dict[str, Any] | None:
-        _check(asked, evaluate)
-        given = Given.of(state, prev, grads, kinds, earlier)
-        if evaluate is None and team.size == 1:
-            taken.append((given, None))
+    def check() -> dict[str, Any] | None:
+        _check(arguments)
+        inputs = SearchInputs.of(arrays.state, arrays.prev, arrays.grads, arrays.kinds, arrays.earlier)
+        if arguments.evaluate is None and processes.size == 1:
+            taken.append((inputs, None))
             return None
-        watched = given.watch()
-        taken.append((given, watched))
-        same = asked.fingerprints() | given.fingerprints(watched) | {"evaluate": str(evaluate is None)}
-        return {"same": same, "own": hashed(repr(watched))}
+        watched = inputs.watch()
+        taken.append((inputs, watched))
+        return {"same": arguments.fingerprints() | inputs.fingerprints(watched), "own": hashed(repr(watched))}
 
-    told = team.all(opening)
-    if taken[0][1] is None:
-        return *taken[0], ""
-    for rank, other in enumerate(told):
-        unlike = sorted(name for name, value in other["same"].items() if value != told[0]["same"][name])
+    reports = processes.all(check)
+    inputs, watched = taken[0]
+    if watched is None:
+        return inputs, None, ""
+    for rank, other in enumerate(reports):
+        unlike = sorted(name for name, value in other["same"].items() if value != reports[0]["same"][name])
         if unlike:
             raise BadArgumentError(
                 f"the processes of the group do not have the same {' and '.join(unlike)}: "
-                f"that of rank {rank} is not that of rank 0"
+                f"rank {rank} differs from rank 0"
             )
-    # Of what is in parts each process has its own values; a trial belongs to all of them.
-    point = next(iter(asked.where))
-    names = ("state", "prev", "grads", "kinds", "earlier")
-    common = [told[0]["same"][n] for n in names] + [t["own"] for t in told if taken[0][0].is_sharded]
-    return *taken[0], hashed(json.dumps([common, point.config().to_json()]))
+    # Of sharded arrays each process has its own values, and a trial belongs to all of them.
+    point = next(iter(arguments.cube))
+    names = [f.name for f in dataclasses.fields(StateArguments)]
+    common = [reports[0]["same"][n] for n in names] + [r["own"] for r in reports if inputs.is_sharded]
+    return inputs, watched, hashed(json.dumps([common, point.config().to_json()]))
 
 
-def _check(asked: Asked, evaluate: Any) -> None:
-    check_field(asked, "last", or_none, instance, SearchResult)
-    check_field(asked, "cube", or_none, instance, Cube)
-    check_field(asked, "direction", or_none, choice, DIRECTIONS)
-    check_field(asked, "baseline", or_none, number, -math.inf, math.inf, open_low=True, open_high=True)
-    if asked.baseline == 0:
+def _check(arguments: SearchArguments) -> None:
+    options = arguments.options
+    if not isinstance(options, SearchOptions):
+        raise BadArgumentError(f"options is {options!r:.80}; it must be SearchOptions or None")
+    check_field(arguments, "last", or_none, instance, SearchResult)
+    check_field(options, "cube", or_none, instance, Cube)
+    check_field(options, "direction", or_none, choice, DIRECTIONS)
+    check_field(options, "baseline", or_none, number, -math.inf, math.inf, open_low=True, open_high=True)
+    if options.baseline == 0:
         raise BadArgumentError("baseline is 0; a relative degradation of 0 has no meaning")
-    check_field(asked, "expected_restores", or_none, number, 0, 1e9)
-    check_field(asked, "steps", integer, 0)
-    check_field(asked, "budget", integer, 3)
-    check_field(asked, "relax", flag)
-    if not isinstance(asked.resume, Sequence) or not all(isinstance(t, Trial) for t in asked.resume):
-        raise BadArgumentError("resume must be Trials, as `progress` was given them or SearchResult.trials has them")
-    progress = asked.progress
+    check_field(options, "expected_restores", or_none, number, 0, 1e9)
+    check_field(options, "steps", integer, 0)
+    check_field(options, "budget", integer, 3)
+    check_field(options, "relax", flag)
+    if not isinstance(options.resume, Sequence) or not all(isinstance(t, Trial) for t in options.resume):
+        raise BadArgumentError("resume must be a sequence of Trial, as passed to `progress` or in SearchResult.trials")
+    progress = options.progress
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise BadArgumentError(f"progress is {progress!r}; it must be True, False, None or callable")
+    evaluate = arguments.evaluate
     limit = 1 if evaluate is None else 10
-    check_field(asked, "threshold", number, 0, limit, open_low=True, open_high=evaluate is None)
-    if asked.threshold > 1:
-        said = f"threshold is {asked.threshold:g}, which is {asked.threshold:.0%}"
-        warnings.warn(f"{said}; {asked.threshold:g} % is {asked.threshold / 100:g}", ShrinkpointWarning, stacklevel=6)
+    check_field(arguments, "threshold", number, 0, limit, open_low=True, open_high=evaluate is None)
+    threshold = arguments.threshold
+    if threshold > 1:
+        warnings.warn(
+            f"threshold is {threshold:g}, which is {threshold:.0%}; {threshold:g} % is {threshold / 100:g}",
+            ShrinkpointWarning,
+            stacklevel=6,
+        )
     if evaluate is not None and not callable(evaluate):
         raise BadArgumentError(f"evaluate is {evaluate!r}; it must be callable or None")
 

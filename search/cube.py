@@ -1,4 +1,4 @@
-"""The configuration cube: what a search may choose, as data; its order of quality, and an order by expected size."""
+"""The configuration cube: the points that a search may choose, and their orders."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Point:
     Args:
         bins: how fine, 2 to 254: see `Quantize`.
         prune: fraction pruned, in [0, 1).
-        metric: pruning metric, "magnitude" or "sensitivity"; of no meaning where nothing is pruned.
+        metric: pruning metric, "magnitude" or "sensitivity"; ignored where nothing is pruned.
         protect: fraction protected, in [0, 1).
         rate: as `Config.rate`, which moments follow, >= 0; default 0.
         embedding_bins: the same for embeddings; default None, as `bins`.
-        system: what the point is a configuration of: "default", this project's own coder as in `Config()`, or
-            "inshrinkerator", the published one as in `presets.inshrinkerator`.
+        system: the coder: "default", this project's own as in `Config()`, or "inshrinkerator", the published one as in
+            `presets.inshrinkerator`.
 
     Raises:
         BadArgumentError: a value out of range.
@@ -62,7 +62,7 @@ class Point:
             object.__setattr__(self, name, getattr(weights, name))
 
     def codec(self) -> Quantize:
-        """What the point does with weights; raises BadArgumentError where it cannot be done."""
+        """The codec of the point for weights; raises BadArgumentError for values out of range."""
         if self.system == "inshrinkerator":
             rule = inshrinkerator(
                 self.bins,
@@ -85,11 +85,11 @@ class Point:
     def config(
         self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None, ahead: bool = False
     ) -> Config:
-        """The whole configuration: the point's codec for weights, the rest as its system has it at such a rate.
+        """Return the whole configuration: the point's codec, and its system's other rules.
 
         Args:
             embedding_bins: entries for embeddings instead of the point's own.
-            chain: when a store takes a base; default `ChainPolicy()`.
+            chain: the policy by which a store takes a base; default `ChainPolicy()`.
             ahead: whether a store codes weights ahead of their drift; default False.
         """
         point = self if embedding_bins is None else dataclasses.replace(self, embedding_bins=embedding_bins)
@@ -99,17 +99,17 @@ class Point:
         return Config([weights, *others], rate=self.rate, chain=chain, ahead=ahead)
 
     def expected_bits(self) -> float:
-        """Bits a weight that a base would take if all levels were equally likely: the order of the cube."""
+        """Bits per weight of a base with equally likely levels, by which the cube is ordered."""
         quantized = 1.0 - self.prune - self.protect
         shares = (self.prune, self.protect, quantized)
         level = sum(-s * math.log2(s) for s in shares if s > 0)
         return level + quantized * math.log2(self.bins) + 16 * self.protect
 
     def at_least(self, other: Point) -> bool:
-        """Whether quality is expected to be no worse than the other's: no axis is more aggressive.
+        """Whether quality is expected to be at least the other's: no axis is more aggressive.
 
-        A partial order: of two points each may lose something the other keeps. Points of different pruning metrics can
-        only be compared where one of them prunes nothing.
+        This is a partial order: of two points each may be more aggressive along another axis. Points of different
+        pruning metrics are only comparable where one of them prunes nothing.
         """
         return (
             self.system == other.system
@@ -129,7 +129,9 @@ class Point:
         """The point that `to_json` wrote; raises BadArgumentError for anything else."""
         names = {f.name for f in dataclasses.fields(Point)}
         if not isinstance(data, Mapping) or set(data) != names:
-            raise BadArgumentError(f"{str(data)[:80]} is no point of a cube; its fields are {', '.join(sorted(names))}")
+            raise BadArgumentError(
+                f"{str(data)[:80]} is not a point of a cube; its fields are {', '.join(sorted(names))}"
+            )
         return Point(**data)
 
     def __str__(self) -> str:
@@ -146,16 +148,18 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Cube:
-    """The axes; quality is expected to rise along bins, protect and embedding_bins, and to fall along prune and rate.
+    """The axes of a configuration cube.
+
+    Quality is expected to rise along `bins`, `protect` and `embedding_bins`, and to fall along `prune` and `rate`.
 
     Args:
         bins: how fine, ascending: see `Quantize`.
         prune: pruned fractions, ascending.
         metric: pruning metrics.
         protect: protected fractions, ascending.
-        embedding_bins: entries for embeddings, ascending; chosen apart, after the rest, from the last one down.
+        embedding_bins: entries for embeddings, ascending; chosen separately, after the rest, from the last one down.
         rate: lambdas of the rate-distortion encoder, ascending; default (0,). An axis like the others.
-        system: what is configured: "default" (this project's own coder) or "inshrinkerator" (the published one).
+        system: the coder: "default" (this project's own coder) or "inshrinkerator" (the published one).
 
     Raises:
         BadArgumentError: an axis is empty, does not ascend, or holds a value out of range.
@@ -186,8 +190,8 @@ class Cube:
             if name != "metric" and not _ascends(axis):
                 raise BadArgumentError(f"the cube's axis {name} is {axis!r:.80}; it must ascend")
         if any(self.metric.count(m) > 1 for m in self.metric):
-            raise BadArgumentError(f"the cube's axis metric is {self.metric}; a metric stands in it twice")
-        # Every value stands in one of these points, which refuse what is out of range.
+            raise BadArgumentError(f"the cube's axis metric is {self.metric}; it lists a metric twice")
+        # Every value appears in one of these points, which raise for values out of range.
         longest = max(len(getattr(self, name)) for name in _STEPPED)
         padded = (itertools.islice(itertools.cycle(getattr(self, name)), longest) for name in _STEPPED)
         points = [
@@ -195,7 +199,7 @@ class Cube:
             for bins, prune, protect, rate, embedding_bins in zip(*padded, strict=True)
             for metric in self.metric
         ][:: len(self.metric)]
-        for name in _STEPPED:  # as the points have them, in plain numbers
+        for name in _STEPPED:  # as plain numbers, as the points store them
             values = (getattr(point, name) for point in points)
             object.__setattr__(self, name, tuple(itertools.islice(values, len(getattr(self, name)))))
         Point(self.bins[0], self.prune[-1], self.metric[0], self.protect[-1])
@@ -206,14 +210,14 @@ class Cube:
     def __iter__(self) -> Iterator[Point]:
         """Every point, the smallest expected checkpoint first; ties in the order of the axes.
 
-        Embeddings have the most entries in all of them.
+        All of them have the largest number of entries for embeddings.
         """
         axes = (self.bins, self.prune, self.metric, self.protect, self.rate)
         points = (Point(*values, self.embedding_bins[-1], self.system) for values in itertools.product(*axes))
         return iter(sorted(points, key=Point.expected_bits))
 
     def __contains__(self, point: object) -> bool:
-        """Whether a point stands on the axes; the metric counts only where something is pruned."""
+        """Whether a point lies on the axes; the metric counts only where something is pruned."""
         return (
             isinstance(point, Point)
             and point.system == self.system
@@ -224,7 +228,7 @@ class Cube:
     def steps(self, a: Point, b: Point) -> int:
         """Number of steps along the axes from one point to another; the pruning metric takes none.
 
-        A value that is on no axis (of an older cube) is counted from its nearest neighbour on it.
+        A value that is not on its axis (of an older cube) is counted from its nearest neighbour.
 
         Example:
             >>> Cube().steps(Point(16, 0.1, "magnitude", 0.005), Point(12, 0.0, "sensitivity", 0.005))
@@ -240,10 +244,10 @@ class Cube:
         return total
 
     def neighbours(self, point: Point, steps: int, *, relax: bool = False) -> list[Point]:
-        """The points at most so many steps away, itself first, none of them more aggressive than it.
+        """The points within a number of steps, the point itself first, none more aggressive than it.
 
         Args:
-            point: where to start.
+            point: the center.
             steps: 0 or more.
             relax: also those that are more aggressive (section 10 of the paper); default False.
 
@@ -268,7 +272,7 @@ class Cube:
         """The cube that `to_json` wrote; raises BadArgumentError for anything else."""
         names = {f.name for f in dataclasses.fields(Cube)}
         if not isinstance(data, Mapping) or set(data) != names:
-            raise BadArgumentError(f"{str(data)[:80]} is no cube; its fields are {', '.join(sorted(names))}")
+            raise BadArgumentError(f"{str(data)[:80]} is not a cube; its fields are {', '.join(sorted(names))}")
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return Cube(**fields)
 
@@ -285,10 +289,10 @@ def _place(axis: tuple[float, ...], value: float) -> int:
 
 
 def same(a: Point, b: Point) -> bool:
-    """Whether two points are one configuration: the metric counts only where something is pruned."""
+    """Whether two points are the same configuration; without pruning the metric is ignored."""
     return normal(a) == normal(b)
 
 
 def normal(point: Point) -> Point:
-    """The one spelling of a configuration that is in the cube more than once."""
+    """The canonical point of a configuration that is in the cube more than once."""
     return dataclasses.replace(point, metric="magnitude") if point.prune == 0.0 else point

@@ -1,4 +1,4 @@
-"""Which direction of quality is better: given, known from the last search, or told by states compressed beyond use."""
+"""The better direction of quality: given, known, or inferred from states beyond use."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from .cube import Cube, Point
 from .quality import Scale
 from .result import SearchResult, Trial
 
-_WRECKS = (Point(2, 0.9, "magnitude", 0.0), Point(2, 0.5, "magnitude", 0.0))
-"""Surely worse than the state itself. The second is for an `evaluate` that has no number for the first."""
+_BEYOND_USE = (Point(2, 0.9, "magnitude", 0.0), Point(2, 0.5, "magnitude", 0.0))
+"""Points surely worse than the state itself; the second is tried where `evaluate` returns NaN for the first."""
 SURELY = 0.01
-"""A difference from the baseline up to which a trial may be better as well as worse."""
+"""Relative difference from the baseline up to which a trial may be better as well as worse by chance."""
 _LUCK = 0.1
-"""Share of what a state beyond use loses up to which another one may seem to gain, by luck."""
+"""Share of the loss of a state beyond use up to which another trial may gain by chance."""
 
 
 class Direction:
-    """What is known of the direction, and the points that tell it.
+    """The known direction, and the points from which it is inferred.
 
     Args:
-        cube: what is searched.
-        system: of its points.
+        cube: the cube being searched.
+        system: the system of its points.
     """
 
     def __init__(self, cube: Cube, system: str) -> None:
         self._cube = cube
-        self._wrecks = tuple(dataclasses.replace(point, system=system) for point in _WRECKS)
+        self._beyond_use = tuple(dataclasses.replace(point, system=system) for point in _BEYOND_USE)
         self._known: str | None = None
         self._was_in_vain = False
         self.is_given = False
-        """Whether the caller said it, now or at the last search."""
+        """Whether the caller gave the direction, now or at the last search."""
 
     @property
     def worst(self) -> Point:
-        """The point that is the farthest beyond use."""
-        return self._wrecks[0]
+        """The point with the most destructive compression."""
+        return self._beyond_use[0]
 
     def begin(self, last: SearchResult | None, given: str | None) -> None:
-        """Take what the caller says, or else what the last search knew."""
+        """Take the direction from the caller, or else from the last search."""
         self._known, self.is_given = given, given is not None
         if last is not None and last.baseline is not None:
             self._was_in_vain = last.probed_in_vain
@@ -48,68 +48,68 @@ class Direction:
                 self._known, self.is_given = last.direction, last.direction_given
 
     def doubt(self) -> str | None:
-        """Forget what was only inferred at the last search; what that was."""
+        """Forget a direction that was only inferred at the last search, and return it."""
         self._was_in_vain = False
         known, self._known = self._known, None
         return known
 
     def _asked(self, found: Sequence[Trial]) -> list[Trial]:
-        """The trials of points beyond use, in the order in which they are asked, up to the first that is not tried."""
+        """The trials of points beyond use, in their fixed order, up to the first that is not tried."""
         tried = {t.point: t for t in found}
-        asked = itertools.takewhile(lambda t: t is not None, map(tried.get, self._wrecks))
+        asked = itertools.takewhile(lambda t: t is not None, map(tried.get, self._beyond_use))
         return [t for t in asked if t is not None]
 
-    def next_wreck(self, found: Sequence[Trial]) -> Point | None:
-        """The point beyond use that is to be tried next; None: one was a number, or it is in vain."""
+    def next_beyond_use(self, found: Sequence[Trial]) -> Point | None:
+        """The next point beyond use to try; None if one returned a number or all returned NaN."""
         asked = self._asked(found)
-        if self._was_in_vain or len(asked) == len(self._wrecks) or any(t.quality is not None for t in asked):
+        if self._was_in_vain or len(asked) == len(self._beyond_use) or any(t.quality is not None for t in asked):
             return None
-        return self._wrecks[len(asked)]
+        return self._beyond_use[len(asked)]
 
     def is_probed(self, found: Sequence[Trial]) -> bool:
         """Whether a state compressed beyond use has been tried."""
         return bool(self._asked(found))
 
     def no_numbers(self, found: Sequence[Trial]) -> list[Point]:
-        """The points beyond use that evaluated to no number."""
+        """The points beyond use whose quality was NaN."""
         return [t.point for t in self._asked(found) if t.point is not None and t.quality is None]
 
     def in_vain(self, found: Sequence[Trial]) -> bool:
-        """Whether all of them did, now or at the last search: it is of no use to try them again."""
-        return self._was_in_vain or len(self.no_numbers(found)) == len(self._wrecks)
+        """Whether the quality of all points beyond use was NaN, now or at the last search."""
+        return self._was_in_vain or len(self.no_numbers(found)) == len(self._beyond_use)
 
     def is_apart(self, point: Point) -> bool:
-        """Whether a point was only tried to see which direction is worse, and is none of what is searched."""
-        return dataclasses.replace(point, system=_WRECKS[0].system) in _WRECKS and point not in self._cube
+        """Whether a point was tried only to infer the direction and does not belong to the cube."""
+        return dataclasses.replace(point, system=_BEYOND_USE[0].system) in _BEYOND_USE and point not in self._cube
 
     def inferred(self, found: Sequence[Trial], scale: Scale, allowed: float) -> tuple[str | None, str]:
-        """The direction: given, or told by the first wreck that is a number, or as the last search had it; and what
-        there is to say of it, or "".
+        """Return the direction with a note on it, or "" where there is nothing to note.
 
-        A gain beyond the threshold is luck where the wreck loses ten times as much. Where it does not, as with a model
-        that is hardly trained and that ruin may do good, the direction may be the other one: then nothing is known.
+        The direction is the given one, or inferred from the first state beyond use whose quality is a number, or that
+        of the last search. A gain beyond the threshold counts as chance if the state beyond use loses ten times as
+        much. Otherwise, as with a hardly trained model that destruction may even improve, the direction is unknown.
 
         Args:
             found: all trials.
-            scale: what their qualities are measured by.
-            allowed: degradation that passes.
+            scale: baseline and spread of their qualities.
+            allowed: largest degradation that passes.
         """
         asked = self._asked(found)
         if self.is_given or not asked:
             return self._known, ""
-        wreck = next((t for t in asked if t.quality is not None), None)
-        if wreck is None or wreck.quality is None:
+        beyond_use = next((t for t in asked if t.quality is not None), None)
+        if beyond_use is None or beyond_use.quality is None:
             return None, ""
-        direction = scale.inferred(wreck.quality, max(allowed, SURELY))
+        direction = scale.inferred(beyond_use.quality, max(allowed, SURELY))
         if direction is None:
             return None, ""
         judged = dataclasses.replace(scale, direction=direction)
-        loss = judged.degradation(wreck.quality)
-        others = [t for t in found if t.point is not None and t.point != wreck.point]
+        loss = judged.degradation(beyond_use.quality)
+        others = [t for t in found if t.point is not None and t.point != beyond_use.point]
         best = min((judged.degradation(t.quality) for t in others), default=0.0)
         if -best > min(loss, max(allowed, _LUCK * loss)):
             return None, (
-                f"which direction is better is not clear: a state compressed beyond use gave {wreck.quality:.6g}, "
+                f"which direction is better is not clear: a state compressed beyond use gave {beyond_use.quality:.6g}, "
                 f"the state itself {scale.baseline:.6g}, and a trial differs too much to the other side"
             )
         changed = self._known not in (None, direction)

@@ -1,8 +1,8 @@
-"""Size and error of many points without encoding: from histograms, and from pair counts with the parent on a sample.
+"""Estimate size and error of many points without encoding, from histograms and samples.
 
-Thresholds come from the sketches of all arrays whole, as in the codec. Codebook, levels, pair counts and error come
-from the histogram of an array and a sample of its blocks, by the codec's own functions; the entropy of the counts then
-stands for the coder. What is fitted or counted once serves all points that share it.
+Thresholds come from sketches of the whole arrays, as in the codec. Codebook, levels, pair counts with the parent and
+error come from the histogram of an array and a sample of its blocks, by the codec's own functions. The entropy of the
+counts approximates the coder. Results are shared between all points that use them.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign
 from .cube import Point
 from .sample import Sample, energy, representatives, sample
-from .written import nbytes_of_codebook, nbytes_of_header, nbytes_of_levels, nbytes_of_protected
+from .size_estimate import nbytes_of_codebook, nbytes_of_header, nbytes_of_levels, nbytes_of_protected
 
 _PATTERN, _SHORTEST = 1 << 14, 64
-"""Elements whose errors are kept to compare points by, all arrays together; and of each array at least."""
+"""Number of elements whose errors are kept to compare points, over all arrays; and the minimum for each array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a point is expected to cost and to do.
+    """The expected size and error of a point.
 
     Args:
         nbytes: stored bytes of the arrays it changes.
         error: mean over their elements of the array's squared relative L2 error.
         pruned: share of `error` that is pruned weights.
         pattern: [k] float32, relative errors of some elements of every array. The product of those of two points is the
-            mean over arrays of <d, d'> / ||x||^2, d and d' what they change of an array x.
+            mean over arrays of <d, d'> / ||x||^2, where d and d' are their changes of an array x.
     """
 
     nbytes: float
@@ -66,12 +66,12 @@ class Estimate:
 
 
 class Estimator:
-    """Sizes and errors of points for one state; what it has counted once it keeps.
+    """Estimate sizes and errors of points for one state, with results cached.
 
     Args:
         leaves: the arrays that points change.
-        parents: what a delta of each is coded against.
-        codec: any point's codec: it says how arrays are sketched.
+        parents: the decoded parent of each array, or None for a base.
+        codec: the codec of any point, which determines how arrays are sketched.
     """
 
     def __init__(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None], codec: Quantize) -> None:
@@ -92,7 +92,7 @@ class Estimator:
         self._spreads: dict[tuple[Thresholds, ...], list[float | None]] = {}
 
     def __call__(self, points: Sequence[Point]) -> list[Estimate]:
-        """One estimate a point."""
+        """Return one estimate per point."""
         codecs = [_normal(p.codec()) for p in points]
         missing = [c for c in dict.fromkeys(codecs) if c not in self._found]
         if missing:
@@ -111,7 +111,7 @@ class Estimator:
         return [self._found[c] for c in codecs]
 
     def _limits(self, codec: Quantize) -> Limits:
-        """Thresholds over all arrays: what is pruned does not depend on what is protected."""
+        """Thresholds over all arrays; those of pruning do not depend on those of protection."""
         if codec.protect not in self._protect:
             self._protect[codec.protect] = protection_limits(codec, self._sketches, thresholds_before(self._parents))
         key = codec.prune, codec.prune_metric
@@ -120,7 +120,7 @@ class Estimator:
         return Limits(self._protect[codec.protect], self._prune[key])
 
     def _trades(self, codec: Quantize, decided: Limits) -> list[Trade]:
-        """What a bit is worth in each array."""
+        """The price of a bit in each array."""
         if not codec.rate:
             return [Trade(0.0)] * len(self._leaves)
         if self._roots is None:
@@ -138,7 +138,10 @@ class Estimator:
         limits: Sequence[Limits],
         slopes: Sequence[Sequence[Trade]],
     ) -> tuple[NpArray, NpArray]:
-        """[codecs, 3]: bytes, error and pruned part of the error, both times the number of elements; and patterns."""
+        """[codecs, 3]: bytes, error and its pruned part; and patterns.
+
+        Both errors are multiplied by the number of elements.
+        """
         leaf, part, before = self._leaves[i], self._samples[i], self._parents[i]
         out = np.zeros((len(codecs), 3))
         histograms: dict[Thresholds, Histogram] = {}
@@ -166,13 +169,13 @@ class Estimator:
                 off, error, pruned = _error(levels, part, codebook)
                 counted[key] = nbytes, leaf.spec.size * error, leaf.spec.size * pruned
                 share = math.sqrt(off.size / max(1, places.size) / part.norm) if part.norm else 0.0
-                # In float64: of an array of subnormals the share is beyond float32.
+                # In float64, because the share of an array of subnormals overflows float32.
                 seen[key] = share * off[places].astype(np.float64)
             row[:], pattern[:] = counted[key], seen[key]
         return out, patterns
 
     def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
-        """All values of an array where they are at most `most`, as the codec finds them; looked for once."""
+        """The distinct values of an array if there are at most `most`, as the codec finds them."""
         if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
             return None
         if i not in self._few:
@@ -181,7 +184,10 @@ class Estimator:
         return few if few is not None and few.size <= most else None
 
     def _histogram(self, i: int, limit: Thresholds) -> Histogram:
-        """What is neither pruned nor protected: of the whole array, where gradients do not count."""
+        """Histogram of the values that are neither pruned nor protected.
+
+        It covers the whole array if gradients are not used, and else the sample.
+        """
         leaf, part, whole = self._leaves[i], self._samples[i], self._sketches[i].signed
         if leaf.gradient is None:
             return kept(whole, limit)
@@ -195,14 +201,14 @@ def _normal(codec: Quantize) -> Quantize:
 def _codebook(
     cells: Cells, how: Fit, before: LevelsMemory | None, leaf: Leaf, limit: Thresholds, few: NpArray | None
 ) -> NpArray:
-    """The codebook as the codec would have it; `few` are all values of the array, which then each have an entry."""
+    """The codebook as the codec fits it; `few` are all distinct values, each with an entry."""
     parent = None if before is None else before.codebook
     codebook, reason, cells, _ = fit_closely(leaf, limit, cells, how, parent, few=few)
     return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec)
 
 
 def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: Trade) -> NpArray:
-    """Levels of the sample, as the codec would choose them."""
+    """Levels of the sample, as the codec chooses them."""
     before = part.before
     own = assign(part.wanted, limit, codebook, gradient=part.gradient)
     if trade.price and codebook.size:
@@ -216,12 +222,12 @@ def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: Trade) ->
 
 
 def _places(size: int, count: int) -> NpArray:
-    """Up to `count` places at even distances."""
+    """Up to `count` evenly spaced positions."""
     return np.arange(size) if size <= count else np.linspace(0, size - 1, count).astype(np.int64)
 
 
 def _error(levels: NpArray, part: Sample, codebook: NpArray) -> tuple[NpArray, float, float]:
-    """Errors of a sample with these levels; their relative square sum, and the part of it that is pruned weights."""
+    """Errors of a sample, their relative square sum, and its part from pruned weights."""
     table = np.concatenate([np.zeros(2), part.unit * codebook]).astype(part.wide.dtype)
     off = part.wide - table[levels]
     off[levels == 1] = 0

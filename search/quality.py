@@ -1,4 +1,4 @@
-"""What `evaluate` says: numbers that can be compared, in which direction, against what, and with how much noise."""
+"""Qualities returned by `evaluate`, and the scale on which they become degradations."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codec.errors import BadArgumentError
-from .generators import kept
+from .random_state import preserved
 
 Evaluate = Callable[[Any], Any]
 
 
 def measured(evaluate: Evaluate, state: Any, what: str) -> float:
-    """What `evaluate` returns for a state, as a float; NaN and infinities pass. It draws no random number of others.
+    """Call `evaluate` with a state and return its result as a float, which may be NaN.
+
+    Args:
+        evaluate: the user's function; the global random generators are the same after the call.
+        state: a restored state.
+        what: what the state is, for messages.
 
     Raises:
-        BadArgumentError: it raised, or returned no number.
+        BadArgumentError: it raised, or returned something other than a number.
     """
     try:
-        with kept():
+        with preserved():
             value = evaluate(state)
     except Exception as e:
         raise BadArgumentError(f"evaluate raised {type(e).__name__} at {what}: {e}") from e
-    # A tensor or array of one element is as good as a number; anything larger is none.
+    # A tensor or array of one element counts as a number.
     shape = getattr(value, "shape", None)
     if shape is not None and math.prod(shape) == 1:
         value = value.item()
@@ -41,7 +46,7 @@ def measured(evaluate: Evaluate, state: Any, what: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How a quality becomes a degradation.
+    """The conversion from a quality to a degradation.
 
     Args:
         baseline: quality of the state itself, finite and not zero.
@@ -54,7 +59,7 @@ class Scale:
     direction: str | None
 
     def degradation(self, quality: float | None) -> float:
-        """Relative loss of quality; infinite for what is no number (None) or infinitely bad.
+        """Relative loss of quality; infinite for None (not a number) and for infinities.
 
         Example:
             >>> Scale(0.8, 0.0, "higher").degradation(0.76)  # doctest: +ELLIPSIS
@@ -68,10 +73,10 @@ class Scale:
         return change if self.direction == "lower" else -change
 
     def inferred(self, quality: float, beyond: float) -> str | None:
-        """The direction, if this is the quality of something that is surely worse; None where that cannot be told.
+        """The direction in which a state that is surely worse differs; None: not enough.
 
         Args:
-            quality: of a state compressed beyond use; infinities tell as well.
+            quality: of a state compressed beyond use; may be infinite.
             beyond: relative difference that is more than chance.
 
         Example:
@@ -85,13 +90,13 @@ class Scale:
 
 
 def scale(values: Sequence[float], spread: float, direction: str | None, threshold: float) -> Scale:
-    """The scale that calls of `evaluate` with the state itself give.
+    """Return the scale that follows from calls of `evaluate` with the state itself.
 
     Args:
-        values: what they returned, one or more.
+        values: their results, one or more.
         spread: relative spread known from before.
         direction: as given or known.
-        threshold: degradation that must be told from none.
+        threshold: degradation that must be distinguishable from zero.
 
     Raises:
         BadArgumentError: a value is not finite or zero, or they differ by more than the threshold.

@@ -1,4 +1,4 @@
-"""What a search found: every trial with its reason, the choice, and what it cost; plain JSON there and back."""
+"""The result of a search: every trial with its reason, the choice, and its cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cube import Cube, Point
 
 DIRECTIONS = ("lower", "higher")
 _KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
-"""What JSON must have for a field of one of these types; other fields are read by what they consist of."""
+"""JSON types of the plain fields; other fields are read by their own classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class Trial:
     Args:
         point: the configuration tried; None: the state itself, the baseline.
         nbytes: stored bytes of the whole checkpoint, to some tens of bytes of its header; 0 for the baseline.
-        estimated: the same as expected without encoding.
-        error: mean squared relative error of the weights, expected without restoring.
+        estimated: `nbytes` as estimated without encoding.
+        error: mean squared relative error of the weights, estimated without restoring.
         pruned: share of `error` that is pruned weights.
-        expected: degradation expected before the trial; None where nothing was.
-        quality: what `evaluate` returned; None for NaN.
-        degradation: relative loss of quality against the baseline; infinite where quality was no number.
+        expected: degradation expected before the trial; None where it was not predicted.
+        quality: result of `evaluate`; None for NaN.
+        degradation: relative loss of quality against the baseline; infinite where quality was not a number.
         passed: whether that is within the threshold.
-        reason: why it was accepted or not, in words.
-        round: trials of one round ran beside each other.
+        reason: why it passed or failed, in words.
+        round: number of the round; trials of one round ran at once.
         rank: process that ran it.
         state: fingerprint of the state it was tried on.
         seconds: time to compress, restore and evaluate; not compared.
@@ -58,7 +58,7 @@ class Trial:
     ahead: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON (what is not finite as text); `from_json` gives an equal trial."""
+        """Plain JSON, with infinities as text; `from_json` gives an equal trial."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["point"] = None if self.point is None else self.point.to_json()
         return {k: _plain(v) for k, v in data.items()}
@@ -73,38 +73,37 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The choice of a search and how it came about; the next search takes it as `last`.
+    """The choice of a search with all trials; the next search takes it as `last`.
 
     Args:
-        config: what to compress with.
-        point: where in the cube that is; None where no point of it was chosen (`met` says why).
+        config: the configuration to compress with.
+        point: its point in the cube; None where no point was chosen (`met` says why).
         trials: every call of `evaluate`, in order.
-        met: whether the configuration keeps the threshold; False: nothing in the cube does, `config` is lossless.
+        met: whether the configuration keeps the threshold; False: no point does, and `config` is lossless.
         method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), "nothing to choose", or "budget spent"
-            (restores have taken what `threshold` allowed: lossless).
-        fell_back: whether a neighbourhood search came first and found nothing.
+            (restores have used up `threshold`: lossless).
+        fell_back: whether a neighbourhood search came first without success.
         nbytes: stored bytes with `config`, as `Trial.nbytes`; 0 where nothing was tried.
         baseline: quality of the state itself; None without `evaluate`.
         degradation: of the choice; None where it was not evaluated.
         spread: largest relative difference between two calls with the same state.
         direction: "lower" or "higher" quality is better; None where no trial differed from the baseline.
-        direction_given: whether that was given; otherwise it is inferred from a state compressed beyond use.
+        direction_given: whether the caller gave it; otherwise it is inferred from a state compressed beyond use.
         threshold: degradation allowed at this checkpoint.
-        cube: what was searched.
-        discarded: how many points were never evaluated, by reason.
-        notes: what else is worth knowing, in words.
-        rounds: calls of `evaluate` one after another; as many as trials unless they ran beside each other.
-        patience: how many searches more pass before the other pruning metric is tried again.
-        probed_in_vain: whether `evaluate` had no number for any state compressed beyond use, so that the direction is
-            not looked for again; default False.
-        restores: how often the run went on from a checkpoint of this search or one before it, as `restored` counts;
-            default 0.
-        spent: degradation that those restores took together; default 0.
-        seconds: the search as a whole; not compared.
-        share: `seconds` as a share of training time since the last search; None where that is not known, as after a
-            restart; not compared.
-        finished: seconds since the epoch at the end; not compared.
-        process: names the process that searched: time is only counted within one; not compared.
+        cube: the cube that was searched.
+        discarded: number of points that were never evaluated, by reason.
+        notes: further remarks, in words.
+        rounds: number of successive calls of `evaluate`; fewer than trials where those ran at once.
+        patience: number of searches before the other pruning metric is tried again.
+        probed_in_vain: whether `evaluate` returned NaN for every state compressed beyond use, so that the direction is
+            not inferred again; default False.
+        restores: number of restores of the run so far, as counted by `restored`; default 0.
+        spent: sum of the degradations of those restores; default 0.
+        seconds: duration of the search; not compared.
+        share: `seconds` as a share of the training time since the last search; None where that is not known, as after
+            a restart; not compared.
+        finished: end of the search in seconds since the epoch; not compared.
+        process: identifies the process, within which times are compared; not compared itself.
     """
 
     config: Config
@@ -135,7 +134,7 @@ class SearchResult:
 
     @property
     def evaluations(self) -> int:
-        """Calls of `evaluate`, those of the baseline and of all processes included."""
+        """Number of calls of `evaluate`, including the baseline and all processes."""
         return len(self.trials)
 
     @property
@@ -145,15 +144,15 @@ class SearchResult:
 
     @property
     def within_spread(self) -> bool:
-        """Whether the choice's degradation is no larger than what `evaluate` gives for the same state twice."""
+        """Whether the choice's degradation is within the spread of `evaluate`."""
         return self.degradation is not None and abs(self.degradation) <= self.spread
 
     def restored(self) -> SearchResult:
-        """This result once the run went on from the checkpoint that was compressed with its `config`.
+        """Return this result with one more restore, of a checkpoint compressed with `config`.
 
-        What that took is spent: `degradation`, if it is a loss; nothing, if `config` is lossless or there was nothing
-        to choose; `threshold`, where nothing was evaluated. The next search with `expected_restores` and this as `last`
-        allows no more than is left.
+        The restore adds to `spent`: `degradation`, if it is a loss; nothing, if `config` is lossless or there was
+        nothing to choose; `threshold`, where nothing was evaluated. The next search with `expected_restores` and the
+        returned result as `last` allows no more than the rest.
 
         Example:
             >>> import numpy as np
@@ -164,10 +163,10 @@ class SearchResult:
             >>> again.restores, again.spent == found.degradation
             (1, True)
         """
-        took = self.threshold if self.degradation is None else max(0.0, self.degradation)
+        cost = self.threshold if self.degradation is None else max(0.0, self.degradation)
         if not self.met or self.method == "nothing to choose":
-            took = 0.0
-        return dataclasses.replace(self, restores=self.restores + 1, spent=self.spent + took)
+            cost = 0.0
+        return dataclasses.replace(self, restores=self.restores + 1, spent=self.spent + cost)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives an equal result."""
@@ -186,8 +185,8 @@ class SearchResult:
     def from_json(data: Any) -> SearchResult:
         """The result that `to_json` wrote; raises BadArgumentError for anything else."""
         found = {k: _read(v) for k, v in _fields(data, SearchResult, "search result").items()}
-        integer("no search result: its restores", found["restores"], 0)
-        number("no search result: its spent", found["spent"], 0.0, math.inf, open_high=True)
+        integer("not a search result: its restores", found["restores"], 0)
+        number("not a search result: its spent", found["spent"], 0.0, math.inf, open_high=True)
         try:
             found |= {
                 "config": Config.from_json(found["config"]),
@@ -200,18 +199,18 @@ class SearchResult:
         except (TypeError, ValueError) as e:
             if isinstance(e, BadArgumentError):
                 raise
-            raise BadArgumentError(f"no search result: {e}") from None
+            raise BadArgumentError(f"not a search result: {e}") from None
         return SearchResult(**found)
 
     def __str__(self) -> str:
-        what = str(self.point) if self.point is not None else "lossless" if not self.met else self.method
+        found = str(self.point) if self.point is not None else "lossless" if not self.met else self.method
         kept = (
             "" if self.degradation is None else f", degradation {self.degradation:+.3%} of {self.threshold:.3%} allowed"
         )
-        size = f"{self.nbytes} bytes" if self.nbytes else "size not tried"
+        size = f"{self.nbytes} bytes" if self.nbytes else "size not measured"
         share = "" if self.share is None else f", {self.share:.2%} of training time"
         return (
-            f"{what}: {size}{kept}; {self.method} search, {self.evaluations} evaluations, {self.seconds:.1f} s{share}"
+            f"{found}: {size}{kept}; {self.method} search, {self.evaluations} evaluations, {self.seconds:.1f} s{share}"
         )
 
 
@@ -224,7 +223,7 @@ def _read(value: Any) -> Any:
 
 
 def essence(found: SearchResult) -> str:
-    """All of a result that is compared, as text."""
+    """All fields of a result that are compared, as text."""
     data = found.to_json()
     for part in (data, *data["trials"]):
         for f in dataclasses.fields(SearchResult if part is data else Trial):
@@ -234,10 +233,10 @@ def essence(found: SearchResult) -> str:
 
 
 def outcome(trials: Sequence[Trial]) -> list[Any]:
-    """What of trials is the same on all processes that made them together, as plain JSON.
+    """The fields of trials that are equal on all processes of a group, as plain JSON.
 
-    That is what they exchanged and what follows from it. Estimates each makes by itself, and their last bit is its
-    processor's.
+    These are the values exchanged and their consequences. Each process makes its own estimates, whose last bits may
+    depend on its processor.
     """
     names = ("point", "nbytes", "quality", "passed", "round", "rank", "state", "ahead")
     return [[t.to_json()[name] for name in names] for t in trials]
@@ -246,8 +245,8 @@ def outcome(trials: Sequence[Trial]) -> list[Any]:
 def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:
     names = {f.name for f in dataclasses.fields(kind)}
     if not isinstance(data, Mapping) or not names.issuperset(data):
-        raise BadArgumentError(f"{str(data)[:80]} is no {what}; its fields are {', '.join(sorted(names))}")
-    # What was written by an earlier version lacks what was added since, which has a default.
+        raise BadArgumentError(f"{str(data)[:80]} is not a {what}; its fields are {', '.join(sorted(names))}")
+    # Results of earlier versions lack fields added since, which have defaults.
     newer = {
         f.name: f.default
         for f in dataclasses.fields(kind)
@@ -255,17 +254,17 @@ def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:
     }
     data = {**data, **newer}
     if set(data) != names:
-        raise BadArgumentError(f"{str(data)[:80]} is no {what}; it lacks {', '.join(sorted(names - set(data)))}")
+        raise BadArgumentError(f"{str(data)[:80]} is not a {what}; it lacks {', '.join(sorted(names - set(data)))}")
     for f in dataclasses.fields(kind):
         if not _fits(str(f.type), _read(data[f.name])):
-            raise BadArgumentError(f"no {what}: its {f.name} is {str(data[f.name])[:80]!r}, not {f.type}")
+            raise BadArgumentError(f"not a {what}: its {f.name} is {str(data[f.name])[:80]!r}, not {f.type}")
     return dict(data)
 
 
 def _fits(annotation: str, value: Any) -> bool:
-    """Whether a value is of a field's type, as far as that is a plain one."""
+    """Whether a value has the type of a field, if that is a plain one."""
     kind = _KINDS.get(annotation.removesuffix(" | None"))
     if kind is None or (value is None and annotation.endswith("None")):
         return True
-    # To Python True is an int.
+    # In Python True is an int.
     return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)

@@ -1,4 +1,4 @@
-"""A sample of an array: blocks of neighbours at even distances, enough to count levels on."""
+"""A sample of an array: evenly spaced blocks of elements on which levels are counted."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ..kernels.extrapolation import extrapolate
 
 BLOCK = 1024
 SAMPLE = 1 << 19
-"""Elements sampled of a whole model; of no array fewer than `LEAST`, where it has as many."""
+"""Number of elements sampled of a whole model; at least `LEAST` of each array that has as many."""
 LEAST = 1 << 12
 GROUPS = 24
-"""Most arrays that stand for all."""
+"""Maximum number of arrays that represent all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Blocks of an array at even distances: all of it where it is small.
+    """Evenly spaced blocks of an array, or all of a small one.
 
     Args:
-        x, gradient, importance: values, their gradients, and what an error in each matters, on the host.
-        wanted: what is coded in place of the values: they themselves, or where they are going.
+        x, gradient, importance: values, their gradients, and the weight of an error in each, in host memory.
+        wanted: the values to code: `x`, or their prediction ahead of the drift.
         wide: finite values as NumPy float32 or float64, times `unit`; 0 for the rest.
         unit: a power of two that keeps squares in range.
         norm: sum of squares of `wide`.
-        before: the parent as far as it is about the same elements, or None for a base.
-        scale: elements of the array for one of the sample.
+        before: the parent's levels of the same elements, or None for a base.
+        scale: number of elements of the array per element of the sample.
     """
 
     x: Array
@@ -48,14 +48,14 @@ class Sample:
 
     @property
     def half(self) -> NpArray:
-        """Places of every other block."""
+        """Positions of every other block."""
         places = np.arange(self.wide.size)
         half: NpArray = places[places // BLOCK % 2 == 0]
         return half
 
 
 def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
-    """The sample of an array that is one of several with `total` elements together."""
+    """Take the sample of an array that is one of several with `total` elements together."""
     n = leaf.spec.size
     wanted = max(LEAST, SAMPLE * n // max(1, total))
     at = blocks(n, wanted, BLOCK)
@@ -80,7 +80,7 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
 
 
 def held_of(memory: LevelsMemory, at: NpArray | slice, spec: LeafSpec) -> LevelsMemory:
-    """What a parent knows of the elements at these places, which ascend."""
+    """The parent's levels and protected values at these positions, which must ascend."""
     levels = np.ascontiguousarray(memory.levels[at])
     protected = np.flatnonzero(memory.levels == 1)
     among = np.arange(memory.levels.size)[at][levels == 1]
@@ -91,22 +91,24 @@ def held_of(memory: LevelsMemory, at: NpArray | slice, spec: LeafSpec) -> Levels
 def energy(x: NpArray) -> float:
     """Sum of squares, in float64."""
     wide = x.astype(np.float64)
-    return float(np.square(wide, out=wide).sum())  # not by BLAS, whose sums depend on its threads
+    return float(np.square(wide, out=wide).sum())  # not with BLAS, whose sums depend on the number of threads
 
 
 def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tuple[int, float]]:
-    """Up to `GROUPS` arrays that stand for all: (number, elements of those it stands for over its own).
+    """Choose up to `GROUPS` arrays that represent all, each with a scale.
 
-    Arrays are grouped with their like: layer type, dtype, size to a factor of two, scale; one of them speaks for the
-    group.
+    The scale is the number of elements of its group over its own.
+
+    Arrays are grouped by layer type, dtype, size to a factor of two, and scale of the values; one array represents
+    each group.
 
     Args:
         leaves: the arrays.
-        scales: how large their values are: what is pruned and protected of one array depends on the others.
+        scales: magnitudes of their values, which decide how much of each array is pruned and protected.
     """
     if len(leaves) <= GROUPS:
         return [(i, 1.0) for i in range(len(leaves))]
-    order = sorted(range(len(leaves)), key=lambda i: _likeness(leaves[i], scales[i]))
+    order = sorted(range(len(leaves)), key=lambda i: _group_key(leaves[i], scales[i]))
     total = sum(leaf.spec.size for leaf in leaves)
     groups: dict[int, list[int]] = {}
     before = 0
@@ -116,8 +118,8 @@ def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tup
         before += size
     found = []
     for members in groups.values():
-        # One of the size in which most elements are, for tables and records are as many as the arrays; in the middle by
-        # scale.
+        # An array of the size that holds most elements, because tables and records are counted per array; among these
+        # the one in the middle by scale.
         sizes = [leaves[i].spec.size for i in members]
         usual, middle = sum(n * n for n in sizes) / sum(sizes), (len(members) - 1) / 2
         best = members[min(range(len(members)), key=lambda k: (abs(sizes[k] - usual), abs(k - middle)))]
@@ -125,5 +127,5 @@ def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tup
     return found
 
 
-def _likeness(leaf: Leaf, scale: float) -> tuple[str, str, int, float, str]:
+def _group_key(leaf: Leaf, scale: float) -> tuple[str, str, int, float, str]:
     return leaf.kind.layer, leaf.spec.dtype, leaf.spec.size.bit_length(), scale, leaf.key

@@ -1,4 +1,4 @@
-"""The points that make sense for a state, and rounds of trials on them."""
+"""The points of a cube that apply to a state, and rounds of trials on them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .cube import Cube, Point, normal
-from .plan import HOPELESS, degradations
+from .degradation_model import degradations
+from .next_trials import HOPELESS
 from .result import SearchResult, Trial
 from .trials import Trials
 
 _LIKELY = 0.5
-"""One after another, neighbours are only tried that pass with at least this probability; beside each other all are that
-are not hopeless."""
+"""Least probability to pass with which a neighbour is tried where trials run one after another.
+
+Where processes try points at once, all neighbours that are not hopeless are tried.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a search ended: the trial taken (None: nothing passes), and what was not tried and why."""
+    """The trial chosen (None: nothing passes), and counts of untried points by reason."""
 
     trial: Trial | None
     discarded: dict[str, int]
@@ -27,13 +30,19 @@ class Choice:
 
 
 class Space:
-    """The points that make sense for a state, and the trials on them."""
+    """The points of a cube that apply to a state, and the trials on them.
+
+    Args:
+        cube: the cube as the caller gave it.
+        trials: runs the trials.
+        budget: maximum number of rounds.
+    """
 
     def __init__(self, cube: Cube, trials: Trials, budget: int) -> None:
-        subject, asked = trials.subject, cube
-        if not subject.has_embeddings:
+        search_state, asked = trials.search_state, cube
+        if not search_state.has_embeddings:
             cube = dataclasses.replace(cube, embedding_bins=cube.embedding_bins[-1:])
-        self.sensitive = subject.sensitive or "magnitude" not in cube.metric
+        self.sensitive = search_state.sensitive or "magnitude" not in cube.metric
         if not self.sensitive:
             cube = dataclasses.replace(cube, metric=("magnitude",))
         self.asked, self.cube, self.trials, self.budget = asked, cube, trials, budget
@@ -44,17 +53,17 @@ class Space:
 
     @property
     def left(self) -> int:
-        """Rounds that may still be run."""
+        """Number of rounds that may still be run."""
         return self.budget - self.trials.rounds
 
     @property
     def floor(self) -> float:
-        """The smallest degradation that `evaluate` can tell from none."""
+        """The smallest degradation that `evaluate` can distinguish from zero."""
         return max(self.trials.scale.spread, 0.01 * self.trials.allowed)
 
     @property
     def likely(self) -> float:
-        """The least probability to pass with which a neighbour of the last choice is tried."""
+        """The least probability to pass at which a neighbour of the last choice is tried."""
         return _LIKELY if self.trials.at_once == 1 else HOPELESS
 
     def has(self, point: Point) -> bool:
@@ -62,24 +71,24 @@ class Space:
         return point.system == self.cube.system and (point.prune == 0.0 or point.metric in self.cube.metric)
 
     def round(self, points: Sequence[Point], stale: Sequence[Trial]) -> list[Trial]:
-        """Try the points, each with its expected degradation; what looks too good is looked at twice."""
+        """Try the points; check the baseline again after an implausible gain."""
         trials, begin = self.trials, len(self.trials.found)
-        beside: list[Point] = []
+        probes: list[Point] = []
         if trials.scale.direction is None and self.left > 1:
             if trials.at_once == 1:
-                self.probe(spare=1)
-            elif trials.next_wreck is not None:
-                beside = [trials.next_wreck]
-        asked = [normal(p) for p in points][: trials.at_once - len(beside)]
-        # A point to tell the direction by may be one of the cube.
-        probed = [*beside, *(t.point for t in trials.found[begin:])]
+                self.probe(reserve=1)
+            elif trials.next_beyond_use is not None:
+                probes = [trials.next_beyond_use]
+        asked = [normal(p) for p in points][: trials.at_once - len(probes)]
+        # A point that infers the direction may belong to the cube.
+        probed = [*probes, *(t.point for t in trials.found[begin:])]
         points = [p for p in asked if p not in probed]
         expected: list[float | None] = []
         if points:
             known = trials.known(stale)
             expected = [float(d) for d in degradations(trials.candidates(points), known, self.floor)]
-        if beside or points:
-            trials.round([*beside, *points], [None] * len(beside) + expected)
+        if probes or points:
+            trials.round([*probes, *points], [None] * len(probes) + expected)
         if trials.gain > trials.beyond:
             self.check()
             if trials.gain > trials.beyond and trials.is_inherited:
@@ -94,35 +103,39 @@ class Space:
             tried = self.round([mildest], stale)
         return any(t.passed for t in tried)
 
-    def probe(self, spare: int = 0) -> None:
-        """See which direction is worse, from a state compressed beyond use; a milder one, where that is no number.
+    def probe(self, reserve: int = 0) -> None:
+        """Infer the direction from a state compressed beyond use, or a milder one after NaN.
 
         Args:
-            spare: rounds to leave; default 0.
+            reserve: rounds to leave unused; default 0.
         """
-        while self.left > spare and (wreck := self.trials.next_wreck) is not None:
-            self.trials.round([wreck], [None])
+        while self.left > reserve and (point := self.trials.next_beyond_use) is not None:
+            self.trials.round([point], [None])
 
     def can_tell(self, last: SearchResult | None) -> bool:
-        """Whether anything changes what `evaluate` says; where nothing did yet, a state compressed beyond use should.
+        """Whether the result of `evaluate` depends on the state.
 
-        One that never looks at what it is given, or an accuracy that is chance, lets everything pass.
+        If no trial shows it, a state compressed beyond use is tried.
+
+        A function that ignores its argument, or an accuracy at the level of chance, lets everything pass.
         """
         trials = self.trials
-        heard = {t.quality for t in trials.found} | (set() if trials.has_seen_itself else {trials.scale.baseline})
-        if len(heard) > 1 or (last is not None and len({t.quality for t in last.trials}) > 1):
+        seen = {t.quality for t in trials.found} | (set() if trials.has_seen_itself else {trials.scale.baseline})
+        if len(seen) > 1 or (last is not None and len({t.quality for t in last.trials}) > 1):
             return True
-        if not trials.can_wreck:
+        if not trials.can_be_destroyed:
             return True
-        # Of several processes each is asked (`Trials.blind`).
-        if trials.at_once == 1 and self.left > 0 and (wreck := trials.next_wreck) is not None:
-            trials.round([wreck], [None])
+        # Of several processes each is tested (`Trials.blind`).
+        if trials.at_once == 1 and self.left > 0 and (point := trials.next_beyond_use) is not None:
+            trials.round([point], [None])
         return not trials.is_probed or len({t.quality for t in trials.found}) > 1
 
     def check(self) -> None:
-        """Evaluate the state itself again, once a search: numbers that are too good may be no numbers to compare.
+        """Evaluate the state itself again, at most once per search.
 
-        Processes that each evaluated it at the start have seen as much; with a known baseline instead they have not.
+        Implausibly good numbers may not be comparable.
+
+        Processes that each evaluated it at the start need no further call, unless the baseline was given.
         """
         trials = self.trials
         if self.left > 0 and not self._is_checked and (trials.at_once == 1 or not trials.has_seen_itself):

@@ -1,4 +1,7 @@
-"""Running trials: rounds of points over the processes, recorded; what was done before a restart is not done again."""
+"""Run and record trials, in rounds over the processes.
+
+Trials of an interrupted search are replayed, not repeated.
+"""
 
 from __future__ import annotations
 
@@ -9,59 +12,58 @@ from collections.abc import Callable, Sequence
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from .cube import Cube, Point, normal
+from .degradation_model import Candidate, Known, Pattern
 from .direction import SURELY, Direction
 from .estimate import Estimator
-from .plan import Candidate, Known, Pattern
+from .process_group import Json, ProcessGroup
+from .progress import ProgressReport
 from .quality import Evaluate, Scale, measured, scale
-from .report import Report
 from .result import SearchResult, Trial
-from .subject import Given, Subject, Watched
-from .team import Json, Team
+from .search_state import SearchInputs, SearchState, WatchedInputs
 
 _REPEATS = 2
 _FAR = 2.0
-"""Where the state itself evaluates to more than so many times what it did at the last search, or less than such a part,
-`evaluate` may be another one."""
+"""Factor by which the baseline may change between searches before `evaluate` is suspected to be another function."""
 
 
 class Trials:
-    """The trials of one search, and what they need.
+    """The trials of one search.
 
     Args:
-        given: the state, as the caller has it.
-        subject: the same, taken apart.
-        watched: what of it `evaluate` must leave alone.
-        fingerprint: names what trials must have in common.
-        evaluate: the user's.
-        allowed: degradation that passes.
-        team: the processes that share the work.
-        report: what is shown.
+        inputs: the state, gradients and kinds as the caller passes them.
+        search_state: the same, flattened.
+        watched: hashes of the values that `evaluate` must not change.
+        fingerprint: identifies the inputs; trials of another search have another one.
+        evaluate: the user's function.
+        allowed: largest degradation that passes.
+        processes: the processes that share the work.
+        report: log and progress bar.
         done: trials of an interrupted search of the same state.
-        cube: what is searched.
+        cube: the cube being searched.
     """
 
     def __init__(
         self,
-        given: Given,
-        subject: Subject,
-        watched: Watched,
+        inputs: SearchInputs,
+        search_state: SearchState,
+        watched: WatchedInputs,
         fingerprint: str,
         evaluate: Evaluate,
         allowed: float,
-        team: Team,
-        report: Report,
+        processes: ProcessGroup,
+        report: ProgressReport,
         done: Sequence[Trial],
         cube: Cube,
     ) -> None:
         self._evaluate, self.allowed = evaluate, allowed
-        self._given, self._watched, self.state = given, watched, fingerprint
-        self._team, self._report = team, report
-        self.direction = Direction(cube, subject.system)
+        self._inputs, self._watched, self.state = inputs, watched, fingerprint
+        self._processes, self._report = processes, report
+        self.direction = Direction(cube, search_state.system)
         for trial in done:
             if trial.state != self.state:
-                raise BadArgumentError(f"resume: a trial ({trial.point}) is of another state than this one")
+                raise BadArgumentError(f"resume: a trial ({trial.point}) belongs to another state")
         self._done = list(done)
-        self._about(subject)
+        self._take(search_state)
         self.found: list[Trial] = []
         self.rounds = 0
         self.scale = Scale(1.0, 0.0, None)
@@ -69,34 +71,37 @@ class Trials:
         self._given_baseline: float | None = None
         self.notes: list[str] = []
 
-    def _about(self, subject: Subject) -> None:
-        """Try this from here on: what was estimated of another does not count."""
-        self.subject = subject
-        self._estimate = Estimator(subject.leaves, subject.parents, subject.codec)
+    def _take(self, search_state: SearchState) -> None:
+        """Use this state from here on; estimates of another one are dropped."""
+        self.search_state = search_state
+        self._estimate = Estimator(search_state.leaves, search_state.parents, search_state.codec)
         self._candidates: dict[Point, Candidate] = {}
 
     @property
     def is_ahead(self) -> bool:
         """Whether some weights are coded ahead of their drift."""
-        return self.subject.leads
+        return self.search_state.leads
 
-    def where_they_are(self) -> None:
-        """From here on code weights where they are; trials ahead of their drift are recorded and tell nothing."""
-        self._about(self.subject.where_they_are())
+    def without_drift(self) -> None:
+        """Code weights where they are from here on.
+
+        Trials ahead of their drift stay recorded but no longer count.
+        """
+        self._take(self.search_state.without_drift())
 
     @property
     def tried(self) -> list[Trial]:
-        """Trials of points, as weights are coded now."""
+        """Trials of points with the present way of coding weights."""
         return [t for t in self.found if t.point is not None and t.ahead == self.is_ahead]
 
     @property
     def at_once(self) -> int:
-        """Trials of a round. Processes that each hold a part of the state can only try one point together."""
-        return 1 if self.subject.is_sharded else self._team.size
+        """Trials per round: one per process, or one where processes hold parts of the state."""
+        return 1 if self.search_state.is_sharded else self._processes.size
 
     @property
     def passing(self) -> list[Trial]:
-        """Trials of points that may be chosen."""
+        """Passing trials of points that may be chosen."""
         return [t for t in self.tried if t.passed and t.point is not None and not self.direction.is_apart(t.point)]
 
     @property
@@ -108,9 +113,9 @@ class Trials:
         """Evaluate the state itself; more than once where its spread is not known yet.
 
         Args:
-            last: whose spread and direction hold until something speaks against them.
-            direction: as the caller gives it; None: not.
-            given: what the caller says of the state itself, which saves a call; None: nothing.
+            last: the last search, whose spread and direction hold until a trial contradicts them.
+            direction: as the caller gives it; None: not given.
+            given: the baseline as the caller gives it, which saves a call; None: not given.
         """
         self._given_baseline = given
         self.direction.begin(last, direction)
@@ -118,20 +123,20 @@ class Trials:
         if last is not None and before is not None:
             self._known_spread = last.spread
         calls = _REPEATS if before is None and self.at_once == 1 else 1
-        # Processes that evaluate it beside each other compare their own numbers with what was given.
+        # Processes that evaluate it at once compare their own numbers with the given baseline.
         self._evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
         now = self.scale.baseline
         if self.direction.is_given or before is None or _apart(before, now) <= _FAR:
             return
         if self.direction.doubt() is not None:
             self.note(
-                f"the state itself evaluates to {now:.6g}, at the last search to {before:.6g}: which direction is "
-                "better is looked for anew"
+                f"the state itself evaluates to {now:.6g}, at the last search to {before:.6g}: "
+                "the better direction is inferred again"
             )
             self.judge()
 
     def again(self) -> None:
-        """Evaluate the state itself once more: whether the numbers still compare, and how far apart they are."""
+        """Evaluate the state itself once more, to check the baseline and widen the spread."""
         self._evaluate_itself(1)
 
     def _evaluate_itself(self, rounds: int) -> None:
@@ -142,7 +147,7 @@ class Trials:
             replayed = len(found) == self.at_once
             if not replayed:
                 qualities = [float(q) for q in self._all("the state itself", lambda: repr(self._quality(None)))]
-                if self.subject.is_sharded:
+                if self.search_state.is_sharded:
                     qualities = [sum(qualities) / len(qualities)]
                 seconds = time.perf_counter() - begin
                 found = [self._record(None, 0, q, rank, seconds) for rank, q in enumerate(qualities)]
@@ -156,7 +161,7 @@ class Trials:
         self.judge()
 
     def candidates(self, points: Sequence[Point]) -> list[Candidate]:
-        """What the histograms say of these points; sizes as the trials so far correct them."""
+        """Sizes and errors expected of these points, with sizes corrected by the trials so far."""
         self._expect(points)
         off = [k.candidate.nbytes / self._candidates[k.candidate.point].nbytes for k in self.known()]
         factor = sum(off) / len(off) if off else 1.0
@@ -164,14 +169,14 @@ class Trials:
         return [dataclasses.replace(c, nbytes=factor * c.nbytes) for c in known]
 
     def _expect(self, points: Sequence[Point]) -> None:
-        """Estimate what has not been yet."""
+        """Estimate the points that have not been estimated yet."""
         missing = [p for p in dict.fromkeys(normal(p) for p in points) if p not in self._candidates]
         for point, found in zip(missing, self._estimate(missing), strict=True):
-            nbytes = found.nbytes + self.subject.rest_nbytes(point.rate)
+            nbytes = found.nbytes + self.search_state.rest_nbytes(point.rate)
             self._candidates[point] = Candidate(point, nbytes, found.error, found.pruned, found.pattern)
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
-        """What the trials tell the plan; `stale` ones are of an earlier checkpoint."""
+        """The trials as the degradation model needs them; `stale` ones are of an earlier checkpoint."""
         tried = [
             (t, normal(t.point)) for t in self.tried if t.point is not None and not self.direction.is_apart(t.point)
         ]
@@ -183,7 +188,7 @@ class Trials:
         ]
 
     def round(self, points: Sequence[Point], expected: Sequence[float | None]) -> list[Trial]:
-        """Try up to `at_once` points beside each other; those of an interrupted search are only read."""
+        """Try up to `at_once` points at once; trials of an interrupted search are replayed."""
         points = [normal(p) for p in points]
         before = {normal(t.point): t for t in self._done if t.point is not None and t.ahead == self.is_ahead}
         missing = [p for p in points if p not in before]
@@ -201,19 +206,19 @@ class Trials:
         return [t for t in self.tried if t.point in places]
 
     def _run(self, points: Sequence[Point]) -> list[Trial]:
-        """Each process its own point, or all of them the same one."""
+        """Try one point per process, or one point on all processes."""
 
         def mine() -> list[object] | None:
-            place = 0 if self.subject.is_sharded else self._team.rank
+            place = 0 if self.search_state.is_sharded else self._processes.rank
             if place >= len(points):
                 return None
             begin = time.perf_counter()
-            restored = self.subject.restored(self.subject.config(points[place]))
+            restored = self.search_state.restored(self.search_state.config(points[place]))
             quality = self._quality(points[place], restored.state)
             return [repr(quality), restored.nbytes, time.perf_counter() - begin]
 
         results = [r for r in self._all(f"{[str(p) for p in points]}", mine) if r is not None]
-        if self.subject.is_sharded:
+        if self.search_state.is_sharded:
             mean = sum(float(r[0]) for r in results) / len(results)
             results = [[mean, results[0][1], results[0][2]]]
         return [
@@ -223,39 +228,42 @@ class Trials:
 
     def _quality(self, point: Point | None, restored: object = None) -> float:
         what = "the state itself" if point is None else str(point)
-        quality = measured(self._evaluate, self.subject.exact() if point is None else restored, what)
-        path = self._watched.unlike(self._given.watch())
+        quality = measured(self._evaluate, self.search_state.exact() if point is None else restored, what)
+        path = self._watched.unlike(self._inputs.watch())
         if path is not None:
             raise BadArgumentError(
                 f"evaluate changed {path} of the state that is being saved; "
-                "load what it is given into a copy of the model"
+                "it must load the restored state into a copy of the model"
             )
         return quality
 
     def _all(self, about: str, work: Callable[[], Json]) -> list[Json]:
-        """Do the work on every process; they must all be at the same place of the same search.
+        """Do the work on every process, and check that all are at the same step of the same search.
 
         Raises:
-            ShrinkpointError: they are not, and so on all of them.
+            ShrinkpointError: they are not; raised on all of them.
         """
         about = f"round {self.rounds}: {about}"
-        results = self._team.all(lambda: [about, work()])
+        results = self._processes.all(lambda: [about, work()])
         for rank, (other, _) in enumerate(results):
             if other != results[0][0]:
                 raise ShrinkpointError(
-                    f"the processes of the group do not search alike: rank 0 is at {results[0][0]}, "
+                    f"the searches of the group's processes have diverged: rank 0 is at {results[0][0]}, "
                     f"rank {rank} at {other}"
                 )
         return [result for _, result in results]
 
     @property
-    def next_wreck(self) -> Point | None:
-        """The point to tell the direction by that is to be tried next; None: there is none."""
-        return self.direction.next_wreck(self.found)
+    def next_beyond_use(self) -> Point | None:
+        """The next point from which to infer the direction, or None."""
+        return self.direction.next_beyond_use(self.found)
 
     @property
-    def can_wreck(self) -> bool:
-        """Whether a state compressed beyond use is another one: of few values, or zeros, it may be the same."""
+    def can_be_destroyed(self) -> bool:
+        """Whether compression beyond use changes the state.
+
+        A state of zeros or of few distinct values may not change.
+        """
         (worst,) = self.candidates([self.direction.worst])
         return worst.error > 0
 
@@ -265,14 +273,14 @@ class Trials:
         return self.direction.is_probed(self.found)
 
     def blind(self, last: SearchResult | None) -> list[int]:
-        """Processes whose `evaluate` gave one number for all that they were asked, a state compressed beyond use too.
+        """Ranks whose `evaluate` returned the same number for every state.
 
-        Where one has heard a single number, all evaluate such a state, in a round of its own: what others heard says
-        nothing of it.
+        A state compressed beyond use is included. If one process has seen a single number only, all processes evaluate
+        such a state in a separate round, because numbers of other processes do not show that this one loads the state.
         """
         before = [*self.found, *(() if last is None else last.trials)]
         asked = sorted({t.rank for t in self.tried})
-        if self.at_once == 1 or not self.can_wreck or not any(_is_silent(before, rank) for rank in asked):
+        if self.at_once == 1 or not self.can_be_destroyed or not any(_is_silent(before, rank) for rank in asked):
             return []
         worst = normal(self.direction.worst)
         done = {t.rank: t for t in self._done if t.point == worst}
@@ -295,12 +303,12 @@ class Trials:
 
     @property
     def gain(self) -> float:
-        """By how much the best trial is better than the state itself."""
+        """Relative gain of the best trial over the state itself."""
         tried = (t for t in self.found if t.point is not None and not self.direction.is_apart(t.point))
         return max((-t.degradation for t in tried), default=0.0)
 
     def judge(self, found: Sequence[Trial] | None = None) -> None:
-        """Say which direction is better, by all that was seen; where that changes, score the trials anew."""
+        """Infer the direction from all trials, and score the trials again if it changes."""
         before = self.scale
         direction, note = self.direction.inferred(self.found if found is None else found, before, self.allowed)
         if note:
@@ -311,7 +319,7 @@ class Trials:
         self.found = [t if t.point is None else self._scored(t, t.expected, t.round) for t in self.found]
 
     def note(self, text: str) -> None:
-        """Something that speaks against what was believed."""
+        """Record and log an observation that contradicts an assumption."""
         if text not in self.notes:
             self.notes.append(text)
             self._report.say(f"search: {text}", warn=True)
@@ -337,7 +345,7 @@ class Trials:
         )
 
     def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:
-        """The trial with its degradation on the scale, and why it passes or not."""
+        """The trial with its degradation on the scale, and the reason why it passes or fails."""
         loss = self.scale.degradation(trial.quality)
         passed = loss <= self.allowed
         if math.isinf(loss):
@@ -357,18 +365,18 @@ class Trials:
 
 
 def _is_silent(trials: Sequence[Trial], rank: int) -> bool:
-    """Whether a process heard one number only."""
+    """Whether the process has seen one number only."""
     return len({t.quality for t in trials if t.rank == rank}) == 1
 
 
 def _apart(a: float, b: float) -> float:
-    """How many times as large one number is as the other; infinite where their signs differ."""
+    """The ratio of the larger to the smaller magnitude; infinite where the signs differ."""
     low, high = sorted((abs(a), abs(b)))
     return math.inf if a * b <= 0 else high / low
 
 
 def _known(trial: Trial, *, stale: bool, pattern: Pattern | None = None) -> Known:
     if trial.point is None:
-        raise BadArgumentError("the baseline is no trial of a point")
+        raise BadArgumentError("the baseline is not a trial of a point")
     candidate = Candidate(normal(trial.point), trial.nbytes, trial.error, trial.pruned, pattern)
     return Known(candidate, trial.degradation, trial.passed, stale)

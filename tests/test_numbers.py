@@ -17,7 +17,7 @@ from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.parallel import set_threads, threads
 from shrinkpoint.codec.presets import expected_failures
 from shrinkpoint.codec.weights.drift import Earlier
-from shrinkpoint.search.cube import Cube, Point
+from shrinkpoint.searching.cube import Cube, Point
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.trainers.sensitivity import SensitivityTracker
 
@@ -140,8 +140,8 @@ CALLS: list[tuple[str, int, Callable[[Any], Any]]] = [
     ("window", 5, lambda n: SensitivityTracker(TRACKED, 5, window=n).batch),
     ("done", 5, lambda n: SensitivityTracker(TRACKED, 5, done=n).batch),
     ("done", 5, lambda n: SensitivityTracker(TRACKED, 5).at(n)),
-    ("steps", 2, lambda n: sp.search(STATE, None, 0.1, steps=n)),
-    ("budget", 5, lambda n: sp.search(STATE, None, 0.1, budget=n)),
+    ("steps", 2, lambda n: sp.search(STATE, None, 0.1, options=sp.SearchOptions(steps=n))),
+    ("budget", 5, lambda n: sp.search(STATE, None, 0.1, options=sp.SearchOptions(budget=n))),
 ]
 
 

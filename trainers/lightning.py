@@ -6,6 +6,7 @@ with the Trainer of either.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -27,8 +28,9 @@ from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointErro
 from ..codec.presets import lossless
 from ..codec.state.kinds import kinds
 from ..codec.weights.drift import Earlier
-from ..search.result import SearchResult
-from ..search.team import Team
+from ..searching.arguments import SearchOptions
+from ..searching.process_group import ProcessGroup
+from ..searching.result import SearchResult
 from ..store.store import Store
 from ..store.trail import aims
 from .background import Background, check_compact
@@ -156,7 +158,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         saver = self._savers.get(store.url)
         return store.parent if saver is None else saver.parent()
 
-    def parent_of_all(self, path: PathLike, team: Team) -> Checkpoint | None:
+    def parent_of_all(self, path: PathLike, team: ProcessGroup) -> Checkpoint | None:
         """The first process's `parent`, on all of them: the others, who have saved nothing, read it from storage.
 
         None too where it was removed meanwhile, and only the first process still has it.
@@ -371,7 +373,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         team, more = None, dict[str, Any]()
         if world() > 1:
             more["group"] = dist.group.WORLD
-            team = Team(dist.group.WORLD)
+            team = ProcessGroup(dist.group.WORLD)
         prev = io_plugin.parent(path) if team is None else io_plugin.parent_of_all(path, team)
         told: list[Any] = [state, grads, None]
 
@@ -379,11 +381,11 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             earlier = None if rank() else io_plugin.earlier(path, state)
             told[2] = earlier and [earlier.weights, earlier.steps]
 
-        (team or Team()).all(leading)
+        (team or ProcessGroup()).all(leading)
         state, grads, before = told if team is None else of_first(team, told, dist.group.WORLD)
         more |= {"prev": prev, "grads": grads_within(state, grads), "kinds": kinds_within(state, io_plugin.kinds)}
         if before is not None:
-            more["earlier"] = Earlier(*before)
+            more["options"] = dataclasses.replace(_options_of(search), earlier=Earlier(*before))
         found = search(state, last=self.found, **more)
         return found if team is None else agreed(team, found)
 
@@ -450,6 +452,12 @@ def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> 
     loader: Any = cls
     found: Module = loader.load_from_checkpoint(buffer, **{"weights_only": False, **keywords})
     return found
+
+
+def _options_of(search: Callable[..., SearchResult]) -> SearchOptions:
+    """The options that a `functools.partial` of `search` holds; the defaults for any other callable."""
+    held = search.keywords.get("options") if isinstance(search, functools.partial) else None
+    return held if isinstance(held, SearchOptions) else SearchOptions()
 
 
 def _is_temporary(path: PathLike) -> bool:

@@ -12,11 +12,11 @@ from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.opened import tie
 from ..codec.state.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, is_sharded, read_leaf
 from ..codec.state.tree import ArrayNode, flatten, unflatten
-from ..search.result import SearchResult
-from ..search.team import Team
+from ..searching.process_group import ProcessGroup
+from ..searching.result import SearchResult
 
 
-def of_first(team: Team, tree: Any, group: Any) -> Any:
+def of_first(team: ProcessGroup, tree: Any, group: Any) -> Any:
     """The first process's tree on all of them; only what they do not have alike is sent, one array after another.
 
     Scalars, random number generators and buffers that no process tells the others of differ between replicas. A
@@ -70,7 +70,7 @@ def _digest(node: ArrayNode) -> str:
     return known
 
 
-def agreed(team: Team, found: SearchResult) -> SearchResult:
+def agreed(team: ProcessGroup, found: SearchResult) -> SearchResult:
     """What a search found, where all processes have found that; a collective.
 
     Raises:

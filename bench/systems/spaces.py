@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.search.cube import Cube
+from shrinkpoint.searching.cube import Cube
 
 from ..workloads import State
 from .quantizers import Floats, Range, Sketch, clustered, even, greedy_ranges, weights_of, with_weights

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from .codec.weights.drift import Earlier
     from .codec.weights.exponent import ExponentDelta
     from .codec.weights.quantize import Quantize
-    from .search.result import SearchResult
-    from .search.run import search
+    from .searching.arguments import SearchOptions
+    from .searching.result import SearchResult
+    from .searching.run import search
     from .store.agent import InMemoryWarning
     from .store.files import StoreWarning
     from .store.ranks import newest_common_step
@@ -74,7 +75,9 @@ _SUBJECTS = {
     "codec.weights.drift": "Earlier",
     "codec.weights.exponent": "ExponentDelta",
     "codec.weights.quantize": "Quantize",
-    "search.result": "SearchResult",
+    "searching.arguments": "SearchOptions",
+    "searching.result": "SearchResult",
+    "searching.run": "search",
     "store.agent": "InMemoryWarning",
     "store.files": "StoreWarning",
     "store.ranks": "newest_common_step",
@@ -87,8 +90,8 @@ _SUBJECTS = {
     "trainers.sensitivity": "SensitivityTracker",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
-_MODULES = ("codec", "kernels", "presets", "search", "store", "trainers")
-"""Names that are modules. The package `search` is what is called as `shrinkpoint.search`."""
+_MODULES = ("codec", "kernels", "presets", "searching", "store", "trainers")
+"""Names that are modules; `searching` is the package of the function `search`."""
 
 __all__ = [
     "BadArgumentError",
@@ -118,6 +121,7 @@ __all__ = [
     "SaveResult",
     "Saver",
     "SaverWarning",
+    "SearchOptions",
     "SearchResult",
     "SecondMoment",
     "SensitivityTracker",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import convert, diff, housekeeping, inspect, report, warm
+from .commands import convert, diff, housekeeping, inspect, report, seal, warm
 from .commands.guard import Guarded
 
 app = typer.Typer(
@@ -86,6 +86,7 @@ for command in (
     inspect.info,
     inspect.ls,
     inspect.verify,
+    seal.seal,
     diff.diff,
     convert.compress,
     convert.restore,

@@ -50,6 +50,8 @@ def imports(name: Module, path: Path, known: dict[Module, Path]) -> Iterator[Mod
             module = module[1:]
         else:
             continue
+        if module[:1] == ("searching",):  # the name under which the package `search` is linked
+            module = ("search", *module[1:])
         for alias in node.names:
             yield (*module, alias.name) if (*module, alias.name) in known else module
 

@@ -31,7 +31,7 @@ def test_a_listing_has_what_is_imported_late() -> None:
     assert said.stdout == "save assign shrinkpoint.store True\n", said.stderr
 
 
-@pytest.mark.parametrize("package", ["kernels", "codec", "search", "store", "trainers", "trainers.dcp"])
+@pytest.mark.parametrize("package", ["kernels", "codec", "searching", "store", "trainers", "trainers.dcp"])
 def test_every_warning_is_of_the_family(package: str) -> None:
     where = importlib.import_module(f"shrinkpoint.{package}")
     for module in pkgutil.iter_modules(where.__path__):

@@ -18,7 +18,6 @@ from types import FunctionType
 import numpy as np
 import pytest
 
-import shrinkpoint
 from shrinkpoint import kernels
 
 HOME = Path(__file__).parents[2]
@@ -72,7 +71,7 @@ def test_no_module_has_the_name_of_a_function(name: str) -> None:
 
 
 def test_search_can_be_called_and_handed_to_another_process() -> None:
-    given = functools.partial(shrinkpoint.search, 1)  # type: ignore[operator]
+    given = functools.partial(shrinkpoint.search, 1)
     for again in (pickle.loads(pickle.dumps(given)), copy.deepcopy(given)):
         assert again.func is shrinkpoint.search
     assert "Args:" in pydoc.render_doc(shrinkpoint.search)

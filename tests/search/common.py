@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.bench.workloads import WORKLOADS, Run, Workload
-from shrinkpoint.search.cube import Cube, Point, normal
-from shrinkpoint.search.subject import Subject
+from shrinkpoint.searching.cube import Cube, Point, normal
+from shrinkpoint.searching.search_state import SearchState
 from shrinkpoint.trainers.sensitivity import SensitivityTracker
+
+from .calls import search_state
 
 State = dict[str, Any]
 
@@ -121,6 +123,6 @@ def optimum(measured: dict[Point, Measured], baseline: float, threshold: float) 
     return min(passing, default=None)
 
 
-def subject(chain: Chain, number: int, prev: sp.Checkpoint | None = None, point: Point | None = None) -> Subject:
+def subject(chain: Chain, number: int, prev: sp.Checkpoint | None = None, point: Point | None = None) -> SearchState:
     """The state of a chain as a search sees it."""
-    return Subject.of(chain.states[number], point or next(iter(Cube())), prev, chain.grads[number], None)
+    return search_state(chain.states[number], point or next(iter(Cube())), prev, chain.grads[number])

@@ -10,10 +10,11 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.search.cube import Cube, Point
-from shrinkpoint.search.result import SearchResult
+from shrinkpoint.searching.cube import Cube, Point
+from shrinkpoint.searching.result import SearchResult
 
 from ..store import test_trail
+from .calls import search
 
 CUBE = Cube(bins=(8, 16, 32), prune=(0.0,), metric=("magnitude",), protect=(0.0005,), rate=(0.0, 0.002))
 CHAIN = sp.ChainPolicy(base_every=None)
@@ -39,7 +40,7 @@ def searched(store: sp.Store, step: int, last: SearchResult | None = None, **mor
     state = drifting(step)
     loss = Loss(state)
     more = {"prev": store.parent, "earlier": store.earlier(state, step), "cube": CUBE, **more}
-    return sp.search(state, loss, 0.02, last=last, direction="lower", progress=False, **more), loss
+    return search(state, loss, 0.02, last=last, **more, direction="lower", progress=False), loss
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.002])
@@ -71,7 +72,7 @@ def test_where_nothing_is_said_of_earlier_weights_nothing_is_ahead() -> None:
 def test_without_evaluate() -> None:
     store = sp.Store("memory://search-error-ahead", sp.Config(chain=CHAIN))
     for earlier in (store.earlier(drifting(10), 10), None):
-        found = sp.search(drifting(10), None, 0.05, earlier=earlier)
+        found = sp.search(drifting(10), None, 0.05, options=sp.SearchOptions(earlier=earlier))
         assert found.config.ahead is (earlier is not None)
 
 
@@ -105,7 +106,7 @@ def test_where_nothing_passes_ahead_weights_are_coded_where_they_are_this_time()
         loss = Steady(state, earlier.weights["model/w"])
         loss.lenient = lenient
         more: Any = {"direction": "lower", "progress": False, "cube": CUBE, "last": last}
-        found = sp.search(state, loss, 0.02, prev=store.parent, earlier=earlier, **more)
+        found = search(state, loss, 0.02, prev=store.parent, **more, earlier=earlier)
         assert (found.met, found.config.ahead, found.method) == (True, ahead, method)
         ahead_of_it = [t for t in found.trials if t.ahead]
         assert ahead_of_it
@@ -117,7 +118,7 @@ def test_where_nothing_passes_ahead_weights_are_coded_where_they_are_this_time()
         assert given.nbytes == found.nbytes
         # Trials of both kinds are taken up again, each as what it was.
         calls = loss.calls
-        again = sp.search(state, loss, 0.02, prev=store.parent, earlier=earlier, resume=found.trials, **more)
+        again = search(state, loss, 0.02, prev=store.parent, **more, earlier=earlier, resume=found.trials)
         assert again == found
         assert loss.calls == calls
         last = found
@@ -135,7 +136,7 @@ def test_of_what_may_pass_ahead_the_mildest_is_tried_before_all_else() -> None:
     earlier = store.earlier(state, 60)
     loss = Steady(state, earlier.weights["model/w"])
     more: Any = {"direction": "lower", "progress": False, "cube": CUBE}
-    found = sp.search(state, loss, 0.02, prev=store.parent, earlier=earlier, **more)
+    found = search(state, loss, 0.02, prev=store.parent, **more, earlier=earlier)
     ahead_of_it = [t for t in found.trials if t.ahead]
     assert [t.point.bins for t in ahead_of_it if t.point is not None] == [32]
     assert found.met
@@ -148,7 +149,10 @@ def test_moments_are_as_the_rate_of_a_point_has_them() -> None:
     asked = sp.compress(state, cfg=sp.Config([("weight", sp.Quantize(bins=16, protect=0.0005))], rate=0.002))
     assert sp.compress(state, cfg=point.config()).nbytes == asked.nbytes
     found = sp.search(
-        state, Loss(state), 0.02, cube=dataclasses.replace(CUBE, bins=(16,), rate=(0.002,)), progress=False
+        state,
+        Loss(state),
+        0.02,
+        options=sp.SearchOptions(cube=dataclasses.replace(CUBE, bins=(16,), rate=(0.002,)), progress=False),
     )
     assert found.nbytes == asked.nbytes
     (tried,) = [t for t in found.trials if t.point == found.point]
@@ -164,7 +168,7 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
     assert loss.given is None  # not one of them was made again
     assert again == found
     for other in (None, sp.Earlier(store.earlier(drifting(40), 40).weights, 7), {"w": drifting(0)["model"]["w"]}):
-        with pytest.raises(BadArgumentError, match="is of another state than this one"):
+        with pytest.raises(BadArgumentError, match="belongs to another state"):
             searched(store, 40, resume=found.trials, earlier=other)
 
 
@@ -178,7 +182,7 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
 )
 def test_earlier_weights_that_fit_nothing(earlier: Any, message: str) -> None:
     with pytest.raises(BadArgumentError, match=message):
-        sp.search(drifting(1), lambda _: 1.0, 0.1, earlier=earlier)
+        sp.search(drifting(1), lambda _: 1.0, 0.1, options=sp.SearchOptions(earlier=earlier))
 
 
 def test_where_the_last_choice_fails_the_mildest_is_not_all_that_is_left() -> None:
@@ -193,10 +197,10 @@ def test_where_the_last_choice_fails_the_mildest_is_not_all_that_is_left() -> No
         return 1.0 + float(((restored["model"]["w"] - state["model"]["w"]) ** 2).mean()) / spread
 
     more: Any = {"prev": store.parent, "earlier": store.earlier(state, 60), "cube": CUBE, "direction": "lower"}
-    coarse = sp.search(state, loss, 0.5, progress=False, **more)
+    coarse = search(state, loss, 0.5, **more, progress=False)
     assert coarse.point is not None
     assert (coarse.point.bins, coarse.point.rate) == (8, 0.002)
-    found = sp.search(state, loss, 0.012, last=coarse, steps=0, progress=False, **more)
+    found = search(state, loss, 0.012, last=coarse, **more, steps=0, progress=False)
     assert found.fell_back
     assert found.config.ahead
     tried = [t for t in found.trials if t.point is not None and t.passed]

@@ -14,7 +14,7 @@ from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.presets import inshrinkerator
 from shrinkpoint.codec.weights.quantize import Quantize
-from shrinkpoint.search.cube import Cube, Point, normal, same
+from shrinkpoint.searching.cube import Cube, Point, normal, same
 
 CUBE = Cube()
 POINTS = list(CUBE)

@@ -13,20 +13,21 @@ from shrinkpoint.codec import entropy
 from shrinkpoint.codec.state.leaves import blocks
 from shrinkpoint.codec.weights.levels import LevelsMemory, references
 from shrinkpoint.kernels.quantizer import Thresholds
-from shrinkpoint.search import sample as sampling
-from shrinkpoint.search.cube import Cube, Point
-from shrinkpoint.search.estimate import Estimator
-from shrinkpoint.search.subject import Subject
-from shrinkpoint.search.written import nbytes_of_levels, nbytes_of_protected
+from shrinkpoint.searching import sample as sampling
+from shrinkpoint.searching.cube import Cube, Point
+from shrinkpoint.searching.estimate import Estimator
+from shrinkpoint.searching.search_state import SearchState
+from shrinkpoint.searching.size_estimate import nbytes_of_levels, nbytes_of_protected
 
+from .calls import search_state
 from .common import perceptron
 
 CUBE = Cube()
 SOME = [p for p in CUBE if p.bins in (4, 12, 32) and p.prune in (0.0, 0.3) and p.protect in (0.0005, 0.01)]
 
 
-def estimator(subject: Subject) -> Estimator:
-    return Estimator(subject.leaves, subject.parents, subject.codec)
+def estimator(prepared: SearchState) -> Estimator:
+    return Estimator(prepared.leaves, prepared.parents, prepared.codec)
 
 
 def relative_error(a: Any, b: Any) -> float:
@@ -40,13 +41,13 @@ def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> 
     points = [Point(p.bins, p.prune, p.metric, p.protect, 0.0, 32, system) for p in SOME]
     last = Point(12, 0.0, "magnitude", 0.0005, 0.0, 32, system)
     prev = sp.compress(chain.states[1], cfg=last.config(), grads=chain.grads[1]) if delta else None
-    subject = Subject.of(chain.states[2], points[0], prev, chain.grads[2], None)
+    prepared = search_state(chain.states[2], points[0], prev, chain.grads[2])
     ratios = []
-    for point, found in zip(points, estimator(subject)(points), strict=True):
+    for point, found in zip(points, estimator(prepared)(points), strict=True):
         ckpt = sp.compress(chain.states[2], prev, point.config(), grads=chain.grads[2])
-        ratios.append((found.nbytes + subject.rest_nbytes(point.rate)) / ckpt.nbytes)
+        ratios.append((found.nbytes + prepared.rest_nbytes(point.rate)) / ckpt.nbytes)
         back = sp.decompress(ckpt)
-        true = {leaf.path: leaf.spec.size for leaf in subject.leaves}
+        true = {leaf.path: leaf.spec.size for leaf in prepared.leaves}
         weight, key = chain.states[2]["model"], "model/"
         met = sum(
             n * relative_error(weight[path.removeprefix(key)], back["model"][path.removeprefix(key)])
@@ -63,20 +64,20 @@ def test_narrow_arrays_of_sixteen_bits(dtype: torch.dtype, mean: float, deviatio
     generator = torch.Generator().manual_seed(0)
     x = (mean + deviation * torch.randn(256, 256, generator=generator)).to(dtype)
     points = [Point(b, p, "magnitude", 0.0005, 0.0, 32) for b in (4, 8, 16, 32) for p in (0.0, 0.2)]
-    subject = Subject.of({"w": x}, points[0], None, None, None)
-    for point, found in zip(points, estimator(subject)(points), strict=True):
+    prepared = search_state({"w": x}, points[0])
+    for point, found in zip(points, estimator(prepared)(points), strict=True):
         ckpt = sp.compress({"w": x}, cfg=point.config())
         met = relative_error(x.double(), sp.decompress(ckpt)["w"].double())
         assert found.error == pytest.approx(met, rel=0.03)
-        assert found.nbytes + subject.rest_nbytes(point.rate) == pytest.approx(ckpt.nbytes, rel=0.025)
+        assert found.nbytes + prepared.rest_nbytes(point.rate) == pytest.approx(ckpt.nbytes, rel=0.025)
 
 
 def test_patterns_say_how_alike_errors_are() -> None:
     chain = perceptron()
     points = [Point(p.bins, p.prune, p.metric, p.protect, 0.0, 32) for p in SOME]
-    subject = Subject.of(chain.states[2], points[0], None, chain.grads[2], None)
-    patterns = np.array([e.pattern for e in estimator(subject)(points)], np.float64)
-    paths = [leaf.path.removeprefix("model/") for leaf in subject.leaves]
+    prepared = search_state(chain.states[2], points[0], None, chain.grads[2])
+    patterns = np.array([e.pattern for e in estimator(prepared)(points)], np.float64)
+    paths = [leaf.path.removeprefix("model/") for leaf in prepared.leaves]
     weights = chain.states[2]["model"]
     true = np.zeros((len(points), len(points)))
     for path in paths:
@@ -92,9 +93,9 @@ def test_patterns_say_how_alike_errors_are() -> None:
 
 def test_the_pruned_share_of_the_error() -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    subject = Subject.of({"w": x}, SOME[0], None, None, None)
+    prepared = search_state({"w": x}, SOME[0])
     points = [Point(32, 0.3, "magnitude", 0.0, embedding_bins=32), Point(32, 0.0, "magnitude", 0.0, embedding_bins=32)]
-    some, none = estimator(subject)(points)
+    some, none = estimator(prepared)(points)
     small = x.abs() < x.abs().flatten().quantile(0.3)
     assert some.pruned * some.error == pytest.approx(float((x[small] ** 2).sum() / (x**2).sum()), rel=0.05)
     assert none.pruned == 0.0
@@ -109,11 +110,11 @@ def test_a_sample_stands_for_a_large_array(dtype: torch.dtype, monkeypatch: pyte
     prev = sp.compress({"w": x}, cfg=point.config())
     moved = (x.double() + 0.02 * torch.randn(x.shape, generator=generator)).to(dtype)
     for parent in (None, prev):
-        subject = Subject.of({"w": moved}, point, parent, None, None)
-        whole = estimator(subject)([point])[0]
+        prepared = search_state({"w": moved}, point, parent)
+        whole = estimator(prepared)([point])[0]
         with monkeypatch.context() as patch:
             patch.setattr(sampling, "SAMPLE", 1 << 15)
-            part = estimator(subject)([point])[0]
+            part = estimator(prepared)([point])[0]
         assert part != whole
         assert part.nbytes == pytest.approx(whole.nbytes, rel=0.05)
         assert part.error == pytest.approx(whole.error, rel=0.05)
@@ -135,12 +136,12 @@ def test_many_small_arrays(system: str, delta: bool, dtype: torch.dtype, monkeyp
     before = {name: x.to(dtype) for name, x in state.items()}
     after = {name: (x + 0.02 * torch.randn(x.shape, generator=generator)).to(dtype) for name, x in state.items()}
     prev = sp.compress(before, cfg=points[0].config()) if delta else None
-    subject = Subject.of(after, points[0], prev, None, None)
-    few = estimator(subject)(points)
+    prepared = search_state(after, points[0], prev)
+    few = estimator(prepared)(points)
     monkeypatch.setattr(sampling, "GROUPS", 1000)
     ratios = []
-    for point, all_of_them, some in zip(points, estimator(subject)(points), few, strict=True):
-        real = sp.compress(after, prev, point.config()).nbytes - subject.rest_nbytes(point.rate)
+    for point, all_of_them, some in zip(points, estimator(prepared)(points), few, strict=True):
+        real = sp.compress(after, prev, point.config()).nbytes - prepared.rest_nbytes(point.rate)
         # What notes say, and so how long they are, is not known before.
         assert all_of_them.nbytes == pytest.approx(real, abs=5 * len(state))
         ratios.append(some.nbytes / real)
@@ -195,12 +196,12 @@ def test_protected_values_take_what_is_written_of_them() -> None:
     point = Point(8, 0.0, "magnitude", 0.05, 0.0, 32)
     prev = sp.compress({"w": x}, cfg=point.config())
     moved = {"w": x * (1 + 0.001 * torch.randn(x.shape, generator=generator))}
-    (before,) = Subject.of(moved, point, prev, None, None).parents
+    (before,) = search_state(moved, point, prev).parents
     assert isinstance(before, LevelsMemory)
     for parent in (None, before):
         ckpt = sp.compress(moved, None if parent is None else prev, point.config())
-        subject = Subject.of(moved, point, ckpt, None, None)
-        (leaf,), (memory,) = subject.leaves, subject.parents
+        prepared = search_state(moved, point, ckpt)
+        (leaf,), (memory,) = prepared.leaves, prepared.parents
         assert isinstance(memory, LevelsMemory)
         none = LevelsMemory(memory.levels[:0], memory.codebook, memory.protected[:0], memory.thresholds)
         written = len(references(memory, leaf.spec, parent)) - len(references(none, leaf.spec, parent))
@@ -221,10 +222,10 @@ def test_few_arrays_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
         Point(6, 0.2, "magnitude", 0.005, embedding_bins=32),
         Point(16, 0.0, "magnitude", 0.005, embedding_bins=32),
     ]
-    subject = Subject.of(state, points[0], None, None, None)
-    few = estimator(subject)(points)
+    prepared = search_state(state, points[0])
+    few = estimator(prepared)(points)
     monkeypatch.setattr(sampling, "GROUPS", 1000)
-    for a, b in zip(few, estimator(subject)(points), strict=True):
+    for a, b in zip(few, estimator(prepared)(points), strict=True):
         assert a != b
         assert a.nbytes == pytest.approx(b.nbytes, rel=0.08)
         assert a.error == pytest.approx(b.error, rel=0.1)
@@ -236,7 +237,7 @@ def test_a_group_is_spoken_for_by_one_of_its_usual_size_and_scale(monkeypatch: p
     sizes = [17, 17, 17, 31, 31, 17, 31, 17, 31, 17]
     state = {f"{i}.weight": torch.randn(64, n, generator=generator) for i, n in enumerate(sizes)}
     monkeypatch.setattr(sampling, "GROUPS", 2)
-    leaves = Subject.of(state, SOME[0], None, None, None).leaves
+    leaves = search_state(state, SOME[0]).leaves
     scales = [0.1, 0.3, 0.4, 0.2, 0.5, 1.0, 3.0, 2.0, 5.0, 4.0]  # of the larger ones 3 and 6 are nearer to the middle
     assert sampling.representatives(leaves, scales) == [(3, 113 / 31), (6, 113 / 31)]
 
@@ -246,19 +247,19 @@ def test_what_a_parent_knows_of_some_elements(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6000, generator=generator).to(dtype)
     ckpt = sp.compress({"w": x}, cfg=Point(8, 0.1, "magnitude", 0.01).config())
-    subject = Subject.of({"w": x}, SOME[0], ckpt, None, None)
-    memory = subject.parents[0]
+    prepared = search_state({"w": x}, SOME[0], ckpt)
+    memory = prepared.parents[0]
     assert isinstance(memory, LevelsMemory)
     at = np.flatnonzero(np.arange(6000) // 7 % 3 == 1)
-    some = sampling.held_of(memory, at, subject.leaves[0].spec)
-    whole = memory.values(subject.leaves[0].spec)
+    some = sampling.held_of(memory, at, prepared.leaves[0].spec)
+    whole = memory.values(prepared.leaves[0].spec)
     assert 0 < np.count_nonzero(some.levels == 1) < np.count_nonzero(memory.levels == 1)
-    assert torch.equal(some.values(subject.leaves[0].spec), whole[torch.from_numpy(at)])
+    assert torch.equal(some.values(prepared.leaves[0].spec), whole[torch.from_numpy(at)])
 
 
 def test_what_is_counted_is_kept() -> None:
-    subject = Subject.of({"w": torch.randn(64, 64)}, SOME[0], None, None, None)
-    made = estimator(subject)
+    prepared = search_state({"w": torch.randn(64, 64)}, SOME[0])
+    made = estimator(prepared)
     first = made(SOME[:3])
     assert all(a is b for a, b in zip(first, made(SOME[:3]), strict=True))
 
@@ -269,13 +270,13 @@ def test_rate_lowers_the_size_and_raises_the_error() -> None:
     moved = x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     for state, parent, rates in (({"w": x}, None, (0.0, 0.03, 0.1)), ({"w": moved}, prev, (0.0, 0.001, 0.003))):
         points = [Point(24, 0.0, "magnitude", 0.0005, rate, 32) for rate in rates]
-        subject = Subject.of(state, SOME[0], parent, None, None)
-        found = estimator(subject)(points)
+        prepared = search_state(state, SOME[0], parent)
+        found = estimator(prepared)(points)
         assert found[0].nbytes > found[1].nbytes > found[2].nbytes
         assert found[0].error < found[1].error < found[2].error
         for e, point in zip(found, points, strict=True):
             nbytes = sp.compress(state, parent, point.config()).nbytes
-            assert e.nbytes + subject.rest_nbytes(point.rate) == pytest.approx(nbytes, rel=0.02, abs=100)
+            assert e.nbytes + prepared.rest_nbytes(point.rate) == pytest.approx(nbytes, rel=0.02, abs=100)
 
 
 def few_values(values: list[float], shares: list[float], size: int) -> torch.Tensor:
@@ -310,20 +311,20 @@ def test_arrays_of_few_different_values(tensor: torch.Tensor, delta: bool) -> No
         at = torch.randperm(moved.numel(), generator=generator)[: moved.numel() // 20]
         moved[at] = moved[at.flip(0)]
         state = {"w": moved.view(tensor.shape), "v": other}
-    subject = Subject.of(state, points[0], prev, None, None)
-    for point, found in zip(points, estimator(subject)(points), strict=True):
+    prepared = search_state(state, points[0], prev)
+    for point, found in zip(points, estimator(prepared)(points), strict=True):
         ckpt = sp.compress(state, prev, point.config())
         back = sp.decompress(ckpt)
         met = sum(state[k].numel() * relative_error(state[k], back[k]) for k in state) / sum(
             x.numel() for x in state.values()
         )
-        assert found.nbytes + subject.rest_nbytes(point.rate) == pytest.approx(ckpt.nbytes, rel=0.03)
+        assert found.nbytes + prepared.rest_nbytes(point.rate) == pytest.approx(ckpt.nbytes, rel=0.03)
         assert found.error == pytest.approx(met, rel=0.05, abs=1e-5)
 
 
 def test_constant_empty_and_zero_arrays() -> None:
     state = {"a": torch.zeros(64, 64), "b": torch.full((64, 64), 3.0), "c": torch.zeros(0, 2048)}
-    subject = Subject.of(state, SOME[0], None, None, None)
-    for found in estimator(subject)([p for p in SOME if p.metric == "magnitude"]):
+    prepared = search_state(state, SOME[0])
+    for found in estimator(prepared)([p for p in SOME if p.metric == "magnitude"]):
         assert np.isfinite([found.nbytes, found.error, found.pruned]).all()
         assert found.nbytes < 2000

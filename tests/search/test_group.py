@@ -13,10 +13,11 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, ShrinkpointError
-from shrinkpoint.search import Cube, Point, everywhere, near
-from shrinkpoint.search.estimate import Estimate, Estimator
+from shrinkpoint.searching import Cube, Point, exhaustive, neighbourhood
+from shrinkpoint.searching.estimate import Estimate, Estimator
 
-from .beside import searches
+from .calls import search
+from .concurrent_searches import searches
 from .test_search import SMALL, Loss, random_state
 
 STATE = random_state()
@@ -27,7 +28,7 @@ def given(**more: Any) -> dict[str, Any]:
 
 
 def first(**more: Any) -> sp.SearchResult:
-    return sp.search(**given(**more), progress=False)
+    return search(**given(**more), progress=False)
 
 
 KINDS = {"0.weight": "embedding"}
@@ -53,7 +54,7 @@ def test_an_argument_that_differs_is_named_on_all(name: str, monkeypatch: pytest
     found = searches(monkeypatch, 2, lambda rank: given(**(OTHER[name] if rank else {})))
     for error in found:
         assert isinstance(error, BadArgumentError)
-        assert f"do not have the same {name}: that of rank 1 is not that of rank 0" in str(error)
+        assert f"do not have the same {name}: rank 1 differs from rank 0" in str(error)
 
 
 @pytest.mark.parametrize("name", ["last", "resume"])
@@ -111,18 +112,18 @@ def test_trials_that_differ_in_the_last_bit_of_an_estimate_go_on(monkeypatch: py
 
 
 def test_a_plan_that_differs_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, count = everywhere.next_trials, iter(range(100))
+    plan, count = exhaustive.next_trials, iter(range(100))
 
     def elsewhere(*args: Any, **named: Any) -> list[Point]:
         # Another order of sums on another machine would do the same.
         chosen = plan(*args, **named)
         return chosen if next(count) % 2 else chosen[::-1]
 
-    monkeypatch.setattr(everywhere, "next_trials", elsewhere)
+    monkeypatch.setattr(exhaustive, "next_trials", elsewhere)
     found = searches(monkeypatch, 2, lambda rank: given())
     for error in found:
         assert isinstance(error, ShrinkpointError)
-        assert "do not search alike" in str(error)
+        assert "have diverged" in str(error)
 
 
 def test_one_that_cannot_begin_stops_all_before_anything_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ def test_of_those_that_pass_beside_each_other_the_smallest_wins(monkeypatch: pyt
     assert len(sizes) >= 2
     assert result.nbytes == min(sizes)
     # A larger one that passed stood before it, so that the first to pass would not do.
-    queue = near._queue
+    queue = neighbourhood._queue
     order: list[int] = []
 
     def turned(*args: Any, **named: Any) -> Any:
@@ -162,7 +163,7 @@ def test_of_those_that_pass_beside_each_other_the_smallest_wins(monkeypatch: pyt
         order.append(len(points))
         return points[::-1], discarded
 
-    monkeypatch.setattr(near, "_queue", turned)
+    monkeypatch.setattr(neighbourhood, "_queue", turned)
     again = searches(monkeypatch, 8, lambda rank: given(evaluate=fickle, last=last, relax=False, steps=4))[0]
     assert isinstance(again, sp.SearchResult)
     passing = [t for t in again.trials if t.point is not None and t.passed]
@@ -209,15 +210,27 @@ def test_two_states_that_differ_in_anything_are_not_the_same(what: str) -> None:
         state["again"], other["again"] = x, x.clone()
     else:
         other["step"] = math.nan
-    done = sp.search(state, lambda restored: 1.0, 0.02, cube=SMALL, direction="lower", progress=False).trials
-    sp.search(state, lambda restored: 1.0, 0.02, cube=SMALL, direction="lower", progress=False, resume=done)
+    done = sp.search(
+        state, lambda restored: 1.0, 0.02, options=sp.SearchOptions(cube=SMALL, direction="lower", progress=False)
+    ).trials
+    sp.search(
+        state,
+        lambda restored: 1.0,
+        0.02,
+        options=sp.SearchOptions(cube=SMALL, direction="lower", progress=False, resume=done),
+    )
     with pytest.raises(BadArgumentError, match="another state"):
-        sp.search(other, lambda restored: 1.0, 0.02, cube=SMALL, direction="lower", progress=False, resume=done)
+        sp.search(
+            other,
+            lambda restored: 1.0,
+            0.02,
+            options=sp.SearchOptions(cube=SMALL, direction="lower", progress=False, resume=done),
+        )
 
 
 def test_trials_of_another_parent_or_other_gradients_or_kinds_are_not_taken() -> None:
     arguments = {"evaluate": lambda restored: 1.0, "threshold": 0.02, "cube": SMALL, "direction": "lower"}
-    done = sp.search(STATE, **arguments, progress=False).trials
+    done = search(STATE, **arguments, progress=False).trials
     rows = np.array([1, 2, 3, 4, 5, 6], np.uint8)
     table = dataclasses.replace(sp.kinds(torch.nn.Embedding(48, 64))["weight"], rows=rows)
     for more in (
@@ -228,5 +241,5 @@ def test_trials_of_another_parent_or_other_gradients_or_kinds_are_not_taken() ->
         {"kinds": {"0.weight": dataclasses.replace(table, rows=rows + 1)}},
     ):
         with pytest.raises(BadArgumentError, match="another state"):
-            sp.search(STATE, **arguments, progress=False, resume=done, **more)
-        done = sp.search(STATE, **arguments, progress=False, **more).trials
+            search(STATE, **arguments, **more, progress=False, resume=done)
+        done = search(STATE, **arguments, **more, progress=False).trials

@@ -1,27 +1,28 @@
-"""`shrinkpoint.search` is a package and a function: the same thing, whichever is imported first."""
+"""`shrinkpoint.search` is a function, whichever of its package's modules is imported first."""
 
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
 
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.search.run import search
+from shrinkpoint.searching.run import search
 
 CALL = "assert sp.search({'a': 1}, None, 0.1).method == 'error target'; "
-SAME = "import sys; assert sp.search is sys.modules['shrinkpoint.search']; "
+FUNCTION = "import types; assert isinstance(sp.search, types.FunctionType); "
 ORDERS = {
-    "the face first": f"import shrinkpoint as sp; {CALL}import shrinkpoint.search.cube; {CALL}{SAME}",
-    "a module first": f"import shrinkpoint.search.cube; import shrinkpoint as sp; {CALL}{SAME}",
-    "from the package": f"from shrinkpoint.search import Cube; import shrinkpoint as sp; {CALL}{SAME}",
+    "the face first": f"import shrinkpoint as sp; {CALL}import shrinkpoint.searching.cube; {CALL}{FUNCTION}",
+    "a module first": f"import shrinkpoint.searching.cube; import shrinkpoint as sp; {CALL}{FUNCTION}",
+    "from the package": f"from shrinkpoint.searching import Cube; import shrinkpoint as sp; {CALL}{FUNCTION}",
     "from the face": "from shrinkpoint import search, SearchResult; assert search({'a': 1}, None, 0.1).met; "
-    "import shrinkpoint.search as package; assert package is search; assert package.SearchResult is SearchResult",
+    "import shrinkpoint.searching as package; assert package.search is search; "
+    "assert package.SearchResult is SearchResult",
     "light": "import shrinkpoint, sys; assert not [m for m in sys.modules if m.startswith('shrinkpoint.search')]; "
-    "assert 'search' in shrinkpoint.__all__; assert 'torch' not in sys.modules; "
-    "shrinkpoint.search; assert 'torch' not in sys.modules",
+    "assert 'search' in shrinkpoint.__all__; assert 'torch' not in sys.modules",
 }
 
 
@@ -31,10 +32,15 @@ def test_any_order_of_imports(order: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_it_is_documented_as_what_it_calls() -> None:
-    assert inspect.signature(sp.search) == inspect.signature(search)
-    assert list(inspect.signature(sp.search).parameters)[:9] == [
-        "state", "evaluate", "threshold", "prev", "last", "grads", "kinds", "group", "cube",
+def test_the_signature_is_the_documented_one() -> None:
+    assert sp.search is search
+    assert list(inspect.signature(sp.search).parameters) == [
+        "state", "evaluate", "threshold", "prev", "last", "grads", "kinds", "group", "options",
     ]  # fmt: skip
-    assert callable(sp.search)
-    assert sp.search.__doc__ == search.__doc__  # what help() shows
+    assert repr(sp.search).startswith("<function search at ")
+    assert pickle.loads(pickle.dumps(sp.search)) is search
+
+
+def test_other_options_are_refused() -> None:
+    with pytest.raises(sp.BadArgumentError, match=r"options is \{'budget': 3\}; it must be SearchOptions or None"):
+        sp.search({"a": 1}, None, 0.1, options={"budget": 3})  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def run(size: int, folder: Path) -> list[dict[str, Any]]:
 def test_a_group_finds_one_choice_in_fewer_rounds_and_fails_together(size: int, tmp_path: Path) -> None:
     found = run(size, tmp_path)
     exact = worker.state()
-    alone = sp.search(exact, worker.evaluate(exact), 0.02, cube=worker.CUBE)
+    alone = sp.search(exact, worker.evaluate(exact), 0.02, options=sp.SearchOptions(cube=worker.CUBE))
     first = [sp.SearchResult.from_json(f["first"]) for f in found]
     assert all(result == first[0] for result in first)
     assert first[0].met
@@ -72,9 +72,9 @@ def test_a_group_finds_one_choice_in_fewer_rounds_and_fails_together(size: int, 
         assert "not comparable" in f["uneven"]
         # The round in which all evaluated the wreck is recorded, and the next search need not ask again.
         assert f["accurate"][1] <= 2
-        told = "one and the same number on rank 1, whatever it is given"
+        told = "the same number for every state on rank 1"
         assert all(any(told in note for note in f[name]) for name in ("blind", "blind, next"))
-        assert not any("one and the same number" in note for note in [*first[0].notes, *following[0].notes])
+        assert not any("the same number for every state" in note for note in [*first[0].notes, *following[0].notes])
         assert "do not have the same budget" in f["sharded, other budget"]
         assert ("failed on rank 1" in f["sharded, bad threshold"]) == (rank != 1)
         assert "threshold is -1.0" in f["sharded, bad threshold"]

@@ -12,9 +12,9 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.search.result import SearchResult
+from shrinkpoint.searching.result import SearchResult
 
-from .beside import searches
+from .concurrent_searches import searches
 from .test_search import SMALL, Loss, State, random_state
 
 BUDGET = 0.06
@@ -48,7 +48,12 @@ def run_with_kills(folder: Path, expected: float | None, *, counting: bool = Tru
             evaluate = lambda restored, loss=loss: loss(restored["model"])  # noqa: E731
             state = {"model": live, "step": step}
             found = sp.search(
-                state, evaluate, BUDGET, prev=store.parent, last=last, cube=SMALL, expected_restores=expected
+                state,
+                evaluate,
+                BUDGET,
+                prev=store.parent,
+                last=last,
+                options=sp.SearchOptions(cube=SMALL, expected_restores=expected),
             )
             last, exact[step] = found, live
             store.save(step, state | {"search": json.dumps(found.to_json())}, cfg=found.config)
@@ -71,54 +76,65 @@ def test_over_a_run_with_kills_all_restores_together_keep_the_budget(expected: f
 
 def test_what_is_left_is_shared_by_the_restores_to_come() -> None:
     state = random_state()
-    found = sp.search(state, Loss(state), BUDGET, cube=SMALL, expected_restores=3)
+    found = sp.search(state, Loss(state), BUDGET, options=sp.SearchOptions(cube=SMALL, expected_restores=3))
     assert found.threshold == BUDGET / 3
     assert (found.restores, found.spent) == (0, 0.0)
     for done in (1, 2, 3, 4, 5):
         before = found.restored()
         assert (before.restores, before.spent) == (done, found.spent + (found.degradation or 0.0))
-        found = sp.search(state, Loss(state), BUDGET, last=before, expected_restores=3)
+        found = sp.search(state, Loss(state), BUDGET, last=before, options=sp.SearchOptions(expected_restores=3))
         share = (2, 1, 2, 2, 2)[done - 1]
         assert found.threshold == pytest.approx((BUDGET - before.spent) / share)
         assert (found.restores, found.spent) == (before.restores, before.spent)
         assert SearchResult.from_json(json.loads(json.dumps(found.to_json()))) == found
     # What the first ones left over is the later ones'.
     cheap = dataclasses.replace(found, restores=2, spent=0.0)
-    assert sp.search(state, Loss(state), BUDGET, last=cheap, expected_restores=3).threshold == BUDGET
+    assert (
+        sp.search(state, Loss(state), BUDGET, last=cheap, options=sp.SearchOptions(expected_restores=3)).threshold
+        == BUDGET
+    )
     assert sp.search(state, Loss(state), BUDGET, last=before).threshold == BUDGET
 
 
 def test_once_the_budget_is_spent_checkpoints_are_lossless() -> None:
     state = random_state()
-    found = sp.search(state, Loss(state), BUDGET, cube=SMALL, expected_restores=1)
+    found = sp.search(state, Loss(state), BUDGET, options=sp.SearchOptions(cube=SMALL, expected_restores=1))
     for spent in (BUDGET, 2 * BUDGET, (1 - 1e-4) * BUDGET):
         last = dataclasses.replace(found, restores=1, spent=spent)
-        done = sp.search(state, Loss(state), BUDGET, last=last, expected_restores=1)
+        done = sp.search(state, Loss(state), BUDGET, last=last, options=sp.SearchOptions(expected_restores=1))
         assert (done.met, done.point, done.evaluations, done.method) == (False, None, 0, "budget spent")
         assert done.config == sp.presets.lossless()
         assert done.spent == spent
         # Restores of these cost nothing, and a larger budget is searched with again.
         assert done.restored().spent == spent
         assert done.restored().restores == 2
-        assert sp.search(state, Loss(state), BUDGET, last=done, expected_restores=1).method == "budget spent"
-        more = sp.search(state, Loss(state), 3 * BUDGET, last=done, expected_restores=1)
+        assert (
+            sp.search(state, Loss(state), BUDGET, last=done, options=sp.SearchOptions(expected_restores=1)).method
+            == "budget spent"
+        )
+        more = sp.search(state, Loss(state), 3 * BUDGET, last=done, options=sp.SearchOptions(expected_restores=1))
         assert more.met
         assert more.threshold == pytest.approx((3 * BUDGET - spent) / 2)
     # What is left is less than the noise.
     noisy = dataclasses.replace(found, restores=1, spent=0.5 * BUDGET, spread=0.4 * BUDGET)
-    assert sp.search(state, Loss(state), BUDGET, last=noisy, expected_restores=1).method == "budget spent"
+    assert (
+        sp.search(state, Loss(state), BUDGET, last=noisy, options=sp.SearchOptions(expected_restores=1)).method
+        == "budget spent"
+    )
 
 
 def test_what_restores_take_that_nobody_evaluated() -> None:
     state = random_state()
-    exact = sp.search({"count": torch.arange(3)}, lambda _: 1.0, 0.1, expected_restores=1)
+    exact = sp.search({"count": torch.arange(3)}, lambda _: 1.0, 0.1, options=sp.SearchOptions(expected_restores=1))
     assert exact.method == "nothing to choose"
     assert (exact.restored().restores, exact.restored().spent) == (1, 0.0)
-    blind = sp.search(state, None, 0.1, expected_restores=4)
+    blind = sp.search(state, None, 0.1, options=sp.SearchOptions(expected_restores=4))
     assert blind.restored().spent == 0.025
-    following = sp.search(state, None, 0.1, last=blind.restored(), expected_restores=4)
+    following = sp.search(state, None, 0.1, last=blind.restored(), options=sp.SearchOptions(expected_restores=4))
     assert following.config.max_rel_error == pytest.approx(0.025)
-    gained = dataclasses.replace(sp.search(state, Loss(state), 0.02, cube=SMALL), degradation=-0.01)
+    gained = dataclasses.replace(
+        sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL)), degradation=-0.01
+    )
     assert gained.restored().spent == 0.0
 
 
@@ -132,7 +148,7 @@ def test_what_restores_take_that_nobody_evaluated() -> None:
 def test_what_cannot_have_been_spent_is_no_search_result(name: str, value: Any) -> None:
     data = sp.search(random_state(), None, 0.1).to_json()
     assert SearchResult.from_json(data | {"spent": 0, "restores": 2}).restores == 2
-    with pytest.raises(BadArgumentError, match=f"no search result: its {name}"):
+    with pytest.raises(BadArgumentError, match=f"not a search result: its {name}"):
         SearchResult.from_json(data | {name: value})
 
 
@@ -142,11 +158,11 @@ def test_what_cannot_have_been_spent_is_no_search_result(name: str, value: Any) 
 def test_a_known_baseline_saves_a_call() -> None:
     state = random_state()
     loss = Loss(state)
-    plain = sp.search(state, loss, 0.02, cube=SMALL)
-    known = sp.search(state, Loss(state), 0.02, cube=SMALL, baseline=1.0)
+    plain = sp.search(state, loss, 0.02, options=sp.SearchOptions(cube=SMALL))
+    known = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, baseline=1.0))
     assert known.point == plain.point
     assert sum(t.point is None for t in known.trials) == sum(t.point is None for t in plain.trials) - 1
-    later = sp.search(state, Loss(state), 0.02, last=known, baseline=1.0)
+    later = sp.search(state, Loss(state), 0.02, last=known, options=sp.SearchOptions(baseline=1.0))
     assert [t.point for t in later.trials] == [known.point]
     assert later.degradation == known.degradation
     assert later.met
@@ -155,26 +171,26 @@ def test_a_known_baseline_saves_a_call() -> None:
 def test_a_baseline_that_is_not_what_evaluate_says_is_refused() -> None:
     state = random_state()
     with pytest.raises(BadArgumentError, match="not comparable between calls"):
-        sp.search(state, Loss(state), 0.02, cube=SMALL, baseline=1.05)
-    near = sp.search(state, Loss(state), 0.02, cube=SMALL, baseline=1.004)
+        sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, baseline=1.05))
+    near = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, baseline=1.004))
     assert near.spread == pytest.approx(0.004, rel=0.01)
     # Later on it is looked at where what was found cannot be.
     with pytest.raises(BadArgumentError, match="not comparable between calls"):
-        sp.search(state, Loss(state), 0.02, last=near, baseline=1.5)
+        sp.search(state, Loss(state), 0.02, last=near, options=sp.SearchOptions(baseline=1.5))
     for bad in (0.0, float("nan"), float("inf"), "1"):
         with pytest.raises(BadArgumentError, match="baseline"):
-            sp.search(state, Loss(state), 0.02, cube=SMALL, baseline=bad)  # type: ignore[arg-type]
+            sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, baseline=bad))  # type: ignore[arg-type]
 
 
 def test_a_threshold_in_percent_is_told() -> None:
     state = random_state()
     with pytest.warns(sp.ShrinkpointWarning, match="threshold is 5, which is 500%; 5 % is 0.05"):
-        sp.search(state, Loss(state), 5, cube=SMALL)
+        sp.search(state, Loss(state), 5, options=sp.SearchOptions(cube=SMALL))
 
 
 def test_processes_that_search_together_are_given_the_same_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_state()
-    last = sp.search(state, Loss(state), 0.02, cube=SMALL)
+    last = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL))
     given = {"state": state, "evaluate": Loss(state), "threshold": 0.02, "cube": SMALL}
     first = searches(monkeypatch, 2, lambda rank: {**given, "baseline": 1.0})[0]
     assert isinstance(first, SearchResult)

@@ -18,11 +18,12 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.search.cube import Cube, Point, normal
-from shrinkpoint.search.estimate import Estimate, Estimator
-from shrinkpoint.search.result import SearchResult, Trial
-from shrinkpoint.search.sample import energy
+from shrinkpoint.searching.cube import Cube, Point, normal
+from shrinkpoint.searching.estimate import Estimate, Estimator
+from shrinkpoint.searching.result import SearchResult, Trial
+from shrinkpoint.searching.sample import energy
 
+from .calls import search
 from .common import Chain, brute_force, clicks, convolutional, optimum, perceptron
 
 SMALL = Cube(bins=(4, 8, 16, 32, 64), prune=(0.0, 0.2), protect=(0.0005, 0.005))
@@ -73,7 +74,14 @@ def test_the_choice_is_within_three_percent_of_brute_force(
     assert len(measured) == len(cube) - len(cube.bins) * len(cube.protect)
     baseline = made.evaluate(made.states[number])
     for threshold in thresholds:
-        found = sp.search(made.states[number], made.evaluate, threshold, prev=prev, grads=made.grads[number], cube=cube)
+        found = sp.search(
+            made.states[number],
+            made.evaluate,
+            threshold,
+            prev=prev,
+            grads=made.grads[number],
+            options=sp.SearchOptions(cube=cube),
+        )
         best = optimum(measured, baseline, threshold)
         assert best is not None
         assert found.met
@@ -107,7 +115,7 @@ def test_in_the_steady_state_two_evaluations_are_enough() -> None:
 def test_the_same_arguments_give_the_same_trials_and_the_search_changes_nothing() -> None:
     state = random_state()
     before = {k: x.clone() for k, x in state.items()}
-    found = [sp.search(state, Loss(state), 0.02, cube=SMALL) for _ in range(2)]
+    found = [sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL)) for _ in range(2)]
     assert found[0] == found[1]
     assert found[0].seconds != found[1].seconds
     assert all(torch.equal(state[k], x) for k, x in before.items())
@@ -126,7 +134,7 @@ def test_evaluate_gets_what_a_reader_would_see_and_may_keep_it() -> None:
         restored["optimizer"]["state"][0]["exp_avg"].zero_()
         return value
 
-    found = sp.search(state, evaluate, 0.02, cube=SMALL)
+    found = sp.search(state, evaluate, 0.02, options=sp.SearchOptions(cube=SMALL))
     assert torch.equal(seen[0]["0.weight"], state["0.weight"])
     for trial, restored in zip(found.trials, seen, strict=True):
         if trial.point is None:
@@ -147,13 +155,13 @@ def test_arrays_of_numpy() -> None:
         assert isinstance(restored["w"], np.ndarray)
         return 1.0 + float(((restored["w"] - state["w"]) ** 2).mean())
 
-    assert sp.search(state, evaluate, 0.02, cube=SMALL).met
+    assert sp.search(state, evaluate, 0.02, options=sp.SearchOptions(cube=SMALL)).met
 
 
 def test_the_published_system() -> None:
     state = random_state()
     cube = dataclasses.replace(SMALL, system="inshrinkerator")
-    found = sp.search(state, Loss(state), 0.02, cube=cube)
+    found = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=cube))
     assert found.point is not None
     assert found.config == found.point.config()
     assert found.config.rules[0].codec.coder == "published"  # type: ignore[attr-defined]
@@ -163,7 +171,7 @@ def test_rate_is_an_axis_like_the_others() -> None:
     state = random_state()
     moments = {"state": {i: {"exp_avg_sq": torch.rand(48, 64) ** 4} for i in range(3)}}
     cube = Cube(bins=(16, 64), prune=(0.0,), protect=(0.0005,), rate=(0.0, 0.02))
-    found = sp.search(state | {"optimizer": moments}, Loss(state), 0.02, cube=cube)
+    found = sp.search(state | {"optimizer": moments}, Loss(state), 0.02, options=sp.SearchOptions(cube=cube))
     assert 0.02 in {t.point.rate for t in found.trials if t.point is not None}
     assert found.met
 
@@ -174,13 +182,15 @@ def test_rate_is_an_axis_like_the_others() -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_direction_is_inferred_and_stated(sign: float) -> None:
     state = random_state()
-    found = sp.search(state, Loss(state, sign=sign), 0.02, cube=SMALL)
+    found = sp.search(state, Loss(state, sign=sign), 0.02, options=sp.SearchOptions(cube=SMALL))
     assert found.direction == ("lower" if sign > 0 else "higher")
     assert not found.direction_given
     assert any("as inferred" in note for note in found.notes)
     assert found.met
     assert 0 <= (found.degradation or 0.0) <= 0.02
-    given = sp.search(state, Loss(state, sign=sign), 0.02, cube=SMALL, direction=found.direction)
+    given = sp.search(
+        state, Loss(state, sign=sign), 0.02, options=sp.SearchOptions(cube=SMALL, direction=found.direction)
+    )
     assert given.direction_given
     assert given.point == found.point
     again = sp.search(state, Loss(state, sign=sign), 0.02, last=given)
@@ -196,7 +206,7 @@ def test_where_the_first_trials_tell_nothing_a_ruined_state_tells_the_direction(
         error = exact(restored) - 1.0
         return 1.0 + error - 0.5 * math.sqrt(error) if error > 0.5 else 1.0 - 0.02 * math.sqrt(error)
 
-    found = sp.search(state, helped_a_little, 0.001, cube=SMALL)
+    found = sp.search(state, helped_a_little, 0.001, options=sp.SearchOptions(cube=SMALL))
     assert found.direction == "lower"
     tried = [t for t in found.trials if t.point is not None]
     # The ruined state comes first, and is never what is chosen.
@@ -211,7 +221,7 @@ def test_where_the_first_trials_tell_nothing_a_ruined_state_tells_the_direction(
 
 def test_a_wrong_direction_makes_every_loss_a_gain() -> None:
     state = random_state()
-    found = sp.search(state, Loss(state), 0.02, cube=SMALL, direction="higher")
+    found = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, direction="higher"))
     assert found.degradation is not None
     assert found.degradation < 0
     # It was given, so it holds; but such gains are told.
@@ -220,7 +230,7 @@ def test_a_wrong_direction_makes_every_loss_a_gain() -> None:
 
 def test_what_makes_no_difference_is_taken_at_its_smallest() -> None:
     state = random_state()
-    found = sp.search(state, lambda restored: 3.0, 0.01, cube=SMALL)
+    found = sp.search(state, lambda restored: 3.0, 0.01, options=sp.SearchOptions(cube=SMALL))
     assert found.direction is None
     assert found.within_spread
     # What was compressed beyond use makes no difference either, but is never taken.
@@ -233,7 +243,7 @@ def test_a_spread_is_measured_and_reported() -> None:
     state = random_state()
     loss = Loss(state, scale=0.0)
     noise = iter([0.0, 0.004] + [0.002] * 20)
-    found = sp.search(state, lambda restored: loss(restored) + next(noise), 0.02, cube=SMALL)
+    found = sp.search(state, lambda restored: loss(restored) + next(noise), 0.02, options=sp.SearchOptions(cube=SMALL))
     assert found.spread == pytest.approx(0.004)
     assert found.within_spread
     assert any("within the spread" in note for note in found.notes)
@@ -246,7 +256,9 @@ def test_as_many_restores_as_expected_together_stay_within_the_threshold() -> No
         last, total = None, 0.0
         for seed in range(4):
             state = random_state(seed)
-            last = sp.search(state, Loss(state), 0.04, cube=SMALL, expected_restores=restores, last=last)
+            last = sp.search(
+                state, Loss(state), 0.04, last=last, options=sp.SearchOptions(cube=SMALL, expected_restores=restores)
+            )
             total += Loss(state)(sp.decompress(sp.compress(state, cfg=last.config))) - 1.0
             assert last.threshold == (0.01 if restores == 4 else 0.04)
         together[restores] = total
@@ -262,7 +274,7 @@ def test_without_evaluate_it_is_an_error_target() -> None:
     assert found.evaluations == 0
     assert found.config.max_rel_error == 0.03
     assert all(row.error <= 0.03 for row in sp.compress(state, cfg=found.config).summary())
-    published = sp.search(state, None, 0.03, cube=Cube(system="inshrinkerator"))
+    published = sp.search(state, None, 0.03, options=sp.SearchOptions(cube=Cube(system="inshrinkerator")))
     assert published.config.rules[0].codec.solver == "kmeans++"  # type: ignore[attr-defined]
 
 
@@ -271,7 +283,7 @@ def test_without_evaluate_it_is_an_error_target() -> None:
 
 def searched(state: State, point: Point, **more: Any) -> SearchResult:
     """A result as if the last search had chosen this point."""
-    found = sp.search(state, Loss(state), 0.05, cube=more.pop("cube", SMALL))
+    found = sp.search(state, Loss(state), 0.05, options=sp.SearchOptions(cube=more.pop("cube", SMALL)))
     return dataclasses.replace(found, point=point, config=point.config(), trials=(), **more)
 
 
@@ -280,7 +292,7 @@ def test_the_neighbourhood_is_never_more_aggressive_unless_relaxed() -> None:
     last = searched(state, Point(32, 0.0, "magnitude", 0.0005, 0.0, 32))
     held = sp.search(state, Loss(state), 0.05, last=last)
     assert (held.method, held.evaluations, held.point) == ("neighbourhood", 2, last.point)
-    relaxed = sp.search(state, Loss(state), 0.05, last=last, relax=True)
+    relaxed = sp.search(state, Loss(state), 0.05, last=last, options=sp.SearchOptions(relax=True))
     assert relaxed.point is not None
     assert relaxed.nbytes < held.nbytes
     assert not relaxed.point.at_least(held.point or relaxed.point)
@@ -315,7 +327,7 @@ def test_milder_neighbours_by_falling_ratio() -> None:
 def test_where_no_neighbour_fits_the_whole_cube_is_searched() -> None:
     state = random_state()
     last = searched(state, Point(4, 0.2, "magnitude", 0.0005, 0.0, 32))
-    found = sp.search(state, Loss(state), 0.002, last=last, steps=1)
+    found = sp.search(state, Loss(state), 0.002, last=last, options=sp.SearchOptions(steps=1))
     assert (found.method, found.fell_back, found.met) == ("exhaustive", True, True)
     # In the middle of a run the first that passes is taken.
     assert [t.passed for t in found.trials if t.point is not None].count(True) == 1
@@ -384,14 +396,14 @@ def test_without_gradients_nothing_is_pruned_by_sensitivity_and_that_is_said() -
 def test_embeddings_have_their_own_bins() -> None:
     state = {"embedding.weight": torch.randn(256, 64), "0.weight": torch.randn(64, 64)}
     body = Loss({"0.weight": state["0.weight"]})
-    coarse = sp.search(state, body, 0.02, cube=SMALL)
+    coarse = sp.search(state, body, 0.02, options=sp.SearchOptions(cube=SMALL))
     assert coarse.point is not None
     assert coarse.point.embedding_bins == 16
 
     def careful(restored: State) -> float:
         return body(restored) + 4 * (Loss({"e": state["embedding.weight"]})({"e": restored["embedding.weight"]}) - 1)
 
-    fine = sp.search(state, careful, 0.02, cube=SMALL)
+    fine = sp.search(state, careful, 0.02, options=sp.SearchOptions(cube=SMALL))
     assert fine.point is not None
     assert fine.point.embedding_bins == 32
     following = sp.search(state, careful, 0.02, last=coarse)
@@ -405,7 +417,7 @@ def test_embeddings_have_their_own_bins() -> None:
 def test_an_interrupted_search_goes_on_where_it_stopped() -> None:
     state = random_state()
     whole = Loss(state)
-    expected = sp.search(state, whole, 0.02, cube=SMALL)
+    expected = sp.search(state, whole, 0.02, options=sp.SearchOptions(cube=SMALL))
     for until in range(whole.calls):
         done: list[Trial] = []
         loss = Loss(state)
@@ -416,25 +428,33 @@ def test_an_interrupted_search_goes_on_where_it_stopped() -> None:
             return loss(restored)
 
         with pytest.raises(KeyboardInterrupt):
-            sp.search(state, stopping, 0.02, cube=SMALL, progress=done.append)
+            sp.search(state, stopping, 0.02, options=sp.SearchOptions(cube=SMALL, progress=done.append))
         assert len(done) == until
         later = Loss(state)
         kept = [Trial.from_json(json.loads(json.dumps(t.to_json()))) for t in done]
         new: list[Trial] = []
-        assert sp.search(state, later, 0.02, cube=SMALL, resume=kept, progress=new.append) == expected
+        assert (
+            sp.search(state, later, 0.02, options=sp.SearchOptions(cube=SMALL, resume=kept, progress=new.append))
+            == expected
+        )
         assert tuple(done + new) == expected.trials
         assert later.calls == whole.calls - until
     other = random_state(seed=1)
     with pytest.raises(BadArgumentError, match="another state"):
-        sp.search(other, Loss(other), 0.02, cube=SMALL, resume=expected.trials)
+        sp.search(other, Loss(other), 0.02, options=sp.SearchOptions(cube=SMALL, resume=expected.trials))
 
 
 def test_results_go_through_json() -> None:
     state = random_state()
     for found in (
-        sp.search(state, Loss(state), 0.02, cube=SMALL),
-        sp.search(state, Loss(state, scale=1e9), 0.02, cube=SMALL),
-        sp.search(state, lambda r: 1.0 if (r["0.weight"] == state["0.weight"]).all() else math.nan, 0.1, cube=SMALL),
+        sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL)),
+        sp.search(state, Loss(state, scale=1e9), 0.02, options=sp.SearchOptions(cube=SMALL)),
+        sp.search(
+            state,
+            lambda r: 1.0 if (r["0.weight"] == state["0.weight"]).all() else math.nan,
+            0.1,
+            options=sp.SearchOptions(cube=SMALL),
+        ),
         sp.search(state, None, 0.1),
     ):
         text = json.dumps(found.to_json(), allow_nan=False)
@@ -449,7 +469,7 @@ def test_results_go_through_json() -> None:
 def test_every_trial_is_recorded_with_its_reason() -> None:
     state = random_state()
     loss = Loss(state)
-    found = sp.search(state, loss, 0.02, cube=SMALL)
+    found = sp.search(state, loss, 0.02, options=sp.SearchOptions(cube=SMALL))
     assert found.evaluations == len(found.trials) == loss.calls
     assert [t.point for t in found.trials[:2]] == [None, None]
     for trial in found.trials[2:]:
@@ -472,7 +492,7 @@ def test_every_trial_is_recorded_with_its_reason() -> None:
 def test_a_log_line_a_trial(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     state = random_state()
     with caplog.at_level(logging.INFO, logger="shrinkpoint.search"):
-        found = sp.search(state, Loss(state), 0.02, cube=SMALL)
+        found = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL))
     lines = [r.getMessage() for r in caplog.records]
     assert sum("quality" in line and "bytes" in line for line in lines) == found.evaluations
     assert "lower quality is better" in lines
@@ -510,23 +530,23 @@ def test_a_bar_goes_on_with_every_trial_and_away_at_the_end(monkeypatch: pytest.
     monkeypatch.setattr(rich.progress, "Progress", Bar)
     monkeypatch.setattr(Bar, "made", [])
     state = random_state()
-    found = sp.search(state, Loss(state), 0.02, cube=SMALL, progress=True, budget=9)
+    found = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, progress=True, budget=9))
     (bar,) = Bar.made
     assert bar.total == 9
     assert bar.events == ["start", *(t.reason for t in found.trials), "stop"]
     with pytest.raises(BadArgumentError):
-        sp.search(state, lambda s: 1 / 0, 0.02, cube=SMALL, progress=True)
+        sp.search(state, lambda s: 1 / 0, 0.02, options=sp.SearchOptions(cube=SMALL, progress=True))
     assert Bar.made[-1].events == ["start", "stop"]
     # None without a terminal, nor for those who take the trials themselves.
-    sp.search(state, Loss(state), 0.1, cube=SMALL)
-    sp.search(state, Loss(state), 0.1, cube=SMALL, progress=False)
-    sp.search(state, Loss(state), 0.1, cube=SMALL, progress=lambda trial: None)
+    sp.search(state, Loss(state), 0.1, options=sp.SearchOptions(cube=SMALL))
+    sp.search(state, Loss(state), 0.1, options=sp.SearchOptions(cube=SMALL, progress=False))
+    sp.search(state, Loss(state), 0.1, options=sp.SearchOptions(cube=SMALL, progress=lambda trial: None))
     assert len(Bar.made) == 2
 
 
 def test_the_cost_is_reported_as_a_share_of_training_time() -> None:
     state = random_state()
-    first = sp.search(state, Loss(state), 0.02, cube=SMALL)
+    first = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL))
     assert first.share is None
     training = 1e6  # so that the seconds which a busy machine adds do not count
     later = sp.search(state, Loss(state), 0.02, last=dataclasses.replace(first, finished=first.finished - training))
@@ -539,12 +559,12 @@ def test_the_cost_is_reported_as_a_share_of_training_time() -> None:
 
 def test_a_threshold_that_nothing_meets_means_lossless_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     state = random_state()
-    found = sp.search(state, Loss(state, scale=1e6), 0.01, cube=SMALL)
+    found = sp.search(state, Loss(state, scale=1e6), 0.01, options=sp.SearchOptions(cube=SMALL))
     assert not found.met
     assert found.point is None
     assert found.config == sp.presets.lossless()
     assert any("lossless is used; the cube ends at 64 bins" in note for note in found.notes)
-    assert str(found).startswith("lossless: size not tried; ")
+    assert str(found).startswith("lossless: size not measured; ")
     assert any(r.levelno == logging.WARNING and "lossless" in r.getMessage() for r in caplog.records)
     assert found.rounds < 12
     # The next search has no neighbourhood to start from.
@@ -559,7 +579,7 @@ def test_a_trial_that_is_no_number_fails_and_the_search_goes_on() -> None:
         value = loss(restored)
         return value if value < 1.02 else (math.nan if loss.calls % 2 else math.inf)
 
-    found = sp.search(state, overflowing, 0.01, cube=SMALL)
+    found = sp.search(state, overflowing, 0.01, options=sp.SearchOptions(cube=SMALL))
     assert found.met
     bad = [t for t in found.trials if t.quality is None or not math.isfinite(t.quality)]
     assert bad
@@ -589,7 +609,7 @@ def test_an_evaluate_that_is_of_no_use(evaluate: Any, message: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.tensor(2.5), torch.tensor([[2.5]]), np.float32(2.5), np.array([2.5]), 2])
 def test_one_number_in_any_wrapping(value: Any) -> None:
-    found = sp.search(random_state(), lambda s: value, 0.01, cube=SMALL)
+    found = sp.search(random_state(), lambda s: value, 0.01, options=sp.SearchOptions(cube=SMALL))
     assert found.baseline == float(np.ravel(value)[0])
 
 
@@ -602,7 +622,7 @@ def test_an_evaluate_that_changes_the_state_is_told_where() -> None:
         return float(model.weight.detach().sum())
 
     with pytest.raises(BadArgumentError, match="evaluate changed model/weight of the state"):
-        sp.search(state, evaluate, 0.01, cube=SMALL)
+        sp.search(state, evaluate, 0.01, options=sp.SearchOptions(cube=SMALL))
 
 
 def test_an_evaluate_that_is_not_comparable_between_calls() -> None:
@@ -638,7 +658,7 @@ def test_an_evaluate_that_is_not_comparable_between_calls() -> None:
 def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"state": random_state(), "evaluate": lambda s: 1.0, "threshold": 0.01} | change
     with pytest.raises(BadArgumentError, match=message):
-        sp.search(**arguments)
+        search(**arguments)
 
 
 def test_a_delta_needs_a_resolved_parent() -> None:
@@ -652,20 +672,20 @@ def test_a_delta_needs_a_resolved_parent() -> None:
 def test_a_state_in_which_there_is_nothing_to_choose() -> None:
     found = sp.search({"step": 1, "bias": torch.ones(5)}, lambda s: 1 / 0, 0.01)
     assert (found.method, found.met, found.evaluations) == ("nothing to choose", True, 0)
-    assert str(found).startswith("nothing to choose: size not tried")
+    assert str(found).startswith("nothing to choose: size not measured")
     assert sp.compress({"step": 1, "bias": torch.ones(5)}, cfg=found.config).nbytes > 0
 
 
 def test_the_least_budget_is_not_spent_on_what_will_fail() -> None:
     state = random_state()
-    found = sp.search(state, Loss(state, scale=0.2), 0.01, budget=3)
+    found = sp.search(state, Loss(state, scale=0.2), 0.01, options=sp.SearchOptions(budget=3))
     assert (found.met, found.rounds) == (True, 3)
 
 
 def test_the_budget_is_kept_and_what_it_leaves_is_said() -> None:
     state = random_state()
     loss = Loss(state)
-    found = sp.search(state, loss, 0.004, cube=SMALL, budget=5)
+    found = sp.search(state, loss, 0.004, options=sp.SearchOptions(cube=SMALL, budget=5))
     assert loss.calls <= 5
     assert found.rounds <= 5
     assert found.met
@@ -693,7 +713,7 @@ def error_of(state: dict[str, Any], factor: float = 1.0) -> Any:
     ids=["subnormals", "huge gain", "huge loss"],
 )
 def test_extremes_are_no_obstacle(state: dict[str, Any], factor: float) -> None:
-    found = sp.search(state, error_of(state, factor), 0.02, direction="lower", progress=False)
+    found = sp.search(state, error_of(state, factor), 0.02, options=sp.SearchOptions(direction="lower", progress=False))
     assert found.evaluations <= 12
     assert (found.point is not None) == (factor < 1)
 
@@ -706,7 +726,11 @@ def test_searches_beside_each_other_leave_threads_as_they_were() -> None:
     with threadpool_limits(2, "blas"):
         before = threads()
         searches = [
-            threading.Thread(target=lambda: sp.search(state, error_of(state), 0.02, direction="lower", progress=False))
+            threading.Thread(
+                target=lambda: sp.search(
+                    state, error_of(state), 0.02, options=sp.SearchOptions(direction="lower", progress=False)
+                )
+            )
             for _ in range(2)
         ]
         for one in searches:

@@ -12,7 +12,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.search import Cube
+from shrinkpoint.searching import Cube
 
 CUBE = Cube(bins=(8, 16, 32), prune=(0.0, 0.2), protect=(0.0005,))
 EVERY, STEPS = 10, 40
@@ -65,7 +65,15 @@ def training(kept: Saved | None, store: sp.Store | None, saver: sp.Saver | None)
         parent, grads = store.parent, tracker.grads()
         kept.parents.append(None if parent is None else parent.id)
         kept.grads.append(grads)
-        found = sp.search(state, evaluate, 0.05, prev=parent, last=last, grads=grads, cube=CUBE, progress=False)
+        found = sp.search(
+            state,
+            evaluate,
+            0.05,
+            prev=parent,
+            last=last,
+            grads=grads,
+            options=sp.SearchOptions(cube=CUBE, progress=False),
+        )
         kept.found.append(found)
         (saver or store).save(number, state, grads=grads, cfg=found.config)
     if tracker is not None:

@@ -19,11 +19,12 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench.workloads import WORKLOADS, Run
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.search import ending
-from shrinkpoint.search.cube import Cube, Point
-from shrinkpoint.search.subject import Leaves
+from shrinkpoint.searching import conclusion
+from shrinkpoint.searching.cube import Cube, Point
+from shrinkpoint.searching.search_state import TreeHashes
 
-from .beside import searches
+from .calls import search
+from .concurrent_searches import searches
 from .test_search import SMALL, Loss, State, random_state
 
 WRECK = Point(2, 0.9, "magnitude", 0.0)
@@ -46,7 +47,13 @@ def test_an_evaluate_that_does_not_look_at_what_it_is_given(
     last = None
     for value in (0.7, 0.6):  # the model goes on: another number, as little worth
         caplog.clear()
-        last = sp.search({"w": x}, lambda _, v=value: v, 0.01, last=last, direction=direction, progress=False)
+        last = sp.search(
+            {"w": x},
+            lambda _, v=value: v,
+            0.01,
+            last=last,
+            options=sp.SearchOptions(direction=direction, progress=False),
+        )
         assert last.met
         assert any("Does it load the state that it is given?" in note for note in last.notes)
         assert any("Does it load the state that it is given?" in text for text in caplog.messages)
@@ -60,7 +67,7 @@ def test_where_nothing_can_be_wrecked_nothing_is_said_of_evaluate() -> None:
     def loss(restored: State) -> float:
         return 1.0 + float((restored["w"] ** 2).sum())
 
-    found = sp.search({"w": x}, loss, 0.01, direction="lower", progress=False)
+    found = sp.search({"w": x}, loss, 0.01, options=sp.SearchOptions(direction="lower", progress=False))
     assert found.met
     assert not any("Does it load" in note for note in found.notes)
 
@@ -72,9 +79,13 @@ def test_an_accuracy_that_stays_is_asked_for_its_worth_every_other_time() -> Non
     def accuracy(restored: State) -> float:
         return 0.9 if float(((restored["w"] - x) ** 2).mean()) < 0.3 else 0.1
 
-    found = [sp.search({"w": x}, accuracy, 0.01, direction="higher", progress=False)]
+    found = [sp.search({"w": x}, accuracy, 0.01, options=sp.SearchOptions(direction="higher", progress=False))]
     for _ in range(3):
-        found.append(sp.search({"w": x}, accuracy, 0.01, direction="higher", last=found[-1], progress=False))
+        found.append(
+            sp.search(
+                {"w": x}, accuracy, 0.01, last=found[-1], options=sp.SearchOptions(direction="higher", progress=False)
+            )
+        )
     assert [(f.met, f.degradation) for f in found] == 4 * [(True, 0.0)]
     assert [WRECK in points(f) for f in found] == [True, False, True, False]
     assert [f.evaluations for f in found[1:]] == [2, 3, 2]
@@ -91,7 +102,7 @@ def test_a_first_trial_that_gains_by_chance_does_not_turn_the_scale() -> None:
         error = float(((restored["w"] - x) ** 2).mean() / (x**2).mean())
         return 0.97 if abs(error - 0.1177) < 0.004 else 1 + error
 
-    found = sp.search({"w": x}, loss, 0.01, progress=False)
+    found = sp.search({"w": x}, loss, 0.01, options=sp.SearchOptions(progress=False))
     assert found.direction == "lower"
     assert found.met
     restored = sp.decompress(sp.compress({"w": x}, cfg=found.config))
@@ -116,7 +127,7 @@ def test_early_in_a_training_the_threshold_holds(name: str, steps: tuple[int, in
     for step in steps:
         training.train(step)
         state = {"model": copy.deepcopy(training.model.state_dict())}
-        last = sp.search(state, loss, 0.01, last=last, progress=False)
+        last = sp.search(state, loss, 0.01, last=last, options=sp.SearchOptions(progress=False))
         restored = sp.decompress(sp.compress(state, cfg=last.config))
         assert last.direction == "lower"
         assert loss(restored) / loss(state) - 1 <= 0.01
@@ -131,7 +142,7 @@ def test_a_gain_that_is_more_than_the_wreck_loses_leaves_the_direction_open() ->
         error = exact(restored) - 1.0
         return 1.05 if error > 0.4 else (1.0 if error == 0.0 else 0.8)
 
-    found = sp.search(state, odd, 0.01, cube=SMALL)
+    found = sp.search(state, odd, 0.01, options=sp.SearchOptions(cube=SMALL))
     assert found.direction is None
     assert not found.met
     assert any("differs too much to the other side" in note for note in found.notes)
@@ -150,7 +161,7 @@ def test_a_model_that_ruin_does_good_keeps_its_threshold(seed: int) -> None:
         return float((probe(inputs) - inputs).square().mean())
 
     state = {"model": model.state_dict()}
-    found = sp.search(state, loss, 0.01, progress=False)
+    found = sp.search(state, loss, 0.01, options=sp.SearchOptions(progress=False))
     restored = sp.decompress(sp.compress(state, cfg=found.config))
     assert found.direction != "higher"
     assert loss(restored) / loss(state) - 1 <= 0.01
@@ -160,7 +171,7 @@ def test_a_model_that_ruin_does_good_keeps_its_threshold(seed: int) -> None:
 def test_an_overflow_of_the_wreck_tells_as_well(bad: float) -> None:
     state = random_state()
     loss = Loss(state)
-    found = sp.search(state, lambda r: bad if loss(r) > 1.4 else 1.0, 0.01, cube=SMALL)
+    found = sp.search(state, lambda r: bad if loss(r) > 1.4 else 1.0, 0.01, options=sp.SearchOptions(cube=SMALL))
     assert found.direction == ("lower" if bad > 0 else "higher")
 
 
@@ -187,7 +198,7 @@ def test_where_the_wreck_is_no_number_a_milder_one_tells(
     assert first.direction == ("lower" if sign > 0 else "higher")
     assert first.met
     assert first.rounds <= 12
-    assert any(f"({WRECK}) evaluated to no number" in note for note in first.notes)
+    assert any(f"({WRECK}) is not a number" in note for note in first.notes)
     assert not first.probed_in_vain
     # The next search has the direction from this one.
     second = searched(first)
@@ -203,12 +214,12 @@ def test_where_no_wreck_is_a_number_later_searches_do_not_ask_again() -> None:
         error = exact(restored) - 1.0
         return math.nan if error > 0.1 else size * (1.0 + error)
 
-    last = sp.search(state, evaluate, 0.02, cube=SMALL)
+    last = sp.search(state, evaluate, 0.02, options=sp.SearchOptions(cube=SMALL))
     assert [p for p in points(last) if p in (WRECK, MILDER)] == [WRECK, MILDER]
     for _ in range(3):
         last = sp.SearchResult.from_json(json.loads(json.dumps(last.to_json())))
         assert (last.direction, last.probed_in_vain, last.met) == (None, True, True)
-        assert any("is not looked for again" in note for note in last.notes)
+        assert any("is not inferred again" in note for note in last.notes)
         last = sp.search(state, evaluate, 0.02, last=last)
         assert last.evaluations == 2
     # Unless `evaluate` is another one.
@@ -221,7 +232,7 @@ def test_the_milder_wreck_leaves_a_call_for_the_trial() -> None:
     exact = Loss(state)
     nothing = lambda restored: 1.0 if exact(restored) == 1.0 else math.nan  # noqa: E731
     for budget in (3, 4, 5, 6):
-        found = sp.search(state, nothing, 0.02, cube=SMALL, budget=budget)
+        found = sp.search(state, nothing, 0.02, options=sp.SearchOptions(cube=SMALL, budget=budget))
         assert found.rounds <= budget
         assert any(p not in (None, WRECK, MILDER) for p in points(found))
 
@@ -253,13 +264,13 @@ def test_an_evaluate_of_the_other_direction_is_noticed_by_its_size() -> None:
     """The last search saw a loss of 0.3, this one an accuracy of 0.9."""
     state = random_state()
     loss = Loss(state)
-    last = sp.search(state, lambda r: 0.3 * loss(r), 0.02, cube=SMALL)
+    last = sp.search(state, lambda r: 0.3 * loss(r), 0.02, options=sp.SearchOptions(cube=SMALL))
     assert last.direction == "lower"
     accuracy = lambda r: 0.9 * (2 - loss(r))  # noqa: E731
     found = sp.search(state, accuracy, 0.02, last=last)
     assert points(found)[1] == WRECK
     assert found.direction == "higher"
-    assert any("looked for anew" in note for note in found.notes)
+    assert any("is inferred again" in note for note in found.notes)
     assert found.degradation is not None
     assert 0 <= found.degradation <= 0.02
     # As long as it stays, nothing more is spent on it.
@@ -267,10 +278,10 @@ def test_an_evaluate_of_the_other_direction_is_noticed_by_its_size() -> None:
 
 
 def test_an_evaluate_of_the_other_direction_is_noticed_by_its_gains(caplog: pytest.LogCaptureFixture) -> None:
-    """Baselines alike: the first trial gains more than can be, so the direction is looked for anew."""
+    """Baselines alike: the first trial gains more than can be, so the direction is inferred again."""
     state = random_state()
     loss = Loss(state)
-    last = sp.search(state, loss, 0.02, cube=SMALL)
+    last = sp.search(state, loss, 0.02, options=sp.SearchOptions(cube=SMALL))
     accuracy = lambda r: 1.0 - 5 * (loss(r) - 1.0)  # noqa: E731
     found = sp.search(state, accuracy, 0.02, last=last)
     assert WRECK in points(found)
@@ -279,14 +290,14 @@ def test_an_evaluate_of_the_other_direction_is_noticed_by_its_gains(caplog: pyte
     restored = sp.decompress(sp.compress(state, cfg=found.config))
     assert accuracy(restored) >= 0.98
     # Where the caller said so, it is kept, and told.
-    said = sp.search(state, accuracy, 0.02, last=last, direction="lower")
+    said = sp.search(state, accuracy, 0.02, last=last, options=sp.SearchOptions(direction="lower"))
     assert WRECK not in points(said)
-    assert any("or `evaluate` is not as it should be" in note for note in said.notes)
+    assert any("the direction or `evaluate` is wrong" in note for note in said.notes)
 
 
 def test_without_calls_left_for_it_the_direction_is_open_and_any_difference_a_loss() -> None:
     state = random_state()
-    found = sp.search(state, Loss(state, scale=5.0, sign=-1.0), 0.01, cube=SMALL, budget=3)
+    found = sp.search(state, Loss(state, scale=5.0, sign=-1.0), 0.01, options=sp.SearchOptions(cube=SMALL, budget=3))
     assert found.direction is None
     assert found.rounds == 3
     assert all(t.degradation >= 0 for t in found.trials)
@@ -305,11 +316,13 @@ def test_noise_that_comes_later_is_noticed_before_chance_decides() -> None:
     """A quiet first search, then noise of 5 % at a threshold of 2 %: what is far over the threshold is not taken."""
     state = random_state()
     exact = Loss(state)
-    last = sp.search(state, exact, 0.02, cube=SMALL)
+    last = sp.search(state, exact, 0.02, options=sp.SearchOptions(cube=SMALL))
     refused = bad = 0
     for seed in range(30):
         try:
-            found = sp.search(state, noisy(state, 0.05, seed), 0.02, last=last, progress=False)
+            found = sp.search(
+                state, noisy(state, 0.05, seed), 0.02, last=last, options=sp.SearchOptions(progress=False)
+            )
         except BadArgumentError:
             refused += 1
             continue
@@ -323,7 +336,7 @@ def test_noise_that_comes_later_is_noticed_before_chance_decides() -> None:
 
 def test_a_gain_that_cannot_be_has_the_state_itself_evaluated_again() -> None:
     state = random_state()
-    last = sp.search(state, Loss(state), 0.02, cube=SMALL, direction="lower")
+    last = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, direction="lower"))
     values = iter([1.2, 1.0, 1.0])
     with pytest.raises(BadArgumentError, match=r"not comparable between calls: the same state gave 1 and 1\.2"):
         sp.search(state, lambda restored: next(values), 0.02, last=last)
@@ -344,12 +357,12 @@ def test_an_evaluate_that_drifts_is_noticed_at_the_first_search(drift: float) ->
         return value + drift * loss.calls
 
     with pytest.raises(BadArgumentError, match="not comparable between calls"):
-        sp.search(state, drifting, 0.01, cube=SMALL)
+        sp.search(state, drifting, 0.01, options=sp.SearchOptions(cube=SMALL))
 
 
 def test_the_usual_search_takes_no_more_calls_for_it() -> None:
     state = random_state()
-    last = sp.search(state, Loss(state), 0.02, cube=SMALL)
+    last = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL))
     assert [p is None for p in points(last)[:3]] == [True, True, False]
     assert points(last)[-1] is None
     assert last.evaluations <= 12
@@ -382,7 +395,7 @@ def test_what_evaluate_draws_is_put_back() -> None:
     seeded()
     expected = numbers()
     seeded()
-    sp.search(state, drawing, 0.02, cube=SMALL, progress=False)
+    sp.search(state, drawing, 0.02, options=sp.SearchOptions(cube=SMALL, progress=False))
     assert numbers() == expected
 
     def failing(restored: State) -> float:
@@ -391,7 +404,7 @@ def test_what_evaluate_draws_is_put_back() -> None:
 
     seeded()
     with pytest.raises(BadArgumentError, match="out of luck"):
-        sp.search(state, failing, 0.02, cube=SMALL, progress=False)
+        sp.search(state, failing, 0.02, options=sp.SearchOptions(cube=SMALL, progress=False))
     assert numbers() == expected
 
 
@@ -451,7 +464,7 @@ def test_an_evaluate_that_changes_anything_is_told_what(change: Callable[..., No
         return loss(restored)
 
     with pytest.raises(BadArgumentError, match=f"evaluate changed {path}"):
-        sp.search(state, evaluate, 0.02, cube=SMALL, grads=grads, progress=False)
+        sp.search(state, evaluate, 0.02, grads=grads, options=sp.SearchOptions(cube=SMALL, progress=False))
 
 
 # ---------------------------------------------------------------------- arguments and records
@@ -468,7 +481,7 @@ def test_without_evaluate_arguments_are_checked_too() -> None:
         ({"relax": "no"}, "relax"),
     ):
         with pytest.raises(BadArgumentError, match=message):
-            sp.search(state, None, 0.1, **more)  # type: ignore[arg-type]
+            search(state, None, 0.1, **more)  # type: ignore[arg-type]
     with pytest.raises(sp.MissingParentError):
         sp.search(state, None, 0.1, prev=delta)
     with pytest.raises(sp.ShrinkpointError, match="object"):
@@ -479,11 +492,11 @@ def test_without_evaluate_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) ->
     """A hash of all bytes serves nobody where there are no trials and no other process."""
     state = random_state()
 
-    def never(*args: Any) -> Leaves:
+    def never(*args: Any) -> TreeHashes:
         raise AssertionError(args)
 
     with monkeypatch.context() as context:
-        context.setattr(Leaves, "of", never)
+        context.setattr(TreeHashes, "of", never)
         alone = sp.search(state, None, 0.1, grads={k: torch.ones_like(x) for k, x in state.items()})
     assert alone.method == "error target"
     given = {"evaluate": None, "threshold": 0.1}
@@ -495,11 +508,11 @@ def test_without_evaluate_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_time_between_two_processes_is_not_all_training(monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_state()
-    last = sp.search(state, Loss(state), 0.02, cube=SMALL)
+    last = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL))
     stored = json.dumps(dataclasses.replace(last, finished=time.time() - 1e6).to_json())
     here = sp.search(state, Loss(state), 0.02, last=sp.SearchResult.from_json(json.loads(stored)))
     assert here.share == pytest.approx(here.seconds / 1e6, rel=0.1)
-    monkeypatch.setattr(ending, "_PROCESS", "another")
+    monkeypatch.setattr(conclusion, "_PROCESS", "another")
     elsewhere = sp.search(state, Loss(state), 0.02, last=sp.SearchResult.from_json(json.loads(stored)))
     assert elsewhere.share is None
     assert elsewhere == here
@@ -508,7 +521,7 @@ def test_the_time_between_two_processes_is_not_all_training(monkeypatch: pytest.
 
 def test_a_result_of_before_is_read_without_what_it_did_not_say() -> None:
     state = random_state()
-    found = sp.search(state, Loss(state), 0.02, cube=SMALL)
+    found = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL))
     old = found.to_json()
     del old["process"], old["probed_in_vain"]
     again = sp.SearchResult.from_json(old)

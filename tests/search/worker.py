@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shrinkpoint as sp
-from shrinkpoint.search import Cube
+from shrinkpoint.searching import Cube
 
 CUBE = Cube(bins=(4, 8, 16, 32, 64), prune=(0.0, 0.2), protect=(0.0005, 0.005))
 
@@ -66,30 +66,32 @@ def main(rank: int, size: int, folder: Path) -> None:
         return loss(restored)
 
     out: dict[str, Any] = {}
-    first = sp.search(exact, counted, 0.02, group=group, cube=CUBE, progress=False)
+    first = sp.search(exact, counted, 0.02, group=group, options=sp.SearchOptions(cube=CUBE, progress=False))
     out["first"], out["calls"] = first.to_json(), calls
     out["next"] = sp.search(exact, loss, 0.02, group=group, last=first).to_json()
     calls = 0
-    out["broken"] = error_of(lambda: sp.search(exact, broken, 0.02, group=group, cube=CUBE))
+    out["broken"] = error_of(lambda: sp.search(exact, broken, 0.02, group=group, options=sp.SearchOptions(cube=CUBE)))
     out["bad argument"] = error_of(lambda: sp.search(exact, loss, -1.0 if rank == 1 else 0.02, group=group))
     mine = state(seed=rank)
     out["states"] = error_of(lambda: sp.search(mine, loss, 0.02, group=group))
     uneven = lambda restored: loss(restored) + 0.1 * rank  # noqa: E731
     out["uneven"] = error_of(lambda: sp.search(exact, uneven, 0.02, group=group))
     blind = lambda restored: 1.0 if rank == 1 else loss(restored)  # noqa: E731
-    found = sp.search(exact, blind, 0.02, group=group, cube=CUBE, progress=False)
+    found = sp.search(exact, blind, 0.02, group=group, options=sp.SearchOptions(cube=CUBE, progress=False))
     out["blind"], out["blind, next"] = (
         r.notes for r in (found, sp.search(exact, blind, 0.02, group=group, last=found))
     )
     out["accurate"] = calls_of_an_accuracy(exact, loss, group)
     parts = in_parts(size, exact)
-    out["sharded"] = sp.search(parts, evaluate(exact), 0.02, group=group, cube=CUBE).to_json()
+    out["sharded"] = sp.search(parts, evaluate(exact), 0.02, group=group, options=sp.SearchOptions(cube=CUBE)).to_json()
     # One process that gives up before arrays are gathered must not leave the others waiting for its parts.
     for name, bad in (("threshold", {"threshold": -1.0}), ("kinds", {"kinds": {"0.weight": "nonsense"}})):
         arguments: dict[str, Any] = {"threshold": 0.02} | (bad if rank == 1 else {})
         out[f"sharded, bad {name}"] = error_of(lambda a=arguments: sp.search(parts, loss, group=group, **a))
     uneven_budget = 12 - rank
-    out["sharded, other budget"] = error_of(lambda: sp.search(parts, loss, 0.02, group=group, budget=uneven_budget))
+    out["sharded, other budget"] = error_of(
+        lambda: sp.search(parts, loss, 0.02, group=group, options=sp.SearchOptions(budget=uneven_budget))
+    )
     (folder / f"{rank}.json").write_text(json.dumps(out))
 
     def dying(restored: dict[str, Any]) -> float:
@@ -114,7 +116,9 @@ def calls_of_an_accuracy(exact: dict[str, Any], loss: Callable[[dict[str, Any]],
     last = None
     for _ in range(3):
         calls.append(0)
-        last = sp.search(exact, accuracy, 0.02, group=group, cube=CUBE, last=last, progress=False)
+        last = sp.search(
+            exact, accuracy, 0.02, group=group, last=last, options=sp.SearchOptions(cube=CUBE, progress=False)
+        )
     return calls
 
 

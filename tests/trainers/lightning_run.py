@@ -11,6 +11,7 @@ HOW: background, search; distributed (Lightning would save by itself).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import shrinkpoint as sp
-from shrinkpoint.search import Cube
+from shrinkpoint.searching import Cube
 from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO
 
 
@@ -102,7 +103,8 @@ class Searching:
     def __call__(self, state: dict[str, Any], **given: Any) -> sp.SearchResult:
         cube = Cube(bins=(4, 8, 16, 32), prune=(0.0, 0.2), protect=(0.0005,))
         self.given.append(given)
-        self.found.append(sp.search(state, self.evaluate, 0.05, cube=cube, progress=False, **given))
+        options = dataclasses.replace(given.get("options") or sp.SearchOptions(), cube=cube, progress=False)
+        self.found.append(sp.search(state, self.evaluate, 0.05, **given | {"options": options}))
         return self.found[-1]
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shrinkpoint as sp
-from shrinkpoint.search.team import Team
+from shrinkpoint.searching.process_group import ProcessGroup
 from shrinkpoint.trainers.processes import on_all, on_rank_0
 from shrinkpoint.trainers.replica_search import of_first
 
@@ -60,7 +60,7 @@ def interrupted_together(rank: int) -> None:
 def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rank, group = dist.get_rank(), dist.group.WORLD
-    team = Team(group)
+    team = ProcessGroup(group)
     mine, sent = tree(rank), []
     broadcast = dist.broadcast_object_list
     with pytest.MonkeyPatch.context() as patch:

@@ -305,7 +305,9 @@ def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(
     # Ahead of the drift where the plugin is to be, and the average is not in another process; four steps an epoch.
     known = ahead and not background
     assert found[1].config.ahead is bool(known)
-    assert [g["earlier"].steps for g in searching.given if "earlier" in g] == ([None, 4.0, 7.6] if known else [])
+    assert [g["options"].earlier.steps for g in searching.given if "options" in g] == (
+        [None, 4.0, 7.6] if known else []
+    )
     for step, one in zip(store.steps(), found, strict=True):
         state = store.load(step, count=False)
         assert one.met

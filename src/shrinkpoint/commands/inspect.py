@@ -166,27 +166,41 @@ def _ls_row(entry: dict[str, Any]) -> tuple[object, ...]:
 
 
 def verify(
-    sources: Annotated[list[str], typer.Argument(metavar="STORE|FILE...", help="A store, or checkpoint files.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="Stores, checkpoint files, or whatever `seal` has sealed.")
+    ],
     parents: Parents = None,
+    newest: Annotated[
+        bool, typer.Option("--newest", help="Print the newest intact checkpoint of the run folder PATH.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read everything and check it. Exit code 1 if anything is not intact.
 
-    Of a store every step is checked with its whole chain, and every tag. A delta file is decoded with its chain where
-    that is among the files or given by --parent; else only its checksums are checked, and that is said. --json has the
-    content hash of each file.
+    PATH is a store, a checkpoint file (.spt), or a folder or file with a seal. Of a store every step is checked with
+    its whole chain, and every tag. A delta file is decoded with its chain if that is among the files or given by
+    --parent; otherwise only its checksums are checked, which is reported. Of a sealed folder every file that is torn,
+    missing, altered or added is named. --json has the content hash of each checkpoint file.
     """
     from .sources import is_store
 
+    if newest:
+        _print_newest(sources, as_json)
+        return
     problems: list[dict[str, Any]] = []
     checked: list[dict[str, Any]] = []
-    files = [source for source in sources if not is_store(source)]
+    files: list[str] = []
     for source in sources:
-        if source not in files:
+        if is_store(source):
             found, steps, labels = _verify_store(source, as_json)
             checked += [{"store": source, "step": step} for step in steps]
             problems += [{"store": source, "step": step, "problem": why} for step, why in found.items()]
             problems += [{"store": source, "file": name, "problem": why} for name, why in labels.items()]
+        elif _is_checkpoint_file(source):
+            files.append(source)
+        else:
+            checked.append({"path": source})
+            problems += _verify_sealed(source, as_json)
     for result in _verify_files([Path(f) for f in files], parents or []):
         checked.append({key: result[key] for key in ("file", "how", "id")})
         if result["problem"]:
@@ -199,10 +213,63 @@ def verify(
         for problem in problems:
             line(f"NOT INTACT: {problem['problem']}")
         others = sum("step" not in problem and "store" in problem for problem in problems)
-        beside = f", {others} tags or records damaged" if others else ""
-        line(f"{len(checked)} checkpoints checked, {len(problems) - others} not intact{beside}")
+        damaged = {problem.get("path", number) for number, problem in enumerate(problems)}
+        records = f", {others} tags or records damaged" if others else ""
+        line(f"{len(checked)} checkpoints checked, {len(damaged) - others} not intact{records}")
     if problems:
         raise typer.Exit(1)
+
+
+def _is_checkpoint_file(source: str) -> bool:
+    """Whether it is a checkpoint file, or should be one by its name; a seal is only needed for other formats."""
+    from ..integrity import is_sealed
+    from .foreign import is_spt
+
+    path = Path(source)
+    return is_spt(path) or (path.suffix == ".spt" and not is_sealed(path))
+
+
+def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
+    from ..codec.errors import CorruptDataError
+    from ..integrity import is_sealed
+    from .seal import report_differences, verify_sealed
+
+    path = Path(source)
+    if not is_sealed(path):
+        path.stat()
+        raise CorruptDataError(
+            f"{source}: neither a store nor a checkpoint file, and it has no seal; "
+            f"`shrinkpoint seal {source}` writes one while it is intact"
+        )
+    try:
+        return report_differences(path, verify_sealed(path, quiet))
+    except CorruptDataError as error:
+        return [{"path": source, "problem": str(error)}]
+
+
+def _print_newest(sources: list[str], as_json: bool) -> None:
+    """Print the newest intact checkpoint of a run folder, or the newest intact step of a store."""
+    from ..codec.errors import BadArgumentError
+    from .seal import newest_sealed
+    from .sources import is_store, newest_intact, open_store
+
+    if len(sources) != 1:
+        raise BadArgumentError(f"--newest takes one run folder, not {len(sources)}")
+    run = sources[0]
+    found: dict[str, Any]
+    if is_store(run):
+        store = open_store(run)
+        step, _ = newest_intact(store, store.read)
+        found = {"store": run, "step": step}
+    else:
+        if not Path(run).is_dir():
+            Path(run).stat()
+            raise BadArgumentError(f"--newest: {run} is not a folder")
+        found = {"path": str(newest_sealed(Path(run), as_json))}
+    if as_json:
+        emit(found)
+    else:
+        line(str(found.get("path", found.get("step"))))
 
 
 def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dict[str, str]]:

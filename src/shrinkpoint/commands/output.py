@@ -89,6 +89,28 @@ def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], 
 
 
 @contextlib.contextmanager
+def bytes_done(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Progress over the bytes of files: a bar on a terminal, nothing elsewhere or if `quiet`.
+
+    The function it yields, if any, is called with (file, bytes done, bytes in all).
+    """
+    if quiet or not _is_terminal():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+
+        def show(_file: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield show
+
+
+@contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
     """A sign of life on a terminal while something without steps is done; nothing elsewhere."""
     if not _is_terminal():

@@ -271,7 +271,7 @@ def _curves(results: Path | None) -> dict[str, list[tuple[float, float]]]:
 
 def _search(path: Path) -> Any:
     from ..codec.errors import BadArgumentError
-    from ..search.result import SearchResult
+    from ..searching.result import SearchResult
 
     try:
         return SearchResult.from_json(json.loads(path.read_bytes()))

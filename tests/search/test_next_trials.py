@@ -11,21 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.search.cube import Cube, Point, normal
-from shrinkpoint.search.plan import (
-    SAMPLES,
-    Candidate,
-    Known,
-    chances,
-    degradations,
-    distinct,
-    draws,
-    milder,
-    next_trials,
-    open_points,
-    swing,
-    undominated,
-)
+from shrinkpoint.searching.cube import Cube, Point, normal
+from shrinkpoint.searching.degradation_model import SAMPLES, Candidate, Known, chances, degradations, draws, swing
+from shrinkpoint.searching.next_trials import distinct, milder, next_trials, open_points, undominated
 
 
 def candidate(point: Point) -> Candidate:

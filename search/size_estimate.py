@@ -1,4 +1,4 @@
-"""Bytes that the codec would write of an array, from a sample of it; where that is all of it, what it does write."""
+"""Estimate the bytes that the codec writes of an array, from a sample of it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ..kernels.quantizer import Thresholds
 from .sample import Sample, held_of
 
 _FEW = 1 << 13
-"""Elements that are coded rather than counted: they take no longer, and of few a table is much."""
+"""Number of elements up to which levels are coded instead of counted, because tables then dominate their size."""
 _NOTHING = np.empty(0, np.uint8)
 _ANY = Thresholds(np.inf, np.inf, 0.0, 0.0)
 _PRIME = 7919
 
 
 def nbytes_of_header(leaves: Sequence[Leaf], limits: Limits, is_delta: bool) -> int:
-    """Bytes of the records of these arrays in a header; lengths and errors in them are any.
+    """Bytes of the records of these arrays in a header, with made-up lengths and errors.
 
     Args:
         leaves: the arrays.
         limits: thresholds over all arrays.
-        is_delta: whether they are coded against a parent.
+        is_delta: whether the arrays are coded against a parent.
     """
 
     def record(i: int, leaf: Leaf) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def nbytes_of_header(leaves: Sequence[Leaf], limits: Limits, is_delta: bool) -> 
 
 
 def nbytes_of_codebook(codebook: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> int:
-    """Bytes of what stands before protected values and levels."""
+    """Bytes of the codebook part, which precedes protected values and levels."""
     parent = None if before is None else LevelsMemory(_NOTHING, before.codebook, _NOTHING, _ANY)
     return len(references(LevelsMemory(_NOTHING, codebook, _NOTHING, _ANY), spec, parent))
 
 
 def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
-    """Bytes of the protected values of the array, from the levels of its sample."""
+    """Bytes of the protected values of the array, estimated from the levels of its sample."""
     none = nbytes_of_codebook(np.empty(0), None, spec)
 
     def one(at: NpArray | slice) -> int:
@@ -76,17 +76,17 @@ def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
 
 
 def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, columns: int = 0) -> float:
-    """Bytes of the levels of the array, from those of its sample.
+    """Bytes of the levels of the array, estimated from those of its sample.
 
-    What is counted rather than coded knows nothing of rows and columns, for a sample has none: deltas of an MLP or a
-    CNN come out up to 9 % too large, of an embedding model, whose rows differ most, 12 to 33 %; those of all points do.
+    Counts ignore rows and columns, which a sample does not have: estimates of deltas are up to 9 % too large for an MLP
+    or a CNN, and 12 to 33 % for an embedding model, whose rows differ most. All points are affected alike.
 
     Args:
         levels: uint8, shape (n,), of the sample.
         size: number of levels.
         part: the sample.
         coder: as in `Quantize`.
-        columns: of the array as a matrix; 0 (default): it is none.
+        columns: number of columns of the array as a matrix; 0 (default): not a matrix.
     """
     before, scale = part.before, part.scale
 
@@ -116,7 +116,7 @@ def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, colum
 
 
 def _extrapolated(nbytes: Any, part: Sample) -> float:
-    """What of a sample takes `nbytes(all of it)`, of the whole array: the second half tells what more elements take."""
+    """Extrapolate `nbytes` of the sample to the array, by the bytes that its second half adds."""
     whole = nbytes(slice(None))
     if part.scale == 1.0:
         return float(whole)

@@ -1,4 +1,4 @@
-"""What a search is about: a state taken apart into the arrays that points change and the rest, and put together."""
+"""The state of a search, split into the arrays that points change and the rest."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ..kernels.arrays import is_torch
 from .cube import Point
 
 _SMALL = 1 << 16
-"""Bytes of an array that is compressed anew with every trial."""
+"""Size in bytes up to which an array is compressed again with every trial."""
 _RECORD = 20
 """Bytes of an array's record in a header."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a search is given, checked as far as one process can by itself: nothing here is collective.
+class SearchInputs:
+    """The arrays given to a search, checked without collective operations.
 
     Args:
-        state: as the caller has it.
-        grads: as the caller has them.
-        opened: the same, and what belongs to it, taken apart.
+        state: as the caller passes it.
+        grads: as the caller passes them.
+        opened: the same flattened, with parent, kinds and gradients.
     """
 
     state: Any
@@ -51,22 +51,24 @@ class Given:
     @staticmethod
     def of(
         state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None, earlier: Any = None
-    ) -> Given:
+    ) -> SearchInputs:
         """The arguments are those of `compress`, and so are the errors."""
-        return Given(state, grads, Opened.of(state, prev, kinds, grads, earlier))
+        return SearchInputs(state, grads, Opened.of(state, prev, kinds, grads, earlier))
 
     @property
     def is_sharded(self) -> bool:
         """Whether this process has only a part of some array."""
         return any(is_sharded(node.value) for node in self.opened.arrays)
 
-    def watch(self) -> Watched:
-        """What is there now, to be compared with later."""
-        return Watched.of(self.state, self.grads)
+    def watch(self) -> WatchedInputs:
+        """Hash the state and gradients, for later comparison."""
+        return WatchedInputs.of(self.state, self.grads)
 
-    def fingerprints(self, watched: Watched) -> dict[str, str]:
-        """A hash of each argument; two processes have the same where these are equal. Of a state in parts, and of
-        gradients in parts, values do not count: each process has its own."""
+    def fingerprints(self, watched: WatchedInputs) -> dict[str, str]:
+        """A hash of each argument, equal on two processes that have the same arguments.
+
+        Values of sharded arrays are not hashed, because each process has its own part.
+        """
         prev, earlier, kinds = self.opened.prev, self.opened.earlier, self.opened.kinds or {}
         layers = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in kinds.items()}
         return {
@@ -74,25 +76,25 @@ class Given:
             "prev": "" if prev is None else prev.id,
             "grads": "" if watched.grads is None else _hashed(watched.grads.shared),
             "kinds": _hashed(sorted(layers.items())),
-            "earlier": "" if earlier is None else _hashed(_told(earlier)),
+            "earlier": "" if earlier is None else _hashed(_of_past(earlier)),
         }
 
 
 @dataclass(frozen=True)
-class Leaves:
-    """What a tree holds, as hashes by place.
+class TreeHashes:
+    """The contents of a tree as hashes by path.
 
     Args:
-        nodes: the tree in preorder, its scalars as they are; array nodes say which of them are one array.
-        arrays: (path, hash of the values as far as this process has them, shape and dtype, whether it is in parts).
+        nodes: the tree in preorder with its scalars; array nodes show which of them are the same array.
+        arrays: (path, hash of the values on this process, shape and dtype, whether it is sharded).
     """
 
     nodes: list[Any]
     arrays: list[tuple[str, str, str, bool]]
 
     @staticmethod
-    def of(value: Any, name: str) -> Leaves:
-        """Of this tree, whose paths begin with `name`."""
+    def of(value: Any, name: str) -> TreeHashes:
+        """Hash a tree; `name` is put in front of all paths."""
         nodes, unique = tie(*tree.flatten(value, is_array))
 
         def one(node: tree.ArrayNode) -> tuple[str, str, str, bool]:
@@ -101,15 +103,18 @@ class Leaves:
             layout = f"{node.value.dtype} {tuple(node.value.shape)}"
             return name + node.path, digest, layout, is_sharded(node.value)
 
-        return Leaves(nodes, map_chunks(one, unique))
+        return TreeHashes(nodes, map_chunks(one, unique))
 
     @property
     def shared(self) -> list[Any]:
-        """What all processes have alike: of arrays in parts no values."""
+        """The part that is equal on all processes: of sharded arrays shape and dtype only."""
         return [self.nodes, [(path, layout if apart else digest) for path, digest, layout, apart in self.arrays]]
 
-    def unlike(self, now: Leaves, name: str) -> str | None:
-        """Where another tree differs first, or the name of the whole where its shape does; None: nowhere."""
+    def unlike(self, now: TreeHashes, name: str) -> str | None:
+        """The path of the first difference to another tree; None: equal.
+
+        Where only the structure differs, it is `name`.
+        """
         for (path, old, *_), (other, new, *_) in zip(self.arrays, now.arrays, strict=False):
             if path == other and old != new:
                 return path
@@ -122,19 +127,19 @@ class Leaves:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The state and gradients that `evaluate` must leave as they are."""
+class WatchedInputs:
+    """Hashes of the state and gradients, which `evaluate` must not change."""
 
-    state: Leaves
-    grads: Leaves | None
+    state: TreeHashes
+    grads: TreeHashes | None
 
     @staticmethod
-    def of(state: Any, grads: Any) -> Watched:
-        """As they are now."""
-        return Watched(Leaves.of(state, ""), None if grads is None else Leaves.of(grads, "grads/"))
+    def of(state: Any, grads: Any) -> WatchedInputs:
+        """Hash their present values."""
+        return WatchedInputs(TreeHashes.of(state, ""), None if grads is None else TreeHashes.of(grads, "grads/"))
 
-    def unlike(self, now: Watched) -> str | None:
-        """Path of the first difference; None where there is none."""
+    def unlike(self, now: WatchedInputs) -> str | None:
+        """Path of the first difference, or None."""
         path = self.state.unlike(now.state, "")
         if path is None and self.grads is not None and now.grads is not None:
             path = self.grads.unlike(now.grads, "grads/")
@@ -142,7 +147,7 @@ class Watched:
 
 
 def _places(nodes: Sequence[Any]) -> dict[str, str]:
-    """What stands at each path, as text; the deepest first."""
+    """The value at each path as text, the deepest path first."""
     found: dict[str, str] = {}
 
     def array(number: int, place: Any) -> None:
@@ -161,8 +166,8 @@ def _places(nodes: Sequence[Any]) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: (-item[0].count("/"), item[0])))
 
 
-def _told(earlier: Earlier) -> list[Any]:
-    return [repr(earlier.steps), Leaves.of(earlier.weights, "earlier/").shared]
+def _of_past(earlier: Earlier) -> list[Any]:
+    return [repr(earlier.steps), TreeHashes.of(earlier.weights, "earlier/").shared]
 
 
 def _of_kind(kind: Any) -> list[Any]:
@@ -176,27 +181,27 @@ def _hashed(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Restored:
-    """A state as a reader of its checkpoint would see it, and what the checkpoint takes."""
+    """A state as decoded from its checkpoint, and the bytes of the checkpoint."""
 
     state: Any
     nbytes: int
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A state, its parent, and which of its arrays the points of a cube treat differently.
+class SearchState:
+    """A state with its parent, and the arrays that the points of a cube encode differently.
 
     Args:
-        opened: the state with its parent and kinds, sharded arrays (DTensor) whole; gradients and earlier values are
-            those of `leaves`. Without earlier ones nothing is coded ahead of a drift.
+        opened: the state with its parent and kinds, sharded arrays (DTensor) whole; gradients and past values are
+            those of `leaves`. Without past values nothing is coded ahead of a drift.
         is_sharded: whether processes hold parts of some array.
         quantized: numbers of the arrays that the cube's codec encodes.
-        small: numbers of arrays of few bytes that are no moments.
-        leaves: those arrays, with gradients where given.
-        parents: what a delta of each of them is coded against.
-        codec: what encodes them, at some point of the cube.
-        system: the cube's.
-        others: the configuration of all others, but for its rate; the same at every point.
+        small: numbers of arrays of few bytes that are not moments.
+        leaves: the quantized arrays, with gradients where given.
+        parents: the decoded parent of each of them, or None.
+        codec: their codec at some point of the cube.
+        system: the system of the cube.
+        others: the configuration of all other arrays except for its rate; the same at every point.
     """
 
     opened: Opened
@@ -210,23 +215,17 @@ class Subject:
     others: Config
 
     @staticmethod
-    def of(state: Any, point: Point, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None) -> Subject:
-        """As `Subject.made`, from the arguments of `compress`; errors are its own too."""
-        return Subject.made(Given.of(state, prev, grads, kinds), point)
-
-    @staticmethod
-    def made(given: Given, point: Point, *, rated: bool = True) -> Subject:
-        """Gather what is in parts (collectively), and see what the points of a cube would do to it.
+    def made(inputs: SearchInputs, point: Point, *, rated: bool = True) -> SearchState:
+        """Gather sharded arrays (a collective operation), and find the arrays that points change.
 
         Args:
-            given: the state and what belongs to it.
-            point: any point of the cube: which arrays it changes is the same for all.
-            rated: whether some point has a rate, for which it matters how much an error in each weight does; default
-                True.
+            inputs: the state with parent, kinds and gradients.
+            point: any point of the cube; all points change the same arrays.
+            rated: whether some point has a rate, which needs the importance of each weight; default True.
         """
         cfg = point.config()
-        whole = [dataclasses.replace(node, value=_whole(node.value)) for node in given.opened.arrays]
-        opened = dataclasses.replace(given.opened, arrays=whole)
+        whole = [dataclasses.replace(node, value=_whole(node.value)) for node in inputs.opened.arrays]
+        opened = dataclasses.replace(inputs.opened, arrays=whole)
         leaves, codecs = matched(opened, cfg)
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
         leaves = with_importance(leaves, [rated and isinstance(codec, Quantize) for codec in codecs])
@@ -238,27 +237,30 @@ class Subject:
             were = {x.path: x.earlier.reshape(x.spec.shape) for x in chosen if x.earlier is not None}
             earlier = Earlier(were, opened.earlier.steps)
         parents, opened = opened.parents(chosen), dataclasses.replace(opened, grads=own, earlier=earlier)
-        return Subject(opened, given.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg)
+        return SearchState(opened, inputs.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg)
 
     def config(self, point: Point) -> Config:
-        """The configuration of a point, by which it is stored as it was evaluated."""
+        """The configuration of a point, with which the state is stored as it was evaluated."""
         return point.config(ahead=self.opened.earlier is not None)
 
-    def where_they_are(self) -> Subject:
-        """The same, with nothing known of a drift: weights are coded where they are."""
+    def without_drift(self) -> SearchState:
+        """The same without past values: weights are coded where they are."""
         leaves = [dataclasses.replace(leaf, earlier=None) for leaf in self.leaves]
         return dataclasses.replace(self, leaves=leaves, opened=dataclasses.replace(self.opened, earlier=None))
 
     @property
     def leads(self) -> bool:
-        """Whether some array is coded ahead of its drift: none is where no delta before it has found by how much."""
+        """Whether some array is coded ahead of its drift.
+
+        This requires an earlier delta that has estimated the drift.
+        """
         pairs = zip(self.leaves, self.parents, strict=True)
         held = [beneath(parent, leaf.spec) for leaf, parent in pairs if leaf.earlier is not None]
         return any(before is not None and before.aim > 0 for before in held)
 
     @property
     def sensitive(self) -> bool:
-        """Whether pruning by sensitivity can be done: every array that may be pruned has its gradient."""
+        """Whether pruning by sensitivity is possible: every array to prune has its gradient."""
         return all(leaf.gradient is not None for leaf in self.leaves if leaf.kind.layer != "embedding")
 
     @property
@@ -272,7 +274,7 @@ class Subject:
         return sum(leaf.spec.size for leaf in self.leaves)
 
     def exact(self) -> Any:
-        """The state itself in the form in which restored ones come: fresh arrays, on the host, to the bit."""
+        """The state itself in the form of a restored one: fresh arrays in host memory, bit-exact."""
 
         def one(node: tree.ArrayNode) -> Array:
             spec, flat = read_leaf(node.value, node.path)
@@ -286,7 +288,7 @@ class Subject:
         return kinds_for(self.opened.kinds, (self.opened.arrays[i].path for i in numbers))
 
     def _rest(self, rate: float) -> tuple[Checkpoint, list[int]]:
-        """What is the same at every point with this rate, compressed, and the numbers of its arrays."""
+        """Compress the arrays that are the same at every point with this rate; with their numbers."""
         chosen = set(self.quantized)
         numbers = [i for i in range(len(self.opened.arrays)) if i not in chosen]
         cfg = dataclasses.replace(self.others, rate=rate)
@@ -294,36 +296,36 @@ class Subject:
 
     @cached_property
     def _taken_over(self) -> tuple[Checkpoint, dict[int, Array]]:
-        """The rest at a rate of 0, and of it the arrays that trials take over as they are."""
+        """The rest at a rate of 0, and its decoded arrays that all trials share."""
         ckpt, numbers = self._rest(0.0)
         found = self._by_number(decompress(ckpt), numbers)
-        return ckpt, {i: found[i] for i in numbers if i not in self._beside}
+        return ckpt, {i: found[i] for i in numbers if i not in self._small_others}
 
     @cached_property
     def _sizes(self) -> dict[float, int]:
-        """Bytes of the rest, by rate."""
+        """Bytes of the rest by rate."""
         return {}
 
     @cached_property
-    def _beside(self) -> frozenset[int]:
-        """Small arrays that are compressed anew at every point, which is cheaper than keeping them apart."""
+    def _small_others(self) -> frozenset[int]:
+        """Small arrays that are compressed at every point, which is cheaper than caching them."""
         return frozenset(self.small) - frozenset(self.quantized)
 
     def rest_nbytes(self, rate: float) -> int:
-        """Bytes of everything that is the same at every point with this rate, the header included."""
+        """Bytes of all arrays that are the same at every point with this rate, and of the header."""
         if rate not in self._sizes:
             self._sizes[rate] = (self._rest(rate) if rate else self._taken_over)[0].nbytes
         return self._sizes[rate]
 
     def restored(self, cfg: Config) -> Restored:
-        """The state compressed and decompressed; the arrays are fresh each time, so the caller may change them."""
-        # The rate-distortion encoder also looks at the second moments beside the weights, moments follow the rate, and
-        # how far weights are ahead of their drift depends on the first.
+        """Compress and decompress the state, into fresh arrays that the caller may change."""
+        # With a rate the encoder reads second moments together with the weights, and moments follow the rate; the drift
+        # prediction depends on first moments.
         opened = self.opened
         whole = opened.earlier is not None or cfg.rate > 0
-        numbers = list(range(len(opened.arrays))) if whole else [*self.quantized, *sorted(self._beside)]
-        beside, grads = self._kinds(numbers), opened.grads or None
-        ckpt = compress(self._part(numbers), opened.prev, cfg, grads=grads, kinds=beside, earlier=opened.earlier)
+        numbers = list(range(len(opened.arrays))) if whole else [*self.quantized, *sorted(self._small_others)]
+        part_kinds, grads = self._kinds(numbers), opened.grads or None
+        ckpt = compress(self._part(numbers), opened.prev, cfg, grads=grads, kinds=part_kinds, earlier=opened.earlier)
         made = self._by_number(decompress(ckpt), numbers)
         nbytes = ckpt.nbytes
         if not whole:
@@ -335,7 +337,10 @@ class Subject:
         return Restored(state, nbytes)
 
     def _part(self, numbers: Sequence[int]) -> Any:
-        """The state with None in place of all other arrays; what remains keeps its keys, so parents are found."""
+        """The state with None in place of all other arrays.
+
+        The chosen arrays keep their keys, by which their parents are found.
+        """
         chosen = set(numbers)
         nodes = [None if _number(n) is not None and _number(n) not in chosen else n for n in self.opened.nodes]
         return tree.unflatten(nodes, lambda number, _place: self.opened.arrays[number].value)

@@ -1,4 +1,4 @@
-"""What a search shows while it runs: a log line a trial, and a bar on a terminal."""
+"""Progress of a search: a log line for each trial, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LOG = logging.getLogger("shrinkpoint.search")
 Progress = bool | Callable[[Trial], None] | None
 
 
-class Report:
-    """Says what happens; as a context it takes its bar away at the end.
+class ProgressReport:
+    """Report trials and notes of a search; as a context manager, remove the bar at the end.
 
     Args:
-        progress: True: a bar on standard error; False: none; None: a bar if standard error is a terminal; a callable:
-            gets every trial as it is done, and no bar.
-        total: most trials.
-        silent: neither bar nor log: another process reports.
+        progress: True: a bar on standard error; False: no bar; None: a bar if standard error is a terminal; a callable:
+            called with every trial when it is done, without a bar.
+        total: maximum number of trials.
+        silent: neither bar nor log, because another process reports.
     """
 
     def __init__(self, progress: Progress, total: int, silent: bool) -> None:
@@ -38,7 +38,7 @@ class Report:
             self._bar = Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("baseline", total=total)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> ProgressReport:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -50,7 +50,7 @@ class Report:
             self._bar.stop()
 
     def trial(self, trial: Trial) -> None:
-        """A trial is done."""
+        """Report a trial that is done."""
         if self._call is not None:
             self._call(trial)
         if not self._silent:
@@ -62,6 +62,6 @@ class Report:
             self._bar.update(self._task, advance=1, description=trial.reason)
 
     def say(self, text: str, *, warn: bool = False) -> None:
-        """A line of log; a warning is seen even where logging is not set up."""
+        """Log a line; a warning is shown even where logging is not set up."""
         if not self._silent:
             LOG.log(logging.WARNING if warn else logging.INFO, "%s", text)

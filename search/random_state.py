@@ -1,4 +1,4 @@
-"""The global random generators: where they were before `evaluate`, they are after it."""
+"""Preserve the global random generators across calls of `evaluate`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import numpy as np
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Whatever draws from the global generators of Python, NumPy and torch inside, nothing outside notices.
+def preserved() -> Iterator[None]:
+    """Restore the global generators of Python, NumPy and torch when the context ends.
 
-    A training that draws from them (dropout, the order of a DataLoader) goes on as if there had been no search. On CUDA
-    devices that is so where CUDA was initialized before. Generators that somebody holds in objects of their own are not
-    known here.
+    A training that draws from them (dropout, the order of a DataLoader) then continues as without a search. Generators
+    of CUDA devices are included if CUDA was initialized before. Generator objects of the caller are not known here.
     """
     python, torch = random.getstate(), sys.modules.get("torch")
-    numpy = np.random.get_state()  # noqa: NPY002 - the global generator is what others draw from
+    numpy = np.random.get_state()  # noqa: NPY002 - the global generator is the one that trainings draw from
     if torch is None:
         host = devices = None
     else:

@@ -1,4 +1,4 @@
-"""Neighbourhood search: the last choice, and what is near it and milder."""
+"""Neighbourhood search: the last choice, and milder points near it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 
 from .cube import Point, normal
-from .plan import chances, open_points, undominated
+from .degradation_model import chances
+from .next_trials import open_points, undominated
 from .result import SearchResult, Trial
 from .space import Choice, Space
 
 _BETTER = 0.9
-"""The pruning metric is switched where the other's degradation is at most so many times as large."""
+"""The pruning metric is switched if the other metric has at most this multiple of the degradation."""
 _PATIENCE = 4
-"""Searches in which the other metric is not tried again once it was found no better."""
+"""Number of searches in which the other metric is not tried again after it was not better."""
 
 
-def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice:
-    """Neighbourhood search: `last`'s point under the other metric, then itself and its neighbours by falling ratio."""
+def search_neighbourhood(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice:
+    """Try the last choice under the other metric, then the choice and its neighbours."""
     trials = space.trials
     if last.point is None:
         return Choice(None, {})
@@ -28,7 +29,7 @@ def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice
     tried: dict[Point, Trial] = {}
     discarded: dict[str, int] = {}
     while space.left > 0:
-        # Whoever asks for more aggressive points gets them before the last choice itself.
+        # With `relax` more aggressive points come before the last choice itself.
         order = [p for p in (twin, None if relax else origin) if p is not None and p not in tried]
         if len(order) < trials.at_once:
             own = [p for p in points if (not p.prune or p.metric == metric) and p not in tried and p not in order]
@@ -39,7 +40,7 @@ def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice
         for trial in space.round(order[: trials.at_once], last.trials):
             if trial.point is not None:
                 tried[trial.point] = trial
-        # What was learned since may have changed how they are judged.
+        # Later trials may have changed the direction or the spread.
         tried = {t.point: t for t in trials.tried if t.point in tried}
         if twin is not None and twin in tried and origin in tried:
             other, same = tried[twin].degradation, tried[origin].degradation
@@ -58,7 +59,10 @@ def near(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice
 
 
 def _twin(space: Space, origin: Point, last: SearchResult) -> Point | None:
-    """The same point under the other metric, unless that was no better a short while ago, or is expected to fail."""
+    """The same point under the other metric, if that is worth a trial.
+
+    It is not if it was not better at a recent search, or is expected to fail.
+    """
     others = [m for m in space.cube.metric if m != origin.metric]
     if not origin.prune or not others or last.patience > 0:
         return None
@@ -68,7 +72,7 @@ def _twin(space: Space, origin: Point, last: SearchResult) -> Point | None:
 
 
 def _queue(space: Space, points: Sequence[Point], stale: Sequence[Trial]) -> tuple[list[Point], dict[str, int]]:
-    """The neighbours worth a trial, by falling ratio, and how many are not, by reason."""
+    """The neighbours worth a trial, by decreasing ratio, and the number of others by reason."""
     trials = space.trials
     candidates = trials.candidates(points)
     kept = undominated(candidates)
@@ -77,7 +81,7 @@ def _queue(space: Space, points: Sequence[Point], stale: Sequence[Trial]) -> tup
     odds = chances(kept, known, trials.allowed, space.floor)
     worth = [(p >= space.likely, bool(out)) for p, out in zip(odds, state.ruled_out, strict=True)]
     discarded = {
-        "no smaller and no milder than another": len(candidates) - len(kept),
+        "neither smaller nor milder than another": len(candidates) - len(kept),
         "more aggressive than one that failed": sum(out for _, out in worth),
         "expected to fail": sum(not likely and not out for likely, out in worth),
     }

@@ -1,4 +1,4 @@
-"""A process group without processes: each member searches in a thread of its own, and they exchange through memory."""
+"""A process group of threads: each member searches in its own thread and exchanges through memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.search import run
-from shrinkpoint.search.team import Team
+from shrinkpoint.searching import run
+from shrinkpoint.searching.process_group import ProcessGroup
+
+from .calls import search
 
 
 class Meeting:
@@ -30,8 +32,8 @@ class Meeting:
         return found
 
 
-class _Member(Team):
-    """A team of threads; the group is (meeting, rank), or None."""
+class _Member(ProcessGroup):
+    """A member of a group of threads; the group is (meeting, rank), or None."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__(None)
@@ -58,12 +60,12 @@ def searches(
 
     def member(rank: int) -> None:
         try:
-            found[rank] = sp.search(**arguments(rank), group=(meeting, rank), progress=False)
+            found[rank] = search(**arguments(rank), group=(meeting, rank), progress=False)
         except BaseException as e:
             found[rank] = e
 
     with patch.context() as context:
-        context.setattr(run, "Team", _Member)
+        context.setattr(run, "ProcessGroup", _Member)
         threads = [threading.Thread(target=member, args=(rank,)) for rank in range(size)]
         for thread in threads:
             thread.start()

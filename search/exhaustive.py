@@ -1,4 +1,4 @@
-"""Guided exhaustive search: the whole cube."""
+"""Guided exhaustive search of the whole cube."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from .cube import normal
-from .plan import HOPELESS, LATE, Candidate, chances, distinct, next_trials, open_points
+from .degradation_model import Candidate, chances
+from .next_trials import HOPELESS, LATE, distinct, next_trials, open_points
 from .result import Trial
 from .space import Choice, Space
 from .trials import Trials
 
 _TOLERANCE = 0.01
-"""Share of the bytes that is not worth another trial."""
+"""Share of the bytes below which a saving is not worth another trial."""
 
 
-def everywhere(space: Space, stale: Sequence[Trial], *, soon: bool) -> Choice:
-    """Guided exhaustive search: the whole cube, both metrics; then fewer bins for embeddings.
+def search_exhaustively(space: Space, stale: Sequence[Trial], *, soon: bool) -> Choice:
+    """Search the whole cube under both pruning metrics, then try fewer bins for embeddings.
 
     Args:
-        soon: in the middle of a run, what surely passes is enough: the first that does is taken. What passed before,
-            as the mildest point of all, says that something does, not that it is worth taking.
+        space: the points and trials.
+        stale: trials of the last search.
+        soon: take the first point that passes, as in the middle of a run, where a choice that surely passes is
+            enough. Points that passed before the call do not count.
     """
     trials = space.trials
     before = len(trials.passing)
@@ -54,13 +57,13 @@ def everywhere(space: Space, stale: Sequence[Trial], *, soon: bool) -> Choice:
     if not soon:
         space.check()
     if best is not None:
-        # They may be judged otherwise by now.
+        # Later trials may have changed the direction or the spread.
         best = min(trials.passing, key=lambda t: t.nbytes, default=None)
     return Choice(best, discarded, tuple(notes))
 
 
 def _left_out(candidates: Sequence[Candidate], trials: Trials, floor: float, stale: Sequence[Trial]) -> dict[str, int]:
-    """How many points were never tried, by reason."""
+    """Number of points that were never tried, by reason."""
     known = trials.known(stale)
     state = open_points(candidates, known, trials.allowed, _TOLERANCE, floor)
     seen = {normal(t.point) for t in trials.tried if t.point is not None}

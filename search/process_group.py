@@ -1,4 +1,4 @@
-"""The processes that search together: what each found goes to all, and what fails on one fails on all."""
+"""The processes of one search, which exchange results and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..codec.errors import BadArgumentError, ShrinkpointError
 Json = Any
 
 
-class Team:
+class ProcessGroup:
     """A process group, or this process alone.
 
     Args:
@@ -21,7 +21,7 @@ class Team:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
-        self._told = False
+        self._is_informed = False
         self.size, self.rank = 1, 0
         if group is not None:
             import torch.distributed as dist
@@ -33,19 +33,19 @@ class Team:
                 raise BadArgumentError("group does not contain this process")
 
     def all(self, work: Callable[[], Json]) -> list[Json]:
-        """Do the work on every process and hand all results to each, in the order of the ranks.
+        """Do the work on every process and return all results on each, in the order of the ranks.
 
         Args:
             work: returns plain JSON.
 
         Raises:
-            BadArgumentError: it failed on another process; what failed on this one is raised as it is.
+            BadArgumentError: it failed on another process; an error of this process is raised unchanged.
             ShrinkpointError: a process is gone.
         """
         if self.size == 1:
             return [work()]
         error: BaseException | None = None
-        self._told = True  # whatever is raised from here on, all of them hear of
+        self._is_informed = True  # errors raised from here on reach all processes
         try:
             message = {"result": work()}
         except BaseException as e:
@@ -63,12 +63,12 @@ class Team:
         for rank, other in enumerate(messages):
             if "error" in other:
                 raise BadArgumentError(f"the search failed on rank {rank}: {other['error']}")
-        self._told = False
+        self._is_informed = False
         return [other["result"] for other in messages]
 
     def fail(self, error: BaseException) -> None:
-        """Let the others, who wait at their next `all`, know that this process gave up outside of one."""
-        if self.size > 1 and not self._told:
+        """Report an error outside `all` to the other processes, which wait in their next `all`."""
+        if self.size > 1 and not self._is_informed:
             with contextlib.suppress(RuntimeError):
                 self._exchange(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 

@@ -1,4 +1,4 @@
-"""How a search ends: its result, with what there is to say of it."""
+"""The result of a search, with its notes."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from ..codec import presets
 from ..codec.config import Config
 from .cube import Cube, Point
 from .result import SearchResult
+from .search_state import SearchState
 from .space import Choice, Space
-from .subject import Subject
 
 _PROCESS = uuid.uuid4().hex
-"""Names this process: the time between searches of two processes is not all training."""
+"""Identifies this process: the time between searches of two processes is not training time."""
 
 
-def concluded(space: Space, choice: Choice, method: str, fell_back: bool) -> SearchResult:
+def conclude(space: Space, choice: Choice, method: str, fell_back: bool) -> SearchResult:
     """The result of a search with trials.
 
     Args:
-        space: what was searched, with its trials.
-        choice: how that ended.
-        method: how it was searched.
-        fell_back: whether the neighbourhood of the last choice was tried in vain.
+        space: the points searched, with their trials.
+        choice: the trial chosen.
+        method: the search method, as in `SearchResult.method`.
+        fell_back: whether the neighbourhood of the last choice was tried without success.
     """
     trials, best = space.trials, choice.trial
     direction, in_vain = trials.direction, trials.direction.in_vain(trials.found)
     notes = [*space.notes, *choice.notes, *trials.notes]
     if best is None or best.point is None:
         notes.append(
-            f"no configuration of the cube was seen to keep {trials.allowed:.3%}: lossless is used; "
-            f"the cube ends at {space.asked.bins[-1]} bins, more may do"
+            f"no configuration of the cube that was tried keeps {trials.allowed:.3%}: lossless is used; "
+            f"the cube ends at {space.asked.bins[-1]} bins, more may pass"
         )
     elif abs(best.degradation) <= trials.scale.spread:
         notes.append(f"the choice's degradation is within the spread of evaluate, {trials.scale.spread:.3%}")
@@ -41,22 +41,24 @@ def concluded(space: Space, choice: Choice, method: str, fell_back: bool) -> Sea
             f"the choice has {best.point.bins} bins, an end of the cube: a wider one may hold a smaller choice"
         )
     if trials.scale.direction is None:
-        notes.append("which direction is better is not known: any difference counts as a loss")
+        notes.append("the better direction is not known: any difference counts as a loss")
     elif not direction.is_given:
         whence = "from a state compressed beyond use" if trials.is_probed else "at an earlier search"
         notes.append(f"{trials.scale.direction} quality is better, as inferred {whence}")
     if trials.scale.direction is not None and trials.gain > trials.beyond:
         notes.append(
             f"a compressed state is better than the state itself by {trials.gain:.3%}, if {trials.scale.direction} "
-            "quality is better: by luck, or because that or `evaluate` is not as it should be"
+            "quality is better: by chance, or because the direction or `evaluate` is wrong"
         )
     beyond_use = direction.no_numbers(trials.found)
-    notes += [f"a state compressed beyond use ({p}) evaluated to no number" for p in beyond_use]
+    notes += [f"the quality of a state compressed beyond use ({p}) is not a number" for p in beyond_use]
     if in_vain and not direction.is_given:
-        notes.append("no state compressed beyond use evaluated to a number: the direction is not looked for again")
+        notes.append(
+            "the quality of every state compressed beyond use is not a number: the direction is not inferred again"
+        )
     point = None if best is None else best.point
     return SearchResult(
-        config=presets.lossless() if point is None else trials.subject.config(point),
+        config=presets.lossless() if point is None else trials.search_state.config(point),
         point=point,
         trials=tuple(trials.found),
         met=point is not None,
@@ -86,11 +88,11 @@ def _untried(config: Config, allowed: float, cube: Cube, method: str, note: str)
     )  # fmt: skip
 
 
-def by_error(allowed: float, cube: Cube, *, ahead: bool) -> SearchResult:
-    """Without `evaluate`: the number of bins follows from the error target, array by array, when it is compressed."""
+def error_target_result(allowed: float, cube: Cube, *, ahead: bool) -> SearchResult:
+    """Return the result without `evaluate`, where bins follow from the error target."""
     mildest = max(cube, key=Point.expected_bits)
     config = dataclasses.replace(mildest, prune=0.0, rate=0.0).config(ahead=ahead)
-    note = f"no evaluate: every array keeps a relative error of {allowed:g}, with as few bins as that takes"
+    note = f"no evaluate: every array keeps a relative error of {allowed:g} with as few bins as possible"
     return _untried(
         Config(config.rules, max_rel_error=allowed, chain=config.chain, ahead=ahead),
         allowed,
@@ -100,24 +102,23 @@ def by_error(allowed: float, cube: Cube, *, ahead: bool) -> SearchResult:
     )
 
 
-def nothing_to_choose(allowed: float, cube: Cube, subject: Subject) -> SearchResult:
-    """Where every point comes to the same."""
-    note = "the state has no array that the cube would change"
-    return _untried(subject.others, allowed, cube, "nothing to choose", note)
+def nothing_to_choose(allowed: float, cube: Cube, search_state: SearchState) -> SearchResult:
+    """Return the result where every point gives the same checkpoint."""
+    note = "the cube would not change any array of the state"
+    return _untried(search_state.others, allowed, cube, "nothing to choose", note)
 
 
 def budget_spent(last: SearchResult, allowed: float, cube: Cube) -> SearchResult:
-    """Where restores have taken what was allowed: lossless, without a trial."""
-    note = f"{last.restores} restores have taken {last.spent:.3%}: what is left of it is too little to search for"
+    """Return the result where restores have used up the threshold: lossless, without a trial."""
+    note = f"{last.restores} restores have taken {last.spent:.3%}: the rest of the threshold is too small to search"
     return dataclasses.replace(
         last, config=presets.lossless(), point=None, trials=(), met=False, method="budget spent", fell_back=False,
         nbytes=0, degradation=None, threshold=allowed, cube=cube, discarded={}, notes=(note,), rounds=0,
     )  # fmt: skip
 
 
-def finished(found: SearchResult, last: SearchResult | None, begin: float) -> SearchResult:
-    """The result with its cost: how long it took, and that as a share of the time since the last search ended; and with
-    what restores have taken so far."""
+def with_costs(found: SearchResult, last: SearchResult | None, begin: float) -> SearchResult:
+    """Add duration, share of the training time, and losses of restores so far."""
     seconds, now = time.perf_counter() - begin, time.time()
     here = last is not None and last.process == _PROCESS
     training = now - seconds - last.finished if last is not None and here else 0.0

@@ -1,0 +1,331 @@
+"""A model of the degradation that compression causes, fitted to the trials of a search.
+
+The degradation of a point that changes the weights by d has two parts:
+
+    D = L + g . d,      ln L = a + p ln E + c[metric] f + local + noise,
+
+where E is the mean squared relative error, f the share of E that is pruned weights, and `local` is correlated between
+points close to each other in the cube. L is the cost of any error of that size. g . d is the gradient of `evaluate`
+along d, with either sign. Nothing is known of g except that it prefers no direction, so that between two points its
+covariance is s^2 times the mean over arrays of <d, d'> / ||x||^2, which the estimator counts: a trial informs about
+all points with similar errors. s is inferred from the trials.
+
+Everything here is a pure function of its arguments; the draws come from a generator with a fixed seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from .cube import Point
+
+P = ParamSpec("P")
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Pattern = np.ndarray[Any, np.dtype[np.float32]]
+
+SAMPLES = 1024
+_MEAN = (-1.5, 0.9, 0.0, 0.0)
+_DEVIATION = (1.3, 0.25, 0.6, 0.6)
+"""Prior of a (at E = 0.01, in ln(L / E)), p, and c of either metric."""
+_LOCAL, _NOISE = 0.3, 0.15
+"""Standard deviations of the last two terms."""
+_STALE = 0.5
+"""Additional noise of trials on an earlier checkpoint."""
+_SWINGS = (0.001, 0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2)
+_USUAL = 0.03
+"""Candidate values of s; ln s is normal around the usual one with deviation 1."""
+_OWN = 0.02
+"""Share of the signed part's variance that is independent between points."""
+_REFERENCE = math.log(0.01)
+_LARGEST = math.log(100.0)
+_NO_NUMBER = 1.0
+"""Degradation assumed for a quality that is not a number, whose size is unknown."""
+_NEWTON = 50
+"""Maximum number of Newton steps to the likeliest explanation of the trials; a few usually suffice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A point with the size and error expected from histograms.
+
+    Args:
+        point: the configuration.
+        nbytes: expected bytes of the whole checkpoint.
+        error: mean squared relative error.
+        pruned: share of `error` that is pruned weights.
+        pattern: [k] errors of some elements, as in `Estimate`; None: their correlation with other points is unknown.
+    """
+
+    point: Point
+    nbytes: float
+    error: float
+    pruned: float
+    pattern: Pattern | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The outcome of a trial.
+
+    Args:
+        candidate: the point tried; `nbytes` is the measured size.
+        degradation: relative loss of quality; infinite where quality was not a number.
+        passed: whether that was within the threshold.
+        stale: whether it is from an earlier checkpoint: it informs about the model, not about the point.
+    """
+
+    candidate: Candidate
+    degradation: float
+    passed: bool
+    stale: bool = False
+
+
+def _trend(candidates: Sequence[Candidate]) -> Floats:
+    """[n, 4]: the terms of the linear trend."""
+    rows = []
+    for c in candidates:
+        by_magnitude = c.point.metric == "magnitude"
+        level = math.log(max(c.error, 1e-12)) - _REFERENCE
+        rows.append((1.0, level, c.pruned * by_magnitude, c.pruned * (not by_magnitude)))
+    return np.asarray(rows, np.float64).reshape(-1, 4)
+
+
+def _places(candidates: Sequence[Candidate]) -> Floats:
+    """[n, 6]: positions of points in the cube, in units of the correlation length."""
+    rows = []
+    for c in candidates:
+        p = c.point
+        side = 1.0 if p.prune and p.metric == "sensitivity" else 0.0
+        protect, rate = math.log2(1e-4 + p.protect) / 3, math.log2(1e-3 + p.rate) / 3
+        embedding = 0.5 * math.log2(p.embedding_bins or p.bins)
+        rows.append((math.log2(p.bins), p.prune / 0.2, protect, rate, embedding, side))
+    return np.asarray(rows, np.float64).reshape(-1, 6)
+
+
+def _covariance(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
+    distance = np.square(_places(a)[:, None] - _places(b)[None]).sum(axis=2)
+    local = _LOCAL**2 * np.exp(-0.5 * distance)
+    covariance: Floats = (_trend(a) * np.square(_DEVIATION)) @ _trend(b).T + local
+    return covariance
+
+
+def _mean(candidates: Sequence[Candidate]) -> Floats:
+    mean: Floats = _trend(candidates) @ np.array(_MEAN) + _REFERENCE
+    return mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Prior:
+    """The distribution of the trials before they are seen.
+
+    Args:
+        mean, precision: [n], [n, n] of ln L; the precision is the inverse of its covariance.
+        signed: [n, n] covariance of the signed part, for s = 1.
+        found: [n] their degradations.
+        floor: deviation of `evaluate`.
+    """
+
+    mean: Floats
+    precision: Floats
+    signed: Floats
+    found: Floats
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """The likeliest explanation of the trials for one s.
+
+    Args:
+        swing: s.
+        log_weight: logarithm of its probability, but for a constant.
+        level: [n] ln L of the trials.
+        root: [n, n] root of the covariance of `level`.
+    """
+
+    swing: float
+    log_weight: float
+    level: Floats
+    root: Floats
+
+
+def _inverse(matrix: Any) -> Floats:
+    return np.asarray(np.linalg.inv(matrix), np.float64)
+
+
+def _products(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
+    """[a, b]: covariance of the signed part for s = 1, without its independent part."""
+    length = max((c.pattern.size for c in (*a, *b) if c.pattern is not None), default=0)
+    none = np.zeros(length, np.float32)
+    left, right = (np.array([none if c.pattern is None else c.pattern for c in x]) for x in (a, b))
+    left, right = left.reshape(len(a), length), right.reshape(len(b), length)
+    product: Floats = (left @ right.T).astype(np.float64)
+    return product
+
+
+def _signed(candidates: Sequence[Candidate]) -> Floats:
+    """[n, n]: covariance of the signed part for s = 1."""
+    covariance = _products(candidates, candidates)
+    own = [c.error if c.pattern is None else _OWN * covariance[i, i] for i, c in enumerate(candidates)]
+    covariance[np.diag_indices(len(candidates))] += np.array(own) + 1e-12
+    return covariance
+
+
+def _prior(known: Sequence[Known], floor: float) -> _Prior:
+    """The prior of the trials.
+
+    Trials of an earlier checkpoint had other errors, so their signed parts are independent.
+    """
+    seen = [k.candidate for k in known]
+    doubt = np.array([_NOISE + _STALE * k.stale for k in known])
+    steady = _covariance(seen, seen) + np.diag(doubt**2)
+    apart = [dataclasses.replace(k.candidate, pattern=None) if k.stale else k.candidate for k in known]
+    most = math.exp(_LARGEST)
+    found = [max(-most, min(k.degradation, most)) if math.isfinite(k.degradation) else _NO_NUMBER for k in known]
+    return _Prior(_mean(seen), _inverse(steady), _signed(apart), np.array(found), floor)
+
+
+def _fitted(prior: _Prior, swing: float) -> _Fit:
+    """Laplace's approximation of ln L of the trials, D - L being normal.
+
+    Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), section 3.4.
+    """
+    n = prior.found.size
+    covariance = swing**2 * prior.signed + prior.floor**2 * np.eye(n)
+    inverse = _inverse(covariance)
+
+    def cost(x: Floats) -> float:
+        off, away = prior.found - _exp(x), x - prior.mean
+        return 0.5 * float(off @ inverse @ off + away @ prior.precision @ away)
+
+    x: Floats = min((np.log(np.maximum(prior.found, prior.floor)), prior.mean), key=cost)
+    least, hessian = cost(x), _curvature(prior, inverse, x)
+    for _ in range(_NEWTON):
+        slope = _exp(x)
+        step = np.linalg.solve(hessian, prior.precision @ (x - prior.mean) - slope * (inverse @ (prior.found - slope)))
+        length = 1.0
+        while cost(x - length * step) > least and length > 1e-3:
+            length /= 2
+        better = cost(x - length * step)
+        if least - better < 1e-6:
+            break
+        x, least = x - length * step, better
+        hessian = _curvature(prior, inverse, x)
+    likely = -0.5 * math.log(swing / _USUAL) ** 2
+    volumes = float(np.linalg.slogdet(hessian)[1] + np.linalg.slogdet(covariance)[1])
+    return _Fit(swing, likely - least - 0.5 * volumes, x, _inverse(np.linalg.cholesky(hessian)).T)
+
+
+def _curvature(prior: _Prior, inverse: Floats, x: Floats) -> Floats:
+    slope = _exp(x)
+    curvature: Floats = prior.precision + slope[:, None] * inverse * slope
+    return curvature
+
+
+def _exp(x: Floats) -> Floats:
+    result: Floats = np.exp(np.minimum(x, _LARGEST))
+    return result
+
+
+def _fits(known: Sequence[Known], floor: float) -> tuple[list[_Fit], Floats]:
+    """The explanation of the trials for each s, with its probability."""
+    prior = _prior(known, floor)
+    fits = [_fitted(prior, s) for s in _SWINGS]
+    logs = np.array([f.log_weight for f in fits])
+    weights = np.exp(logs - logs.max())
+    return fits, weights / weights.sum()
+
+
+def swing(known: Sequence[Known], floor: float) -> float:
+    """Expected s: the signed part of a point's degradation has a deviation of about s sqrt(E).
+
+    Args:
+        known: trials so far.
+        floor: the smallest degradation that `evaluate` can distinguish from zero, > 0.
+    """
+    _, weights = _fits(known, floor)
+    return float(weights @ np.array(_SWINGS))
+
+
+_TURN = threading.RLock()
+
+
+@functools.cache
+def _pools() -> Any:
+    return ThreadpoolController()
+
+
+def _on_one_thread(function: Callable[P, Floats]) -> Callable[P, Floats]:
+    """Run a function with BLAS limited to one thread.
+
+    Matrices of two hundred rows do not gain from threads, which wait for each other where other work uses the cores;
+    and another order of summation could give another plan on another machine. The limit holds for the whole process, so
+    concurrent searches take turns: the second would otherwise find the limit set and restore it as the normal state.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Floats:
+        with _TURN, _pools().limit(limits=1, user_api="blas"):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+@_on_one_thread
+def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
+    """[SAMPLES, n]: degradations of the candidates, drawn from the model given the trials.
+
+    Args:
+        candidates: what to predict.
+        known: trials so far.
+        floor: the smallest degradation that `evaluate` can distinguish from zero, > 0.
+
+    Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), section 2.2.
+    """
+    n = len(candidates)
+    if not n:
+        return np.zeros((SAMPLES, 0))
+    rng = np.random.default_rng(0)
+    prior, seen = _prior(known, floor), [k.candidate for k in known]
+    between = _covariance(candidates, seen)
+    gain = between @ prior.precision
+    spread = _covariance(candidates, candidates) - gain @ between.T
+    spread[np.diag_indices(n)] += _NOISE**2
+    root = np.linalg.cholesky(spread + 1e-9 * np.eye(n))
+    fresh = np.flatnonzero([not k.stale for k in known])
+    signed, shared = _signed(candidates), _products(candidates, [seen[i] for i in fresh])
+    among = prior.signed[np.ix_(fresh, fresh)]
+    fits, weights = _fits(known, floor)
+    counts = np.diff(np.round(np.cumsum(weights) * SAMPLES).astype(int), prepend=0)
+    drawn = []
+    for fit, count in zip(fits, counts, strict=True):
+        levels = fit.level + rng.standard_normal((count, len(known))) @ fit.root.T
+        steady = _mean(candidates) + (levels - prior.mean) @ gain.T + rng.standard_normal((count, n)) @ root.T
+        # The part of the trials that L does not explain is their signed part.
+        variance = fit.swing**2
+        pull = variance * np.linalg.solve(variance * among + floor**2 * np.eye(fresh.size), shared.T).T
+        rest = np.linalg.cholesky(variance * (signed - pull @ shared.T))
+        off = (prior.found - _exp(levels))[:, fresh]
+        drawn.append(_exp(steady) + off @ pull.T + rng.standard_normal((count, n)) @ rest.T)
+    return np.concatenate(drawn)
+
+
+def degradations(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
+    """Expected degradation (median) of each candidate; arguments as for `draws`."""
+    median: Floats = np.median(draws(candidates, known, floor), axis=0)
+    return median
+
+
+def chances(candidates: Sequence[Candidate], known: Sequence[Known], threshold: float, floor: float) -> Floats:
+    """Probability of each candidate to pass, by the model alone; other arguments as for `draws`."""
+    share: Floats = (draws(candidates, known, floor) <= threshold).mean(axis=0)
+    return share

@@ -1,0 +1,253 @@
+"""Seals: checksums and sizes of the files of any checkpoint, to find damage that its own format does not detect.
+
+The seal of a folder is the file `shrinkpoint-seal.json` in it; the seal of a file stands next to it, under the file's
+name with `.shrinkpoint-seal.json` appended. Files are read as bytes and never interpreted, so that nothing in them is
+executed. The seal has a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from .kernels.errors import BadArgumentError, CorruptDataError
+
+SEAL = "shrinkpoint-seal.json"
+FORMAT = "shrinkpoint seal"
+VERSION = 1
+_BLOCK = 1 << 23
+"""Bytes read at a time."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Size and checksum of a file.
+
+    Args:
+        size: in bytes.
+        blake3: BLAKE3 of the contents, 64 hexadecimal digits.
+    """
+
+    size: int
+    blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The files of a checkpoint as they were when it was sealed.
+
+    Args:
+        files: by path relative to the folder, with "/" on every system; a single file is under its own name.
+        sealed_at: time of sealing, in seconds since the epoch.
+    """
+
+    files: dict[str, Sealed]
+    sealed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A file that is not as it was sealed.
+
+    Args:
+        file: its path relative to the sealed folder.
+        kind: "missing", "torn" (shorter than it was), "altered" or "added".
+        detail: sizes or the system's error, for messages.
+    """
+
+    file: str
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.file} is {self.kind}{f' ({self.detail})' if self.detail else ''}"
+
+
+def seal_path(path: Path) -> Path:
+    """The file that holds the seal of a folder or file.
+
+    Example:
+        >>> seal_path(Path("model.pt")).name
+        'model.pt.shrinkpoint-seal.json'
+    """
+    return path / SEAL if path.is_dir() else path.with_name(f"{path.name}.{SEAL}")
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a folder or file has a seal; the file itself may be missing."""
+    return seal_path(path).is_file()
+
+
+def make_seal(path: Path, progress: Progress | None = None) -> Seal:
+    """Read all files of a folder, or one file, and return its seal.
+
+    Args:
+        path: the folder or file.
+        progress: called with (file, bytes read, bytes in all) after each block.
+
+    Raises:
+        BadArgumentError: the folder is empty, or holds something that is neither a file nor a folder.
+        OSError: a file cannot be read, or changes while it is read.
+    """
+    names = list(_files(path))
+    if not names:
+        raise BadArgumentError(f"{path}: holds no file to seal")
+    total = sum(os.stat(file).st_size for _, file in names)
+    done = 0
+    files = {}
+    for name, file in names:
+        before = os.stat(file)
+        found = _read(file, lambda n, name=name, done=done: progress and progress(name, done + n, total))
+        after = os.stat(file)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or found.size != after.st_size:
+            raise OSError(f"{file}: changed while it was read; seal a checkpoint after it has been written")
+        files[name] = found
+        done += found.size
+    return Seal(files, time.time())
+
+
+def to_bytes(seal: Seal) -> bytes:
+    """The contents of a seal file; `from_bytes` gives an equal seal."""
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "sealed_at": seal.sealed_at,
+        "files": {name: {"size": f.size, "blake3": f.blake3} for name, f in sorted(seal.files.items())},
+    }
+    return _plain(fields | {"checksum": blake3.blake3(_plain(fields)).hexdigest()})
+
+
+def from_bytes(data: bytes) -> Seal:
+    """The seal in the contents of a seal file.
+
+    Raises:
+        CorruptDataError: the contents are damaged, or of a newer version.
+    """
+    try:
+        fields = json.loads(data)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise ValueError("it is not a seal")
+        if fields["version"] != VERSION:
+            raise ValueError(f"it has version {fields['version']!r}; this release reads version {VERSION}")
+        checksum = fields.pop("checksum", None)
+        if _plain(fields | {"checksum": blake3.blake3(_plain(fields)).hexdigest()}) != data or checksum is None:
+            raise ValueError("its checksum does not match")
+        files = {str(name): Sealed(f["size"], f["blake3"]) for name, f in fields["files"].items()}
+        if not all(type(f.size) is int and f.size >= 0 and _DIGEST.fullmatch(f.blake3) for f in files.values()):
+            raise ValueError("a size or checksum in it is malformed")
+        return Seal(files, float(fields["sealed_at"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptDataError(f"the seal cannot be used: {str(error)[:200]}") from None
+
+
+def read_seal(path: Path) -> Seal:
+    """The seal of a folder or file.
+
+    Raises:
+        CorruptDataError: the seal is damaged.
+        OSError: there is no seal, or it cannot be read.
+    """
+    file = seal_path(path)
+    try:
+        return from_bytes(file.read_bytes())
+    except CorruptDataError as error:
+        raise CorruptDataError(f"{file}: {error}") from None
+
+
+def differences(path: Path, seal: Seal, progress: Progress | None = None) -> list[Difference]:
+    """Compare a folder or file with its seal, and return every file that differs, sorted by path.
+
+    All contents are read. An unreadable file counts as altered.
+
+    Args:
+        path: the folder or file.
+        seal: as `read_seal` returns it.
+        progress: called with (file, bytes read, bytes in all) after each block.
+    """
+    found = dict(_files(path, strict=False))
+    out = [Difference(name, "added", "") for name in found.keys() - seal.files.keys()]
+    total, done = sum(f.size for f in seal.files.values()), 0
+    for name, was in seal.files.items():
+        if name not in found:
+            out.append(Difference(name, "missing", ""))
+        else:
+            out += _difference(
+                name, found[name], was, lambda n, name=name, done=done: progress and progress(name, done + n, total)
+            )
+        done += was.size
+    return sorted(out, key=lambda d: d.file)
+
+
+def _difference(name: str, file: Path, was: Sealed, progress: Callable[[int], object]) -> list[Difference]:
+    try:
+        size = os.stat(file).st_size
+        if size != was.size:  # no need to read it
+            sizes = f"{size} of {was.size} bytes"
+            return [Difference(name, "torn" if size < was.size else "altered", sizes)]
+        now = _read(file, progress)
+    except OSError as error:
+        return [Difference(name, "altered", f"cannot be read: {error.strerror or error}")]
+    return [] if now == was else [Difference(name, "altered", "")]
+
+
+def _read(file: Path, progress: Callable[[int], object]) -> Sealed:
+    digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    block, size = bytearray(_BLOCK), 0
+    with open(file, "rb", buffering=0) as opened:
+        while count := opened.readinto(block):
+            digest.update(memoryview(block)[:count])
+            size += count
+            progress(size)
+    return Sealed(size, digest.hexdigest())
+
+
+def _files(path: Path, *, strict: bool = True) -> Iterator[tuple[str, Path]]:
+    """The files to seal with their relative paths, sorted; without the seal itself.
+
+    Links to files are followed, because the caches of model hubs consist of them. With `strict`, entries that cannot be
+    sealed raise BadArgumentError; otherwise they count as files, which the seal does not list.
+    """
+    if not path.is_dir():
+        if strict or path.exists():
+            yield path.name, path
+        return
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(path, onerror=failed):
+        linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        folders[:] = sorted(set(folders) - set(linked))
+        for name in sorted([*names, *linked]):
+            file = Path(folder, name)
+            relative = file.relative_to(path).as_posix()
+            if relative == SEAL:
+                continue
+            if strict and not file.is_file():
+                raise BadArgumentError(f"{file}: is neither a file nor a folder, and cannot be sealed")
+            if strict and not _is_text(relative):
+                raise BadArgumentError(f"{relative!a}: its name is not valid UTF-8, and cannot be sealed")
+            yield relative, file
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, indent=1, ensure_ascii=True).encode("ascii") + b"\n"
