@@ -108,7 +108,7 @@ def make_seal(path: Path, progress: Progress | None = None) -> Seal:
     files = {}
     for name, file in names:
         before = os.stat(file)
-        found = _read(file, lambda n, name=name, done=done: progress and progress(name, done + n, total))
+        found = _read(file, _from(progress, name, done, total))
         after = os.stat(file)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or found.size != after.st_size:
             raise OSError(f"{file}: changed while it was read; seal a checkpoint after it has been written")
@@ -182,9 +182,7 @@ def differences(path: Path, seal: Seal, progress: Progress | None = None) -> lis
         if name not in found:
             out.append(Difference(name, "missing", ""))
         else:
-            out += _difference(
-                name, found[name], was, lambda n, name=name, done=done: progress and progress(name, done + n, total)
-            )
+            out += _difference(name, found[name], was, _from(progress, name, done, total))
         done += was.size
     return sorted(out, key=lambda d: d.file)
 
@@ -199,6 +197,16 @@ def _difference(name: str, file: Path, was: Sealed, progress: Callable[[int], ob
     except OSError as error:
         return [Difference(name, "altered", f"cannot be read: {error.strerror or error}")]
     return [] if now == was else [Difference(name, "altered", "")]
+
+
+def _from(progress: Progress | None, name: str, done: int, total: int) -> Callable[[int], None]:
+    """Report the bytes read of one file, after `done` bytes of the files before it."""
+
+    def report(nbytes: int) -> None:
+        if progress is not None:
+            progress(name, done + nbytes, total)
+
+    return report
 
 
 def _read(file: Path, progress: Callable[[int], object]) -> Sealed:

@@ -18,6 +18,7 @@ from types import FunctionType
 import numpy as np
 import pytest
 
+import shrinkpoint
 from shrinkpoint import kernels
 
 HOME = Path(__file__).parents[2]

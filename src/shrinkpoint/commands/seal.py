@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,14 +42,18 @@ def seal(
     for path in paths:
         with bytes_done(f"seal {path}", quiet=as_json) as progress:
             made = make_seal(path, progress)
-        target, data = seal_path(path), to_bytes(made)
-        write_file(target, force, lambda file, data=data: file.write_bytes(data))
+        target = seal_path(path)
+        write_file(target, force, partial(_write, to_bytes(made)))
         nbytes = sum(f.size for f in made.files.values())
         written.append({"path": str(path), "seal": str(target), "files": len(made.files), "nbytes": nbytes})
         if not as_json:
             line(f"{target}: {len(made.files)} files, {size(nbytes)}")
     if as_json:
         emit({"sealed": written})
+
+
+def _write(data: bytes, file: Path) -> None:
+    file.write_bytes(data)
 
 
 def verify_sealed(path: Path, quiet: bool) -> list[Difference]:
