@@ -220,10 +220,10 @@ def __dir__() -> list[str]:
 
 
 def make_callable(module: str, function: Callable[..., Any]) -> None:
-    """Let a module that has the name of its function be called as that function.
+    """Make a module callable as the function that has the module's name.
 
-    An import of the module puts it where the package's attribute of that name is, whatever stood there before; so the
-    attribute is always the module, and calling it always works.
+    An import of the module replaces the package's attribute of that name; so the
+    attribute is always the module, and calling it works.
     """
     members = {
         "__call__": staticmethod(function),

@@ -1,4 +1,4 @@
-"""How far an approximation is from the array it stands for, in one pass."""
+"""How far an approximation is from the original array, measured in one pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class Distortion:
 
     @property
     def relative_l2(self) -> float:
-        """||y - x|| / ||x||; 0 for arrays that are equal. What is too small for a float is the smallest normal one."""
+        """Relative L2 error ||y - x|| / ||x||; 0 only for equal arrays.
+
+        A result that underflows is the smallest normal float.
+        """
         if self.squared_error == 0.0:
             return sys.float_info.min if self.largest_relative else 0.0
         return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else math.inf

@@ -1,4 +1,7 @@
-"""The checks of arguments that all public modules share. Each takes constant time: none reads an array."""
+"""Argument checks that all public kernel modules share.
+
+Each takes constant time: none reads an array's elements.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ T = TypeVar("T")
 
 
 def check_arrays(**named: Array) -> None:
-    """Refuse what no back end can read; the keywords are the names of the arguments.
+    """Refuse arguments that are not arrays which a back end can read.
 
     Raises:
         BadArgumentError: not an array, one spread over several devices, or a torch tensor that is not dense memory on a
@@ -75,14 +78,16 @@ def _check_tensor(name: str, x: Any) -> None:
 def array(
     name: str, x: Any, dtypes: Collection[str], shape: int | tuple[int, ...] | None = None, *, host: bool = False
 ) -> Array:
-    """`x` itself if it is an array of one of these dtypes and of this shape; raises BadArgumentError otherwise.
+    """Return `x` if it is an array of one of the dtypes and of the given shape.
+
+    Raises BadArgumentError otherwise.
 
     Args:
         name: of the argument.
-        x: what is checked.
-        dtypes: their names.
+        x: the argument's value.
+        dtypes: names of the allowed dtypes.
         shape: or the number of axes alone; None: any.
-        host: whether one on a GPU is refused, not copied, for what is sequential and runs on the CPU only.
+        host: whether an array on a GPU is refused (not copied), for functions that run on the CPU only.
     """
     if not isinstance(x, np.ndarray):
         _check_foreign(name, x)
@@ -99,11 +104,11 @@ def array(
 
 
 def same_device(name: str, x: Array, other: str, y: Array) -> None:
-    """Raise BadArgumentError unless x and y live on the same device: both on the host, or both on one GPU."""
+    """Raise BadArgumentError unless x and y live on one device: the host, or one GPU."""
     first, second = device_of(x), device_of(y)
     if on_gpu(x) != on_gpu(y) or first != second:
         where = f" ({_place(first)} and {_place(second)})" if first != second else ""
-        raise BadArgumentError(f"{name} and {other} live on different devices{where}; move one beside the other")
+        raise BadArgumentError(f"{name} and {other} live on different devices{where}; move one of them")
 
 
 def _place(device: tuple[int, int]) -> str:
@@ -112,13 +117,16 @@ def _place(device: tuple[int, int]) -> str:
 
 
 def check_table(name: str, table: Any, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise BadArgumentError unless `table` is a NumPy array, for it is wanted on the host, of this dtype and shape."""
+    """Raise BadArgumentError unless `table` is a NumPy array of this dtype and shape."""
     if not isinstance(table, np.ndarray) or table.dtype != dtype or table.shape != shape:
         raise BadArgumentError(f"{name} is {shown(table)}; a NumPy array of {dtype} {shape} is needed")
 
 
 def integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
-    """`value` as an int if it is an integer of any library, but no bool, in [low, high]; else BadArgumentError."""
+    """Return `value` as an int if it is an integer of any library within [low, high].
+
+    A bool is not an integer here. Raises BadArgumentError otherwise.
+    """
     found = value if type(value) is int else _index(value)
     if found is None or not low <= found <= high:
         asked = f" in [{low}, {high}]" if high < math.inf else f" of at least {low}" if low > -math.inf else ""
@@ -136,7 +144,10 @@ def _index(value: Any) -> int | None:
 
 
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> float:
-    """`value` as a float if it is a real number, NumPy's too, but no bool, in the range; else BadArgumentError."""
+    """Return `value` as a float if it is a real number within the range.
+
+    NumPy's numbers count, bools do not. Raises BadArgumentError otherwise.
+    """
     try:
         found = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:
@@ -148,21 +159,24 @@ def number(name: str, value: Any, low: float, high: float, *, open_low: bool = F
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a bool if it is one; raises BadArgumentError otherwise."""
+    """Return `value` as a bool if it is one; raise BadArgumentError otherwise."""
     if not isinstance(value, bool | np.bool_):
         raise BadArgumentError(f"{name} is {shown(value)}; it must be True or False")
     return bool(value)
 
 
 def choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """`value` if it is one of these strings; raises BadArgumentError otherwise."""
+    """Return `value` if it is one of the given strings; raise BadArgumentError otherwise."""
     if not isinstance(value, str) or value not in choices:
         raise BadArgumentError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
     return value
 
 
 def or_none(name: str, value: Any, check: Callable[..., T], *limits: Any, **how: Any) -> T | None:
-    """None, or what `check` makes of a value; raises BadArgumentError where that does."""
+    """Return None for None, else the value that `check` returns.
+
+    Raises BadArgumentError where `check` does.
+    """
     try:
         return None if value is None else check(name, value, *limits, **how)
     except BadArgumentError as error:
@@ -170,7 +184,9 @@ def or_none(name: str, value: Any, check: Callable[..., T], *limits: Any, **how:
 
 
 def check_field(of: Any, name: str, check: Callable[..., Any], *limits: Any, **how: Any) -> None:
-    """Put what `check` makes of a field of a frozen dataclass in its place: what is equal is stored alike.
+    """Replace a field of a frozen dataclass by its checked and converted value.
+
+    So equal configurations hold equal Python objects, independent of the library that their numbers came from.
 
     Raises:
         BadArgumentError: the check does.
@@ -179,7 +195,7 @@ def check_field(of: Any, name: str, check: Callable[..., Any], *limits: Any, **h
 
 
 def sequence(name: str, items: Any) -> list[Any]:
-    """`items` as a list if they are a sequence, of whatever; raises BadArgumentError otherwise."""
+    """Return `items` as a list; raise BadArgumentError if they are not a sequence."""
     try:
         return list(items)
     except (TypeError, RuntimeError, NotImplementedError):
@@ -187,7 +203,7 @@ def sequence(name: str, items: Any) -> list[Any]:
 
 
 def strings(name: str, values: Any) -> tuple[str, ...]:
-    """`values` as a tuple if they are non-empty strings, any number of them; raises BadArgumentError otherwise."""
+    """Return `values` as a tuple if they are non-empty strings; else raise BadArgumentError."""
     if not isinstance(values, str):
         with suppress(TypeError):
             listed = tuple(values)
@@ -197,7 +213,7 @@ def strings(name: str, values: Any) -> tuple[str, ...]:
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
-    """`value` if it can be called; raises BadArgumentError otherwise."""
+    """Return `value` if it can be called; raise BadArgumentError otherwise."""
     if not callable(value):
         raise BadArgumentError(f"{name} is {shown(value)}; something to call is needed")
     called: Callable[..., Any] = value
@@ -205,14 +221,17 @@ def function(name: str, value: Any) -> Callable[..., Any]:
 
 
 def instance(name: str, value: Any, kind: type[T]) -> T:
-    """`value` if it is a `kind`; raises BadArgumentError otherwise."""
+    """Return `value` if it is an instance of `kind`; raise BadArgumentError otherwise."""
     if not isinstance(value, kind):
         raise BadArgumentError(f"{name} is {shown(value)}; a {kind.__name__} is needed")
     return value
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: a short one as it is, of an array dtype and shape, of anything else the type."""
+    """Describe a value for an error message.
+
+    Short scalars and strings as written, NumPy arrays by dtype and shape, other values by their type.
+    """
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     if value is None or (isinstance(value, Real | str | bytes | type) and len(repr(value)) < 100):

@@ -1,6 +1,6 @@
-"""Arrays of any library: which dtype, which device, as NumPy or torch, and back again.
+"""Conversion between array libraries: dtype names, devices, NumPy and torch views, and back.
 
-The compiled back ends work on NumPy arrays (CPU) and torch CUDA tensors (GPU). Whatever array-API array comes in is
+The compiled back ends work on NumPy arrays (CPU) and torch CUDA tensors (GPU). Any array-API array is
 viewed as one of these without a copy where the library allows (DLPack), and results go back to the caller's library.
 """
 
@@ -27,7 +27,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def is_torch(x: Array) -> bool:
-    """Whether x is a torch tensor, without importing torch for those who do not use it."""
+    """Whether x is a torch tensor; torch is not imported to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -44,7 +44,7 @@ def on_gpu(x: Array) -> bool:
 
 
 def device_of(x: Array) -> tuple[int, int]:
-    """DLPack's kind and number of the device x lives on; all of a host's memory is (1, 0)."""
+    """DLPack's kind and number of the device x lives on; (1, 0) for any host memory."""
     if isinstance(x, np.ndarray):
         return 1, 0
     if is_torch(x):
@@ -54,7 +54,7 @@ def device_of(x: Array) -> tuple[int, int]:
 
 
 def back_end(x: Array, subject: str) -> ModuleType:
-    """The module that computes `subject` where x lives: `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`."""
+    """Return `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`, by the device of x."""
     return _module("gpu" if on_gpu(x) else "cpu", subject)
 
 
@@ -64,7 +64,7 @@ def _module(where: str, subject: str) -> ModuleType:
 
 
 def dtype_name(x: Array) -> str:
-    """Name of x's dtype without its library's prefix: `torch.bfloat16` is `bfloat16`, `<f4` is `float32`."""
+    """Name of x's dtype without its library: `torch.bfloat16` is `bfloat16`, `<f4` is `float32`."""
     return _name_of(x.dtype.__class__.__module__, x.dtype)
 
 
@@ -76,7 +76,9 @@ def _name_of(library: str, dtype: Any) -> str:
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:
-    """A CPU array as NumPy, contiguous, without a copy where possible; bfloat16 comes as its uint16 bit patterns.
+    """Return a CPU array as contiguous NumPy, without a copy where possible.
+
+    bfloat16 comes as its uint16 bit patterns.
 
     Raises:
         BadArgumentError: its library does not let its memory be read, as of an array that is being vectorized.
@@ -106,12 +108,15 @@ def to_numpy(x: Array) -> np.ndarray[Any, Any]:
 
 
 def to_host(x: Array) -> np.ndarray[Any, Any]:
-    """An array of any device as NumPy, copied from the GPU if it lives there; bfloat16 as in `to_numpy`."""
+    """Return an array of any device as NumPy, copied from the GPU if it lives there.
+
+    bfloat16 as in `to_numpy`.
+    """
     if isinstance(x, np.ndarray) or not on_gpu(x):
         return to_numpy(x)
     if is_torch(x):
         return to_numpy(x.detach().cpu())
-    if hasattr(x, "get"):  # CuPy, which copies to the host only when told to
+    if hasattr(x, "get"):  # CuPy copies to the host only on request
         return to_numpy(x.get())
     from torch.utils.dlpack import from_dlpack
 
@@ -119,12 +124,12 @@ def to_host(x: Array) -> np.ndarray[Any, Any]:
 
 
 def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bit patterns of a contiguous NumPy array as unsigned integers of the same width, no copy."""
+    """View a contiguous NumPy array as unsigned integers of the same width, without a copy."""
     return x.reshape(-1).view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, rounded: bool = False) -> Array:
-    """`result` in the library of `x`, and on its device.
+    """Return `result` in the library of `x` and on its device.
 
     JAX has no 64-bit dtypes unless `jax_enable_x64` is set. There int64 comes as int32 if every value fits.
 
@@ -156,10 +161,10 @@ def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, ro
 
 
 def _check_same_values(result: np.ndarray[Any, Any], out: Array) -> None:
-    """Raise BadArgumentError unless `out`, which a library has made of int64, is int32 and holds the same numbers."""
+    """Raise BadArgumentError unless a library's int32 version of int64 holds the same numbers."""
     if result.dtype == np.int64 and dtype_name(out) == "int32" and (result == result.astype(np.int32)).all():
         return
     raise BadArgumentError(
-        f"the result is {result.dtype}, of which {type(out).__module__.partition('.')[0]} makes {dtype_name(out)}, "
-        "which is not the same; JAX has 64-bit numbers after jax.config.update('jax_enable_x64', True)"
+        f"the result is {result.dtype}, which {type(out).__module__.partition('.')[0]} turns into {dtype_name(out)}, "
+        "so values would change; JAX has 64-bit numbers after jax.config.update('jax_enable_x64', True)"
     )

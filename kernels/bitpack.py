@@ -1,4 +1,4 @@
-"""Integers of a fixed width, packed bit after bit."""
+"""Packing of integers with a fixed number of bits each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def pack_bits(values: Array, width: int) -> Array:
-    """Value i in bits `i * width ... (i + 1) * width - 1` of the result, both counted from the least significant bit.
+    """Pack integers with `width` bits each, the first value in the lowest bits.
+
+    Value i takes bits `i * width ... (i + 1) * width - 1` of the result, counted from the least significant bit.
 
     Args:
         values: uint8[n], uint16[n] or uint32[n], each below `2**width`.
@@ -37,7 +39,7 @@ def pack_bits(values: Array, width: int) -> Array:
 
 
 def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -> Array:
-    """The n values packed in `data`: the inverse of `pack_bits`.
+    """Return the n values that `pack_bits` packed into `data`.
 
     Args:
         data: uint8[ceil(n * width / 8)] or as many bytes.

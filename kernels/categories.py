@@ -1,6 +1,6 @@
-"""Magnitude categories: an unsigned integer as one byte that says how large it is, and its remaining bits as they are.
+"""Magnitude categories: an unsigned integer as a size class of one byte plus its low bits.
 
-What is left of a difference is a size, which an entropy coder likes, and digits, which are noise.
+The size of a difference is predictable and goes to the entropy coder; its low digits are noise and stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ WIDTHS = {"uint16": 16, "uint32": 32, "uint64": 64}
 
 
 def most_bits(width: int) -> int:
-    """The largest `bits` for integers of this width, so that a category is a byte: 3 up to 32 bits, 2 for 64."""
+    """Largest `bits` for which categories of integers of this width fit one byte.
+
+    3 up to 32 bits, 2 for 64.
+    """
     return 3 if width <= 32 else 2
 
 
@@ -33,7 +36,7 @@ def category_count(width: int, bits: int) -> int:
 
 
 def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
-    """The category of each value, and the bits that it leaves open.
+    """Split each value into its category and the low bits that the category leaves open.
 
     With L the bit length of `v | 2**bits` and `k = L - 1 - bits` the number of low bits that are left open,
 
@@ -68,7 +71,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
 
 
 def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: str) -> Array:
-    """The values whose categories and extra bits these are: the inverse of `split_categories`.
+    """Return the values with these categories and extra bits: the inverse of `split_categories`.
 
     Args:
         categories: uint8[n].

@@ -1,4 +1,6 @@
-"""Cluster quantization of optimizer states: up to 16 clusters by normal quantiles, 8 bits an element within each.
+"""Cluster quantization of optimizer states: up to 16 clusters, 8 bits per element in each.
+
+The clusters are separated by normal quantiles.
 
 Everything per element is in float32, each operation rounded once, to nearest even, in the order written, without fused
 multiply-add; mean and deviation are in float64, summed in one fixed tree. Input of another width is first rounded to
@@ -37,7 +39,7 @@ SHIFT = 16
 
 
 class Clusters(NamedTuple):
-    """Quantized array of n elements in m clusters: codes and labels uint8 [n], scale and minimum float32 [m]."""
+    """A quantized array: codes and labels uint8 [n]; scale and minimum float32 [m] per cluster."""
 
     codes: Array
     labels: Array
@@ -46,7 +48,9 @@ class Clusters(NamedTuple):
 
 
 def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
-    """Each element as its cluster's number and its place in that cluster's range, on the 8-bit dynamic map.
+    """Quantize each element to 8 bits within the value range of its cluster.
+
+    The code is the element's position in that range on the 8-bit dynamic map.
 
     The sums S1 of x and S2 of x * x (exact in float64) run over blocks of 1024 in C order, zeros filled in at the end:
     in a block s, `s[i] + s[i + 512]` for i < 512, then `s[i] + s[i + 256]` for i < 256, and so on down to one number.
@@ -82,7 +86,9 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
 
 
 def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array) -> Array:
-    """The values of cluster codes: `map[code] * scale[label] + minimum[label]`, two roundings in float32.
+    """Values of cluster codes: `map[code] * scale[label] + minimum[label]` in float32.
+
+    Two roundings.
 
     Args:
         codes: uint8 [n].
@@ -117,7 +123,9 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
 
 
 def normal_quantiles(clusters: int) -> tuple[float, ...]:
-    """z_k with a share k / clusters of a standard normal below it, k = 1 ... clusters - 1, to nine decimals.
+    """Quantiles that split the standard normal distribution into equally likely parts.
+
+    z_k has a share k / clusters below it, k = 1 ... clusters - 1, to nine decimals.
 
     Nine decimals, because the last bits of the inverse differ between mathematical libraries.
 
@@ -140,7 +148,9 @@ def _quantiles(clusters: int) -> tuple[float, ...]:
 
 
 def boundaries(total: float, squares: float, n: int, clusters: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The boundaries t_k, ascending, from the sums S1 and S2 of n elements; float32 [clusters - 1].
+    """Boundaries t_k between clusters from the sums S1 and S2 of n elements.
+
+    float32 [clusters - 1], ascending.
 
     Raises:
         BadArgumentError: a sum is not finite, so the array is not.
@@ -162,7 +172,9 @@ def boundaries(total: float, squares: float, n: int, clusters: int) -> np.ndarra
 def ranges(
     lowest: np.ndarray[tuple[int], np.dtype[np.float32]], highest: np.ndarray[tuple[int], np.dtype[np.float32]]
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.float32]]]:
-    """Scale and minimum of each cluster from its extremes; an empty one has lowest = inf and highest = -inf.
+    """Scale and minimum of each cluster from its extremes.
+
+    An empty cluster has lowest = inf and highest = -inf.
 
     Raises:
         BadArgumentError: a cluster is wider than float32 can say.
@@ -178,7 +190,9 @@ def ranges(
 
 @cache
 def dynamic_map() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The unsigned 8-bit dynamic map: 256 values from 0 to 1, ascending, finer where they are smaller; float32 [256].
+    """The unsigned 8-bit dynamic map: 256 ascending values in [0, 1], finer near 0.
+
+    float32 [256].
 
     Seven decades; the one with top 10**(e - 6), e = 0 ... 6, is cut from a tenth of its top to its top into 2**(e + 1)
     equal parts. The entries are the midpoints of these 254 parts, and 0 and 1, each rounded once to float32. Unsigned,
@@ -201,7 +215,9 @@ def dynamic_map() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 @cache
 def thresholds() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """`code = number of j with v > thresholds[j]` is the nearest map entry of a float32 v; float32 [256], the last inf.
+    """Limits between the entries of the dynamic map, for finding the nearest entry.
+
+    `code = number of j with v > thresholds[j]` is the entry nearest to a float32 v; float32 [256], the last is inf.
 
     Entry j is the midpoint of map entries j and j + 1, rounded down to float32: for a float32 v, exceeding the one is
     exceeding the other.
@@ -217,7 +233,9 @@ def thresholds() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 @cache
 def first_code() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Lowest code of the float32 values in [0, 1] whose patterns share their upper 16 bits; uint8 [16257].
+    """Lowest code of the float32 values in [0, 1] that share their upper 16 bits.
+
+    uint8 [16257].
 
     No such group holds more than one threshold, so that with c = first_code[pattern(v) >> 16] the code of v is
     `c + (v > thresholds[c])`.
@@ -229,7 +247,7 @@ def first_code() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def unknown_label(label: int, clusters: int) -> CorruptDataError:
-    """The error of a label that names no cluster."""
+    """Return the error for a label without a cluster."""
     return CorruptDataError(f"label {label} names none of {clusters} clusters")
 
 

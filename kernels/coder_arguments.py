@@ -1,4 +1,4 @@
-"""What the public modules of the sequential coders share: the checks of their arguments."""
+"""Argument checks that the public modules of the sequential coders share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 UNSIGNED = ("uint8", "uint16", "uint32")
 COUNTS = ("int64", "int32", "int16", "int8", *UNSIGNED)
-"""What int64 holds exactly, for libraries without it."""
+"""Integer dtypes that int64 holds exactly, for libraries without int64."""
 PLAUSIBLE = 1 << 32
-"""Elements that a machine may well have room for."""
+"""Number of elements up to which a MemoryError is the machine's fault, not the argument's."""
 
 
 def stored_bytes(x: Array | bytes | bytearray | memoryview, *, anywhere: bool = False) -> Array:
-    """Stored bytes as a uint8 array: an array stays what it is, a bytes-like object becomes NumPy without a copy."""
+    """Return stored bytes as a uint8 array; bytes-like objects become NumPy without a copy."""
     if isinstance(x, bytes | bytearray | memoryview):
         return np.frombuffer(x, dtype=np.uint8)
     return array("data", x, ("uint8",), 1, host=not anywhere)
@@ -32,20 +32,22 @@ def stored_bytes(x: Array | bytes | bytearray | memoryview, *, anywhere: bool = 
 
 @contextmanager
 def room_for(n: int) -> Iterator[None]:
-    """Raise BadArgumentError, not MemoryError, where n elements were asked for that no machine has room for.
+    """Turn a MemoryError for an absurd number of elements n into a BadArgumentError.
 
-    That fewer do not fit is no matter of the argument, and stays a MemoryError.
+    For a plausible n the MemoryError stays.
     """
     try:
         yield
     except MemoryError:
         if n <= PLAUSIBLE:
             raise
-        raise BadArgumentError(f"n is {n}; there is no memory for so many elements") from None
+        raise BadArgumentError(f"n is {n}; no machine has memory for so many elements") from None
 
 
 def compiled(x: Array, dtype: type[np.generic] | None = None) -> np.ndarray[Any, Any]:
-    """x as a contiguous NumPy array that may be written to: Numba would compile anew for a read-only one.
+    """Return x as a contiguous, writeable NumPy array.
+
+    Numba would compile a second version for a read-only array.
 
     Args:
         x: any array on the CPU.

@@ -1,5 +1,7 @@
-"""The errors that kernels and decoders raise, and the family of warnings; `codec.errors` adds the errors that only a
-checkpoint can have."""
+"""Errors that kernels and decoders raise, and the base class of all warnings.
+
+`codec.errors` adds the errors that only a checkpoint can have.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,18 @@ class ShrinkpointError(Exception):
 
 
 class BadArgumentError(ShrinkpointError, ValueError):
-    """An argument is out of its range or of the wrong type; the message names it, its value and the limit."""
+    """An argument has the wrong type or is out of range.
+
+    The message gives its name, its value and the limit.
+    """
 
 
 class CorruptDataError(ShrinkpointError, ValueError):
-    """Stored bytes are truncated, altered, or not what they claim to be."""
+    """Stored bytes are truncated, altered or inconsistent."""
 
 
 class ShrinkpointWarning(UserWarning):
-    """Base of every warning of this package: `warnings.simplefilter("error", ShrinkpointWarning)` makes them errors."""
+    """Base of every warning of this package.
+
+    `warnings.simplefilter("error", ShrinkpointWarning)` turns them into errors.
+    """

@@ -1,7 +1,7 @@
-"""Exponent buckets with priority promotion: differences quantized to one value a (sign, exponent) pair.
+"""Exponent buckets with priority promotion: one value per (sign, exponent) of a difference.
 
-A bucket holds the numbers of one sign and one exponent field, so that all is decided on bit patterns. Within a bucket a
-value is a straight line over its pattern, hence the mean of two values is the mean of their patterns.
+A bucket holds the numbers of one sign and one exponent field, so every decision is made on bit patterns. Within a
+bucket the value is a linear function of the pattern, hence the mean of two values is the mean of their patterns.
 
 Source: LC-Checkpoint, section 3.1.1.
 """
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
 
 MAX_BITS = 12
-"""Bits of a level that tell all (sign, exponent) pairs of float64 apart, and zero."""
+"""Bits of a level with which all (sign, exponent) pairs of float64, and zero, are distinct."""
 
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """What the buckets of an array hold, on the host; E = 2**(exponent bits) exponent fields.
+    """Counts and extremes of the exponent buckets of an array, on the host.
+
+    E = 2**(exponent bits) exponent fields.
 
     Args:
         counts: int64 [2, E], number of elements by sign (row 0 positive, row 1 negative) and exponent field. Field 0
-            counts the subnormals, field E - 1 what is not finite.
+            counts the subnormals, field E - 1 infinities and NaNs.
         lowest: int64 [2, E], pattern without sign of the smallest magnitude in each bucket, 0 for an empty one.
         highest: int64 [2, E], the same of the largest magnitude.
         zeros: number of zeros of either sign; they are in no bucket.
@@ -48,12 +50,12 @@ class Buckets:
 
 @dataclass(frozen=True, eq=False)
 class Promotion:
-    """The buckets that are kept, on the host.
+    """The buckets that are kept, with their values, on the host.
 
     Args:
         codebook: unsigned patterns [k + 1] of the width of `format`: 0 first, then one value a kept bucket, by rank.
         table: uint8 or, for more than 8 bits, uint16 [2 E]: level of each bucket by `sign * E + field` (the pattern
-            shifted right past the mantissa); 0 for what is not kept.
+            shifted right past the mantissa); 0 for a bucket that is dropped.
         format: name of the float format.
 
     Raises:
@@ -74,10 +76,10 @@ class Promotion:
 
 
 def exponent_buckets(x: Array) -> Buckets:
-    """Count, smallest and largest magnitude of every (sign, exponent field) pair in x.
+    """Count the elements of each (sign, exponent field) and find their extremes.
 
     Args:
-        x: array of any shape, float16, bfloat16, float32 or float64. What is not finite is counted, not refused.
+        x: array of any shape, float16, bfloat16, float32 or float64. Infinities and NaNs are counted, not refused.
 
     Returns:
         Buckets, on the host.
@@ -100,7 +102,7 @@ def exponent_buckets(x: Array) -> Buckets:
 
 
 def merge_buckets(first: Buckets, *rest: Buckets) -> Buckets:
-    """The buckets of several arrays together, as if the arrays were one.
+    """Combine the buckets of several arrays as if the arrays were one.
 
     Raises:
         BadArgumentError: the formats differ.
@@ -124,7 +126,9 @@ def merge_buckets(first: Buckets, *rest: Buckets) -> Buckets:
 
 
 def promote(buckets: Buckets, bits: int) -> Promotion:
-    """Priority promotion: keep the 2**bits - 1 nonempty buckets of largest exponent, the rest becomes 0.
+    """Keep the 2**bits - 1 nonempty buckets with the largest exponents (priority promotion).
+
+    Elements of the other buckets become 0.
 
     Rank is by falling exponent field, of equal ones the positive bucket first. With a and b the patterns (without sign)
     of a bucket's smallest and largest magnitude, its value has the pattern of (a + b) / 2, halves rounded to even: the
@@ -166,7 +170,7 @@ def promote(buckets: Buckets, bits: int) -> Promotion:
 
 
 def exponent_quantize(x: Array, promotion: Promotion) -> Array:
-    """The level of each element: 0 for zero and for what is not kept, else the rank of its bucket.
+    """Level of each element: the rank of its bucket, 0 for zero and for dropped buckets.
 
         level = table[pattern >> mantissa bits] if pattern without sign != 0 else 0
 
@@ -192,7 +196,7 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
 
 
 def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
-    """The patterns of the codebook values that levels stand for: `codebook[level]`.
+    """Bit patterns of the codebook values of levels: `codebook[level]`.
 
     Patterns, as from `planes.merge_planes`, so that bfloat16 needs no NumPy dtype: the caller views them as floats.
 
@@ -225,12 +229,12 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
 
 
 def unknown_level(level: int, entries: int) -> CorruptDataError:
-    """The error of a level that has no codebook entry."""
+    """Return the error for a level without a codebook entry."""
     return CorruptDataError(f"level {level} has no entry in a codebook of {entries}")
 
 
 def _middle(buckets: Buckets, fmt: FloatFormat, sign: int, field: int) -> int:
-    """Pattern, sign included, of the mean of a bucket's smallest and largest value."""
+    """Pattern, with sign, of the mean of a bucket's smallest and largest value."""
     total = int(buckets.lowest[sign, field]) + int(buckets.highest[sign, field])
     half = total >> 1
     return half + (total & half & 1) | sign << (fmt.width - 1)

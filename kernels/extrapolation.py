@@ -1,4 +1,4 @@
-"""Arrays continued the way they went: where a value would be after as much, or more, of the same change again."""
+"""Linear extrapolation of an array from two earlier states of it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
-    """Each value moved on from x by `factor` times its way from `earlier` to x.
+    """Continue the change from `earlier` to x by `factor` times its size.
 
         out = x + (x - earlier) * factor;  x itself where that is not finite
 
-    in float32, in float64 where x is: both arrays are converted first (a float64 `earlier` beside a narrower x is
+    in float32, in float64 where x is: both arrays are converted first (a float64 `earlier` of a narrower x is
     rounded to float32), as is the factor; then each operation is rounded once, in this order, without fused
-    multiply-add. A NaN in x is the positive quiet NaN in the result, whatever its payload.
+    multiply-add. A NaN in x becomes the positive quiet NaN; its payload is lost.
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64.
@@ -40,8 +40,8 @@ def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
         >>> extrapolate(np.array([1.0, 2.0, np.inf]), np.array([0.5, 2.0, 0.0]), 3.0).tolist()
         [2.5, 2.0, inf]
 
-    Source: the extrapolation of Nesterov 1983; here for an encoder that aims ahead of where a training takes its
-        weights (docs/decisions/drift.md).
+    Source: the extrapolation of Nesterov 1983; here for an encoder that aims ahead in the direction in which
+        training moves the weights (docs/decisions/drift.md).
     """
     array("x", x, FORMATS)
     same_device("x", x, "earlier", array("earlier", earlier, FORMATS, x.shape))

@@ -1,4 +1,4 @@
-"""Float formats as integers: field widths, and the log buckets that are nothing but shifted bit patterns."""
+"""Float formats as integers: field widths, and log buckets, which are shifted bit patterns."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ FORMATS: dict[str, FloatFormat] = {
 
 
 def format_named(name: str) -> FloatFormat:
-    """The format of dtype `name`; raises BadArgumentError for a dtype that has no log buckets."""
+    """Return the format of dtype `name`; raise BadArgumentError if it has no log buckets."""
     if not isinstance(name, str) or name not in FORMATS:
         raise BadArgumentError(f"dtype {name} has no log buckets; one of {', '.join(FORMATS)} is needed")
     return FORMATS[name]
 
 
 def bits_for(alpha: float, fmt: FloatFormat) -> int:
-    """Smallest b whose buckets keep the relative error within `alpha`: `2**-(b + 1) <= alpha`, capped at the mantissa.
+    """Smallest number of sub-bucket bits that keeps the relative error within `alpha`.
+
+    That is the smallest b with `2**-(b + 1) <= alpha`, capped at the mantissa.
 
     Args:
         alpha: relative error asked for, 0 < alpha < 1; 0.01 gives b = 6.

@@ -1,4 +1,4 @@
-"""Values on a uniform grid in units of a scale: an optimizer's first moment in units of its update."""
+"""Values on a uniform grid in units of a scale: a first moment in units of its update."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 ESCAPE = 0
-"""Symbol of an element that is on no grid: not finite, too far out, or not zero where its scale is."""
+"""Symbol of an element without a grid point: not finite, too far out, or nonzero where its scale is zero."""
 FARTHEST = 127
 """Largest grid point that has a symbol."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, Floats]:
-    """The grid point of each element, as a symbol, and what its symbol's mean is made of.
+    """Symbol of the nearest grid point of each element, with sums and counts by symbol.
 
-        q = rint((x / sqrt(square)) / step);  symbol = 1 + 2 |q| - (q < 0);  0 (escape) where that is no grid point
+        q = rint((x / sqrt(square)) / step);  symbol = 1 + 2 |q| - (q < 0);  0 (escape) without a grid point
 
     in float32, each operation rounded once, ties to even. Where `square` is 0, x = 0 is grid point 0; all else escapes.
 
@@ -55,7 +55,9 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
 
 
 def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
-    """The elements again: `table[symbol] * sqrt(square)`, in float32, each operation rounded once.
+    """Values of grid symbols: `table[symbol] * sqrt(square)` in float32.
+
+    Each operation is rounded once.
 
     Args:
         symbols: uint8 [n].

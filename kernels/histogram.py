@@ -1,4 +1,4 @@
-"""Log-bucket histograms: the sketch from which quantiles, pruning thresholds and codebooks are read.
+"""Log-bucket histograms, the source of quantiles, pruning thresholds and codebooks.
 
 The bucket of a float is its own bit pattern shifted right (`docs/kernels.md`), so counting needs no logarithm, merging
 is addition, and every back end gives the same counts.
@@ -45,8 +45,8 @@ class Histogram:
 
     Args:
         counts: int64, `J + 2` entries (magnitudes) or `2 J + 2` (signed), `J = FORMATS[format].buckets(bits)`; the last
-            one counts what is not finite. Signed: `J - j` is magnitude bucket j of negative values, `J` zero (of either
-            sign), `J + j` positive values.
+            one counts infinities and NaNs. Signed: `J - j` is magnitude bucket j of negative values, `J` zero (of
+            either sign), `J + j` positive values.
         bits: sub-bucket bits b, 0 ... 12 and at most the format's mantissa; an octave has `2**b` buckets.
         format: name of the float format whose values were counted.
         signed: whether negative values have buckets of their own.
@@ -75,7 +75,9 @@ class Histogram:
         return int(self.counts[:-1].sum())
 
     def values(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Value of each bucket but the last (float64, ascending): the midpoint, exact in the format.
+        """Value of each bucket but the last: its midpoint, exact in the format.
+
+        float64, ascending.
 
         A bucket narrower than one unit in the last place (among the smallest subnormals, or at full mantissa) holds one
         value, which is its value; one that can hold none takes the next value above.
@@ -84,7 +86,9 @@ class Histogram:
         return _both_signs(fmt, self.bits) if self.signed else _bucket_edges(fmt, self.bits, midpoint=True)
 
     def lower_bounds(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Smallest magnitude in each bucket but the last (float64, ascending; 0 for the zero bucket).
+        """Smallest magnitude in each bucket but the last.
+
+        float64, ascending; 0 for the zero bucket.
 
         `|x| < lower_bounds()[j]` holds exactly for the elements counted in the buckets below j: thresholds are read
         from here. A bucket that can hold no value takes the next value above.
@@ -97,7 +101,10 @@ class Histogram:
         return _bucket_edges(FORMATS[self.format], self.bits, midpoint=False)
 
     def magnitude(self) -> Histogram:
-        """The histogram of |x|: negative buckets folded onto the positive ones; a magnitude histogram as it is."""
+        """Histogram of |x|: negative buckets are added to the positive ones.
+
+        A magnitude histogram is returned unchanged.
+        """
         if not self.signed:
             return self
         middle = (self.counts.size - 2) // 2
@@ -108,7 +115,7 @@ class Histogram:
 
 @lru_cache(64)
 def _bucket_edges(fmt: FloatFormat, bits: int, *, midpoint: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Midpoint or smallest member of magnitude buckets 0 ... J, as float64 (exact: every format fits)."""
+    """Midpoint or smallest member of magnitude buckets 0 ... J, exact in float64."""
     j = np.arange(fmt.buckets(bits), dtype=np.int64)
     octave, fraction = j >> bits, j & ((1 << bits) - 1)
     significand = (1 << bits) + fraction  # bucket = [significand, significand + 1) * 2**(octave - bits) smallest units
@@ -135,7 +142,10 @@ def _both_signs(fmt: FloatFormat, bits: int) -> np.ndarray[Any, np.dtype[np.floa
 
 
 def target(x: Array, gradient: Array | None, bits: int) -> tuple[FloatFormat, int]:
-    """Format and sub-bucket bits of `log_histogram(x, bits, gradient=gradient)`: the product's, bits capped there."""
+    """Format and sub-bucket bits of the histogram that `log_histogram` would return.
+
+    With a gradient the format is the product's; the bits are capped at its mantissa.
+    """
     name = dtype_name(x)
     if gradient is not None:
         name = product_format(x, gradient)
@@ -149,7 +159,7 @@ def product_format(x: Array, gradient: Array) -> str:
 
 
 def check_gradient(x: Array, gradient: Array) -> None:
-    """Refuse a gradient whose shape, dtype or device does not fit x."""
+    """Raise BadArgumentError if the shape, dtype or device of a gradient does not fit x."""
     array("gradient", gradient, FORMATS, x.shape)
     same_device("gradient", gradient, "x", x)
 
@@ -175,15 +185,15 @@ def _check_options(bits: int, signed: bool, *, with_gradient: bool) -> tuple[int
 
 
 def _check_many(xs: Sequence[Array], gradients: Sequence[Array | None] | None) -> tuple[list[Array], list[Any]]:
-    """Lists of arrays on one device, and of a gradient or None for each."""
+    """Return checked lists of arrays on one device and of their gradients (or None)."""
     arrays = sequence("xs", xs)
-    beside = [None] * len(arrays) if gradients is None else sequence("gradients", gradients)
-    if len(beside) != len(arrays):
-        raise BadArgumentError(f"{len(arrays)} arrays, but {len(beside)} gradients")
-    for x, gradient in zip(arrays, beside, strict=True):
+    paired = [None] * len(arrays) if gradients is None else sequence("gradients", gradients)
+    if len(paired) != len(arrays):
+        raise BadArgumentError(f"{len(arrays)} arrays, but {len(paired)} gradients")
+    for x, gradient in zip(arrays, paired, strict=True):
         _check_values(x, gradient)
         same_device("the first array", arrays[0], "another", x)
-    return arrays, beside
+    return arrays, paired
 
 
 def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None) -> Histogram:
@@ -200,7 +210,7 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
             float64 if either is float64, else in float32 (the product is never stored whole). Magnitudes only.
 
     Returns:
-        The histogram, on the host whatever the device of x; infinities and NaNs (of the product, with a gradient; an
+        The histogram, always on the host; infinities and NaNs (of the product, with a gradient; an
         overflowing product too) are in its last counter.
 
     Raises:
@@ -223,7 +233,9 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
 def log_histogram_many(
     xs: Sequence[Array], bits: int, *, signed: bool = False, gradients: Sequence[Array | None] | None = None
 ) -> list[Histogram]:
-    """`log_histogram` of many arrays in one call: on a GPU one launch for all of a dtype, on the CPU one after another.
+    """Histograms of many arrays in one call, as `log_histogram` returns them.
+
+    On a GPU one launch for all arrays of a dtype, on the CPU one array after another.
 
     Args:
         xs: arrays on one device, each as x of `log_histogram`; dtypes and shapes may differ.
@@ -254,11 +266,13 @@ def log_histogram_many(
 
 
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
-    """Signed histogram of those x that `assign` gives a codebook level: neither pruned nor protected.
+    """Signed histogram of the elements that get a codebook level from `assign`.
+
+    These are the elements that are neither pruned nor protected.
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64.
-        thresholds: what is pruned and what is protected; see `Thresholds`.
+        thresholds: the pruning and protection limits; see `Thresholds`.
         bits: sub-bucket bits, 0 ... 12, capped at x's mantissa.
         gradient: as in `assign`; without it the two sensitivity thresholds have no effect.
 
@@ -275,7 +289,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
         >>> kept_histogram(x, Thresholds(protect_magnitude=4.0, prune_magnitude=0.1), 6).total
         2
 
-    Source: Inshrinkerator, section 4.3: the codebook is fitted on what is neither pruned nor protected.
+    Source: Inshrinkerator, section 4.3: the codebook is fitted to the elements neither pruned nor protected.
     """
     _check_values(x, gradient)
     bits = integer("bits", bits, 0, MAX_BITS)
@@ -291,7 +305,9 @@ def kept_histogram_many(
     *,
     gradients: Sequence[Array | None] | None = None,
 ) -> list[Histogram]:
-    """`kept_histogram` of many arrays in one call: on a GPU one launch for all of a dtype, on the CPU one by one.
+    """Signed histograms of many arrays in one call, as `kept_histogram` returns them.
+
+    On a GPU one launch for all arrays of a dtype, on the CPU one array after another.
 
     Args:
         xs: arrays on one device, each as x of `kept_histogram`; dtypes and shapes may differ.
@@ -377,12 +393,14 @@ def merge(*histograms: Histogram) -> Histogram:
 
 
 def quantile(histogram: Histogram, q: float) -> float:
-    """Value of the bucket that holds the element of rank `floor(q * (n - 1))` in ascending order, n = `total`.
+    """Value of the bucket that holds the q-quantile of the counted values.
+
+    The element of rank `floor(q * (n - 1))` in ascending order, n = `total`.
 
     `|result - exact| <= 2**-(bits + 1) * |exact|` against the exact order statistic of the counted values.
 
     Args:
-        histogram: signed or of magnitudes; what is not finite has no rank.
+        histogram: signed or of magnitudes; infinities and NaNs have no rank.
         q: 0 ... 1.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Canonical Huffman codes of limited length, in several streams that decode side by side."""
+"""Canonical Huffman codes of limited length, in several streams that decode in parallel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
 
 
 def huffman_codes(lengths: Array) -> Array:
-    """The canonical codes of `lengths`: shorter codes first, equal lengths in the order of the symbols.
+    """Canonical codes with these lengths: short codes first, ties in the order of the symbols.
 
     Args:
         lengths: uint8[S], each 0 ... 24, with `sum(2**-lengths) = 1` over those above zero, or a single 1, or none.
@@ -71,7 +71,9 @@ def huffman_codes(lengths: Array) -> Array:
 
 
 def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
-    """The canonical codes of `symbols`, most significant bit first, in `streams` equal parts of the symbols.
+    """Encode symbols by their canonical Huffman codes in several streams.
+
+    Codes are written most significant bit first; each stream holds an equal part of the symbols.
 
     Part k holds symbols `k * q ... (k + 1) * q - 1` with `q = ceil(n / streams)`, and is filled with zero bits to whole
     bytes. The sizes of all parts but the last stand in front of them.
@@ -103,7 +105,7 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
 
 
 def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
-    """The n symbols in `data`: the inverse of `huffman_encode`.
+    """Return the n symbols that `huffman_encode` encoded into `data`.
 
     Args:
         data: uint8[m] or bytes.
@@ -133,7 +135,7 @@ def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "ui
 
 
 def pack_lengths(lengths: Array) -> bytes:
-    """The table of code lengths as bytes.
+    """Encode a table of code lengths as bytes.
 
     Args:
         lengths: uint8[S] as for `huffman_codes`.
@@ -153,10 +155,10 @@ def pack_lengths(lengths: Array) -> bytes:
 
 
 def unpack_lengths(data: Array | bytes, S: int) -> Array:
-    """The table of code lengths in `data`: the inverse of `pack_lengths`.
+    """Decode a table of code lengths: the inverse of `pack_lengths`.
 
     Args:
-        data: uint8[m] or bytes, all of which belong to the table.
+        data: uint8[m] or bytes; the table uses every byte.
         S: number of symbols, 1 ... 65536.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Products of small integers with a matrix of them: what a low-rank estimate of a matrix is made of, exactly.
+"""Exact integer products of a matrix with low-rank factors, for low-rank prediction.
 
 A matrix of R C integers is estimated by p[i, j] = sum over k < r of a[i, k] b[j, k], a and b of one byte an entry.
-Everything is an integer, so that who writes and who reads a stream agree on every estimate, on every machine.
+Everything is an integer, so the writer and the reader of a stream compute the same estimates on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _MOST = 2**52
 
 
 def _factor(name: str, factor: Array, lines: int | None = None) -> tuple[int, int]:
-    """Lines and rank of a factor, an int8 array of two dimensions on the host; any lines but none, or just so many."""
+    """Check a factor, an int8 matrix on the host, and return its number of lines and its rank.
+
+    Without `lines` any positive number of lines is allowed.
+    """
     array(name, factor, ("int8",), 2, host=True)
     if not 1 <= factor.shape[1] <= MOST_RANK:
         raise BadArgumentError(f"{name} has shape {tuple(factor.shape)}; (lines, 1 ... {MOST_RANK}) is needed")
@@ -30,7 +33,7 @@ def _factor(name: str, factor: Array, lines: int | None = None) -> tuple[int, in
 
 
 def row_products(values: Array, factor: Array, phase: int = 0) -> Array:
-    """The sum over each row of a matrix of value times the factor of its column.
+    """Sum over each row of a matrix of the values times the factors of their columns.
 
         out[i, k] = sum of values[t] * factor[j, k] over t of row i
 
@@ -61,7 +64,7 @@ def row_products(values: Array, factor: Array, phase: int = 0) -> Array:
 
 
 def column_products(values: Array, factor: Array, columns: int, phase: int = 0) -> Array:
-    """The sum over each column of a matrix of value times the factor of its row.
+    """Sum over each column of a matrix of the values times the factors of their rows.
 
         out[j, k] = sum of values[t] * factor[i, k] over t of column j
 
@@ -94,7 +97,9 @@ def column_products(values: Array, factor: Array, columns: int, phase: int = 0) 
 
 
 def product_classes(rows: Array, columns: Array, n: int, phase: int = 0, *, shift: int, most: int) -> Array:
-    """The low-rank estimate at each place, rounded to a multiple of `2**shift`, as one of `2 most + 1` classes.
+    """Low-rank estimate at each position, rounded and limited to `2 most + 1` classes.
+
+    The estimate is rounded to a multiple of `2**shift`.
 
         p      = sum over k of rows[i, k] * columns[j, k]
         out[t] = most + min(max((p + 2**(shift - 1)) >> shift, -most), most);  t stands in row i, column j

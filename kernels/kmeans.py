@@ -1,4 +1,4 @@
-"""Codebooks: weighted k-means on the line, exact by dynamic programming, or k-means++ with Lloyd's iteration."""
+"""Codebooks by weighted one-dimensional k-means: exact, or k-means++ with Lloyd's iteration."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 METHODS = ("exact", "kmeans++")
 DTYPES = ("float16", "float32", "float64", *(f"{kind}{width}" for kind in ("int", "uint") for width in (8, 16, 32, 64)))
-"""What centers and weights may be given in; all is computed in float64."""
+"""Dtypes of centers and weights; everything is computed in float64."""
 _LEAST = float(np.finfo(np.float64).tiny)
 _ROUNDS = 4
-"""A center that lies alone takes one part, however wide its interval: without that far ones cost the others half."""
+"""Rounds of limiting a center's share to one part: an isolated center with a wide interval would take many."""
 
 
 @np.errstate(all="ignore")
 def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
-    """Weight of each histogram bucket: `sigma * count / sum(counts) + (1 - sigma) * |value| / sum(|values|)`.
+    """Weight of each histogram bucket, by its count and by its magnitude.
 
-    The sums run over the non-empty buckets; an empty one weighs 0. Each sum is the correctly rounded one, whatever the
-    order. Where every non-empty bucket has value 0, or only one bucket is filled, sigma is taken as 1.
+    `sigma * count / sum(counts) + (1 - sigma) * |value| / sum(|values|)`.
+
+    The sums run over the non-empty buckets; an empty one weighs 0. Each sum is correctly rounded and so independent of
+    the order. Where every non-empty bucket has value 0, or only one bucket is filled, sigma is taken as 1.
 
     Args:
         counts: integer [m], >= 0, such as `histogram.counts[:-1]`, on the host.
@@ -77,16 +79,16 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
 
 @np.errstate(all="ignore")
 def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]:
-    """Neighbouring centers put together where the best codebook hardly tells them apart.
+    """Merge neighbouring centers that the best codebook would hardly distinguish.
 
     The entries of a good codebook lie as densely as the cube root of the weight in an interval (Panter and Dite). So an
     interval of width d and weight w holds about as many of them as `(w * d**2) ** (1 / 3)` says, a number that adds up.
     Here that sum is cut into equal parts, and each becomes one center, at the mean of its weight; an interval that is
     more than a part counts as one. (With 5/16 for 1/3, which square roots give alike on all machines.)
 
-    With W the loss of putting together, `sum(w * (x - its mean)**2)`, and L the least loss of any codebook of k
-    entries, the best codebook of what is left loses at most `(sqrt(L) + 2 * sqrt(W))**2` on all centers. Seen at k = 8
-    to 64 on buckets of normal, Laplace, Student's t and row-scaled data: 1.0003 L at most with 24 parts an entry,
+    With W the loss of merging, `sum(w * (x - its mean)**2)`, and L the least loss of any codebook of k entries, the
+    best codebook of the merged centers loses at most `(sqrt(L) + 2 * sqrt(W))**2` on all centers. Measured at k = 8 to
+    64 on buckets of normal, Laplace, Student's t and row-scaled data: 1.0003 L at most with 24 parts an entry,
     1.0017 with 16.
 
     Args:
@@ -96,7 +98,7 @@ def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]
 
     Returns:
         centers float64 [n], ascending, and their weights float64 [n]; NumPy, host. n <= parts; the centers that have a
-        weight, unchanged, where they are no more. Else equal ones are one first.
+        weight, unchanged, if these are at most `parts`. Otherwise equal centers are merged first.
 
     Raises:
         BadArgumentError: an argument out of its range, or on a GPU; or weights whose sum is beyond float64.
@@ -138,7 +140,7 @@ def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]
     last = np.append(first[1:], x.size) - 1
     total = np.add.reduceat(mass, first)
     means = np.ldexp(np.add.reduceat(mass * scaled, first) / total, exponents[0])
-    # What was scaled may have underflowed, weights too, and a rounded mean may leave its part.
+    # Scaled numbers, weights too, may have underflowed, and a rounded mean may leave its part.
     inside = np.clip(np.where(total > 0.0, means, x[first]), x[first], x[last])
     return _with_sums(inside, np.add.reduceat(w, first))
 
@@ -157,7 +159,9 @@ def _root(x: Vector) -> Vector:
 
 
 def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
-    """What every back end solves: strictly ascending centers with positive weights, scaled by powers of two.
+    """Scale a k-means problem to strictly ascending centers with positive weights.
+
+    Every back end solves the problem in this form; the scales are powers of two.
 
     Centers of weight 0 are dropped. The others are multiplied by `2**-exponent` (the largest magnitude then is in
     [0.5, 1)), weights likewise by a power of two of their own, so that no square overflows; both are exact, up to
@@ -185,7 +189,7 @@ def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
 
 @np.errstate(all="ignore")
 def prepared(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
-    """`prepare` of arguments that were checked."""
+    """Scale a k-means problem whose arguments were checked; see `prepare`."""
     x, w = to_numpy(centers).astype(np.float64), to_numpy(weights).astype(np.float64)
     x, w = x[w > 0.0], w[w > 0.0]
     if x.size == 0:
@@ -252,7 +256,9 @@ def weighted_kmeans(
     seed: int = 0,
     iterations: int = 50,
 ) -> Array:
-    """Codebook of at most k codes for weighted points on the line, minimizing `sum(w * (x - nearest code)**2)`.
+    """Best codebook of at most k codes for weighted points on the line.
+
+    It minimizes `sum(w * (x - nearest code)**2)`.
 
     `method="exact"` is the optimum, by dynamic programming over prefix sums (divide and conquer, O(k m log m));
     `"kmeans++"` is seeding with probability `w * distance**2` by a counter-based generator, then Lloyd's iteration.
@@ -298,7 +304,9 @@ def weighted_kmeans_many(
     seed: int = 0,
     iterations: int = 50,
 ) -> list[Array]:
-    """`weighted_kmeans` of many problems in one call: on a GPU one launch, on the CPU one after another.
+    """Codebooks of many problems in one call, as `weighted_kmeans` returns them.
+
+    On a GPU one launch, on the CPU one problem after another.
 
     Args:
         problems: (centers, weights) each, all on one device.
@@ -337,7 +345,9 @@ def weighted_kmeans_many(
 
 
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
-    """`sum(w * (x - nearest code)**2)`, added in ascending order of the centers; half-way takes the lower code.
+    """Weighted squared error of quantizing centers with a codebook.
+
+    `sum(w * (x - nearest code)**2)`, added in ascending order of the centers; a center half-way takes the lower code.
 
     Args:
         centers: float64 [m], ascending, finite.

@@ -1,4 +1,4 @@
-"""Levels of two checkpoints against each other: cyclic differences, grouping by the previous level, pair counts.
+"""Levels of two checkpoints: cyclic differences, grouping by previous level, pair counts.
 
 All arrays are uint8, any shape, taken in flat (row-major) order.
 """
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 MAX_SIZE = 256
-"""Most levels a byte can tell apart."""
+"""Largest number of levels that a byte can hold."""
 
 
 def _checked(size: int, **arrays: Array) -> int:
-    """The size, in range; all arrays must be uint8, of one number of elements, on one device."""
+    """Return the checked size; all arrays must be uint8, of one length, on one device."""
     size = integer("size", size, 2, MAX_SIZE)
     (first_name, first), *others = arrays.items()
     for name, x in arrays.items():
@@ -83,7 +83,9 @@ def undelta(previous: Array, delta: Array, size: int) -> Array:
 
 
 def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]:
-    """Values grouped by their key, ascending, in original order within a group (a stable counting sort).
+    """Group values by their key in ascending order (a stable counting sort).
+
+    Within a group the original order is kept.
 
     Args:
         values: uint8.

@@ -1,4 +1,4 @@
-"""Log buckets as an elementwise quantizer: the index of a float's bucket, and the bucket's midpoint."""
+"""Log buckets as an elementwise quantizer: bucket index of a float, and bucket midpoint."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _checked_bits(bits: int, dtype: str) -> int:
 def bucket_index(x: Array, bits: int) -> Array:
     """Position of each element in the signed log-bucket layout of `docs/kernels.md`.
 
-    `J - j` for negative x in magnitude bucket j, `J` for both zeros, `J + j` for positive x, `2 J + 1` for what is not
-    finite; `J = FORMATS[dtype].buckets(bits)`.
+    `J - j` for negative x in magnitude bucket j, `J` for both zeros, `J + j` for positive x, `2 J + 1` for infinities
+    and NaNs; `J = FORMATS[dtype].buckets(bits)`.
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64.
@@ -47,10 +47,10 @@ def bucket_index(x: Array, bits: int) -> Array:
 
 
 def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
-    """Midpoint of each bucket: `|bucket_value(bucket_index(x)) - x| <= 2**-(bits + 1) |x|` for every finite x.
+    """Midpoint of each bucket; for finite x within `2**-(bits + 1) |x|` of the original.
 
     Args:
-        index: int32, any shape, as `bucket_index` returns it; what is outside 0 ... 2 J (so 2 J + 1 too) gives NaN.
+        index: int32, any shape, as `bucket_index` returns it; numbers outside 0 ... 2 J (2 J + 1 too) give NaN.
         bits: as given to `bucket_index`.
         dtype: dtype of the values (a name such as "float32", or a dtype): float16, bfloat16, float32 or float64.
 

@@ -1,4 +1,4 @@
-"""Bit masks of what changed, and the changed values: lossless deltas of model states in 16 bits.
+"""Bit masks of changed elements and their values: lossless deltas of 16-bit model states.
 
 Source: BitSnap, section 3.3 (improved bitmask sparsification): n / 8 bytes of mask and the changed values themselves,
 which pays as long as less than 15/16 of 16-bit values changed.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def changed_mask(current: Array, previous: Array) -> Array:
-    """One bit an element, packed: 1 where the bit patterns of the two arrays differ.
+    """Packed bit mask of the elements whose bit patterns differ between two arrays.
 
         mask[k] = sum over q < 8 of [pattern(current[8 k + q]) != pattern(previous[8 k + q])] << q,   C order
 
@@ -50,7 +50,9 @@ def changed_mask(current: Array, previous: Array) -> Array:
 
 
 def pack_mask(mask: Array) -> Array:
-    """A bool array as packed bits: element i is bit i mod 8 of byte i div 8, the bits after the last element 0.
+    """Pack a bool array into bits.
+
+    Element i is bit i mod 8 of byte i div 8; the bits after the last element are 0.
 
     Args:
         mask: bool array of any shape, taken in C order.
@@ -72,7 +74,7 @@ def pack_mask(mask: Array) -> Array:
 
 
 def unpack_mask(data: Array, n: int) -> Array:
-    """The n bools whose packed bits these are: the inverse of `pack_mask`.
+    """Return the n bools of a packed bit mask: the inverse of `pack_mask`.
 
     Args:
         data: uint8 [ceil(n / 8)].
@@ -124,7 +126,9 @@ def gather(x: Array, mask_bits: Array) -> Array:
 
 
 def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
-    """`base` with the elements whose mask bit is 1 replaced, in C order, by `values`: the inverse of `gather`.
+    """Replace the elements of `base` whose mask bit is 1 by `values`: the inverse of `gather`.
+
+    Elements are taken in C order.
 
         out[i] = values[number of bits set before i] if bit i else base[i]
 
@@ -156,12 +160,12 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
 
 
 def trailing_bits_set() -> CorruptDataError:
-    """The error of a mask that marks an element past the end."""
+    """Return the error for a mask with a bit set past its last element."""
     return CorruptDataError("mask has a bit set after its last element")
 
 
 def wrong_count(marked: int, values: int) -> CorruptDataError:
-    """The error of a mask that does not mark as many elements as there are values."""
+    """Return the error for a mask whose set bits and values differ in number."""
     return CorruptDataError(f"mask marks {marked} elements, but there are {values} values")
 
 

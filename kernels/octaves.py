@@ -1,4 +1,4 @@
-"""Log-bucket indices taken apart into octave, sign and fraction, each a byte stream an entropy coder likes."""
+"""Log-bucket indices split into octave, sign and fraction: separate byte streams to code."""
 
 from __future__ import annotations
 

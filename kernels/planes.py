@@ -1,4 +1,4 @@
-"""Byte planes and lossless differences: fixed-width numbers as what an entropy coder likes to see.
+"""Byte planes and lossless differences, which make fixed-width numbers easier to compress.
 
 Everything here is on bit patterns, so every value survives: NaN payloads, -0.0, subnormals.
 """
@@ -29,7 +29,7 @@ WIDTHS: dict[str, int] = {
 
 
 def width_of(dtype: str) -> int:
-    """Width in bits of the dtype called `dtype`; raises BadArgumentError for one that is not in `WIDTHS`."""
+    """Width in bits of the dtype `dtype`; raises BadArgumentError if it is not in `WIDTHS`."""
     if not isinstance(dtype, str) or dtype not in WIDTHS:
         hint = " (view it as its real and imaginary parts)" if str(dtype).startswith("complex") else ""
         raise BadArgumentError(f"dtype is {dtype}{hint}; the name of one of {', '.join(WIDTHS)} is needed")
@@ -37,7 +37,7 @@ def width_of(dtype: str) -> int:
 
 
 def ordered_by_sign(dtype: str) -> bool:
-    """Whether patterns of `dtype` are sign and magnitude (floats), rather than already in order as two's complement."""
+    """Whether patterns of `dtype` are sign and magnitude (floats) instead of two's complement."""
     return ("float" in dtype) and dtype != "float8_e8m0fnu"
 
 
@@ -73,11 +73,11 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
 
 
 def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
-    """The bit patterns whose byte planes these are: the exact inverse of `split_planes`.
+    """Join byte planes into bit patterns: the exact inverse of `split_planes`.
 
         pattern[i] = rotr(sum over p of planes[p, i] << 8 p, rotation)
 
-    Patterns, not values, because NumPy knows no bfloat16 or float8: the caller views them as what they are
+    Patterns, not values, because NumPy has no bfloat16 or float8: the caller views them as the right dtype
     (`patterns.view(np.float32)`, `patterns.view(torch.bfloat16)`) and reshapes.
 
     Args:
@@ -106,7 +106,7 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
 
 
 def difference(current: Array, previous: Array, method: Method = "arithmetic", *, dtype: str | None = None) -> Array:
-    """What changed since `previous`, as unsigned numbers that are small where little changed.
+    """Difference of two arrays as unsigned numbers, small where little changed.
 
     With W the width in bits and u the pattern of a value:
 
@@ -149,7 +149,7 @@ def difference(current: Array, previous: Array, method: Method = "arithmetic", *
 
 
 def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *, dtype: str | None = None) -> Array:
-    """The array that `difference` was taken of: its exact inverse for every bit pattern.
+    """Return the current array from its difference to `previous`; inverse of `difference`.
 
         method "xor":         u = diff ^ u_previous
         method "arithmetic":  u = key((key(u_previous) + unzigzag(diff)) mod 2**W)      (key is its own inverse)
@@ -180,7 +180,7 @@ def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *,
 
 
 def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: str | None) -> str:
-    """Check what `difference` and `undifference` have in common; returns the dtype the patterns of y are to mean."""
+    """Check the common arguments of `difference` and `undifference`; return the dtype of y."""
     check_arrays(**{name: x, other: y})
     choice("method", method, get_args(Method))
     if tuple(x.shape) != tuple(y.shape):

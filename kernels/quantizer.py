@@ -1,4 +1,4 @@
-"""Levels: which elements are pruned, which are protected, and the nearest code of the rest; and back to values."""
+"""Quantization of weights to levels (pruned, protected, or a codebook entry) and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ MAX_CODES = 254
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What is pruned and what is protected; protection wins, and what is not finite is always protected.
+    """Thresholds that decide which elements are pruned and which are protected.
+
+    Protection wins. Elements that are not finite are always protected.
 
     Args:
         protect_magnitude: |x| >= it is protected; default inf, which protects no finite x.
@@ -56,11 +58,13 @@ class Thresholds:
 
 
 def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:
-    """Bit pattern of the smallest magnitude of the format that is >= threshold (infinity's when there is none).
+    """Bit pattern of the smallest magnitude of the format that is >= threshold.
+
+    Infinity's pattern if no finite magnitude is that large.
 
     `|x| >= threshold` is then `magnitude pattern of x >= magnitude_bits(threshold)`, NaN included as the largest.
     """
-    threshold = number("threshold", threshold, 0, math.inf) + 0.0  # the pattern of a negative zero is none of theirs
+    threshold = number("threshold", threshold, 0, math.inf) + 0.0  # a negative zero becomes 0.0
     wide = np.dtype(np.float32 if instance("fmt", fmt, FloatFormat).name == "bfloat16" else fmt.name).type
     with np.errstate(all="ignore"):
         rounded = wide(threshold)
@@ -71,7 +75,7 @@ def magnitude_bits(threshold: float, fmt: FloatFormat) -> int:
 
 
 def codebook_float64(codebook: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The codebook of any library, dtype or device as float64 on the host (exact)."""
+    """Return a codebook of any library, dtype or device as float64 on the host, exactly."""
     check_arrays(codebook=codebook)
     if dtype_name(codebook) not in WIDTHS and getattr(codebook.dtype, "kind", None) not in tuple("biuf"):
         raise BadArgumentError(f"codebook has dtype {dtype_name(codebook)}; real numbers are needed")
@@ -97,7 +101,9 @@ def _checked_codebook(codebook: Array) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Between adjacent codes a <= b, the smallest value of `dtype` strictly above the midpoint `0.5 * a + 0.5 * b`.
+    """Smallest value of `dtype` above the midpoint of each pair of adjacent codes.
+
+    For codes a <= b the midpoint is `0.5 * a + 0.5 * b`; the boundary lies strictly above it.
 
     The nearest code of a value x of that dtype is then number `count(boundary <= x)`, an element half-way (to the
     float64 midpoint) taking the lower code.
@@ -110,7 +116,7 @@ def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float
         float64 [max(entries - 1, 0)], ascending, each exactly a value of dtype (inf where all of dtype is below).
 
     Raises:
-        BadArgumentError: the codebook is too long, not ascending or not finite, or the dtype is no float format.
+        BadArgumentError: the codebook is too long, not ascending or not finite, or the dtype is not a float format.
 
     Example:
         >>> import numpy as np
@@ -123,7 +129,7 @@ def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float
     with np.errstate(all="ignore"):
         middle = 0.5 * codes[:-1] + 0.5 * codes[1:]
         above = middle.astype(wide)
-        # Against twice the midpoint: half an odd number of smallest units is no float64.
+        # Against twice the midpoint: half an odd number of smallest units does not exist in float64.
         twice, total = 2.0 * above.astype(np.float64), codes[:-1] + codes[1:]
         short = np.where(np.isfinite(total), twice <= total, above.astype(np.float64) <= middle)
         above = np.where(short, np.nextafter(above, wide.type(np.inf)), above)
@@ -144,7 +150,7 @@ def dtype_name_of(dtype: Any) -> str:
 
 
 def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array | None = None) -> Array:
-    """Level of each element: 0 pruned, 1 protected, else 2 + number of the nearest code.
+    """Level of each element: 0 pruned, 1 protected, else 2 + the index of the nearest code.
 
     `level = 1` if x is not finite or `|x| >= protect_magnitude` or `|g x| >= protect_sensitivity`; else 0 if
     `|x| < prune_magnitude` or `|g x| < prune_sensitivity`; else `2 + count(boundaries <= x)`, or 1 (protected) where
@@ -181,7 +187,9 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
-    """Values of levels: 0 gives 0, 1 the next of `protected` in flat order (0 if None), l >= 2 gives `codebook[l - 2]`.
+    """Values of levels: the inverse of `assign` up to quantization.
+
+    Level 0 gives 0, level 1 the next of `protected` in flat order (0 if None), level l >= 2 gives `codebook[l - 2]`.
 
     Args:
         levels: uint8, any shape.

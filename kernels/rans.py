@@ -1,4 +1,4 @@
-"""Static asymmetric numeral systems with four interleaved states, one table of frequencies per context."""
+"""Static asymmetric numeral systems with four interleaved states and a table per context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ PRECISIONS = (8, 16)
 
 
 def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
-    """The integer frequencies that cost least, table included: each row of `counts` scaled to the sum `2**precision`.
+    """Integer frequencies that minimize the coded size, the table included.
+
+    Each row of `counts` is scaled to the sum `2**precision`.
 
     Minimises `sum(counts * -log2(frequencies / 2**precision))` over integers that are at least 1 where the count is
     above zero and 0 elsewhere. The gain of raising f to f + 1, `count * log(1 + 1 / f)`, is ranked by
@@ -57,7 +59,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
 
 
 def short_digits(others: int, present: int) -> int:
-    """Significant bits that pay for themselves in a table.
+    """Number of significant bits per frequency that is worth its size in the table.
 
     Rounding to d bits is off by `2**-(d + 1)` at most and costs about `0.24 * 4**-d` bits a symbol that is not the
     likeliest of its row; one more bit costs `present` bits of table.
@@ -73,7 +75,7 @@ def short_digits(others: int, present: int) -> int:
 
 
 def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, precision: int) -> Array:
-    """`symbols` as bytes, about `-log2(frequencies[context, symbol] / 2**precision)` bits each.
+    """Encode symbols in about `-log2(frequencies[context, symbol] / 2**precision)` bits each.
 
     A state x takes a symbol of frequency f and start c (0 for the greatest frequency of the row, for the others that
     plus the sum of the others before) by `x -> ((x // f) << precision) + x % f + c`, after giving 16 bits away if the
@@ -113,7 +115,7 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
 
 
 def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
-    """The n symbols in `data`: the inverse of `rans_encode`.
+    """Return the n symbols that `rans_encode` encoded into `data`.
 
     Args:
         data: uint8[m] or bytes.
@@ -146,7 +148,7 @@ def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array,
 
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
-    """Bits that `rans_encode` spends on symbols with these counts, without its 16 bytes of states.
+    """Bits that `rans_encode` spends on symbols with these counts, without its initial states.
 
     `sum(counts * (precision - log2(frequencies)))`; infinite if a counted symbol has frequency zero.
 
@@ -174,7 +176,7 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
 
 
 def entropy_bits(counts: Array) -> float:
-    """Bits that symbols with these counts take together by their entropy, each row in its own context.
+    """Entropy in bits of all symbols with these counts, each row in its own context.
 
     `sum(counts * log2(n / counts))` with n the sum of a row: no table of frequencies is cheaper.
 
@@ -196,7 +198,7 @@ def entropy_bits(counts: Array) -> float:
 
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
-    """The table of frequencies as bytes.
+    """Encode a table of frequencies as bytes.
 
     Args:
         frequencies: uint32[C, S]; each row sums to 0 or `2**precision`.
@@ -217,10 +219,10 @@ def pack_frequencies(frequencies: Array, precision: int) -> bytes:
 
 
 def unpack_frequencies(data: Array | bytes, C: int, S: int, precision: int) -> Array:
-    """The table of frequencies in `data`: the inverse of `pack_frequencies`.
+    """Decode a table of frequencies: the inverse of `pack_frequencies`.
 
     Args:
-        data: uint8[m] or bytes, all of which belong to the table.
+        data: uint8[m] or bytes; the table uses every byte.
         C: number of contexts (rows), 1 ... 256.
         S: number of symbols (columns), 1 ... 256.
         precision: 8 ... 16.

@@ -1,4 +1,4 @@
-"""Rate-distortion-optimised levels: the level whose error and bits together cost least, not merely the nearest."""
+"""Rate-distortion optimized levels: minimize error plus the price of bits, not error alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def rate_distortion_levels(
     prices: Table,
     importance: Array | None = None,
 ) -> Array:
-    """For each quantized element the cheapest of its nearest level, that level's neighbours, and its previous level.
+    """Cheapest level of each element by squared error plus bits.
+
+    Candidates are the nearest level, its two neighbours, and the element's previous level.
 
         cost(l) = s * (x - c[l - 2])**2 + prices[p, l],   p = previous level, s = importance (1 without)
 
@@ -40,8 +42,8 @@ def rate_distortion_levels(
         previous: uint8, shape (n,): levels of the same elements in the parent; any context below `prices.shape[0]`.
         codebook: float32 [K] on the host, ascending.
         prices: float32 [contexts, K + 2] on the host: lambda times the bits of level l in context p; finite, >= 0.
-        importance: float32, shape (n,), >= 0, in the library and on the device of x: what a squared error of each
-            element costs; None: 1 for all.
+        importance: float32, shape (n,), >= 0, in the library and on the device of x: weight of each element's squared
+            error; None: 1 for all.
 
     Returns:
         uint8, shape (n,), the library and device of x.
@@ -65,7 +67,9 @@ def rate_distortion_levels(
 
 
 def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
-    """Between which values `rate_distortion_levels` surely gives the nearest level back, for each pair of levels.
+    """Value ranges in which `rate_distortion_levels` certainly returns the nearest level.
+
+    One range for each pair of previous and nearest level.
 
     Of element x with level n >= 2, previous level p and importance s it surely does where not
 
@@ -78,7 +82,7 @@ def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
     Args:
         codebook: float32 [K], ascending.
         prices: float32 [contexts, K + 2], finite, >= 0; see `rate_distortion_levels`.
-        slack: what every candidate's G may grow and the bounds still hold, in units of the prices, >= 0; default 0.
+        slack: amount by which every G may grow while the bounds still hold, in units of the prices, >= 0; default 0.
 
     Returns:
         float32 [contexts, K + 2, 4]; levels 0 and 1 are always settled.

@@ -1,4 +1,4 @@
-"""Positive values as a rank-one estimate times a coarse power of two: an optimizer's second moment."""
+"""Positive values as a rank-one estimate times a coarse power of two, for second moments."""
 
 from __future__ import annotations
 

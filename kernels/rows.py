@@ -1,4 +1,6 @@
-"""Row-wise quantization of embedding tables: each row has its own range, searched greedily or clustered if asked.
+"""Row-wise quantization of embedding tables.
+
+Each row has a range of its own, optionally narrowed by a greedy search, or a codebook from k-means.
 
 Every formula is in float32, each operation rounded once, to nearest even, in the order written; a product and the sum
 after it are two roundings (no fused multiply-add). `rint` rounds halves to even. Sums are of integers and so have no
@@ -113,7 +115,9 @@ def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
 
 
 def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Array]:
-    """A codebook of 2**bits values for each row, by Lloyd's k-means started from an even grid over the row's range.
+    """Codebook of 2**bits values for each row by Lloyd's k-means.
+
+    The iteration starts from an even grid over the row's range.
 
     On integers Y = rint(2**22 * ((x - lo) / (hi - lo))), Y = 0 where hi = lo, with L = 2**bits - 1:
 
@@ -151,7 +155,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
 
 
 def row_lookup(codes: Array, codebook: Array) -> Array:
-    """The values of row codes by their row's codebook: `out[r, d] = codebook[r, codes[r, d]]`.
+    """Values of row codes by their row's codebook: `out[r, d] = codebook[r, codes[r, d]]`.
 
     Args:
         codes: uint8 [R, D], each below K.
@@ -178,9 +182,10 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
 
 
 def search_steps(num_bins: int, ratio: float) -> int:
-    """How often the greedy search steps: the smallest t with `t / num_bins >= ratio`, a billionth being forgiven.
+    """Number of steps of the greedy search: the smallest t with `t / num_bins >= ratio`.
 
-    That is how long x_max - x_min, which shrinks by range / num_bins a step, stays above (1 - ratio) * range.
+    A shortfall of a billionth is tolerated. For so many steps x_max - x_min, which shrinks by range / num_bins a step,
+    stays above (1 - ratio) * range.
 
     Example:
         >>> search_steps(25, 0.6), search_steps(25, 0.28), search_steps(45, 1.0)
@@ -191,12 +196,12 @@ def search_steps(num_bins: int, ratio: float) -> int:
 
 
 def unknown_code(code: int, entries: int) -> CorruptDataError:
-    """The error of a code that has no entry in its codebook."""
+    """Return the error for a code without an entry in its codebook."""
     return CorruptDataError(f"code {code} has no entry in a codebook of {entries}")
 
 
 def _check_rows(x: Array, bits: int) -> int:
-    """Check what is to be quantized; returns the bits."""
+    """Check the matrix to quantize and return the bits."""
     array("x", x, FORMATS, 2)
     return integer("bits", bits, 1, 8)
 

@@ -1,4 +1,7 @@
-"""Run lengths with sign-marked tokens: a value is stored negated, a length follows it only where it exceeds one."""
+"""Run-length coding with sign-marked tokens.
+
+A run is stored as its negated value, followed by its length if that is greater than one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ LONGEST = 2**31 - 1
 
 
 def rle_encode(values: Array) -> Array:
-    """The runs of `values` as signed tokens.
+    """Encode the runs of `values` as signed tokens.
 
     Every maximal run of a value v becomes the token -v (zero or negative), followed by its length (positive) if that is
     greater than one. A run of more than 2**31 - 1 becomes runs of 2**31 - 1 and a rest.
@@ -42,11 +45,13 @@ def rle_encode(values: Array) -> Array:
 
 
 def rle_decode(tokens: Array, n: int) -> Array:
-    """The values whose runs are `tokens`: the inverse of `rle_encode`, which accepts nothing that it does not write.
+    """Return the values from their run tokens: the inverse of `rle_encode`.
+
+    Tokens that `rle_encode` would not write are refused.
 
     Args:
         tokens: int32[t].
-        n: number of values, >= 0; the result's length, whatever the tokens say.
+        n: number of values, >= 0; the length of the result.
 
     Returns:
         uint8[n].

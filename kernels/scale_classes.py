@@ -1,6 +1,7 @@
-"""Classes of places: of a matrix's rows and columns, one byte each that says its scale; of a number, by its upper bits.
+"""Scale classes: one byte for a row, a column or a number that says how large values are.
 
-The scales of weights and moments are nearly products of a row's and a column's (logarithms: sums). An entropy coder
+Classes of rows and columns come from sums, those of a number from its upper bits. The scales of weights and moments
+are nearly products of a row's and a column's scale (their logarithms: sums). An entropy coder
 that knows the scale at a place spends fewer bits on the value there, and both sides know it before the first value.
 """
 
@@ -20,7 +21,9 @@ _MOST = 2**56
 def row_column_sums(
     values: Array, columns: int, phase: int = 0, *, origin: int | Array = 0, most: int = 255
 ) -> tuple[Array, Array]:
-    """Sums of the rows and of the columns of a matrix, of which `values` is a part in C order; or of distances.
+    """Sums over the rows and columns of a matrix, of values or of distances from an origin.
+
+    `values` is a part of the matrix in C order.
 
         value i stands in row (phase + i) // columns and column (phase + i) % columns
         it counts as min(|values[i] - origin|, most)
@@ -69,7 +72,9 @@ def class_sums(
     classes: int = 256,
     context: Array | None = None,
 ) -> Array:
-    """For each place the class of its row plus the class of its column, within `classes` of them from `base` on.
+    """Class of each position of a matrix: the class of its row plus that of its column.
+
+    The sum is limited to `classes` values from `base` on.
 
         own    = min(max(rows[(phase + i) // C] + columns[(phase + i) % C] - base, 0), classes - 1)
         out[i] = context[i] * classes + own
@@ -110,7 +115,7 @@ def class_sums(
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
-    """The class of each pattern by its upper bits: `table[pattern >> shift]`.
+    """Class of each bit pattern by its upper bits: `table[pattern >> shift]`.
 
     Args:
         patterns: uint16[n], uint32[n] or uint64[n].

@@ -1,8 +1,9 @@
-"""Rare changes: where symbols differ from what is expected of them, and what they are instead.
+"""Coding of a few changes among many symbols, without a table of frequencies.
 
-The distances between changes are coded as if each of the elements left were as likely to be changed as any other, which
-takes the logarithm of the number of ways to place the changes, and nothing for a table: for a few changes among
-millions, where a static coder cannot say how rare they are, and for arrays so small that its table would outweigh them.
+The reader has the expected symbols, such as those of the parent checkpoint; the stream holds the positions of the
+different symbols and the new symbols. The distances between changes are coded as if each remaining element were equally
+likely to change. That takes the logarithm of the number of ways to place the changes, and no table. It suits a few
+changes among millions, which the precision of a static coder cannot express, and arrays smaller than such a table.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ LONGEST = 2**31 - 1
 
 
 def rare_encode(symbols: Array, expected: Array) -> Array:
-    """The elements of `symbols` that are not as expected.
+    """Encode the elements of `symbols` that differ from `expected`.
 
-    k changes among n elements take about `log2(n choose k)` bits for their places and, for what they are, one or two
-    adaptive yes/no questions each: whether the symbol is a neighbour of the expected one, and which.
+    k changes among n elements take about `log2(n choose k)` bits for their positions and one or two adaptive yes/no
+    decisions each for the new symbols: whether the symbol is a neighbour of the expected one, and which.
 
     Args:
         symbols: uint8[n], n < 2**31.
         expected: uint8[n], known to the reader as well, such as the levels of the checkpoint before.
 
     Returns:
-        uint8[bytes]; without any if all is as expected.
+        uint8[bytes]; empty if every symbol is as expected.
 
     Raises:
         BadArgumentError: wrong dtypes or shapes, or an array on a GPU.
@@ -57,7 +58,9 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
 
 
 def rare_decode(data: Array | bytes, expected: Array) -> Array:
-    """The symbols again: the inverse of `rare_encode`, which accepts nothing that it does not write.
+    """Return the symbols that `rare_encode` encoded.
+
+    Bytes that `rare_encode` would not write are refused.
 
     Args:
         data: uint8[bytes], or bytes.

@@ -1,4 +1,4 @@
-"""Distortion on the CPU: one pass, many partial sums so that additions need not wait for each other."""
+"""Approximation error on the CPU: one pass with many independent partial sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _LIFT = 2.0**300
 
 @njit
 def _finite(x: Any, y: Any, error: Any, norm: Any) -> Any:
-    """Sums in lanes; what is not finite makes the norm not finite, and the caller starts again with `_careful`.
+    """Sums over an array in parallel lanes, for finite elements only.
+
+    An infinity or NaN makes the norm not finite; then the caller starts again with `_careful`.
 
     By short blocks: the first loop is vectorized and only asks whether the largest relative error grew, without a
     division; after a short while it hardly ever did.
@@ -73,7 +75,7 @@ def _careful(x: Any, y: Any) -> Any:
 @njit
 def _larger(largest: float, a: float, b: float) -> float:
     if abs(a) < _TINY:
-        # A product of subnormals would round away what is compared.
+        # A product of subnormals would be rounded, and the comparison would be wrong.
         a, b = a * _LIFT, b * _LIFT
     d = abs(b - a)
     if d > largest * abs(a):

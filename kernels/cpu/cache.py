@@ -1,8 +1,8 @@
-"""Compiled functions on disk, as a help that may fail: whatever is wrong there is a miss, and never an error.
+"""On-disk cache of compiled functions in which any damage counts as a miss, never an error.
 
-Numba's own cache is an index and numbered files beside it. A file cut off by a loss of power, a full disk, or two
+Numba's own cache is an index with numbered files. A file cut off by a loss of power, a full disk, or two
 processes that number their files alike at once then stop the function itself. Here each signature has a file of its
-own, whose contents say what they are and carry a checksum; it takes its name only when it is whole.
+own, which holds its key and a checksum; it gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _DIGEST = 16
 
 
 class Kept(FunctionCache):
-    """Numba's cache of one function, in files that may be damaged, missing, or impossible to write.
+    """Numba's cache of one function, in files that may be damaged, missing or not writeable.
 
     Raises:
-        RuntimeError: there is no folder to keep anything in.
+        RuntimeError: no cache folder can be written.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -40,14 +40,14 @@ class Kept(FunctionCache):
         self._cache_file = files  # type: ignore[assignment]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function of a signature; None where it is not there, or cannot be used."""
+        """Return the compiled function of a signature; None if it is missing or unusable."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:  # a damaged pickle may raise anything; the file is replaced when the function is compiled
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a compiled function, if that can be done."""
+        """Store a compiled function if possible."""
         try:
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -58,7 +58,7 @@ class Kept(FunctionCache):
 
 
 class _Files:
-    """The files of one function, as Numba's `Cache` uses them: one a signature, so that none needs an index.
+    """The cache files of one function, one file per signature, so no index is needed.
 
     A file is a digest of the rest, then the pickled source stamp, key and contents. Its name tells signatures,
     machines and versions apart; of two keys that share a name the later one has the file, and the other misses.
@@ -68,14 +68,14 @@ class _Files:
         self._folder, self._base, self._stamp = folder, base, stamp
 
     def flush(self) -> None:
-        """Forget all that is kept of this function."""
+        """Delete all cached versions of this function."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._folder):
                 if name.startswith(f"{self._base}.") and name.endswith(".nbc"):
                     os.unlink(os.path.join(self._folder, name))
 
     def load(self, key: Any) -> Any:
-        """What was saved under this key; None where there is nothing, or it is not what it was."""
+        """Return the data saved under this key; None if they are missing or damaged."""
         try:
             with open(self._path(key), "rb") as file:
                 digest, contents = file.read(_DIGEST), file.read()
@@ -87,7 +87,7 @@ class _Files:
         return data if (stamp, found) == (self._stamp, key) else None
 
     def save(self, key: Any, data: Any) -> None:
-        """Keep data under this key, in the place of what was there."""
+        """Store data under this key, replacing older data."""
         contents = dumps((self._stamp, key, data))  # type: ignore[no-untyped-call]
         path = self._path(key)
         temporary = f"{path}.{uuid.uuid4().hex[:16]}"
@@ -109,10 +109,10 @@ class _Files:
 
 
 def _hint_stamp() -> tuple[float, int] | None:
-    """What changes with `prefetch`, the one thing that cached functions take from a module not their own."""
+    """State of `prefetch`, the one other module that cached functions depend on."""
     try:
         found = os.stat(os.path.join(os.path.dirname(__file__), "prefetch.py"))
-    except OSError:  # no sources beside what is installed
+    except OSError:  # installed without sources
         return None
     return found.st_mtime, found.st_size
 
@@ -125,12 +125,12 @@ _warned = False
 
 
 def warn_uncached(reason: str) -> None:
-    """Say once in a process that compiled functions are not kept, and why."""
+    """Warn once per process that compiled functions cannot be cached, and why."""
     global _warned
     if not _warned:
         _warned = True
         warnings.warn(
-            f"compiled kernels cannot be kept on disk, so every process compiles anew "
+            f"compiled kernels cannot be kept on disk, so every process compiles them again "
             f"({reason}); set NUMBA_CACHE_DIR to a folder that can be written",
             RuntimeWarning,
             stacklevel=3,

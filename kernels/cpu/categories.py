@@ -1,4 +1,4 @@
-"""Magnitude categories on the CPU: bit lengths from the exponent of a float, block by block; then the open bits."""
+"""Magnitude categories on the CPU: bit lengths by the exponent of a float, in blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join_categories(categories: Array, extra: Array, bits: int, dtype: str) -> A
     limit = category_count(WIDTHS[dtype], bits)
     top = int(c.max()) if c.size else 0
     if top >= limit:
-        raise CorruptDataError(f"category {top} is none of {dtype}")
+        raise CorruptDataError(f"category {top} is not a category of {dtype}")
     total = int(_open_bits(c, bits))
     if data.size != (total + 7) // 8 or (total % 8 and data[-1] >> (total % 8)):
         raise CorruptDataError(f"{data.size} bytes are not the {total} bits that the categories leave open")
@@ -49,7 +49,7 @@ def join_categories(categories: Array, extra: Array, bits: int, dtype: str) -> A
 
 @njit
 def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
-    """Values of 16 or 32 bits: fills `categories` and `words`; returns the number of open bits."""
+    """Split 16- or 32-bit values into `categories` and `words`; return the number of open bits."""
     one, sixty = np.uint64(1), np.uint64(63)
     shift = np.uint32(bits)
     least = np.uint32(np.uint32(1) << shift)
@@ -82,7 +82,7 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
             continue
         for i in range(part.size, BLOCK):
             open_bits[i] = extra[i] = np.uint32(0)
-        # Open bits of two neighbours beside each other, then of four and more while they fit into a word: that much
+        # Open bits of two neighbours joined, then of four and more while they fit into a word: that much
         # shorter is the loop in which each turn waits for the one before.
         most = np.uint64(0)
         for i in range(BLOCK // 2):
@@ -116,7 +116,7 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
 
 @njit
 def _split_wide(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
-    """As `_split`, of 64 bits."""
+    """Split 64-bit values, as `_split` does for narrower ones."""
     one, sixty = np.uint64(1), np.uint64(63)
     shift = np.uint64(bits)
     least = one << shift
@@ -148,7 +148,7 @@ def _split_wide(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> An
 
 @njit
 def _open_bits(categories: NumPy, bits: int) -> Any:
-    """Sum of the numbers of open bits."""
+    """Total number of open bits of these categories."""
     total = np.int64(0)
     for start in range(0, categories.size, 1 << 20):  # 32 bits are enough for so many, and vectorise
         part = categories[start : start + (1 << 20)]

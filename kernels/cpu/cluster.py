@@ -1,4 +1,4 @@
-"""Cluster quantization on the CPU: one pass for the sums, one for labels and extremes, one for the codes."""
+"""Cluster quantization on the CPU in three passes: sums, labels with extremes, codes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ def _block_sums(values: Any, sums: Any) -> None:
 
 @njit
 def _partial_sums(x: Any, partial: Any) -> None:
-    """Block sums of x and of its squares (exact in float64); the first halving happens while reading."""
+    """Block sums of x and of its squares, exact in float64.
+
+    The first halving happens while reading.
+    """
     s, t = np.empty(HALF, np.float64), np.empty(HALF, np.float64)
     for k in range(partial.shape[1]):
         part = x[SUM_BLOCK * k : min(SUM_BLOCK * (k + 1), x.size)]
@@ -106,7 +109,10 @@ def _partial_sums(x: Any, partial: Any) -> None:
 
 @njit
 def _label(x: Any, edges: Any, labels: Any, lowest: Any, highest: Any) -> None:
-    """Labels by comparing a cached block with every boundary, which vectorises; then the extremes of each label."""
+    """Label of each element and the extremes of each label, in cached blocks.
+
+    A block is compared with every boundary, which vectorizes.
+    """
     for start in range(0, x.size, BLOCK):
         stop = min(start + BLOCK, x.size)
         part, label = x[start:stop], labels[start:stop]

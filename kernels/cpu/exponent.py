@@ -1,4 +1,4 @@
-"""Exponent buckets on the CPU: one look-up an element, by the pattern shifted right past its mantissa."""
+"""Exponent buckets on the CPU: one table look-up per element by sign and exponent."""
 
 from __future__ import annotations
 

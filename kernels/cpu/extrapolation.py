@@ -1,4 +1,4 @@
-"""Extrapolation on the CPU: one pass, vectorized; 16-bit formats are widened a cached block at a time."""
+"""Extrapolation on the CPU: one vectorized pass; 16-bit formats are widened in blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids on the CPU: by short blocks, first the symbols (vectorized), then the sums in four lanes."""
+"""Grids on the CPU in short blocks: first symbols (vectorized), then sums in four lanes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _STEP = 1 << 10
 
 @njit
 def _symbols(x: Any, square: Any, step: Any, farthest: Any, out: Any, sums: Any, counts: Any) -> None:
-    """Sums and counts lie in `[4 * symbol + lane]`: an element need not wait for the one before it."""
+    """Grid symbols of a block, with sums and counts in `[4 * symbol + lane]`.
+
+    Four lanes, so that an addition need not wait for the one before it.
+    """
     zero, beyond = np.float32(0.0), np.float32(np.inf)
     quotients = np.empty(_STEP, np.float32)
     for at in range(0, x.size, _STEP):

@@ -1,7 +1,7 @@
-"""Log-bucket histograms, compiled: one pass that counts shifted bit patterns, laid out as buckets at the end.
+"""Log-bucket histograms on the CPU: one pass counts shifted bit patterns.
 
 Four counters a pattern, side by side, take turns: equal neighbours do not wait for each other's store, and the ones in
-use stay in the first-level cache. Subnormals share raw counters with zero and are told apart in a second look at a
+use stay in the first-level cache. Subnormals share raw counters with zero and are separated in a second look at a
 block, taken only when such a counter moved. An array with fewer elements than there are such counters is counted in
 buckets at once, element by element: clearing and adding up the counters would take longer than that.
 """
@@ -36,7 +36,7 @@ CHUNK = 1 << 30
 
 @njit_inline
 def _highest(m: Any) -> Any:
-    """Place of the highest bit of m > 0."""
+    """Position of the highest set bit of m > 0."""
     p = 0
     for half in (32, 16, 8, 4, 2, 1):
         if m >> np.uint64(half):
@@ -47,7 +47,7 @@ def _highest(m: Any) -> Any:
 
 @njit
 def _between(v: Any, start: Any, stop: Any) -> Any:
-    """How many of at most 2**31 elements are in [start, stop)."""
+    """Number of elements in [start, stop), of at most 2**31."""
     number = np.int32(0)
     for i in range(v.size):
         number = np.int32(number + np.int32((v[i] >= start) & (v[i] < stop)))
@@ -56,7 +56,7 @@ def _between(v: Any, start: Any, stop: Any) -> Any:
 
 @njit
 def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: Any, rare: Any, partial: Any) -> None:
-    """Count patterns by sign and upper bits, and apart what the upper bits do not tell.
+    """Count patterns by sign and upper bits, with separate counters for undecided ones.
 
     limits: uint64 [2], low and high: of magnitudes in [low, high) only, subnormals are counted in `rare`.
     raw: uint32 [4 << (1 + exponent + bits)], four lanes a counter.
@@ -118,7 +118,7 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: An
 
 @njit
 def _count_few(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, zero: int, counts: Any) -> None:
-    """Count patterns in the buckets themselves, of magnitudes in [low, high) and what is not finite.
+    """Count a few patterns directly in buckets: magnitudes in [low, high) and not finite ones.
 
     limits: uint64 [2], low and high.
     zero: where magnitude bucket 0 is in `counts`, int64; if it is 0, signs are not looked at.
@@ -154,19 +154,25 @@ def _sum_lanes(raw: Any, out: Any) -> None:
 
 @njit
 def _keep_by(u: Any, product: Any, magnitude: Any, low: Any, high: Any, out: Any) -> None:
-    """`out = u` where `low <= (product & magnitude) < high`, else all ones: a NaN, which is never kept."""
+    """Copy u where its product is within the limits, else write a NaN, which is never kept.
+
+    `out = u` where `low <= (product & magnitude) < high`, else all bits 1.
+    """
     width = high - low
     for i in range(out.size):
         out[i] = u[i] if (product[i] & magnitude) - low < width else ~(u[i] & ~u[i])
 
 
 def is_few(size: int, lanes: int) -> bool:
-    """Whether `size` patterns are counted in less time in their buckets at once than in so many lanes (as measured)."""
+    """Whether counting `size` patterns directly in buckets is faster than in lanes (measured)."""
     return size < max(lanes // 2, BLOCK)
 
 
 class _Counter:
-    """Counters of one histogram of `size` patterns, those with a magnitude in [low, high), added block by block."""
+    """Counters of one histogram, to which patterns are added block by block.
+
+    `size` is the number of patterns; those with a magnitude in [low, high) count.
+    """
 
     def __init__(
         self, size: int, fmt: FloatFormat, bits: int, *, signed: bool = True, low: int = 0, high: int | None = None
@@ -202,7 +208,7 @@ class _Counter:
             self.pending += part.size
 
     def _lay_out(self) -> None:
-        """Add what was counted to the signed bucket layout."""
+        """Add the raw counters to the signed bucket layout."""
         fmt, bits, buckets = self.fmt, self.bits, self.fmt.buckets(self.bits)
         patterns = np.empty((2, 1 << (fmt.exponent + bits)), dtype=np.int64)
         _sum_lanes(self.raw, patterns.reshape(-1))
@@ -224,7 +230,7 @@ class _Counter:
             half[fmt.mantissa << bits :] += normal
 
     def histogram(self) -> Histogram:
-        """The histogram of all that was added; what is not finite is counted whatever the limits."""
+        """The histogram of all patterns added; infinities and NaNs count outside the limits too."""
         if not self.few:
             self._lay_out()
         found = Histogram(self.counts, self.bits, self.fmt.name, signed=self.zero > 0)
@@ -232,7 +238,10 @@ class _Counter:
 
 
 def product_blocks(x: Array, gradient: Array) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
-    """(begin, end, bit patterns of gradient * x) a block; the buffer of one block is used again for the next."""
+    """Yield (begin, end, bit patterns of gradient * x) block by block.
+
+    The buffer of one block is used again for the next.
+    """
     wide = np.dtype(product_format(x, gradient))
     own, other = dtype_name(x), dtype_name(gradient)
     a, g = to_numpy(x).reshape(-1), to_numpy(gradient).reshape(-1)
@@ -294,7 +303,7 @@ def kept_histogram_many(
 
 
 def keep_range(fmt: FloatFormat, prune: float, protect: float) -> tuple[Any, Any, Any]:
-    """Magnitude mask, and the patterns [low, high) that are neither pruned nor protected, as the format's integers."""
+    """Magnitude mask and pattern limits [low, high) of elements neither pruned nor protected."""
     kind = _UNSIGNED[fmt.width]
     high = _limit(protect + 0.0, fmt)  # a zero of either sign is one key of the cache
     low = min(_limit(prune + 0.0, fmt), high)
@@ -302,5 +311,5 @@ def keep_range(fmt: FloatFormat, prune: float, protect: float) -> tuple[Any, Any
 
 
 _UNSIGNED = {16: np.uint16, 32: np.uint32, 64: np.uint64}
-# Infinity and 0, which say that there is no threshold, come with every call.
+# Infinity and 0 mean no threshold; they come with every call.
 _limit = lru_cache(256)(magnitude_bits)

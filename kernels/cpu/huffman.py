@@ -1,4 +1,4 @@
-"""Huffman codes on the CPU: several symbols a table look-up, four streams at once, eight bytes at a time."""
+"""Huffman codes on the CPU: several symbols per table look-up, four streams in parallel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ BULK = 4096
 
 @njit
 def _package_merge(weights: NumPy, limit: Int, lengths: NumPy, packages: NumPy, lists: NumPy) -> None:
-    """Lengths for ascending weights; packages[l] says which items of list l are pairs of items of list l - 1."""
+    """Code lengths for ascending weights by the package-merge algorithm.
+
+    packages[l] marks the items of list l that are pairs of items of list l - 1.
+    """
     n = weights.size
     size = np.int64(0)  # of the list of the level before
     for level in range(limit):
@@ -117,7 +120,9 @@ def _store(data: NumPy, at: Any, word: Any) -> None:
 
 @njit
 def _encode(symbols: NumPy, table: NumPy, short: Int, out: NumPy, at: Int) -> Int:
-    """The codes of `symbols` from byte `at` of `out` on; returns the byte after, or -1 if a symbol has no code.
+    """Write the codes of `symbols` to `out` from byte `at`; return the end, or -1.
+
+    -1: a symbol has no code.
 
     An entry of `table` is code | length << 32. `short`: no length exceeds 14, so that 4 * 14 + 7 bits fit a word.
     """
@@ -174,7 +179,7 @@ def _encode(symbols: NumPy, table: NumPy, short: Int, out: NumPy, at: Int) -> In
 
 @njit
 def _order(lengths: NumPy, offsets: NumPy, order: NumPy) -> None:
-    """The symbols by length and then by symbol.
+    """Symbols sorted by code length and then by symbol.
 
     offsets[0, l], offsets[1, l]: first code of length l, and that after the last; offsets[2, l]: its place in `order`.
     """
@@ -199,7 +204,10 @@ def _order(lengths: NumPy, offsets: NumPy, order: NumPy) -> None:
 
 @njit
 def _single_table(lengths: NumPy, codes: NumPy, width: Int, single: NumPy) -> None:
-    """single[b]: length | symbol << 8 of the code that the `width` bits b start with; 0 if it is longer or none."""
+    """Table of the single code that each `width`-bit window starts with.
+
+    single[b] = length | symbol << 8; 0 if the code is longer or does not exist.
+    """
     for b in range(single.size):
         single[b] = 0
     for s in range(lengths.size):
@@ -212,7 +220,7 @@ def _single_table(lengths: NumPy, codes: NumPy, width: Int, single: NumPy) -> No
 
 @njit
 def _many_table(single: NumPy, width: Int, unit: Int, table: NumPy) -> None:
-    """table[b]: all whole codes in the `width` bits b, as far as they fit.
+    """Table of all whole codes in each `width`-bit window, as far as they fit.
 
     The symbols, `unit` bytes each, the first lowest, in 56 bits; above them the bits they take and, in the highest four
     bits, their bytes. 0 if the first code is longer than `width`, or none.
@@ -235,7 +243,10 @@ def _many_table(single: NumPy, width: Int, unit: Int, table: NumPy) -> None:
 
 @njit
 def _long(window: Any, width: Int, offsets: NumPy, order: NumPy) -> Int:
-    """length | symbol << 8 of the code longer than `width` that `window` starts with; 64 if there is none."""
+    """Decode a code longer than `width` at the start of `window`: length | symbol << 8.
+
+    64 if no code matches.
+    """
     # One way in and out, and no array in only one branch: Numba would count references here, for each symbol.
     length = width + 1
     while length < LIMIT and np.int64(window >> U64(64 - length)) >= offsets[1, length]:
@@ -251,7 +262,7 @@ def _long(window: Any, width: Int, offsets: NumPy, order: NumPy) -> Int:
 def _finish(
     data: NumPy, place: NumPy, width: Int, single: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
 ) -> Int:
-    """One symbol after another to the end of a stream; whether it ends where it should, in zero bits.
+    """Decode a stream's last symbols one by one; whether it ends correctly, in zero bits.
 
     place = next bit, end of the data, next byte of `out`, end of the stream's bytes there.
     """
@@ -277,7 +288,7 @@ def _finish(
 
 @njit_inline
 def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) -> Any:
-    """The symbols of one look-up: eight bytes are written, as many counted as are symbols."""
+    """Decode the symbols of one look-up: write eight bytes, advance by the number of symbols."""
     e = table[window >> shift]
     out[at] = U8(e & U64(255))
     out[at + U64(1)] = U8((e >> U64(8)) & U64(255))
@@ -295,7 +306,7 @@ def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) 
 def _decode4(
     data: NumPy, places: NumPy, width: Int, table: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
 ) -> Int:
-    """The bulk of four streams side by side, as far as all of them are away from their ends; False: corrupt.
+    """Decode the bulk of four streams in parallel, away from their ends; False if corrupt.
 
     places[k]: as `place` in `_finish`; the next bit and the next byte are moved on.
     """
@@ -382,7 +393,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
 
 @njit
 def _space(lengths: NumPy) -> Any:
-    """How many codes there are, the longest of them, and what part of all codes they take, in `2**-LIMIT`."""
+    """Number of codes, the longest code, and the code space they use in units of `2**-LIMIT`."""
     present, longest, space = np.int64(0), np.int64(0), np.int64(0)
     for s in range(lengths.size):
         length = np.int64(lengths[s])
@@ -394,7 +405,7 @@ def _space(lengths: NumPy) -> Any:
 
 
 def _fault(lengths: NumPy) -> str:
-    """What is wrong with a table of lengths; empty if nothing is."""
+    """Describe the fault in a table of code lengths; empty if it is valid."""
     present, longest, space = _space(lengths)
     if longest > LIMIT:
         return f"lengths holds {longest}; a code has at most {LIMIT} bits"
@@ -422,7 +433,7 @@ def huffman_codes(lengths: Array) -> Array:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the top bit says that more follow."""
+    """Encode a number in seven bits per byte, lowest first; the top bit marks continuation."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -459,7 +470,7 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
 
 
 def _stream_ends(data: NumPy, streams: int) -> list[int]:
-    """Where the streams begin and where the last ends, from the sizes in front of them."""
+    """First and last byte of each stream, from the sizes stored in front of them."""
     at = 0
     sizes = []
     for _ in range(streams - 1):

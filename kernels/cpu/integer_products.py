@@ -1,4 +1,4 @@
-"""Low-rank products on the CPU: row by row, the factors of one component after another, so that loops vectorise."""
+"""Low-rank products on the CPU, row by row with the components apart, so loops vectorize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numba defaults, in one place.
+"""Numba settings shared by all CPU kernels.
 
 Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction
 (the three back ends agree to the bit), the GIL released, the result cached on disk (`cache`: a damaged or unwritable
@@ -22,7 +22,10 @@ F = TypeVar("F", bound="Callable[..., object]")
 
 
 def njit(function: F) -> F:
-    """Compile `function` in nopython mode: cached, without the GIL, IEEE arithmetic in the written order."""
+    """Compile a function in nopython mode: cached, without the GIL, with IEEE arithmetic.
+
+    Operations keep the written order.
+    """
     return cast("F", _cached(numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)))
 
 
@@ -33,7 +36,7 @@ def njit_inline(function: F) -> F:
 
 
 def _cached(dispatcher: Any) -> Any:
-    """The dispatcher, its results kept on disk if there is a place for them; what `enable_caching` of it does."""
+    """Return the dispatcher with caching on disk enabled, if a folder can be written."""
     if hasattr(dispatcher, "enable_caching"):  # else it is the function itself: NUMBA_DISABLE_JIT is set
         try:
             dispatcher._cache = Kept(dispatcher.py_func)

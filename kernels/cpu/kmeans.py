@@ -1,4 +1,4 @@
-"""Weighted k-means on the line, compiled; the order of operations is the one written in `docs/kernels.md`."""
+"""Weighted one-dimensional k-means on the CPU, in the operation order of `docs/kernels.md`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NEARLY = 1.0 - 1e-12
 
 @njit_inline
 def _gain(best: float, lever: float, mass: float) -> float:
-    """What the clusters before a cut and the one behind it reach."""
+    """Objective of a cut: the gain of the clusters before it plus that of the one after it."""
     return best + (lever * lever / mass if mass > 0.0 else 0.0)
 
 
 @njit
 def _exact(x: Any, w: Any, k: int) -> Any:
-    """Optimal codebook of 1 <= k < m scaled, strictly ascending centers."""
+    """Optimal codebook of 1 <= k < m codes for scaled, strictly ascending centers."""
     m = x.size
     shift = x[m // 2]
     weight = np.empty(m + 1)
@@ -58,7 +58,7 @@ def _exact(x: Any, w: Any, k: int) -> Any:
             at = first
             most = -1.0
             if end - first >= _MANY:
-                # From a likely maximum on, whoever cannot reach it is passed over without a division. That is sure:
+                # After a likely maximum, a cut that cannot reach it is skipped without a division. That is certain:
                 # `_NEARLY` leaves more room than the roundings of both sides take.
                 at = (first + end) >> 1
                 most = _gain(best[at], moment_j - moment[at], mass_j - weight[at])
@@ -109,7 +109,7 @@ def _exact(x: Any, w: Any, k: int) -> Any:
 
 @njit
 def _lloyd(x: Any, w: Any, initial: Any, iterations: int) -> Any:
-    """Lloyd's iteration: means of the centers nearest to each code, until nothing changes."""
+    """Lloyd's iteration: replace codes by the means of their nearest centers until stable."""
     m = x.size
     k = initial.size
     codes = initial.copy()
@@ -141,7 +141,7 @@ def _lloyd(x: Any, w: Any, initial: Any, iterations: int) -> Any:
 
 @njit
 def _uniform(seed: Any, counter: int) -> float:
-    """Number `counter` of the stream of `seed`, in [0, 1): SplitMix64, the upper 53 bits."""
+    """Random number `counter` of the stream of `seed`, in [0, 1): SplitMix64's upper 53 bits."""
     z = np.uint64(seed) + np.uint64(counter + 1) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -151,7 +151,10 @@ def _uniform(seed: Any, counter: int) -> float:
 
 @njit
 def _seeds(x: Any, w: Any, k: int, seed: Any) -> Any:
-    """k distinct centers, each drawn with probability `w * squared distance to the nearest drawn one`; ascending."""
+    """Draw k distinct centers for k-means++; ascending.
+
+    Each is drawn with probability `w * squared distance to the nearest drawn one`.
+    """
     m = x.size
     distance = np.ones(m)
     drawn = np.zeros(m, np.uint8)

@@ -1,4 +1,4 @@
-"""Level differences, grouping and pair counts, compiled.
+"""Level differences, grouping and pair counts on the CPU.
 
 Grouping walks the two halves of the input side by side, with counters of their own: their chains of increments do not
 wait for each other. More than two parts do not pay, for each writes to as many places at once as there are keys.
@@ -25,7 +25,7 @@ CHUNK = 1 << 30
 
 @njit
 def _subtract(a: Any, b: Any, size: int, out: Any) -> Any:
-    """`out = (a - b) mod size`; whether every element of both was below size."""
+    """Compute `out = (a - b) mod size`; whether all elements of both were below size."""
     wrap = np.uint8(size & 255)
     largest = np.uint8(size - 1)
     above = np.uint8(0)
@@ -38,7 +38,10 @@ def _subtract(a: Any, b: Any, size: int, out: Any) -> Any:
 
 @njit
 def _count_halves(keys: Any, lanes: Any) -> None:
-    """Count keys in `lanes[8 * key + lane]`: even lanes the first half of them (the shorter), odd lanes the rest."""
+    """Count keys in `lanes[8 * key + lane]`, separately for both halves of the array.
+
+    Even lanes count the first half (the shorter), odd lanes the second.
+    """
     one, three = np.uint64(1), np.uint64(3)
     half = keys.size // 2
     a, b = keys[:half], keys[half:]
@@ -60,7 +63,7 @@ def _count_halves(keys: Any, lanes: Any) -> None:
 
 @njit
 def _split(values: Any, keys: Any, places: Any, out: Any) -> None:
-    """Move each value to `places[2 * key + half]`, which moves on by one."""
+    """Move each value to `places[2 * key + half]` and advance that position by one."""
     one = np.uint64(1)
     half = keys.size // 2
     a, b, first, second = keys[:half], keys[half:], values[:half], values[half:]
@@ -79,7 +82,7 @@ def _split(values: Any, keys: Any, places: Any, out: Any) -> None:
 
 @njit
 def _merge(grouped: Any, keys: Any, places: Any, out: Any) -> None:
-    """Take each value from `places[2 * key + half]`, which moves on by one."""
+    """Take each value from `places[2 * key + half]` and advance that position by one."""
     one = np.uint64(1)
     half = keys.size // 2
     a, b, first, second = keys[:half], keys[half:], out[:half], out[half:]
@@ -98,7 +101,9 @@ def _merge(grouped: Any, keys: Any, places: Any, out: Any) -> None:
 
 @njit
 def _pairs(previous: Any, current: Any, previous_size: int, current_size: int, shift: int, lanes: Any) -> Any:
-    """Count each pair in `lanes[4 * (previous << shift | current) + lane]`, the lanes taking turns; whether all did.
+    """Count level pairs in lanes that take turns; whether every level was in range.
+
+    A pair counts in `lanes[4 * (previous << shift | current) + lane]`.
 
     By short blocks, first the pairs, then the counters: the first loop is vectorized, the second only counts. A level
     beyond its size is found in the first, before it could lead outside the counters.
@@ -129,7 +134,10 @@ def _pairs(previous: Any, current: Any, previous_size: int, current_size: int, s
 
 @njit
 def _add_lanes(lanes: Any, counts: Any) -> None:
-    """Add the four lanes of each pair to `counts`, whose rows may be shorter than those of `lanes`."""
+    """Add the four lanes of each pair to `counts`.
+
+    Rows of `counts` may be shorter than those of `lanes`.
+    """
     for row in range(counts.shape[0]):
         own, out = lanes[row], counts[row]
         for k in range(out.size):
@@ -163,7 +171,10 @@ def undelta(previous: Array, delta: Array, size: int) -> Array:
 
 
 def _groups(keys: Bytes, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Where each half's elements of each key begin, and counts a key; None where a key is not below size."""
+    """Start of each key's elements in both halves, and counts per key.
+
+    None where a key is not below size.
+    """
     lanes = np.zeros((256, 4, 2), dtype=np.uint64)
     _count_halves(keys, lanes.reshape(-1))
     number = lanes.sum(axis=1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Bucket index and midpoint of each element, compiled, on bit patterns."""
+"""Bucket index and midpoint of each element on the CPU, on bit patterns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .jit import njit
 
 @njit
 def _index(u: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: Any) -> None:
-    """Short blocks: a vectorized loop for zeros and normal numbers, and another one where it met a subnormal."""
+    """Bucket indices in short blocks.
+
+    A vectorized loop handles zeros and normal numbers; a second loop runs where a subnormal occurred.
+    """
     low = np.uint64(mantissa - bits)
     magnitude = (np.uint64(1) << np.uint64(mantissa + exponent)) - np.uint64(1)
     fraction = (np.uint64(1) << np.uint64(mantissa)) - np.uint64(1)
@@ -44,7 +47,10 @@ def _index(u: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: A
 
 @njit
 def _value(index: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: Any) -> None:
-    """Short blocks: a vectorized loop for zero, normal numbers and NaN, and another one where it met a subnormal."""
+    """Bucket midpoints in short blocks.
+
+    A vectorized loop handles zero, normal numbers and NaN; a second loop runs where a subnormal occurred.
+    """
     kind = out.dtype.type
     infinity = np.int64(((1 << exponent) - 1) << mantissa)
     nan = infinity | np.int64(1 << (mantissa - 1))

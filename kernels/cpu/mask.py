@@ -1,4 +1,4 @@
-"""Bit masks on the CPU: one multiplication packs eight flags, and set bits are walked word by word."""
+"""Bit masks on the CPU: one multiplication packs eight flags; set bits are read by words."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
 
 
 def _words(data: np.ndarray[Any, Any], n: int) -> np.ndarray[Any, Any]:
-    """The mask of n elements as aligned, zero-padded 64-bit words; checks the bits after the last element."""
+    """The mask of n elements as aligned, zero-padded 64-bit words.
+
+    Checks that the bits after the last element are zero.
+    """
     if n % 8 and data[-1] >> (n % 8):
         raise trailing_bits_set()
     words = np.zeros((n + 63) // 64, "<u8")
@@ -123,7 +126,10 @@ def _pack(mask: Any, out: Any) -> None:
 
 @njit
 def _unpack(data: Any, eight: Any) -> None:
-    """Eight flag bytes from each byte: copy it eight times, pick one bit in each copy, move that bit to the bottom."""
+    """Expand each byte into eight flag bytes.
+
+    Copy it eight times, select one bit in each copy, move that bit to the bottom.
+    """
     for j in range(data.size):
         picked = (np.uint64(data[j]) * SPREAD) & PICK
         eight[j] = ((picked + CARRY) >> np.uint64(7)) & SPREAD
@@ -149,7 +155,7 @@ def _count(words: Any) -> Any:
 
 @njit
 def _gather(x: Any, words: Any, bit_at: Any, out: Any) -> None:
-    """out = x where the bit is set; `out` has exactly as many places as bits are set."""
+    """Copy the elements whose bit is set; `out` has exactly as many elements as bits are set."""
     zero, one = np.uint64(0), np.uint64(1)
     k = np.int64(0)
     for j in range(words.size):
@@ -169,7 +175,7 @@ def _gather(x: Any, words: Any, bit_at: Any, out: Any) -> None:
 
 @njit
 def _scatter(words: Any, values: Any, bit_at: Any, out: Any) -> None:
-    """out[i] = the next of `values` wherever bit i is set; as many values as set bits."""
+    """Write the next of `values` wherever bit i is set; as many values as set bits."""
     zero, one = np.uint64(0), np.uint64(1)
     ahead = np.empty(64, values.dtype)
     k = np.int64(0)

@@ -18,7 +18,7 @@ BLOCK = 512
 
 
 def patterns(x: Array) -> np.ndarray[Any, Any]:
-    """x flattened in C order as unsigned integers of its own width; no copy where x is contiguous."""
+    """Flatten x in C order as unsigned integers of its width; no copy if x is contiguous."""
     if is_torch(x):
         import torch
 
@@ -26,7 +26,7 @@ def patterns(x: Array) -> np.ndarray[Any, Any]:
         flat: np.ndarray[Any, Any] = x.detach().resolve_neg().contiguous().view(-1).view(unsigned).numpy()
         return flat
     a = to_numpy(x)
-    a = a.astype(a.dtype.newbyteorder("="), copy=False)  # patterns are numbers, whatever the byte order in memory
+    a = a.astype(a.dtype.newbyteorder("="), copy=False)  # patterns are numbers, independent of the byte order in memory
     return a.reshape(-1).view(np.dtype(f"uint{8 * a.dtype.itemsize}"))
 
 
@@ -91,7 +91,7 @@ def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dt
 
 @njit
 def _rotate(source: Any, bits: Any, target: Any) -> None:
-    """target[i] = source[i] rotated to the left; bits from 1 to one less than the width, of the patterns' own kind."""
+    """Rotate bit patterns left by 1 to width - 1 bits: target[i] = rotl(source[i])."""
     kind = source.dtype.type
     back = kind(kind(8 * source.itemsize) - bits)
     for i in range(target.size):
@@ -102,7 +102,10 @@ def _rotate(source: Any, bits: Any, target: Any) -> None:
 # stays 64 bits wide in the vector loop and runs at a third of the speed.
 @njit
 def _byte(source: Any, shift: Any, target: Any) -> None:
-    """target[i] = the byte of source[i] that starts at bit `shift`: one stream in, one out, so that it vectorises."""
+    """Extract the byte that starts at bit `shift` of each pattern.
+
+    One stream in, one out, so that the loop vectorizes.
+    """
     kind = source.dtype.type
     for i in range(target.size):
         target[i] = np.uint8(source[i] >> kind(shift))
@@ -133,7 +136,7 @@ def _split(u: Any, rotation: Any, out: Any) -> None:
 
 @njit
 def _merge(planes: Any, rotation: Any, out: Any) -> None:
-    """out[i] = the planes' bytes put together, at most four planes at a time so that the loop vectorises."""
+    """Join byte planes into patterns, at most four planes per pass, so that loops vectorize."""
     kind = out.dtype.type
     back = kind(kind(8 * out.itemsize) - rotation)
     s8, s16, s24, s32 = np.uint32(8), np.uint32(16), np.uint32(24), np.uint64(32)
@@ -163,7 +166,7 @@ def _merge(planes: Any, rotation: Any, out: Any) -> None:
 # the vector loop and 8- and 16-bit types would run at half to a quarter of the speed.
 @njit
 def _difference(current: Any, previous: Any, signed: Any, out: Any) -> None:
-    """Zig-zag of the difference of order-mapped patterns, modulo 2**width."""
+    """Zig-zag code of the difference of order-mapped patterns, modulo 2**width."""
     kind = out.dtype.type
     zero, one, half = kind(0), kind(1), kind(1 << (8 * out.itemsize - 1))
     low = kind(half - one)

@@ -1,6 +1,6 @@
-"""A hint to the processor which memory is read next.
+"""A hint to the processor which memory will be read next.
 
-Where a loop's stores depend on what it reads (counters, scattered values), the hardware's own prefetching falls behind
+Where a loop's stores depend on its reads (counters, scattered values), the hardware's own prefetching falls behind
 on some machines: a histogram of 100 MB ran at 3.7 GB/s without the hint and at 9.8 with it (docs/decisions/speed.md).
 """
 
@@ -14,7 +14,7 @@ from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 AHEAD = 8192
-"""Bytes between what is read now and what is asked for: two pages, so that a new page's address is known in time."""
+"""Distance of a prefetch in bytes: two pages, so that a new page's address is known in time."""
 
 _READ, _KEEP, _DATA = 0, 3, 1
 

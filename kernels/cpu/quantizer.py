@@ -39,7 +39,9 @@ def _look_up_16(u: Any, table: Any, out: Any) -> None:
 
 @njit
 def _look_up_32(u: Any, table: Any, out: Any) -> None:
-    """An entry is `cut | level below << 16 | level from the cut on << 24`, the cut 16 bits of the pattern.
+    """Look up levels in a table of packed entries.
+
+    An entry is `cut | level below << 16 | level from the cut on << 24`, the cut being 16 bits of the pattern.
 
     By short blocks, first the entries, then the levels: the second loop is vectorized, and all stays in the cache.
     """
@@ -102,7 +104,10 @@ def _merge(cuts: Any, negative: int, codes: int, low: Any, high: Any, sign: Any,
 
 @njit
 def _fill(starts: Any, levels: Any, shift: int, table: Any) -> bool:
-    """Table of a step function; entries as in `_look_up_32`, or levels (shift 0). False if two cuts share an entry."""
+    """Fill the table of a step function; False if two cuts share an entry.
+
+    Entries are as in `_look_up_32`, or levels (shift 0).
+    """
     kind = table.dtype.type
     for step in range(starts.size):
         begin = np.int64(starts[step] >> np.uint64(shift))
@@ -122,7 +127,7 @@ def _fill(starts: Any, levels: Any, shift: int, table: Any) -> bool:
 
 @njit
 def _index(starts: Any, shift: int, first: Any) -> None:
-    """The last step before an entry, the earliest that rules there; the next entry's is the latest."""
+    """Last step that starts before each table entry."""
     end = np.int64(starts[0] >> np.uint64(shift)) + 1
     first[:end] = 0
     for step in range(starts.size):
@@ -133,7 +138,7 @@ def _index(starts: Any, shift: int, first: Any) -> None:
 
 @njit
 def _search(u: Any, shift: int, first: Any, starts: Any, levels: Any, out: Any) -> None:
-    """The last step that starts at or below u, by bisection among those that share its upper bits."""
+    """Last step that starts at or below u, by bisection within its upper bits."""
     for i in range(u.size):
         entry = np.uint64(u[i]) >> np.uint64(shift)
         low, high = np.int64(first[entry]), np.int64(first[entry + np.uint64(1)])
@@ -148,7 +153,7 @@ def _search(u: Any, shift: int, first: Any, starts: Any, levels: Any, out: Any) 
 
 @njit
 def _by_product(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> None:
-    """Protect where the product's pattern is high or more, else prune what is not protected where it is below low."""
+    """Apply the sensitivity thresholds: protect high products, prune low ones not protected."""
     for i in range(out.size):
         p = product[i] & magnitude
         out[i] = 1 if p >= high or out[i] == 1 else (0 if p < low else out[i])
@@ -166,7 +171,7 @@ def _values(levels: Any, table: Any, out: Any) -> None:
 
 @njit
 def _put_protected(levels: Any, protected: Any, out: Any) -> int:
-    """The next protected value where the level is 1, as long as there are any; the number of levels 1."""
+    """Write the protected values where the level is 1; return the number of such levels."""
     at = 0
     for begin in range(0, levels.size, 128):
         v, o = levels[begin : begin + 128], out[begin : begin + 128]
@@ -190,7 +195,10 @@ def _pattern(values: Vector, fmt: FloatFormat) -> Patterns:
 
 
 def _steps(fmt: FloatFormat, thresholds: Thresholds, codes: Vector) -> tuple[Patterns, Levels]:
-    """Level over the patterns 0 ... 2**width - 1: from `starts[i]` (uint64, first 0) on it is `levels[i]`."""
+    """Level as a step function over the patterns 0 ... 2**width - 1.
+
+    From `starts[i]` (uint64, first 0) on the level is `levels[i]`.
+    """
     _, low, high = keep_range(fmt, thresholds.prune_magnitude, thresholds.protect_magnitude)
     edges = boundaries(codes, fmt.name)
     cuts = _pattern(np.abs(edges), fmt)
@@ -228,7 +236,8 @@ class _Assigner:
 
 def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array | None = None) -> Array:
     """See `shrinkpoint.kernels.quantizer.assign`; the codebook is float64 NumPy."""
-    # Without codes what is kept becomes protected, but only after the product had its say: until then it has a code.
+    # Without codes, kept elements become protected, but only after the product's thresholds: until then they
+    # have a code.
     stand_in = gradient is not None and codebook.size == 0
     apply = _Assigner(format_named(dtype_name(x)), thresholds, np.zeros(1) if stand_in else codebook)
     values = to_numpy(x)

@@ -1,4 +1,6 @@
-"""Small tables (code lengths, frequencies) and rare changes as few bytes: an adaptive binary range coder, on the CPU.
+"""Adaptive binary range coder for small tables and sparse changes, on the CPU.
+
+Small tables are code lengths and frequencies.
 
 One walk over a table serves both directions: `_bit` either writes the bit it is given or reads one and returns it, so
 the decoder cannot disagree with the encoder about what comes next. docs/entropy.md has the format.
@@ -23,7 +25,7 @@ PATIENCE = 62
 """Bits after which a model keeps adapting at the same rate."""
 
 I64 = np.int64
-# Numbers that are passed on are given a type here: for a bare literal Numba compiles the callee anew.
+# Numbers that are passed on are given a type here: for a bare literal Numba compiles the callee again.
 THREE, FOUR, TWELVE = I64(3), I64(4), I64(12)
 
 WHOLE, SURE = U64(1 << 32), U64(65535)
@@ -43,7 +45,10 @@ Coder = Any  # (low when encoding, code less low when decoding; range; next byte
 
 
 def _reciprocals() -> NumPy:
-    """2**32 / (2 t + 3), rounded up: times a number below 2**18, shifted by 32, it gives the quotient exactly."""
+    """Reciprocals 2**32 / (2 t + 3), rounded up, for exact division by multiplication.
+
+    Times a number below 2**18, shifted by 32, such a reciprocal gives the quotient exactly.
+    """
     return np.asarray([-(-(1 << 32) // (2 * t + 3)) for t in range(PATIENCE + 1)], np.int64)
 
 
@@ -62,7 +67,7 @@ def _carry(data: NumPy, at: Int) -> None:
 
 @njit
 def _split(coder: Coder, data: NumPy, bound: Any, bit: Int) -> Any:
-    """Takes the part of the range that belongs to `bit`, or finds out which part it is; `bound` belongs to 0."""
+    """Encode or decode one bit: narrow the range to the part of `bit`; `bound` belongs to 0."""
     low, width, at, decoding = coder
     if decoding:
         bit = np.int64(low >= bound)
@@ -111,7 +116,7 @@ def _bit(coder: Coder, data: NumPy, models: NumPy, model: Int, bit: Int) -> Any:
 
 @njit
 def _plain(coder: Coder, data: NumPy, bits: Int, value: Int) -> Any:
-    """`bits` bits of `value`, the highest first, without a model."""
+    """Encode or decode `bits` bits of `value` without a model, highest first."""
     out = np.int64(0)
     for k in range(bits - 1, -1, -1):
         bit, coder = _split(coder, data, (coder[1] >> U64(16)) * U64(EVEN), (value >> k) & 1)
@@ -121,7 +126,10 @@ def _plain(coder: Coder, data: NumPy, bits: Int, value: Int) -> Any:
 
 @njit
 def _count(coder: Coder, data: NumPy, models: NumPy, base: Int, most: Int, limit: Int, value: Int) -> Any:
-    """`value` in 0 ... limit as so many ones and a zero (no zero after `limit` ones), in `most` + 1 models."""
+    """Encode or decode a count in 0 ... limit in unary, with `most` + 1 models.
+
+    So many ones and a zero (no zero after `limit` ones).
+    """
     out = np.int64(0)
     while out < limit:
         bit, coder = _bit(coder, data, models, base + min(out, most), np.int64(value > out))
@@ -135,7 +143,10 @@ def _count(coder: Coder, data: NumPy, models: NumPy, base: Int, most: Int, limit
 def _near(
     coder: Coder, data: NumPy, models: NumPy, equal: Int, up: Int, step: Int, near: Int, highest: Int, value: Int
 ) -> Any:
-    """`value` in 1 ... highest, by how far it is from `near`; 0 if the bytes say that it is outside."""
+    """Encode or decode `value` in 1 ... highest by its distance from `near`.
+
+    0 if decoded bytes give a number outside.
+    """
     out = np.int64(0)
     other, coder = _bit(coder, data, models, equal, np.int64(value != near))
     if other == 0:
@@ -162,7 +173,7 @@ def _width(value: Int) -> Int:
 
 @njit
 def _lengths(coder: Coder, data: NumPy, models: NumPy, lengths: NumPy, highest: Int) -> Any:
-    """The code lengths; whether they are those of a complete code (or of none)."""
+    """Encode or decode code lengths; whether they form a complete code (or none)."""
     size = lengths.size
     left = np.int64(1) << highest  # of the code space
     whole = left
@@ -199,7 +210,7 @@ def _lengths(coder: Coder, data: NumPy, models: NumPy, lengths: NumPy, highest: 
 
 @njit
 def _digits(table: NumPy) -> Int:
-    """Significant bits of the frequencies that are not the greatest of their rows, at most."""
+    """Most significant bits of any frequency except the greatest of each row."""
     digits = np.int64(0)
     for c in range(table.shape[0]):
         peak = np.argmax(table[c])
@@ -214,7 +225,7 @@ def _digits(table: NumPy) -> Int:
 
 @njit
 def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precision: Int) -> Any:
-    """The frequencies; whether each row is what it has to be, and said as the encoder says it."""
+    """Encode or decode the frequencies; whether each row is valid and in canonical form."""
     rows, columns = table.shape
     total = np.int64(1) << precision
     wide = _width(columns - 1)
@@ -316,7 +327,9 @@ def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precisi
 
 @njit
 def _gap(coder: Coder, data: NumPy, left: Int, changes: Int, gap: Int) -> Any:
-    """How many of the elements left come before the next of so many changes, -1 if that is too many.
+    """Encode or decode the number of unchanged elements before the next change.
+
+    -1 if decoding gives more elements than are left.
 
     Unchanged with probability q each, the gap has independent binary digits: digit j is 1 as q**(2**j) to 1. Those
     that are hardly ever 1 are asked for together.
@@ -343,7 +356,10 @@ def _gap(coder: Coder, data: NumPy, left: Int, changes: Int, gap: Int) -> Any:
 
 @njit
 def _changed(coder: Coder, data: NumPy, models: NumPy, usual: Int, symbol: Int) -> Any:
-    """What a symbol has become; -1 if the bytes say what would be said otherwise."""
+    """Encode or decode the new symbol of a changed element.
+
+    -1 if decoded bytes are not in canonical form.
+    """
     group = usual >> 3
     far, coder = _bit(coder, data, models, C_FAR + group, np.int64(abs(symbol - usual) != 1))
     if far == 0:
@@ -364,7 +380,7 @@ def _changed(coder: Coder, data: NumPy, models: NumPy, usual: Int, symbol: Int) 
 
 @njit
 def _encode_changes(data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n: Int) -> Int:
-    """Returns the size of the data, -1 if `data` is too small."""
+    """Encode the changes; return the size of the data, -1 if `data` is too small."""
     models = _models(C_MODELS)
     coder = _open(data, False)
     width = _width(np.int64(places.size))
@@ -380,7 +396,7 @@ def _encode_changes(data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n:
 
 @njit
 def _number_of_changes(coder: Coder, data: NumPy) -> Any:
-    """How many changes there are; -1 if that is no number."""
+    """Decode the number of changes; -1 if the bytes are not such a number."""
     width, coder = _plain(coder, data, SIX, np.int64(0))
     if width < 1 or width > 32:
         return np.int64(-1), coder
@@ -390,7 +406,7 @@ def _number_of_changes(coder: Coder, data: NumPy) -> Any:
 
 @njit
 def _decode_changes(data: NumPy, usual: NumPy, out: NumPy) -> Int:
-    """Puts the changes into `out`; whether the data are what `_encode_changes` writes of them."""
+    """Decode changes into `out`; whether the data are in canonical form."""
     models = _models(C_MODELS)
     coder = _open(data, True)
     count, coder = _number_of_changes(coder, data)
@@ -419,7 +435,7 @@ def _models(count: Int) -> NumPy:
 
 @njit
 def _window(data: NumPy, at: Int) -> Any:
-    """The four bytes from `at` on as a number; zeros follow the last."""
+    """The four bytes from `at` on as a number; zeros follow the last byte."""
     value = U64(0)
     for k in range(4):
         value <<= U64(8)
@@ -438,7 +454,7 @@ def _open(data: NumPy, decoding: Int) -> Coder:
 
 @njit
 def _end(low: Any, width: Any) -> Any:
-    """The number in the range that takes the fewest bytes without the zeros at its end, and how many these are."""
+    """Number in the range that takes the fewest bytes without trailing zeros, and that size."""
     for size in range(4):
         mask = LOWER >> U64(8 * size)
         value = (low + mask) & ~mask
@@ -449,7 +465,10 @@ def _end(low: Any, width: Any) -> Any:
 
 @njit
 def _close(coder: Coder, data: NumPy) -> Int:
-    """Writes the end, without the zeros that a reader adds itself; returns the size, -1 if `data` is too small."""
+    """Write the end of the data without trailing zeros; return the size, -1 if no room.
+
+    The reader adds the zeros itself.
+    """
     low, width, at, _ = coder
     value, size = _end(low, width)
     if at + size > data.size:
@@ -466,9 +485,9 @@ def _close(coder: Coder, data: NumPy) -> Int:
 
 @njit
 def _is_close(coder: Coder, data: NumPy) -> Int:
-    """Whether these data, read to this point, are those that `_close` writes here: all else has another form.
+    """Whether the bytes read so far are those that `_close` writes here (canonical form).
 
-    What was read is `code` above the range's lower end. That end's last 32 bits follow, and from it what was written.
+    The number read is `code` above the range's lower end. That gives the end's last 32 bits and the number written.
     Only a code that starts beyond the range is ever beyond it.
     """
     code, width, at, _ = coder
@@ -488,7 +507,7 @@ def _table(coder: Coder, data: NumPy, table: NumPy, parameter: Int, is_lengths: 
 
 @njit
 def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
-    """Returns the size of the data, -1 if the table is not one, -2 if `data` is too small."""
+    """Encode a table; return the size, -1 if the table is invalid, -2 if `data` is too small."""
     fine, coder = _table(_open(data, False), data, table, parameter, is_lengths)
     if not fine:
         return np.int64(-1)
@@ -498,13 +517,16 @@ def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
 
 @njit
 def _decode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
-    """Fills `table`; whether the data are what `_encode` writes of it."""
+    """Decode a table into `table`; whether the data are in canonical form."""
     fine, coder = _table(_open(data, True), data, table, parameter, is_lengths)
     return fine and _is_close(coder, data)
 
 
 def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
-    """uint32[rows, columns] as bytes; one row of code lengths up to `parameter`, or frequencies of that precision."""
+    """Encode a table uint32[rows, columns] as bytes.
+
+    One row of code lengths up to `parameter`, or frequencies of that precision.
+    """
     room = max(256, table.size)
     while True:
         data = np.empty(room, np.uint8)
@@ -517,7 +539,7 @@ def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
 
 
 def unpack(data: NumPy, rows: int, columns: int, parameter: int, lengths: bool) -> NumPy:
-    """The inverse of `pack`; raises CorruptDataError for bytes that `pack` does not write."""
+    """Decode a table: the inverse of `pack`; raises CorruptDataError for non-canonical bytes."""
     table = np.zeros((rows, columns), np.uint32)
     if not _decode(table, parameter, lengths, data):
         raise CorruptDataError(f"{data.size} bytes are not a table of {rows} x {columns}")
@@ -525,7 +547,10 @@ def unpack(data: NumPy, rows: int, columns: int, parameter: int, lengths: bool) 
 
 
 def pack_changes(symbols: NumPy, usual: NumPy, places: NumPy, n: int) -> NumPy:
-    """Symbols at ascending places among n that are not the usual ones there; no bytes if there are none."""
+    """Encode symbols that differ from the usual ones, at ascending positions among n.
+
+    No changes give no bytes.
+    """
     if places.size == 0:
         return np.empty(0, np.uint8)
     room = 64 + 8 * places.size
@@ -538,5 +563,5 @@ def pack_changes(symbols: NumPy, usual: NumPy, places: NumPy, n: int) -> NumPy:
 
 
 def unpack_changes(data: NumPy, usual: NumPy, out: NumPy) -> bool:
-    """Put the changes that `pack_changes` wrote into `out`, a copy of `usual`; whether it writes these bytes."""
+    """Decode changes into `out`, a copy of `usual`; whether the bytes are canonical."""
     return data.size == 0 or bool(_decode_changes(data, usual, out))

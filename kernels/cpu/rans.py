@@ -1,4 +1,4 @@
-"""Asymmetric numeral systems on the CPU: no division, no unpredictable branch, four states in registers."""
+"""Asymmetric numeral systems on the CPU: four states in registers, no division."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOCK = 1 << 16
 
 @njit
 def _peak(frequencies: NumPy) -> Int:
-    """The greatest frequency, of equal ones the lowest symbol."""
+    """Symbol of the greatest frequency; of equal ones the lowest."""
     peak: Int = 0
     for s in range(frequencies.size):
         if frequencies[s] > frequencies[peak]:
@@ -44,21 +44,24 @@ def _peak(frequencies: NumPy) -> Int:
 
 @njit
 def _gain(count: Int, frequency: Int) -> Any:
-    """What one more is worth to a symbol; -1 for one that is absent."""
+    """Gain of raising a symbol's frequency by one; -1 for an absent symbol."""
     f = np.float64(frequency)
     return np.float64(count) / np.sqrt(f * (f + 1.0)) if count > 0 else -1.0
 
 
 @njit
 def _loss(count: Int, frequency: Int) -> Any:
-    """What one less costs a symbol; infinite for one that is absent or has no more to give."""
+    """Loss of lowering a symbol's frequency by one; infinite if it cannot be lowered."""
     f = np.float64(frequency)
     return np.float64(count) / np.sqrt(f * (f - 1.0)) if count > 0 and f > 1.0 else np.inf
 
 
 @njit
 def _round_row(counts: NumPy, total: Int, out: NumPy, gains: NumPy, losses: NumPy) -> None:
-    """`counts` scaled to the sum `total`, each present symbol at least 1 (see `rans_frequencies`)."""
+    """Scale `counts` to the sum `total`; each present symbol gets at least 1.
+
+    See `rans_frequencies`.
+    """
     size = counts.size
     n = np.int64(0)
     for s in range(size):
@@ -108,8 +111,7 @@ def _round_rows(counts: NumPy, total: Int, out: NumPy) -> None:
 
 @njit
 def _survey(counts: NumPy) -> Any:
-    """The least and the greatest count; of those that are not the greatest of their row the sum, and how many there
-    are above zero."""
+    """Extremes of the counts, and sum and number of those not the greatest of their row."""
     least, greatest, others, present = counts[0, 0], counts[0, 0], np.int64(0), np.int64(0)
     for row in range(counts.shape[0]):
         peak = counts[row, 0]
@@ -126,7 +128,10 @@ def _survey(counts: NumPy) -> Any:
 
 @njit
 def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
-    """All frequencies but the greatest of each row rounded to `digits` significant bits; whether that can be done."""
+    """Round all frequencies but the greatest of each row; whether that is possible.
+
+    To `digits` significant bits.
+    """
     for c in range(exact.shape[0]):
         peak = _peak(exact[c])
         rest = np.int64(total)
@@ -153,7 +158,9 @@ def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
 
 @njit
 def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
-    """Per context and symbol: least state that has to give a word, reciprocal of f (0: absent), start, 2**p - f.
+    """Encoder constants per context and symbol.
+
+    The least state that must emit a word, the reciprocal of f (0: absent), the start, and 2**p - f.
 
     The reciprocal r = ceil(2**(32 + p) / f) exceeds the quotient by less than 1, and a state x that takes a symbol is
     below 2**32 and below f << (32 - p). So (x * r) >> (32 + p) is x // f exactly, and x * r stays below 2**64. `table`
@@ -179,7 +186,10 @@ def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
 
 @njit_inline
 def _context(contexts: Any, i: Any) -> Any:
-    """The context of symbol i; 0 where there are none, of which nothing is left once that is compiled."""
+    """Context of symbol i; 0 without contexts.
+
+    Without contexts the compiled code holds no trace of them.
+    """
     if contexts is None:
         return U64(0)
     return U64(contexts[i])
@@ -189,7 +199,10 @@ def _context(contexts: Any, i: Any) -> Any:
 def _encode_rest(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, states: NumPy
 ) -> Int:
-    """The at most three symbols after the last group of four; returns the next place in `words`, or -1 if corrupt."""
+    """Encode the symbols after the last group of four; return the next position in `words`.
+
+    -1 if a symbol has no frequency.
+    """
     at = words.size - 1
     for i in range(symbols.size - 1, symbols.size - symbols.size % 4 - 1, -1):
         x = states[i & 3]
@@ -208,7 +221,11 @@ def _encode_rest(
 def _encode_quiet(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
 ) -> Int:
-    """Groups of four, from the last to the first, into `words` from `at` down; returns the next `at`, -1 if corrupt.
+    """Encode groups of four, last to first, for data below about one bit per symbol.
+
+    Writes `words` from `at` down; returns the next `at`, -1 if a symbol has no frequency.
+
+    Writes `words` from `at` down; returns the next `at`, -1 if a symbol has no frequency.
 
     A state x takes a symbol by x + start + (x // f) * (2**p - f), which is ((x // f) << p) + x % f + start.
     """
@@ -258,7 +275,7 @@ def _encode_quiet(
 def _encode_busy(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
 ) -> Int:
-    """As `_encode_quiet`, without any branch that depends on the data."""
+    """Encode groups of four without branches that depend on the data; as `_encode_quiet`."""
     k = U64(32 + precision)
     row = U64(columns)
     low = U64(0xFFFF)
@@ -301,10 +318,12 @@ def _encode_busy(
 
 @njit
 def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: NumPy, peaks: NumPy) -> None:
-    """symbol_of[c << p | slot]; table[c * S + s]: f | start << 32; peaks[c]: its symbol | its f << 8.
+    """Fill the decoder tables of symbols, frequencies with starts, and row peaks.
 
-    In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set. `symbol_of` comes as zeros, most of which are
-    never touched: many contexts of a delta do not occur.
+    symbol_of[c << p | slot]; table[c * S + s]: f | start << 32; peaks[c]: its symbol | its f << 8.
+
+    In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set. `symbol_of` comes as zeros, and most of
+    them are never touched: many contexts of a delta do not occur.
     """
     columns = frequencies.shape[1]
     for c in range(frequencies.shape[0]):
@@ -332,7 +351,11 @@ def _decode_quiet(
     words: NumPy, contexts: Any, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
 ) -> Int:  # fmt: skip
-    """Whole groups of four for data of a fraction of a bit a symbol; returns the number of words, -1 if corrupt.
+    """Decode groups of four for data below about one bit per symbol; return the words read.
+
+    -1 if the data are corrupt.
+
+    -1 if the data are corrupt.
 
     `words` ends in four that may be read but do not count. The peak of a row has the first slots, so one comparison
     tells it, without the look-up that waits for the state.
@@ -462,7 +485,7 @@ def _decode_rest(
     words: NumPy, at: Int, contexts: Any, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
 ) -> Int:  # fmt: skip
-    """The at most three symbols after the last group; whether all words are read and all states are at their start."""
+    """Decode the symbols after the last group; whether words and states end correctly."""
     p = U64(precision)
     for i in range(out.size):
         x = states[i]

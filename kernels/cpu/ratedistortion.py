@@ -1,7 +1,7 @@
-"""Rate-distortion-optimised levels on the CPU: one pass, four candidates, no branch on the data.
+"""Rate-distortion optimized levels on the CPU: one pass, four candidates, no branches.
 
-Of what is not settled, only what the least importance leaves open is looked at with its own: one range of values for
-each pair of levels says so, without arithmetic.
+An element is examined with its own importance only if the smallest importance leaves it open: one range of values for
+each pair of levels decides that without arithmetic.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _bounds(codebook: Any, prices: Any, slack: float, bounds: Any) -> None:
 
 @njit
 def _ranges(bounds: Any, least: float, low: Any, high: Any) -> None:
-    """Between which values an element is settled whatever its importance, if that is `least` or more."""
+    """Value range in which an element is settled for every importance of `least` or more."""
     for p in range(bounds.shape[0]):
         for n in range(bounds.shape[1]):
             b = bounds[p, n]
@@ -116,7 +116,10 @@ def _ranges(bounds: Any, least: float, low: Any, high: Any) -> None:
 
 @njit
 def _beyond(x: Any, levels: Any, previous: Any, low: Any, high: Any, found: Any) -> Any:
-    """Number of elements not in `low[p, n] ... high[p, n]`, whose places go to `found`; -1 if a level has no such."""
+    """Count the elements outside `low[p, n] ... high[p, n]` and write their positions.
+
+    Positions go to `found`; -1 if a level is out of range.
+    """
     width, one = np.uint64(low.shape[1]), np.uint64(1)
     contexts = np.uint64(low.shape[0])
     lows, highs = low.reshape(-1), high.reshape(-1)
@@ -136,7 +139,7 @@ def _beyond(x: Any, levels: Any, previous: Any, low: Any, high: Any, found: Any)
 def _open(
     x: Any, levels: Any, previous: Any, importance: Any, bounds: Any, width: Any, found: Any, out: Any, marks: Any
 ) -> Any:
-    """Of the places in `found` those which are not settled go to its front; their number.
+    """Keep the positions in `found` that are not settled; return their number.
 
     Value and importance of each go to `out`, level and previous level to `marks`.
     """
@@ -160,7 +163,10 @@ def _open(
 def _parts(
     x: Array, levels: Array, previous: Array, importance: Array | None, step: int
 ) -> Iterator[tuple[int, Table, Any, Any, Table]]:
-    """Start, float32 values, levels, previous levels and importances (none without) of some elements at a time."""
+    """Yield blocks of elements: start, float32 values, levels, previous levels, importances.
+
+    Importances are empty without any.
+    """
     own, before = to_numpy(levels), to_numpy(previous)
     weights = np.empty(0, np.float32) if importance is None else to_numpy(importance)
     for start in range(0, own.size, step):

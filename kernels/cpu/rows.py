@@ -1,4 +1,4 @@
-"""Row-wise quantization on the CPU: a row stays in the first-level cache while its range is searched."""
+"""Row-wise quantization on the CPU: a row stays in the first-level cache during the search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = {"symmetric": 0, "asymmetric": 1, "adaptive": 2}
 
 
 def as_float32(x: Array) -> np.ndarray[Any, Any]:
-    """x as contiguous float32, rounded to nearest where it is wider; beyond float32's range comes out as infinity."""
+    """Convert x to contiguous float32, rounded to nearest; out of range becomes infinity."""
     if is_torch(x):
         import torch
 
@@ -92,7 +92,7 @@ def _ends(row: Any) -> Any:
 
 @njit
 def _cost(y: Any, top: Any, bins: Any, i: Any, j: Any) -> Any:
-    """E(i, j): the squared error of quantizing y over [i / bins, (bins - j) / bins], in whole units."""
+    """Squared error E(i, j) of quantizing y over [i / bins, (bins - j) / bins]."""
     n = np.float32(bins)
     a = np.float32(i) / n
     r = np.float32(bins - j) / n - a

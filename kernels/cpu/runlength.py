@@ -1,4 +1,4 @@
-"""Run lengths on the CPU: the starts of runs are collected without a branch, the tokens written run by run."""
+"""Run lengths on the CPU: run starts are collected without branches, then written as tokens."""
 
 from __future__ import annotations
 

@@ -64,7 +64,10 @@ def _look_up(patterns: NumPy, shift: Any, table: NumPy, out: NumPy) -> None:
 
 @njit
 def _narrow_sums(values: NumPy, origins: NumPy, one: bool, most: Any, phase: int, rows: NumPy, sums: NumPy) -> None:
-    """As `_sums`, an element after another: of short rows a loop each would cost more than it spares."""
+    """Row and column sums of narrow matrices, one element after another.
+
+    For short rows the vectorized loops of `_sums` cost more than they save.
+    """
     r, c, total = 0, phase, np.int64(0)
     for i in range(values.size):
         origin = origins[0] if one else origins[i]

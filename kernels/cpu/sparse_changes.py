@@ -1,4 +1,4 @@
-"""Rare changes on the CPU: the places are found by NumPy, the rest is a walk of the range coder."""
+"""Sparse changes on the CPU: NumPy finds the positions, the range coder codes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""16-bit floats as float32 on the CPU, exactly, at a nanosecond an element or less, subnormals too.
+"""Exact conversion of 16-bit floats to float32 on the CPU, subnormals included.
 
 NumPy's own conversion of float16 is three times as slow, twenty times where values are subnormal.
 """
@@ -21,9 +21,10 @@ _UNIT = np.float32(2.0**-24)
 
 @njit
 def _from_float16(u: Any, out: Any, bits: Any) -> None:
-    """First the patterns of all but subnormals, exponent moved (infinities and NaNs: to the end); then the subnormals.
+    """Move exponents of all numbers but subnormals, then convert the subnormals.
 
-    Sums of uint32 are 64 bits wide in Numba, unless told otherwise, and then half as fast.
+    Infinities and NaNs get the largest exponent. Without the cast, sums of uint32 are 64 bits wide in Numba, which is
+    half as fast.
     """
     kind = np.uint32
     move, fraction = kind(112 << 23), kind(13)
@@ -51,7 +52,9 @@ def _from_bfloat16(u: Any, bits: Any) -> None:
 
 
 def widened(values: np.ndarray[Any, Any], dtype: str, buffer: np.ndarray[Any, Any] | None = None) -> Any:
-    """Flat values of a float `dtype` (bfloat16 as bit patterns) as float32; float32 and float64 as they are.
+    """Convert flat values to float32; float32 and float64 stay as they are.
+
+    `dtype` is the name of a float format; bfloat16 comes as bit patterns.
 
     Args:
         values: [n], contiguous.

@@ -1,9 +1,9 @@
-"""Ahead-of-time compilation of every GPU kernel in every configuration that is launched; needs no GPU.
+"""Compilation of every GPU kernel in every launched configuration, without a GPU.
 
     python -m shrinkpoint.kernels.gpu.aot [--arch 90] [--every] [--json FILE]
 
 compiles what `plan()` lists and prints registers, shared memory and spills. Triton makes another build of a kernel for
-arguments that are no multiples of 16, such as a slice that starts anywhere or an odd number of elements, so each entry
+arguments that are not multiples of 16, such as a slice that starts anywhere or an odd number of elements, so each entry
 of `builds()` is looked at with both (`ARGUMENTS`). An entry fails if a thread spills to its stack, or if its PTX
 multiplies and adds in one rounding, flushes subnormals to zero, or divides or takes roots approximately: the CPU does
 none of these, and the results must agree to the bit.
@@ -75,7 +75,7 @@ FORBIDDEN = re.compile(
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel as it is launched: the types of its arguments, its constants, and its options."""
+    """A kernel in one launch configuration: argument types, constants and options."""
 
     kernel: Any
     types: str
@@ -93,7 +93,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Report:
-    """What a build uses, by thread (registers, stack bytes) and program (shared memory bytes), and what is wrong."""
+    """Resources that a build uses per thread and per program, and its problems."""
 
     name: str
     arch: int
@@ -112,7 +112,10 @@ OCTAVES = {"fp16": 40, "bf16": 261, "fp32": 277, "fp64": 2098}
 
 
 def builds() -> Iterator[Build]:
-    """Every kernel in every configuration that differs in more than a number; a representative set of dtypes."""
+    """Yield every kernel in every configuration, for a representative set of dtypes.
+
+    Configurations that differ only in a number count as one.
+    """
     yield from _histogram()
     yield from _assign()
     yield from _levels()
@@ -143,7 +146,7 @@ def _histogram() -> Iterator[Build]:
 
 
 def _counted(name: str) -> dict[str, int]:
-    """Constants of a histogram of this format."""
+    """Compile-time constants of a histogram of this format."""
     width, mantissa = FLOATS[name]
     return {"FIELDS": histogram.FIELDS, "WIDTH": width, "M": mantissa}
 
@@ -165,7 +168,10 @@ def _assign() -> Iterator[Build]:
 
 
 def _searches(x: str) -> tuple[int, ...]:
-    """Boundary searches compiled for a format: all, or the shortest, which needs most registers, and the longest."""
+    """Boundary searches to compile for a format: all, or the shortest and the longest.
+
+    The shortest needs most registers.
+    """
     return (-1, *quantizer.SEARCHES) if x in ("fp32", "bf16") else quantizer.SEARCHES[:: len(quantizer.SEARCHES) - 1]
 
 
@@ -300,7 +306,7 @@ def _optimizer() -> Iterator[Build]:
 
 
 def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[tuple[int, int, str]]:
-    """What is compiled: number of the build, architecture, and what is known of its arguments (`ARGUMENTS`).
+    """List the builds to compile: number, architecture, and known properties of arguments.
 
     Every build for every architecture with aligned arguments, and for one architecture unaligned; builds that come
     close to their register limit in all three ways everywhere, and so does each build with `every`.
@@ -314,12 +320,15 @@ def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False)
 
 
 def _is_full(build: Build) -> bool:
-    """Whether unaligned loads, one instruction and one address an element, may need more registers than there are."""
+    """Whether unaligned loads may need more registers than the GPU has.
+
+    They take one instruction and one address per element.
+    """
     return build.kernel is quantizer.assign_kernel and bool(build.constants["GRADIENT"])
 
 
 def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report:
-    """Compile one build for one architecture and look at what came out."""
+    """Compile one build for one architecture and examine the result."""
     kernel = build.kernel
     given = dict(build.constants)
     names = [p.name for p in kernel.params]
@@ -339,7 +348,7 @@ def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report
     source = ASTSource(kernel, signature, given, attributes)
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build.launch.options)
-    except Exception as error:  # whatever the compiler raises is this build's problem, the others are still looked at
+    except Exception as error:  # a compiler error is this build's problem; the other builds still run
         return Report(build.name, arch, arguments, build.launch.warps, 0, 0, 0, [f"does not compile: {error}"])
     usage = _resource_usage(compiled.asm["cubin"])
     problems = [f"spills {usage['STACK']} bytes of stack"] if usage["STACK"] else []
@@ -349,7 +358,7 @@ def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK and so on of the one kernel in a cubin, by the cuobjdump that Triton ships."""
+    """Resource usage of the one kernel in a cubin, by Triton's cuobjdump."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -361,13 +370,13 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def _compile_numbered(task: tuple[int, int, str]) -> Report:
-    """`compile_build` by number, for another process: a kernel cannot be sent there."""
+    """Compile a build by its number, in another process: kernels cannot be pickled."""
     number, arch, arguments = task
     return compile_build(list(builds())[number], arch, arguments)
 
 
 def compile_all(tasks: list[tuple[int, int, str]], processes: int = 2) -> list[Report]:
-    """Compile what `plan` listed."""
+    """Compile the builds that `plan` listed."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         return list(pool.map(_compile_numbered, tasks, chunksize=8))
 

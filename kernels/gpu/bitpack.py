@@ -1,4 +1,4 @@
-"""Fixed-width packing on the GPU: 32 values of a width are as many 32-bit words as a value has bits."""
+"""Fixed-width packing on the GPU: 32 values of a width fill as many 32-bit words as bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNPACK = Launch(block=2048, warps=8)
 
 @triton.jit
 def number_of(pattern):
-    """A pattern, loaded as an integer of its width, as the unsigned number it is."""
+    """An unsigned number from a pattern loaded as a signed integer of its width."""
     if pattern.dtype == tl.int16:
         number = (pattern.to(tl.int32) & 0xFFFF).to(tl.uint32)
     else:
@@ -39,7 +39,9 @@ def pack_kernel(
     outside_ptr,
     BLOCK: tl.constexpr,
 ):
-    """Word j holds bits 32 j ... 32 j + 31 of the packed values; `outside` becomes 1 if one has more than `width` bits.
+    """Pack values into 32-bit words; word j holds bits 32 j ... 32 j + 31.
+
+    `outside` becomes 1 if a value has more than `width` bits.
 
     A program makes the words of as many groups of 32 values as BLOCK words hold, so that it begins with a value's first
     bit and all arithmetic but the addresses takes 32 bits. Each value lies in some word, so each one is looked at.
@@ -96,7 +98,10 @@ def pack_bits(values: Array, width: int) -> Array:
 
 @triton.jit
 def unpack_kernel(data_ptr, n: tl.int64, size: tl.int64, width: tl.int32, values_ptr, BLOCK: tl.constexpr):
-    """Value i is bits `width * i` ... of the data, read byte by byte, for the data may start anywhere in memory."""
+    """Unpack values from bits `width * i` on, byte by byte.
+
+    The data may start at any address.
+    """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     offsets = program * BLOCK + lane

@@ -1,4 +1,4 @@
-"""Device functions on float bit patterns, shared by the kernels: the log bucket of a number, and back.
+"""Device functions on float bit patterns: the log bucket of a number, and back.
 
 `WIDTH` and `M` are the format's width and mantissa width. Patterns come as signed integers, as torch views them.
 """
@@ -23,7 +23,9 @@ def magnitude_bits(bits, WIDTH: tl.constexpr):
 
 @triton.jit
 def bucket_of(magnitude, bits, WIDTH: tl.constexpr, M: tl.constexpr):
-    """Magnitude bucket j of a pattern without sign: 0 for zero, 1 ... J for finite numbers, J + 1 for the rest.
+    """Magnitude bucket j of a pattern without sign.
+
+    0 for zero, 1 ... J for finite numbers, J + 1 for infinities and NaNs.
 
     A subnormal is an integer below `2**M`; converted to a float, which is exact, it arrives normalised: the exponent
     field holds the position of its leading one and the top mantissa bits the fraction.
@@ -82,7 +84,10 @@ def single(x):
 
 @triton.jit
 def order_key(s, WIDTH: tl.constexpr):
-    """Sign and magnitude to two's complement in the same order, and back: below zero, all bits but the sign flip."""
+    """Map sign-and-magnitude patterns to ordered two's complement; its own inverse.
+
+    For negative numbers all bits but the sign flip.
+    """
     low: tl.constexpr = (1 << (WIDTH - 1)) - 1
     return tl.where(s < 0, s ^ low, s)
 
@@ -100,9 +105,9 @@ def product_magnitude(x, gradient, DOUBLE: tl.constexpr):
 
 @triton.jit
 def special_levels(magnitude, sensitivity, protect, prune, protect_sensitivity, prune_sensitivity):
-    """Which elements are protected and which are pruned (if not protected), from patterns without sign.
+    """Decide which elements are protected and which are pruned, from patterns without sign.
 
-    Thresholds are the patterns of the smallest magnitudes that reach them, so what is not finite is always protected.
+    Thresholds are the patterns of the smallest magnitudes that reach them, so infinities and NaNs are always protected.
     Without a gradient `sensitivity` is None.
     """
     if magnitude.dtype == tl.int32:  # the patterns fit, and 64-bit comparisons cost two instructions
@@ -121,5 +126,8 @@ def special_levels(magnitude, sensitivity, protect, prune, protect_sensitivity, 
 
 @triton.jit
 def rounded(x):
-    """The nearest whole number of a float32 below 2**22, halves to even: past 2**23 no bits are left for a fraction."""
+    """Round a float32 below 2**22 to the nearest whole number, halves to even.
+
+    Past 2**23 no bits are left for a fraction.
+    """
     return (x + 12582912.0) - 12582912.0

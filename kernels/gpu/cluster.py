@@ -1,4 +1,4 @@
-"""Cluster quantization on the GPU: sums by one fixed tree, labels and extremes, codes; the formulas run in between."""
+"""Cluster quantization on the GPU: sums by a fixed tree, labels with extremes, codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ ELEMENTS = Launch(block=4096, warps=8)
 
 @triton.jit
 def folded(s, ROWS: tl.constexpr):
-    """Sum of each row of 1024 by halves: s[i] + s[i + 512], and so on. Two numbers have one sum, in any order."""
+    """Sum of each row of 1024 by halves: s[i] + s[i + 512], and so on.
+
+    A sum of two numbers does not depend on their order.
+    """
     s = tl.sum(tl.reshape(s, (ROWS, 2, 512)), axis=1)
     s = tl.sum(tl.reshape(s, (ROWS, 2, 256)), axis=1)
     s = tl.sum(tl.reshape(s, (ROWS, 2, 128)), axis=1)
@@ -94,7 +97,10 @@ def _sums(x: torch.Tensor) -> tuple[float, float]:
 def label_kernel(
     x_ptr, edges_ptr, n: tl.int64, clusters: tl.int32, labels_ptr, lowest_ptr, highest_ptr, BLOCK: tl.constexpr
 ):
-    """Label of each element, and the extremes of each label as order keys, by one atomic a program and label."""
+    """Label each element and find the extremes of each label.
+
+    Extremes are order keys, by one atomic per program and label.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     x = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
@@ -140,7 +146,7 @@ def encode_kernel(
 
 @cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """first_code, thresholds and dynamic_map on a device, 18 KB that stay there."""
+    """Tables first_code, thresholds and dynamic_map on a device, 18 KB that stay there."""
     first, limits, entries = (
         torch.tensor(table, device=device) for table in (first_code(), thresholds(), dynamic_map())
     )
@@ -213,7 +219,10 @@ def decode_kernel(
     top_ptr,
     BLOCK: tl.constexpr,
 ):
-    """out = map[code] * scale[label] + minimum[label]; `top` becomes the highest label that names no cluster."""
+    """Compute map[code] * scale[label] + minimum[label] for each element.
+
+    `top` becomes the highest label without a cluster.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     code = tl.load(codes_ptr + offsets, mask=inside, other=0).to(tl.int32)

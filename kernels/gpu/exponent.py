@@ -1,4 +1,4 @@
-"""Exponent buckets on the GPU: counts by histograms within a program, extremes by integer atomics that seldom run."""
+"""Exponent buckets on the GPU: counts per program, extremes by rarely executed atomics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def extremes_kernel(
     M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Counts, smallest and largest magnitude of each bucket (the last one is for zeros), in one copy of the tables."""
+    """Count the elements of each bucket and find their extremes, in one copy of the tables.
+
+    The last bucket is for zeros.
+    """
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -145,7 +148,7 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
 
 @triton.jit
 def look_up_kernel(levels_ptr, codebook_ptr, n: tl.int64, size: tl.int32, out_ptr, top_ptr, BLOCK: tl.constexpr):
-    """out = codebook[level]; `top` becomes the highest level that has no entry."""
+    """Look up codebook[level]; `top` becomes the highest level without an entry."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)

@@ -33,7 +33,10 @@ def symbols_kernel(
     FARTHEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Symbol of each element's grid point, and this program's counts and sums of x / sqrt(square) by symbol."""
+    """Symbol of each element's grid point, with counts and sums by symbol per program.
+
+    Sums are of x / sqrt(square).
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n

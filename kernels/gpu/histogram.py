@@ -41,7 +41,10 @@ FIELDS = 8
 
 @triton.jit
 def tensor_of(program, table_ptr, tensors, FIELDS: tl.constexpr):
-    """Row of the tensor a program works on: the last whose first program, in column 0, is not after it."""
+    """Row of the tensor that a program works on.
+
+    The last row whose first program, in column 0, is not after it.
+    """
     low = 0
     high = tensors - 1
     while low < high:
@@ -71,7 +74,9 @@ def count_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the log buckets of x, of |gradient * x| (PRODUCT), or of the x that keep a level (KEPT) to one copy.
+    """Add the log buckets of many tensors to one copy of the counters.
+
+    Of x, of |gradient * x| (PRODUCT), or of the x that keep a level (KEPT).
 
     The tensors lie anywhere in memory, each so many elements from `x` and `gradient` as its row of the table says.
     They are loaded element by element, which keeps one a lane in the order that the atomics want; with 16-byte loads
@@ -143,7 +148,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """At least one and at most SLICE elements of tensor `number`, and the patterns its thresholds have."""
+    """A slice of tensor `number` with its thresholds as patterns; at most SLICE elements."""
 
     number: int
     x: torch.Tensor
@@ -159,7 +164,7 @@ def _count(
     *,
     signed: bool,
 ) -> list[Histogram]:
-    """Histograms of x, of |gradient * x| where there is a gradient, or of the kept x where there are thresholds."""
+    """Histograms of x, of |gradient * x| given gradients, or of kept x given thresholds."""
     groups: dict[tuple[str, str | None], list[int]] = {}
     for number, (x, gradient) in enumerate(zip(xs, gradients, strict=True)):
         groups.setdefault((dtype_name(x), None if gradient is None else dtype_name(gradient)), []).append(number)
@@ -199,7 +204,7 @@ def _parts(
 
 
 def _launches(parts: Sequence[_Part], size: int) -> Iterator[tuple[int, Sequence[_Part]]]:
-    """Copies of each histogram, and the parts that are counted in one launch.
+    """Yield the number of counter copies and the parts that one launch counts.
 
     One copy where there are fewer elements than counters in more of them: they would take longer to clear and add up.
     """
@@ -243,7 +248,7 @@ def _launch(
 
 
 def _table(parts: Sequence[_Part], longest: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
-    """A row a part, and the number of programs of all.
+    """Table with one row per part, and the total number of programs.
 
     A row is: first program, elements, how many elements x and gradient lie from those of the first part, thresholds.
     """
@@ -260,7 +265,10 @@ def _table(parts: Sequence[_Part], longest: int) -> tuple[np.ndarray[Any, np.dty
 
 
 def threshold_patterns(x: Array, thresholds: Thresholds, gradient: Array | None) -> tuple[int, int, int, int]:
-    """protect, prune, protect_sensitivity, prune_sensitivity as the bit patterns that kernels compare with."""
+    """Thresholds as the bit patterns that kernels compare with.
+
+    In the order protect, prune, protect_sensitivity, prune_sensitivity.
+    """
     own = FORMATS[dtype_name(x)]
     protect, prune = (threshold_bits(v, own) for v in (thresholds.protect_magnitude, thresholds.prune_magnitude))
     if gradient is None:

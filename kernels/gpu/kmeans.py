@@ -1,4 +1,4 @@
-"""Weighted k-means on the GPU: the codebooks of a whole model in one launch, one program a codebook.
+"""Weighted k-means on the GPU: all codebooks of a model in one launch, a program each.
 
 Exact problems stay on the device from beginning to end. k-means++ is seeded on the host: each draw waits for a sum in
 one fixed order anyway. The order of operations is the one written in `docs/kernels.md`.
@@ -50,7 +50,9 @@ def solve_depth(
     NODES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """All segments of one depth of the divide and conquer: NODES of them side by side, WIDTH candidates at a time.
+    """Solve all segments of one depth of the divide and conquer.
+
+    NODES segments in parallel, WIDTH candidates at a time.
 
     The segment number's bits say which half to take at each depth. The bounds of its candidates are the cuts of the
     segments' middles just below and above it, which earlier depths have left in `cut`.
@@ -100,7 +102,10 @@ def solve_depth(
 
 @triton.jit
 def segment_means(x_ptr, w_ptr, start, end, nonempty, shift):
-    """Sums of w and of w * (x - shift) over each [start, end), ascending, one lane a segment; and the clipped means."""
+    """Sums and clipped means of the segments [start, end), one lane per segment.
+
+    Sums of w and of w * (x - shift), in ascending order.
+    """
     mass = tl.zeros_like(start).to(tl.float64)
     lever = tl.zeros_like(start).to(tl.float64)
     for offset in range(tl.max(tl.where(nonempty, end - start, 0), axis=0)):
@@ -121,7 +126,10 @@ def segment_means(x_ptr, w_ptr, start, end, nonempty, shift):
 
 @triton.jit
 def scaled(x, exponent):
-    """x * 2**exponent, rounded once: powers of two that a float64 cannot hold are split, the small part first."""
+    """Multiply by 2**exponent with one rounding.
+
+    Powers of two that a float64 cannot hold are split, the small part first.
+    """
     most = tl.minimum(tl.maximum(exponent, -1022), 1022)
     rest = (exponent - most).to(tl.int64)
     factor = (most.to(tl.int64) + 1023) << 52
@@ -130,7 +138,10 @@ def scaled(x, exponent):
 
 @triton.jit
 def exponent_of(pattern):
-    """Exponent e with |x| in [2**(e - 1), 2**e) of a finite float64 by its pattern without sign; 0 for zero."""
+    """Exponent e with |x| in [2**(e - 1), 2**e), from the pattern without sign.
+
+    x is a finite float64; 0 for zero.
+    """
     normal = (pattern >> 52) - 1022
     subnormal = (pattern.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1022 - 1074
     e = tl.where(normal > -1022, normal, subnormal)
@@ -150,7 +161,9 @@ def prepare_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scale one problem, write its exponent to the table and its prefix sums, added one after another.
+    """Scale one problem and write its exponent and prefix sums.
+
+    Prefix sums are added one after another.
 
     `odd` becomes 1 where that is not all of the preparation: something is not finite, a center or weight underflows,
     or two centers are equal.
@@ -221,7 +234,10 @@ def exact_kernel(
     CODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Optimal codebook of one problem by dynamic programming; `table` has a row of FIELDS numbers a problem."""
+    """Optimal codebook of one problem by dynamic programming.
+
+    `table` has a row of FIELDS numbers per problem.
+    """
     field_ptr = table_ptr + tl.program_id(0) * FIELDS
     m = tl.load(field_ptr).to(tl.int32)
     k = tl.load(field_ptr + 1).to(tl.int32)
@@ -384,7 +400,9 @@ def lloyd_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A prepared problem and its codes: where Lloyd's iteration starts, the result (`solver` None), or room for it.
+    """A prepared problem and its codes.
+
+    The codes are the start of Lloyd's iteration, the result (`solver` None), or room for it.
 
     A row of the table is m, k, exponent, and where its codes, points, prefix sums, scratch and cuts begin, and the
     steps of a bisection among its points.
@@ -398,7 +416,7 @@ class _Problem:
 
 
 def _prepared(centers: Vector, weights: Vector, k: int, method: str, initial: Vector | None, seed: int) -> _Problem:
-    """The problem as a kernel takes it, solved already where there is nothing to choose."""
+    """A problem in the kernel's form; solved already if there is nothing to choose."""
     x, w, exponent = prepared(centers, weights)
     if initial is not None and x.size:
         return _Problem(x, w, np.ldexp(initial, -exponent), exponent, "lloyd")
@@ -412,7 +430,10 @@ def _prepared(centers: Vector, weights: Vector, k: int, method: str, initial: Ve
 
 
 def _seeds(x: Vector, w: Vector, k: int, seed: int) -> Vector:
-    """k distinct centers, each drawn with probability `w * squared distance to the nearest drawn one`; ascending."""
+    """Draw k distinct centers for k-means++; ascending.
+
+    Each is drawn with probability `w * squared distance to the nearest drawn one`.
+    """
     distance = np.ones(x.size)
     drawn = np.zeros(x.size, dtype=bool)
     for t in range(k):
@@ -426,7 +447,7 @@ def _seeds(x: Vector, w: Vector, k: int, seed: int) -> Vector:
 
 
 def _uniform(seed: int, counter: int) -> float:
-    """Number `counter` of the stream of `seed`, in [0, 1): SplitMix64, the upper 53 bits."""
+    """Random number `counter` of the stream of `seed`, in [0, 1): SplitMix64's upper 53 bits."""
     mask = 2**64 - 1
     z = (seed + (counter + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -488,7 +509,10 @@ def weighted_kmeans(
 
 
 def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[Table, int]:
-    """The table of problems of (m, k, exponent), and how much scratch they need; cuts have no place in it yet."""
+    """Table of the problems (m, k, exponent) and the scratch space they need.
+
+    Cuts have no position in it yet.
+    """
     table = np.zeros((len(sizes), FIELDS), dtype=np.int64)
     codes_at = x_at = prefix_at = 0
     for row, (m, k, exponent) in zip(table, sizes, strict=True):
@@ -498,7 +522,10 @@ def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[Table, int]:
 
 
 def _launches(table: Table, numbers: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The problems of one launch, and the cuts each keeps; that is all of them, unless they keep too many."""
+    """Yield the problems of one launch and the number of cuts each keeps.
+
+    All cuts, unless they take too much memory.
+    """
     some: list[int] = []
     cuts: list[int] = []
     for number in numbers:
@@ -513,7 +540,10 @@ def _launches(table: Table, numbers: Sequence[int]) -> Iterator[tuple[list[int],
 
 
 def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[torch.Tensor] | None:
-    """Optimal codebooks, all on the device; None where a problem is not plain (see `prepare_kernel`)."""
+    """Optimal codebooks computed on the device; None for problems it cannot take.
+
+    See `prepare_kernel`.
+    """
     centers, weights = ([tensor(p[side]).to(torch.float64) for p in problems] for side in (0, 1))
     w_all = torch.cat(weights)
     if w_all.numel() == 0:
@@ -593,7 +623,7 @@ def _launch_exact(
 
 
 def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> list[torch.Tensor]:
-    """The codebooks of problems prepared on the host: one launch for the exact ones, one for those that iterate."""
+    """Solve problems prepared on the host: one launch for exact ones, one for Lloyd's."""
     table, scratch = _table([(p.x.size, p.codes.size, p.exponent) for p in problems])
     columns = [
         np.concatenate([p.x for p in problems]),
@@ -629,7 +659,10 @@ def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> l
 
 @np.errstate(all="ignore")
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
-    """See `shrinkpoint.kernels.kmeans.quantization_loss`; a sum in one fixed order, so taken on the host."""
+    """See `shrinkpoint.kernels.kmeans.quantization_loss`.
+
+    The sum has one fixed order, so it is taken on the host.
+    """
     x, w, codes = _hosted([centers, weights, codebook])
     nearest = codes[np.searchsorted(0.5 * codes[:-1] + 0.5 * codes[1:], x, side="left")]
     step = x - nearest

@@ -1,6 +1,6 @@
-"""How kernels are launched: arrays in and out, the device, and one fixed configuration per kernel.
+"""How GPU kernels are launched: array conversion, device, and a fixed configuration each.
 
-Configurations are written down beside each kernel instead of searched for at run time: the same launch every time,
+Configurations stand next to each kernel instead of being searched for at run time: the same launch every time,
 nothing to warm up, and ahead-of-time compilation can check exactly what will run.
 """
 
@@ -44,7 +44,10 @@ class Launch:
     interpreted: int = 1 << 17
 
     def size(self, n: int) -> int:
-        """A kernel's `BLOCK`: elements one program handles; in the interpreter about n / 4, so that several run."""
+        """Elements that one program handles (`BLOCK`).
+
+        In the interpreter about n / 4, so that several programs run.
+        """
         if not INTERPRETED:
             return self.block
         return min(max(1 << (max(n // 4, 1) - 1).bit_length(), 1 << 10), self.interpreted)
@@ -58,7 +61,10 @@ class Launch:
         return (self.programs(n),)
 
     def constants(self, n: int) -> dict[str, Any]:
-        """`BLOCK` and the compiler options; a multiply and an add are never fused, for no other back end fuses them."""
+        """`BLOCK` and the compiler options.
+
+        A multiply and an add are never fused, because no other back end fuses them.
+        """
         return {"BLOCK": self.size(n), **self.options}
 
     @property
@@ -69,7 +75,7 @@ class Launch:
 
 
 def tensor(x: Array) -> torch.Tensor:
-    """x as a contiguous torch tensor on its own device, without a copy where it already is one (DLPack)."""
+    """Return x as a contiguous torch tensor on its device, without a copy where possible."""
     t: torch.Tensor = x.detach().resolve_conj().resolve_neg() if is_torch(x) else torch.utils.dlpack.from_dlpack(x)
     return t.contiguous()
 
@@ -91,7 +97,7 @@ def bit_view(t: torch.Tensor) -> torch.Tensor:
 
 
 def on(t: torch.Tensor) -> AbstractContextManager[Any]:
-    """What a launch on t's data needs: t's device made current, so that it goes to that device's current stream.
+    """Context in which a launch on t's data goes to the current stream of t's device.
 
     The interpreter computes with NumPy, which would warn of the overflows and NaNs that kernels take in their stride.
     """

@@ -1,4 +1,4 @@
-"""Levels of two checkpoints against each other on the GPU: cyclic differences, stable grouping, pair counts."""
+"""Levels of two checkpoints on the GPU: cyclic differences, stable grouping, pair counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ SLICE = 1 << 30
 
 @triton.jit
 def subtract_kernel(first_ptr, second_ptr, n: tl.int64, size: tl.int32, out_ptr, outside_ptr, BLOCK: tl.constexpr):
-    """out = (first - second) mod size; `outside` becomes 1 if an element of either is not below size."""
+    """Compute (first - second) mod size for each element.
+
+    `outside` becomes 1 if an element of either is not below size.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     first = tl.load(first_ptr + offsets, mask=inside, other=0).to(tl.int32)
@@ -152,7 +155,10 @@ def regroup_kernel(
 
 
 def _regroup(values: Array, keys: Array, size: int, *, split: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Values grouped by key or back in order, and elements a key; None where a key is not below size."""
+    """Group values by key, or restore their order, and count elements per key.
+
+    None where a key is not below size.
+    """
     t, k = tensor(values), tensor(keys)
     out = torch.empty(t.numel() if split else k.shape, dtype=torch.uint8, device=k.device)
     blocks = GROUP.programs(k.numel())

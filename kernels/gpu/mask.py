@@ -108,7 +108,10 @@ def count_kernel(bits_ptr, size: tl.int64, counts_ptr, BYTES: tl.constexpr):
 
 @triton.jit
 def gather_kernel(x_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
-    """Move the marked elements to the front; `ends` counts the marked ones up to and with each block."""
+    """Move the marked elements to the front.
+
+    `ends` counts the marked elements up to and including each block.
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -121,7 +124,7 @@ def gather_kernel(x_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.int64, out_ptr, B
 
 @triton.jit
 def scatter_kernel(base_ptr, values_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
-    """The inverse of `gather_kernel`: a marked element takes the next value, any other one stays."""
+    """Put the next value at each marked element: the inverse of `gather_kernel`."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -134,7 +137,7 @@ def scatter_kernel(base_ptr, values_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.i
 
 
 def _marked(bits: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Marked elements of each block, up to and with each block, and in all; waits for the device once."""
+    """Marked elements per block, cumulative, and in all; waits for the device once."""
     blocks = MOVE.programs(n)
     counts = torch.empty(blocks, dtype=torch.int32, device=bits.device)
     if blocks == 0:

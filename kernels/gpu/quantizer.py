@@ -1,4 +1,4 @@
-"""Levels of a tensor and back on the GPU: a branch-free binary search among the codebook's boundaries."""
+"""Levels of a tensor and back on the GPU: branch-free binary search in the boundaries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def assign_kernel(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Level of each element; `boundaries` has `2**STEPS - 1` ascending entries, the unused ones infinite."""
+    """Compute the level of each element by bisection among the boundaries.
+
+    `boundaries` has `2**STEPS - 1` ascending entries, the unused ones infinite.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
@@ -56,7 +59,7 @@ def assign_kernel(
     protected, pruned = special_levels(magnitude, sensitivity, protect, prune, protect_sensitivity, prune_sensitivity)
     value = widened(x, WIDTH == 64)
     code = tl.zeros((BLOCK,), tl.int32)
-    if STEPS < 0:  # an empty codebook: what is not pruned is protected
+    if STEPS < 0:  # an empty codebook: elements not pruned are protected
         level = tl.where(protected, 1, tl.where(pruned, 0, code + 1))
     else:
         for step in tl.static_range(STEPS):
@@ -101,7 +104,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
 
 @triton.jit
 def protected_kernel(levels_ptr, n: tl.int64, counts_ptr, highest_ptr, BLOCK: tl.constexpr):
-    """Protected elements and highest level of each block."""
+    """Count the protected elements and find the highest level of each block."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     level = tl.load(levels_ptr + offsets, mask=offsets < n, other=0).to(tl.int32)
@@ -120,7 +123,9 @@ def values_kernel(
     PROTECTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Value of each level from a table (two special levels, then the codebook); protected ones in flat order.
+    """Look up the value of each level; protected values come in flat order.
+
+    The table has the two special levels, then the codebook.
 
     `before` holds, for each block of BLOCK elements, the number of protected elements up to and with it.
     """
@@ -163,12 +168,15 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
 
 
 def _patterns(t: torch.Tensor) -> torch.Tensor:
-    """Floats as integers of their width: values are moved, never computed with, and a NaN keeps its payload."""
+    """View floats as integers: values are moved, never computed with, so NaNs keep payloads."""
     return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def _protected_before(levels: torch.Tensor, codes: int, protected: int | None) -> Any:
-    """Protected elements up to and with each block, int64; checks the levels, which waits for the device once."""
+    """Protected elements up to and including each block, as int64.
+
+    Checks the levels, which waits for the device once.
+    """
     blocks = VALUES.programs(levels.numel())
     counts = torch.empty(blocks, dtype=torch.int32, device=levels.device)
     highest = torch.empty(blocks, dtype=torch.int32, device=levels.device)

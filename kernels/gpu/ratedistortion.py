@@ -1,4 +1,4 @@
-"""Rate-distortion-optimised levels on the GPU: four candidates an element, their prices from small tables."""
+"""Rate-distortion optimized levels on the GPU: four candidates, prices from small tables."""
 
 from __future__ import annotations
 

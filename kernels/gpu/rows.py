@@ -1,4 +1,4 @@
-"""Row-wise quantization on the GPU: a tile of rows a program, walked through in chunks of columns.
+"""Row-wise quantization on the GPU: a program takes a tile of rows in chunks of columns.
 
 What later passes need again (places in the range, centres) goes to scratch memory that the same program reads back, and
 stays in its cache. Sums are of integers, so their order does not matter.
@@ -52,7 +52,10 @@ def _tiles(shape: torch.Size, launch: Launch = TILE) -> _Tiles:
 
 @triton.jit
 def row_ends(x_ptr, row, exists, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Minimum and maximum of the finite elements of each row, zeros without sign, and whether all are finite."""
+    """Minimum and maximum of the finite elements of each row; whether all are finite.
+
+    Zeros come without sign.
+    """
     low = tl.full((ROWS,), float("inf"), tl.float32)
     high = tl.full((ROWS,), -float("inf"), tl.float32)
     finite = tl.full((ROWS,), 1, tl.int32)
@@ -285,7 +288,10 @@ def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
 
 @triton.jit
 def nearest_centre(y, centre_ptr, bits):
-    """Number of midpoints of the ascending centres below y, by bisection; `centre_ptr` has one address a row."""
+    """Number of midpoints of the ascending centres below y, by bisection.
+
+    `centre_ptr` has one address per row.
+    """
     code = tl.zeros_like(y)
     for step in range(bits):
         half = 1 << (bits - 1 - step)
@@ -296,7 +302,7 @@ def nearest_centre(y, centre_ptr, bits):
 
 @triton.jit
 def short_quotient(dividend, divisor):
-    """dividend // divisor of int64, both positive and the quotient below 2**24, by long division.
+    """Quotient of two positive int64 by long division; it must be below 2**24.
 
     The compiler's own 64-bit division is a subroutine, and the registers saved around its call spill.
     """
@@ -325,7 +331,10 @@ def kmeans_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Lloyd's k-means of a tile of rows on whole numbers; `centres` has a row of `2**bits` a row of the matrix."""
+    """Lloyd's k-means of a tile of rows on whole numbers.
+
+    `centres` has a row of `2**bits` entries per row of the matrix.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < height
     safe_row = tl.where(exists, row, 0)

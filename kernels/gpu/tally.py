@@ -1,4 +1,4 @@
-"""Sums by symbol within a program: what the grid and residual kernels report beside their symbols.
+"""Sums by symbol within a program, which the grid and rank-one kernels report.
 
 Each program writes its own row of counts and sums, which are added up afterwards: no floating-point atomics, so the
 same input gives the same sums every time.
@@ -21,7 +21,10 @@ def tally_counts(symbol, inside, counts_ptr):
 
 @triton.jit
 def tally_sums(symbol, value, inside, first, counts_ptr, sums_ptr):
-    """Write the float64 sum of `value` by symbol, for the symbols from `first` on that occur, to this program's row."""
+    """Write the float64 sum of `value` by symbol to this program's row.
+
+    For the symbols from `first` on that occur.
+    """
     for s in range(first, 256):
         if tl.load(counts_ptr + s) > 0:
             mine = inside & (symbol == s)
@@ -29,5 +32,8 @@ def tally_sums(symbol, value, inside, first, counts_ptr, sums_ptr):
 
 
 def totals(counts: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
-    """The rows of all programs added up: float64 [1 + number of sums, 256] on the host, counts first."""
+    """Add up the rows of all programs: float64 [1 + number of sums, 256] on the host.
+
+    Counts come first.
+    """
     return torch.stack([counts.sum(0).to(torch.float64), *(s.sum(0) for s in sums)]).cpu()

@@ -1,1 +1,1 @@
-"""Reference back end: array API only, clear and slow, the oracle the two fast ones are compared with."""
+"""Reference back end: clear, slow code on the array API, the oracle of the fast ones."""

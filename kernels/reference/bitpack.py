@@ -1,4 +1,4 @@
-"""Oracle of the fixed-width packing: a table of single bits, once with `width` columns and once with eight."""
+"""Oracle of fixed-width packing: a table of single bits, reshaped."""
 
 from __future__ import annotations
 

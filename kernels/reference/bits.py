@@ -1,4 +1,4 @@
-"""Bit patterns of floats, which the array API standard cannot read: one small function a library, and back.
+"""Bit patterns of floats, which the array API cannot read: one function per library.
 
 Patterns are int64 arrays of the float's own library, so the rest of the oracle is plain array API arithmetic:
 `0 ... 2**width - 1` for formats of 16 and 32 bits, two's complement for float64.
@@ -16,7 +16,10 @@ from ..floats import format_named
 
 
 def to_bits(x: Array) -> Array:
-    """Bit pattern of each element of x (any of `floats.FORMATS`): int64, the shape, library and device of x."""
+    """Bit pattern of each float as int64, in the shape, library and device of x.
+
+    x has a dtype of `floats.FORMATS`.
+    """
     width = format_named(dtype_name(x)).width
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x).view(f"uint{width}").reshape(x.shape).astype(np.int64)
@@ -31,7 +34,10 @@ def to_bits(x: Array) -> Array:
 
 
 def from_bits(bits: Array, dtype: str) -> Array:
-    """Floats of dtype (a name) with the given patterns (int64 as `to_bits` gives them), in the library of `bits`."""
+    """Floats of a dtype with the given bit patterns, in the library of `bits`.
+
+    Patterns are int64 as `to_bits` gives them; dtype is a name.
+    """
     width = format_named(dtype).width
     if isinstance(bits, np.ndarray):
         unsigned = bits.astype(f"uint{width}")

@@ -35,7 +35,7 @@ def join_categories(categories: Array, extra: Array, bits: int, dtype: str) -> A
     for i in range(categories.shape[0]):
         c = int(categories[i])
         if c >= category_count(WIDTHS[dtype], bits):
-            raise CorruptDataError(f"category {c} is none of {dtype}")
+            raise CorruptDataError(f"category {c} is not a category of {dtype}")
         k = max((c >> bits) - 1, 0)
         values.append((c - (k << bits) << k) + (number >> at & (1 << k) - 1))
         at += k

@@ -1,4 +1,4 @@
-"""Oracle of cluster quantization: the sums by literal halving, the nearest map entry by comparing all 256."""
+"""Oracle of cluster quantization: sums by halving, nearest map entry by 256 comparisons."""
 
 from __future__ import annotations
 

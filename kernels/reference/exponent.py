@@ -1,4 +1,4 @@
-"""Oracle of the exponent buckets: sign and exponent field by shifts, one bucket after another."""
+"""Oracle of the exponent buckets: sign and exponent by shifts, one bucket after another."""
 
 from __future__ import annotations
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def _root(xp: Any, square: Array) -> Array:
-    """The correctly rounded float32 root: torch's own on the CPU is not, by way of float64 it is."""
+    """Correctly rounded float32 square root.
+
+    By way of float64, because torch's own on the CPU is not correctly rounded.
+    """
     return xp.astype(xp.sqrt(xp.astype(square, xp.float64)), xp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Oracle of the Huffman codes: coins as lists of symbols, codes as strings of ones and zeros."""
+"""Oracle of the Huffman codes: codes as strings of ones and zeros."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
         for _ in range(min(k * part, n), min((k + 1) * part, n)):
             length = next((i for i in range(1, LIMIT + 1) if bits[place : place + i] in symbol_of), 0)
             if length == 0 or place + length > len(bits):
-                raise CorruptDataError("a stream ends within a symbol, or holds what is no code")
+                raise CorruptDataError("a stream ends within a symbol, or holds an unknown code")
             out.append(symbol_of[bits[place : place + length]])
             place += length
         if len(bits) - place > 7 or "1" in bits[place:]:

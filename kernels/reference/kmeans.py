@@ -1,4 +1,4 @@
-"""Oracle of the codebooks: the order of operations in `docs/kernels.md`, on Python's floats (IEEE float64)."""
+"""Oracle of the codebooks on Python's floats, in the operation order of `docs/kernels.md`."""
 
 from __future__ import annotations
 

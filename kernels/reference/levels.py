@@ -1,4 +1,4 @@
-"""Oracle of the level functions: remainders, stable sorts and binary searches of the array API."""
+"""Oracle of the level functions: remainders, stable sorts and binary searches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def delta(previous: Array, current: Array, size: int) -> Array:
 
 
 def undelta(previous: Array, delta: Array, size: int) -> Array:
-    """See `shrinkpoint.kernels.levels.undelta`: what was subtracted is found by subtracting the result."""
+    """See `shrinkpoint.kernels.levels.undelta`.
+
+    Subtracting the difference again gives the current level.
+    """
     return _difference(previous, delta, size, CorruptDataError)
 
 

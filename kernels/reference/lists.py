@@ -1,4 +1,4 @@
-"""The oracles of the sequential coders work on lists of Python integers; here arrays become lists and lists arrays."""
+"""Conversion of arrays to lists of Python integers and back, for the sequential oracles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracle of the log buckets: octave and significand of each float, subnormals normalised first."""
+"""Oracle of the log buckets: octave and significand, subnormals normalized first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bucket_value(index: Array, bits: int, dtype: str) -> Array:
     octave, fraction = (j - 1) >> bits, (j - 1) & ((1 << bits) - 1)
     significand = (1 << bits) + fraction  # the bucket is [significand, significand + 1) * 2**(octave - bits) units
 
-    # Subnormals are counted in units: the midpoint, or the next whole unit where the bucket is no wider than one.
+    # Subnormals are counted in units: the midpoint, or the next whole unit where the bucket is at most one unit wide.
     wide, narrow = xp.where(octave < mantissa, octave - bits, 0), xp.where(octave < bits, bits - octave, 0)
     wide = xp.where(wide > 0, wide, 0)
     midpoint = (significand << wide) + ((xp.ones_like(wide) << wide) >> 1)

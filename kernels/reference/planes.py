@@ -1,4 +1,4 @@
-"""Oracle of byte planes and differences: patterns as int64, two's complement where they are 64 bits wide."""
+"""Oracle of byte planes and differences: patterns as int64, two's complement at 64 bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
 
 
 def _rotated(u: Array, bits: int, width: int) -> Array:
-    """Patterns, int64, rotated to the left; what is above `width` bits is of no account."""
+    """Rotate int64 patterns left; bits above `width` have no meaning."""
     return u if bits in (0, width) else (u << bits) | ((u >> (width - bits)) & ((1 << bits) - 1))
 
 
@@ -66,7 +66,10 @@ def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dt
 
 
 def patterns(x: Array) -> Array:
-    """Patterns of any dtype of fixed width, flat int64: `0 ... 2**width - 1`, or two's complement for 64 bits."""
+    """Bit patterns of any fixed-width dtype as flat int64.
+
+    `0 ... 2**width - 1`, or two's complement for 64 bits.
+    """
     xp = array_namespace(x)
     x = xp.reshape(x, (-1,))
     name = dtype_name(x)
@@ -108,7 +111,10 @@ def with_dtype_of(u: Array, x: Array) -> Array:
 
 
 def _view(x: Array, dtype: str) -> Array:
-    """x's bytes as another dtype of the same width; the standard has no such function, each library its own."""
+    """Reinterpret x's bytes as another dtype of the same width.
+
+    The standard has no such function; each library has its own.
+    """
     if is_torch(x):
         import torch
 

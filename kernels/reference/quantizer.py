@@ -47,7 +47,10 @@ def kept(x: Array, thresholds: Thresholds, gradient: Array | None) -> Array:
 
 
 def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, gradient: Array | None = None) -> Array:
-    """See `shrinkpoint.kernels.quantizer.assign`; a value is past a boundary exactly when it is above the midpoint."""
+    """See `shrinkpoint.kernels.quantizer.assign`.
+
+    A value is past a boundary exactly when it is above the midpoint.
+    """
     xp = array_namespace(x)
     value = xp.astype(x, xp.float64)
     protected, pruned = _decide(x, thresholds, gradient)

@@ -1,4 +1,4 @@
-"""Oracle of the small tables and rare changes: the range coder with one long integer, its models by name."""
+"""Oracle of small tables and sparse changes: a range coder on one long integer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WHOLE = 2**32
 
 
 class _Models:
-    """Adaptive probabilities of a zero, in 65536ths: learning fast at first, then ever more slowly."""
+    """Adaptive probabilities of a zero, in 65536ths, with a falling learning rate."""
 
     def __init__(self) -> None:
         self.zero: dict[object, int] = {}
@@ -27,7 +27,10 @@ class _Models:
 
 
 class _Coder(Protocol):
-    """Writes the bits it is given, or reads bits whatever it is given; so one walk serves both."""
+    """Write the given bits, or read bits and ignore the given ones.
+
+    One walk over the data serves both directions.
+    """
 
     def split(self, probability: int, bit: int) -> int: ...
 
@@ -47,7 +50,7 @@ class _Encoder:
         return bit
 
     def done(self) -> bytes:
-        """The shortest number in the range, without the zeros at its end."""
+        """Shortest number in the range, without trailing zeros."""
         for drop in (32, 24, 16, 8, 0):
             value = -(-self.low >> drop) << drop
             if value < self.low + self.range:
@@ -73,7 +76,7 @@ class _Decoder:
 
 
 class _Walk:
-    """What the tables are made of: bits, numbers without a model, small counts, and numbers near another."""
+    """Building blocks of the tables: plain bits, small counts, numbers near another."""
 
     def __init__(self, coder: _Coder) -> None:
         self.coder, self.models = coder, _Models()
@@ -107,7 +110,7 @@ class _Walk:
         return near - 1 - self.count("down", 3, near - 2, near - value - 1)
 
     def gap(self, left: int, changes: int, gap: int) -> int:
-        """Elements before the next of so many changes, digit by digit from the lowest."""
+        """Number of elements before the next change, digit by digit from the lowest."""
         most = left - changes
         out, q = 0, most * WHOLE // left
         for j in range(most.bit_length()):
@@ -123,7 +126,7 @@ class _Walk:
         return out
 
     def changed(self, usual: int, symbol: int) -> int:
-        """What has become of an element: a neighbour of the usual symbol, or any other by its eight digits."""
+        """The new symbol of an element: a neighbour of the usual symbol, or any, by eight digits."""
         if not self.bit(("far", usual // 8), abs(symbol - usual) != 1):
             if usual in (0, 255):
                 return 1 if usual == 0 else 254
@@ -133,7 +136,7 @@ class _Walk:
             digit = self.bit(("digit", path), symbol >> k & 1 > 0)
             out, path = 2 * out + digit, f"{path}{digit}"
         if abs(out - usual) <= 1:
-            raise CorruptDataError("a change that is none, or that is to a neighbour")
+            raise CorruptDataError("a change to the same symbol, or a neighbour coded as a distant symbol")
         return out
 
 
@@ -257,7 +260,7 @@ def _walk_changes(walk: _Walk, symbols: list[int], usual: list[int]) -> list[int
 
 
 def pack_changes(symbols: list[int], usual: list[int]) -> bytes:
-    """The symbols that are not the usual ones; no bytes if there are none."""
+    """Encode the symbols that differ from the usual ones; no changes give no bytes."""
     if symbols == usual:
         return b""
     coder = _Encoder()

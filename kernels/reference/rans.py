@@ -36,7 +36,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
 
 
 def _best(counts: list[int], total: int) -> list[int]:
-    """One unit for each symbol that is there, then one after the other to whom it helps most."""
+    """Frequencies by giving one unit at a time to the symbol that gains most."""
     out = [int(c > 0) for c in counts]
     queue = [(-c / math.sqrt(2.0), s) for s, c in enumerate(counts) if c > 0]
     heapq.heapify(queue)
@@ -50,7 +50,10 @@ def _best(counts: list[int], total: int) -> list[int]:
 
 
 def _shorten(row: list[int], digits: int, total: int) -> list[int]:
-    """The row with all but its greatest rounded to `digits` significant bits, halves up; empty if that cannot be."""
+    """Round all frequencies of the row but the greatest; empty if that is impossible.
+
+    To `digits` significant bits, halves up.
+    """
     if not any(row):
         return row
     peak = row.index(max(row))
@@ -68,7 +71,7 @@ def _rows(table: Array) -> list[list[int]]:
 
 
 def _starts(row: list[int]) -> list[int]:
-    """The first slot of each symbol: the greatest frequency comes first, then the others in their order."""
+    """First slot of each symbol: the greatest frequency first, then the others in order."""
     peak = row.index(max(row))
     starts = [0] * len(row)
     at = row[peak]

@@ -78,7 +78,10 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
 
 
 def _ranges(xp: Any, x: Array, *, symmetric: bool) -> tuple[Array, Array, Array, Array, Array]:
-    """Rows as float32 and, as columns, minimum, maximum, range and whether they can be quantized; bad rows as 0."""
+    """Rows as float32 with minimum, maximum, range and validity as columns.
+
+    Invalid rows become 0.
+    """
     rows = xp.astype(x, xp.float32)
     if x.shape[1] == 0:
         zero = xp.zeros((x.shape[0], 1), dtype=xp.float32)
@@ -95,7 +98,7 @@ def _ranges(xp: Any, x: Array, *, symmetric: bool) -> tuple[Array, Array, Array,
 
 
 def _clip(xp: Any, t: Array, top: float) -> Array:
-    """t within [0, top], and 0 for what is no number."""
+    """Limit t to [0, top]; NaN becomes 0."""
     return xp.where(t > 0.0, xp.where(t < top, t, top), 0.0)
 
 
