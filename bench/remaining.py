@@ -161,7 +161,7 @@ def residual_symbols(at: Place) -> Job:
 
     def check() -> str:
         found, sums, counts = symbols_of(x[:p], rows, columns, 0, 1)
-        expected = oracle("residual").residual_symbols(square[:p], rows, columns, 0, 1)
+        expected = oracle("residual").residual_symbols(square[:p], rows, columns, 0, 8)
         same("symbols and counts", (found, counts), (expected[0], expected[2]))
         near("sums", sums, expected[1], _ROUNDING, _ROUNDING)
         return f"{p:,} elements = oracle, sums to 1e-9"

@@ -192,18 +192,16 @@ def residual_factors(at: Place) -> Job:
 
     counts = np.zeros(256)
     counts[2:] = np.bincount(at.sample.before(at.n).view(np.uint8)[::4], minlength=256)[2:]
-    distances = counts * ((np.arange(256) - 128) << 18)
+    sums = counts * 2.0**15
 
     def check() -> str:
-        used = counts > 0
-        # A key is a pattern: linear within an octave, so exact where it is a whole one (every 32nd here).
-        whole = used & (np.arange(256) % 32 == 0)
-        same(
-            "factors", factors_of(distances, counts)[whole], np.exp2((np.flatnonzero(whole) - 128) / 32.0).astype("f4")
-        )
+        # Elements at the center of their cell have its ratio, a power of two where it is whole octaves off.
+        whole = (counts > 0) & (np.arange(256) % 4 == 0)
+        expected = np.exp2((np.flatnonzero(whole) - 128) / 4.0).astype("f4")
+        same("factors", factors_of(sums, counts, 0.25)[whole], expected)
         return "whole octaves = powers of two"
 
-    return _job(at, lambda: factors_of(distances, counts), check, "256 symbols")
+    return _job(at, lambda: factors_of(sums, counts, 0.25), check, "256 symbols, a quarter of an octave a cell")
 
 
 def _exponents(at: Place) -> tuple[Any, Any]:

@@ -58,7 +58,7 @@ def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Se
     return lambda spacing: InStore(make(), grads=grads, spacing=spacing, searching=searching)
 
 
-def _often_killed(bins: int, step: float = 1.25, octaves: int | None = None, rate: float = 0.02) -> Make:
+def _often_killed(bins: int, step: float = 1.25, octaves: float = 3, rate: float = 0.02) -> Make:
     """Coarse weights ahead of their drift, first moments finer than the rate has them: they make up for restores.
 
     "Finer moments" are a grid of 1 and second moments in cells of one octave: whole states have bytes to spare for it.

@@ -66,6 +66,10 @@ class ArrayRecord:
         return STREAMS[self.stream]
 
 
+_NEXT_TO_NOTHING = 0.9
+"""Relative L2 error from which an array counts as lost."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A line of `Checkpoint.summary()`: one array and how it is stored.
@@ -80,7 +84,8 @@ class Row:
         measure: what `error` is: "exact", "relative L2", or "relative" (largest |x~ - x| / |x|).
         dtype: dtype of the array.
         shape: its shape.
-        note: what the codec has to say: why a codebook was refit, why an array is exact though it was not asked.
+        note: what the codec has to say: why a codebook was refit, why an array is exact though it was not asked, that
+            next to nothing of it is restored (a relative L2 error of 0.9 or more).
     """
 
     path: str
@@ -108,6 +113,12 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.keys())
+
+
+def _lost(record: ArrayRecord) -> str:
+    """What to say of an array of which next to nothing is restored: zeros have a relative L2 error of 1."""
+    lost = record.measure == "relative L2" and record.error >= _NEXT_TO_NOTHING
+    return f"as good as zero when restored (relative L2 error {record.error:.2g})" if lost else ""
 
 
 def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[ArrayRecord, ...]:
@@ -327,7 +338,7 @@ class Checkpoint:
                 r.measure,
                 r.spec.dtype,
                 r.spec.shape,
-                r.note,
+                "; ".join(filter(None, (r.note, _lost(r)))),
             )
             for r in self._records
         ]

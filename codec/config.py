@@ -141,8 +141,8 @@ class Config:
         rate: lambda of the rate-distortion encoder, in units of the weights' variance per bit, >= 0; 0 means every
             weight gets its nearest level or, under an error target, the lambda that this leaves room for, which is
             also what bounds a rate. Where the state holds second moments v, errors and variance are weighted by sqrt(v)
-            and one slope holds for all arrays; where it holds none and there are gradients, by their magnitude. The
-            grid of first moments follows (`FirstMoment.step`).
+            and one slope holds for all arrays; where it holds none and there are gradients, by their magnitude. It
+            acts on weights alone; moments are as their codecs say.
         chain: when `Store` takes a base.
         ahead: whether `Store` codes weights ahead of their drift (`compress(earlier=)`): trainings that are restored
             lose less then, and what is restored is a little worse right away (docs/choosing.md). None (default): where

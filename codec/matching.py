@@ -16,9 +16,9 @@ from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError
 from .lossless.exact import Exact
 from .moments.clusters import Clusters
-from .moments.firstmoment import FirstMoment, grid_step
+from .moments.firstmoment import LARGEST_ERROR, FirstMoment
 from .moments.logbuckets import LogBuckets
-from .moments.secondmoment import SecondMoment, cell_octaves
+from .moments.secondmoment import SecondMoment
 from .opened import Opened, entries
 from .state.kinds import (
     TINY,
@@ -150,10 +150,8 @@ def with_targets(codec: Codec, cfg: Config) -> Codec:
     if isinstance(codec, Quantize):
         max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
         return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)
-    if isinstance(codec, FirstMoment) and codec.step is None:
-        codec = dataclasses.replace(codec, step=grid_step(cfg.rate))
-    if isinstance(codec, SecondMoment) and codec.octaves is None:
-        codec = dataclasses.replace(codec, octaves=cell_octaves(cfg.rate))
+    if isinstance(codec, FirstMoment) and codec.max_error is None and (cfg.max_rel_error or 1) > LARGEST_ERROR:
+        return codec
     if isinstance(codec, _TARGETED) and codec.max_error is None:
         return dataclasses.replace(codec, max_error=cfg.max_rel_error)
     return codec

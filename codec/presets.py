@@ -1,4 +1,4 @@
-"""Published systems as configurations: a preset is nothing but a `Config`."""
+"""Quality levels and published systems as configurations: a preset is nothing but a `Config`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .errors import BadArgumentError
 from .lossless.changed import Changed
 from .lossless.exact import Exact
 from .moments.clusters import Clusters
+from .moments.firstmoment import FirstMoment
 from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment
 from .weights.exponent import ExponentDelta
@@ -229,7 +230,9 @@ def check_n_run(
 
 
 def lossless(*, chain: ChainPolicy | None = None) -> Config:
-    """Every bit of every array, deltas included.
+    """Return the level that keeps every bit of every array, deltas included.
+
+    Promise: what is loaded equals what was saved, to the bit.
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.
@@ -242,3 +245,41 @@ def lossless(*, chain: ChainPolicy | None = None) -> Config:
         True
     """
     return Config([Rule("*", Exact())], chain=chain)
+
+
+def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
+    """Return the level that keeps the model bit for bit; only optimizer moments are lossy, as by `Config()`.
+
+    Promise: what is evaluated or published is never changed. A training that resumes differs by what its moments lose:
+    second moments keep to a quarter of an octave, first moments to a relative L2 error of 0.5.
+
+    Args:
+        chain: when to take a base; default `ChainPolicy()`.
+
+    Example:
+        >>> [(rule.match, rule.codec) for rule in exact_weights().rules]
+        [('weight', Exact())]
+    """
+    return Config([Rule("weight", Exact())], chain=chain)
+
+
+def compact(*, chain: ChainPolicy | None = None) -> Config:
+    """Return the smallest level: 24 bins, weights that change only where it is worth the bits, coarse moments.
+
+    Promise: small, for trainings that are restored now and then. First moments are on a grid of 4 in units of
+    sqrt(v), where most restore as zero: a resumed optimizer starts without momentum. Second moments keep to two
+    octaves. The restored model differs visibly from the saved one (docs/choosing.md says by how much).
+
+    Args:
+        chain: when to take a base; default `ChainPolicy()`.
+
+    Example:
+        >>> [rule.codec for rule in compact().rules][1]
+        FirstMoment(step=4.0, alpha=0.25, max_error=1.0)
+    """
+    rules = [
+        Rule("weight", Quantize(bins=24)),
+        Rule("first moment", FirstMoment(step=4.0, max_error=1.0)),
+        Rule("second moment", SecondMoment(octaves=2.0)),
+    ]
+    return Config(rules, rate=0.0005, chain=chain)

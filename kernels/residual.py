@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import array, check_table, integer, same_device, shown
+from .arguments import array, check_table, integer, number, same_device, shown
 from .arrays import back_end
 from .errors import BadArgumentError
 
@@ -17,6 +17,10 @@ ZERO, ESCAPE, FIRST = 0, 1, 2
 """Symbols of an element that is 0, of one that has no residual, and of the lowest residual."""
 FARTHEST = 126
 """Largest residual, in cells, that has a symbol: FIRST + FARTHEST is no residual at all."""
+MOST_OCTAVES = 16
+"""Widest cell."""
+SCALE = 2.0**15
+"""What inverse roots are multiplied by to be summed as integers, which no order of additions changes."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Factors = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -50,29 +54,31 @@ def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
 
 
 def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
+    x: Array, rows: Factors, columns: Factors, start: int, octaves: float, previous: Array | None = None
 ) -> tuple[Array, Floats, Floats]:
-    """How many cells of `octaves` octaves each element is off its estimate `rows[i] * columns[j]`.
+    """Return how many cells of `octaves` octaves each element is off its estimate `rows[i] * columns[j]`.
 
-        key(y) = bit pattern of y as an integer;  cell = octaves * 2**23
-        k = floor((key(x) - key(estimate) + cell / 2) / cell);  symbol = 2 + 126 + k
+        ratio = x / estimate;  distance = pattern of ratio - pattern of 1;  cell = octaves * 2**23
+        k = floor((distance + cell / 2) / cell);  symbol = 2 + 126 + k
 
-    Between powers of two the pattern of a float32 is linear in the value, so key / 2**23 is the logarithm to base 2 to
-    within 0.09. 0 has symbol 0. An element that is negative, not finite or subnormal, whose estimate is not a normal
-    number, or with |k| > 126, escapes (symbol 1). Where `previous` has a residual too, an element that is at most a
-    quarter of a cell beyond that one's cell keeps it: little is lost, and a symbol that stays costs nothing.
+    Between powers of two the pattern of a float32 is linear in the value, so distance / 2**23 is the ratio's logarithm
+    to base 2 to within 0.09. 0 has symbol 0. An element that is negative, not finite or subnormal, whose estimate or
+    ratio is not a normal number, or with |k| > 126, escapes (symbol 1). Where `previous` has a residual too, an element
+    that is at most a quarter of a cell beyond that one's cell keeps it: little is lost, and a symbol that stays costs
+    nothing.
 
     Args:
         x: float32 [n], elements `start` ... of a matrix with these rows and columns, in C order.
         rows: float32 [R] on the host, >= 0.
         columns: float32 [C] on the host, >= 0.
         start: number of the first element, >= 0.
-        octaves: width of a cell, 1 to 64.
+        octaves: width of a cell, a multiple of 1/8 from 1/8 to 16.
         previous: uint8 [n], the symbols of the same elements at an earlier time; None (default): there are none.
 
     Returns:
         symbols: uint8 [n].
-        distances: float64 [256] on the host, sum of `key(x) - key(estimate)` by symbol, an integer; 0 for symbols 0, 1.
+        sums: float64 [256] on the host, by symbol the sum of `rint(2**15 * sqrt(center / ratio))`, an integer; `center`
+            is the symbol's own ratio, see `cell_centers`. 0 for symbols 0 and 1.
         counts: float64 [256] on the host, how often each symbol occurs.
 
     Raises:
@@ -87,23 +93,55 @@ def residual_symbols(
     """
     array("x", x, ("float32",), 1)
     start = _checked_start(rows, columns, start, int(x.shape[0]))
-    octaves = integer("octaves", octaves, 1, 64)
+    eighths = eighths_of(octaves)
     if previous is not None:
         array("previous", previous, ("uint8",), x.shape)
         same_device("previous", previous, "x", x)
-    symbols, distances, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, octaves, previous)
-    return symbols, distances, counts
+    symbols, sums, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, eighths, previous)
+    return symbols, sums, counts
 
 
-def residual_factors(distances: Floats, counts: Floats) -> Factors:
-    """What the estimate of a symbol's elements is multiplied by: the factor at their mean distance, in keys.
+def eighths_of(octaves: float) -> int:
+    """Return the width of a cell in eighths of an octave.
 
-    That is their geometric mean, as near as keys are logarithms: what divides by the root of the values, as Adam does,
-    keeps its mean in the logarithm. The arithmetic mean, that of the largest ones, would make most steps too small.
+    Raises:
+        BadArgumentError: not a multiple of 1/8 from 1/8 to 16.
+
+    Example:
+        >>> eighths_of(0.25), eighths_of(2)
+        (2, 16)
+    """
+    eighths = 8 * number("octaves", octaves, 1 / 8, MOST_OCTAVES)
+    if eighths != int(eighths):
+        raise BadArgumentError(f"octaves is {octaves}; it must be a multiple of 1/8")
+    return int(eighths)
+
+
+def cell_centers(eighths: int) -> Factors:
+    """Return the ratio at the center of each symbol's cell, float32 [256]; 0 for symbols 0 and 1.
 
     Args:
-        distances: float64 [256], sums of `residual_symbols`, over all chunks.
+        eighths: width of a cell in eighths of an octave, 1 to 128.
+
+    Example:
+        >>> cell_centers(8)[[1, 127, 128, 129]].tolist()
+        [0.0, 0.5, 1.0, 2.0]
+    """
+    k = np.arange(256) - (FIRST + FARTHEST)
+    patterns = np.clip((127 << 23) + k * (eighths << 20), 1 << 23, (255 << 23) - 1).astype(np.int32)
+    return np.where(np.arange(256) >= FIRST, patterns.view(np.float32), np.float32(0))
+
+
+def residual_factors(sums: Floats, counts: Floats, octaves: float) -> Factors:
+    """Return what the estimate of a symbol's elements is multiplied by: it keeps the mean of their inverse roots.
+
+    An optimizer that divides by the root of the values, as Adam does, then takes steps that are as long on average as
+    by the values themselves. The arithmetic mean, that of the largest ones, would make most steps too small.
+
+    Args:
+        sums: float64 [256], of `residual_symbols`, over all chunks.
         counts: float64 [256].
+        octaves: width of a cell, as in `residual_symbols`.
 
     Returns:
         float32 [256], 0 for symbols 0, 1 and those that do not occur.
@@ -112,17 +150,18 @@ def residual_factors(distances: Floats, counts: Floats) -> Factors:
         BadArgumentError: dtypes or shapes do not fit.
 
     Example:
-        >>> d, n = np.zeros(256), np.zeros(256)
-        >>> d[129], n[129] = 6 * 2.0**23, 2
-        >>> float(residual_factors(d, n)[129])
-        8.0
+        >>> s, n = np.zeros(256), np.zeros(256)
+        >>> s[129], n[129] = 3 * 2.0**15, 2
+        >>> float(residual_factors(s, n, 1)[129] * 1.5**2)
+        2.0
     """
-    check_table("distances", distances, "float64", (256,))
+    check_table("sums", sums, "float64", (256,))
     check_table("counts", counts, "float64", (256,))
-    used = (counts > 0) & (np.arange(256) >= FIRST)
-    mean = np.rint(distances / np.where(used, counts, 1.0))
-    patterns = np.clip(mean + (127 << 23), 1 << 23, (255 << 23) - 1).astype(np.int32)
-    return np.where(used, patterns.view(np.float32), np.float32(0))
+    centers = cell_centers(eighths_of(octaves))
+    used = (counts > 0) & (sums > 0) & (np.arange(256) >= FIRST)
+    mean = np.where(used, sums, 1.0) / np.where(used, counts, 1.0) / SCALE
+    largest = float(np.finfo(np.float32).max)
+    return np.where(used, np.minimum(centers / mean**2, largest), 0.0).astype(np.float32)
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:

@@ -28,7 +28,7 @@ from ..format.fields import Reader
 from ..parallel import map_chunks
 from ..state.casting import to_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, on_host
-from .logbuckets import LogBuckets, ValuesMemory, check_limits
+from .logbuckets import LogBuckets, ValuesMemory, check_alpha
 from .symbolvalues import (
     as_float32,
     as_stored,
@@ -42,7 +42,9 @@ from .symbolvalues import (
     with_escapes,
 )
 
-_ATTEMPTS = 5
+LARGEST_ERROR = 0.5
+"""Relative L2 error that no first moment exceeds unless its codec allows it (`max_error=1`)."""
+_ATTEMPTS = 8
 _NOTHING_LEFT = 0.99
 """A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
 _SMALLEST = 1 / 64
@@ -53,28 +55,30 @@ _SMALLEST = 1 / 64
 class FirstMoment:
     """Store a first moment on a grid in units of the root of its second moment.
 
-    Without a second moment beside it (SGD, Lion), or where that is not enough (v = 0 and m not), it is stored as log
-    buckets; and so it is where the grid would hold next to nothing (a relative L2 error above 0.99) because m is no
+    Without a second moment next to it (SGD, Lion), or where that is not enough (v = 0 and m not), it is stored as log
+    buckets; and so it is where the grid would hold next to nothing (a relative L2 error above 0.99) because m is not an
     average of what v is made of (its norm below 1/64 of that of sqrt(v), as in some kinds of Adafactor).
 
     Args:
-        step: distance of grid points in units of m / sqrt(v), in (0, 16]; None: `grid_step` of `Config.rate`.
+        step: distance of grid points in units of m / sqrt(v), in (0, 16]; default 0.5.
         alpha: relative error where there is no second moment, see `LogBuckets`; default 0.25.
-        max_error: relative L2 error the array may have, in (0, 1): the widest step that keeps to it, no wider than
-            `step`, else log buckets, else exact. None (default): `Config.max_rel_error`.
+        max_error: relative L2 error the array may have, in (0, 1]: the widest step that keeps to it, no wider than
+            `step`, else log buckets, else exact. None (default): 0.5, or `Config.max_rel_error` where that is less. 1:
+            no bound, and a wide step may restore the array as zeros.
 
     Raises:
         BadArgumentError: a value out of range.
     """
 
-    step: float | None = None
+    step: float = 0.5
     alpha: float = 0.25
     max_error: float | None = None
     id: ClassVar[str] = "first moment"
 
     def __post_init__(self) -> None:
-        check_field(self, "step", or_none, number, 0, 16, open_low=True)
-        check_limits(self)
+        check_field(self, "step", number, 0, 16, open_low=True)
+        check_alpha(self)
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
         """Nothing to look at."""
@@ -82,18 +86,20 @@ class FirstMoment:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
-        step = grid_step(0.0) if self.step is None else self.step
-        for _ in range(1 if self.max_error is None else _ATTEMPTS):
-            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
+        step, bound = self.step, LARGEST_ERROR if self.max_error is None else self.max_error
+        for _ in range(_ATTEMPTS):
+            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step, bound)
             if stored is not None:
                 return stored
-            if self.max_error is None or not math.isfinite(error):
+            if not math.isfinite(error):
                 break
             # The error is about in proportion to the step, once that is not much more than the values.
-            step *= 2.0 ** -(max(1, math.ceil(8 * (math.log2(error) - math.log2(self.max_error)))) / 8)
-        return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
+            step *= 2.0 ** -(max(1, math.ceil(8 * (math.log2(error) - math.log2(bound)))) / 8)
+        # Log buckets keep each element to `alpha`, and so the array; only a target may ask for more than that.
+        wanted = None if self.max_error is None or self.max_error >= self.alpha else self.max_error
+        return LogBuckets(self.alpha, wanted).encode(leaf, parent)
 
-    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
+    def _on_grid(self, leaf: Leaf, sibling: Array, step: float, bound: float) -> tuple[float, Stored | None]:
         """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
         square = placed_with(sibling, leaf.flat)
 
@@ -118,10 +124,10 @@ class FirstMoment:
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
-        if self.max_error is not None and not error <= self.max_error:
-            return error, None
         if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
             return math.inf, None
+        if bound < 1 and not error <= bound:
+            return error, None
         columns = columns_of(leaf.spec.shape)
 
         def packed(number: int) -> bytes:
@@ -145,20 +151,6 @@ def _in_another_unit(leaf: Leaf, square: Array) -> bool:
         x, v = (x.double(), v.double()) if on_gpu(x) else (x.astype(np.float64), v.astype(np.float64))
         first, second = first + float((x * x).sum()), second + float(v.sum())
     return 0 < first < _SMALLEST**2 * second
-
-
-def grid_step(rate: float) -> float:
-    """The step of first moments at a rate: `min(16, max(0.5, sqrt(32000 rate)))`.
-
-    A uniform quantizer's distortion, step**2 / 12, falls by a fixed share with every bit: the step that spends a bit
-    where it is worth `rate` grows with the root of it. The factor is measured: a bit of a first moment is worth a tenth
-    to a fifth of a bit of the weights after 200 further steps (docs/decisions/smaller-deltas.md).
-
-    Example:
-        >>> grid_step(0.0), grid_step(0.0005), grid_step(0.002)
-        (0.5, 4.0, 8.0)
-    """
-    return min(16.0, max(0.5, math.sqrt(32000 * rate)))
 
 
 def decode_grid(

@@ -52,9 +52,14 @@ class ValuesMemory:
         return self.flat
 
 
-def check_limits(codec: Any) -> None:
-    """Check what codecs of moments have in common: `alpha` and `max_error`."""
+def check_alpha(codec: Any) -> None:
+    """Check `alpha`, which all codecs of moments have."""
     check_field(codec, "alpha", number, FINEST, 0.5)
+
+
+def check_limits(codec: Any) -> None:
+    """Check `alpha` and `max_error`."""
+    check_alpha(codec)
     check_field(codec, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
 

@@ -1,8 +1,8 @@
 """Second moments as rank one times a power of two.
 
-v as row mean x column mean / mean, as Adafactor keeps it, times a coarse power of two. Most elements need no
-correction, so it costs a few hundredths of a bit; the correction bounds the error of every element, and is right on
-average in the logarithm, so that updates are neither longer nor shorter than they were.
+v as row mean x column mean / mean, as Adafactor keeps it, times a power of two to a fraction of an octave. v changes
+slowly, so most elements of a delta keep their correction, and even a fine one costs little there. The correction bounds
+the error of every element, and keeps the mean of 1 / sqrt(v), so that updates are neither longer nor shorter.
 
 Pieces: (0) block: row factors, block: column factors, both as log buckets of 3 bits or differences to the parent's; the
 table of each symbol's factor. (1 + i) chunk i: block: symbol stream in the context of the parent's symbols; varint
@@ -20,12 +20,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.approximation_error import Distortion, distortion
-from ...kernels.arguments import check_field, integer, or_none
+from ...kernels.arguments import check_field, number
 from ...kernels.arrays import on_gpu
 from ...kernels.floats import FORMATS
 from ...kernels.logbucket import bucket_index, bucket_value
 from ...kernels.residual import ESCAPE as NO_RESIDUAL
-from ...kernels.residual import factor_sums, residual_factors, residual_symbols, residual_values
+from ...kernels.residual import (
+    MOST_OCTAVES,
+    eighths_of,
+    factor_sums,
+    residual_factors,
+    residual_symbols,
+    residual_values,
+)
 from .. import entropy
 from ..base import CHUNK, Leaf, Memory, Stored
 from ..errors import BadArgumentError, CorruptDataError
@@ -50,6 +57,8 @@ from .symbolvalues import (
 )
 
 _FACTOR_BITS = 3
+_NARROWER = (3, 2, 1, 0.5, 0.25, 0.125)
+"""Cells to try, after a codec's own, where an error target is missed."""
 _F32 = FORMATS["float32"]
 
 
@@ -58,8 +67,8 @@ class SecondMoment:
     """Store a second moment as rank one times a power of two. Arrays of one dimension are stored as log buckets.
 
     Args:
-        octaves: width of a correction's cell in powers of two, 1 to 64; a larger one costs less, errs more. None
-            (default): `cell_octaves` of `Config.rate`.
+        octaves: width of a correction's cell in powers of two, a multiple of 1/8 from 1/8 to 16; a larger one costs
+            less, errs more. Default 0.25.
         alpha: relative error where rank one does not apply, see `LogBuckets`; default 0.25.
         max_error: relative L2 error the array may have, in (0, 1): rank one with the widest cells that keep to it, none
             wider than `octaves`, else log buckets, else exact. None (default): `Config.max_rel_error`.
@@ -70,13 +79,14 @@ class SecondMoment:
     Source: Shazeer and Stern 2018 (Adafactor), section 3, for the estimate.
     """
 
-    octaves: int | None = None
+    octaves: float = 0.25
     alpha: float = 0.25
     max_error: float | None = None
     id: ClassVar[str] = "second moment"
 
     def __post_init__(self) -> None:
-        check_field(self, "octaves", or_none, integer, 1, 64)
+        check_field(self, "octaves", number, 1 / 8, MOST_OCTAVES)
+        eighths_of(self.octaves)
         check_limits(self)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
@@ -86,9 +96,8 @@ class SecondMoment:
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the largest relative error of an element, with `max_error` relative L2."""
         shape = matrix_shape(leaf.spec)
-        widest = cell_octaves(0.0) if self.octaves is None else self.octaves
         target = math.inf if self.max_error is None else self.max_error
-        for octaves in sorted({widest, *range(1, min(widest, 4))}, reverse=True):
+        for octaves in (self.octaves, *(o for o in _NARROWER if o < self.octaves)):
             if shape is None:
                 break
             if _least_error(octaves) > target:
@@ -103,7 +112,7 @@ class SecondMoment:
         return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
 
     def _rank_one(
-        self, leaf: Leaf, parent: Memory | None, shape: tuple[int, int], octaves: int
+        self, leaf: Leaf, parent: Memory | None, shape: tuple[int, int], octaves: float
     ) -> tuple[Stored, Distortion]:
         """As a matrix, with cells of so many octaves; and how far it is from it."""
         before = _rank_one(parent, leaf.spec)
@@ -113,17 +122,17 @@ class SecondMoment:
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
             old = None if before is None else placed_with(before.symbols[start : start + CHUNK], x)
-            symbols, distances, counts = residual_symbols(x, rows, columns, start, octaves, old)
-            return symbols, distances, counts, escapes_of(x, symbols, NO_RESIDUAL, counts)
+            symbols, sums, counts = residual_symbols(x, rows, columns, start, octaves, old)
+            return symbols, sums, counts, escapes_of(x, symbols, NO_RESIDUAL, counts)
 
         starts = range(0, leaf.spec.size, CHUNK)
         parts = map_chunks(one, starts)
-        distances, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
-        beyond = _beyond(distances, counts)
-        if beyond.any():
+        sums, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
+        factor = residual_factors(sums, counts, octaves)
+        beyond = (counts > 0) & (np.arange(256) > NO_RESIDUAL) & ~((factor > 2.0**-125) & (factor < 2.0**125))
+        if beyond.any():  # no normal bfloat16 holds these factors
             parts = [_without(part, beyond, leaf, start) for part, start in zip(parts, starts, strict=True)]
-            distances, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
-        table = to_bfloat16(residual_factors(distances, counts))
+        table = to_bfloat16(np.where(beyond, np.float32(0), factor))
         # The first moment beside it needs the decoded values: they are at hand here, where their error is measured.
         data = room_beside(leaf.flat, leaf.spec)
 
@@ -142,25 +151,17 @@ class SecondMoment:
         return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
 
 
-def _beyond(distances: NpArray, counts: NpArray) -> NpArray:
-    """bool [256]: symbols whose factor no normal bfloat16 holds, so that their elements would come out wrong."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        octaves = np.where(counts > 0, distances / counts, 0.0) / 2.0**23
-    beyond: NpArray = np.abs(octaves) > 125
-    return beyond
-
-
 def _without(
     part: tuple[Array, NpArray, NpArray, Array], beyond: NpArray, leaf: Leaf, start: int
 ) -> tuple[Array, NpArray, NpArray, Array]:
-    """A chunk's symbols, distances, counts and escaped values with some symbols escaped, too."""
-    symbols, distances, counts, _ = part
+    """A chunk's symbols, sums, counts and escaped values with some symbols escaped, too."""
+    symbols, sums, counts, _ = part
     x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
     symbols[placed_with(beyond, symbols)[symbols.long() if on_gpu(symbols) else symbols]] = NO_RESIDUAL
     counts = counts.copy()
     counts[NO_RESIDUAL] += counts[beyond].sum()
     counts[beyond] = 0
-    return symbols, np.where(beyond, 0.0, distances), counts, escapes_of(x, symbols, NO_RESIDUAL, counts)
+    return symbols, np.where(beyond, 0.0, sums), counts, escapes_of(x, symbols, NO_RESIDUAL, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,21 +239,9 @@ def restate_rank_one(
     return meta, _rank_one_pieces(memory, _rank_one(parent, spec))
 
 
-def _least_error(octaves: int) -> float:
+def _least_error(octaves: float) -> float:
     """A relative L2 error that second moments in cells so wide hardly ever stay below, so that they need no trying."""
     return 0.05 * min(octaves, 3)
-
-
-def cell_octaves(rate: float) -> int:
-    """The width of second moments' cells at a rate: 2 powers of two below 0.01, then 3.
-
-    One is a little better after many restores, and takes a fifth more bytes where checkpoints are far apart.
-
-    Example:
-        >>> cell_octaves(0.0), cell_octaves(0.01)
-        (2, 3)
-    """
-    return 2 if rate < 0.01 else 3
 
 
 def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:

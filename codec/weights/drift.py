@@ -63,7 +63,7 @@ def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: Earlier | No
     found = list(leaves)
     for weight, second in second_moments(leaves).items():
         codec = codecs[firsts[second]] if second in firsts else None
-        if isinstance(codec, FirstMoment) and codec.step is not None and leaves[weight].earlier is not None:
+        if isinstance(codec, FirstMoment) and leaves[weight].earlier is not None:
             lost = codec.step**2 / (1 + codec.step**2)
             found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / steps))
     return found

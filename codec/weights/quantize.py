@@ -45,7 +45,7 @@ class Quantize:
     """Prune, protect and quantize float weights to levels of a codebook, coded as a delta where there is a parent.
 
     Args:
-        bins: how fine, 2 to 254; default 24. The number of codebook entries; with "uniform" the error of the best
+        bins: how fine, 2 to 254; default 64. The number of codebook entries; with "uniform" the error of the best
             codebook of so many, for which 1.3 to 2.8 times as many equidistant entries are taken (at most 254).
         embedding_bins: the same for embeddings; None: as `bins`.
         prune: fraction set to zero, per layer type, in [0, 1); default 0. Embeddings are never pruned.
@@ -77,7 +77,7 @@ class Quantize:
     Source: Inshrinkerator, sections 4 and 6.
     """
 
-    bins: int = 24
+    bins: int = 64
     embedding_bins: int | None = None
     prune: float = 0.0
     prune_metric: str = "magnitude"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like, to_numpy
-from ..residual import ESCAPE, FARTHEST, FIRST, ZERO
+from ..residual import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
 from .jit import njit
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 _NORMAL = np.uint32(1 << 23)
 _INFINITE = np.uint32(255 << 23)
 _MAGNITUDE = np.uint32((1 << 31) - 1)
-_CENTRE, _ESCAPED, _NOTHING = 512, 1024, 1025
-"""Places in the look-up: no half octave off, no residual, zero."""
+_ONE = np.int32(127 << 23)
+_CENTRE, _ESCAPED, _NOTHING = 2048, 4096, 4097
+"""Places in the look-up: no sixteenth of an octave off, no residual, zero."""
 
 
 _LANES = 32
@@ -79,57 +80,68 @@ def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
 
 @njit
 def _symbols(
-    keys: Any, rows: Any, columns: Any, start: int, cell: int, lookup: Any, previous: Any, estimates: Any,
-    estimate_keys: Any, places: Any, distances: Any, out: Any, sums: Any, counts: Any,
+    x: Any, keys: Any, rows: Any, columns: Any, start: int, cell: int, lookup: Any, centers: Any, previous: Any,
+    estimates: Any, estimate_keys: Any, ratios: Any, patterns: Any, places: Any, out: Any, sums: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """By short blocks: half octaves from the estimate (vectorized), then symbols and sums.
+    """By short blocks: ratios and sixteenths of an octave off the estimate (vectorized), then symbols and sums.
 
     The sums lie in `[4 * symbol + lane]`: an element need not wait for the one before it.
     """
+    one, scale = np.float32(1.0), np.float32(SCALE)
     i, j = start // columns.size, start % columns.size
     for at in range(0, keys.size, estimates.size):
         n = min(estimates.size, keys.size - at)
         i, j = _estimates(rows, columns, i, j, estimates[:n])
-        own = keys[at : at + n]
+        own, values = keys[at : at + n], x[at : at + n]
         for t in range(n):
             key, base = own[t], estimate_keys[t]
-            distance = np.int32(np.int32(key) - np.int32(base))
-            off = np.int32(distance >> np.int32(22))
-            fits = (key >= _NORMAL) & (key < _INFINITE) & (base >= _NORMAL) & (base < _INFINITE)
+            usable = (key >= _NORMAL) & (key < _INFINITE) & (base >= _NORMAL) & (base < _INFINITE)
+            ratios[t] = (values[t] if usable else one) / (estimates[t] if usable else one)
+            places[t] = np.int32(0) if usable else np.int32(_NOTHING if key & _MAGNITUDE == 0 else _ESCAPED)
+        for t in range(n):
+            pattern = patterns[t]
+            off = np.int32(np.int32(pattern) - _ONE) >> np.int32(19)
+            fits = (pattern >= _NORMAL) & (pattern < _INFINITE)
             place = np.int32(off + np.int32(_CENTRE)) if fits else np.int32(_ESCAPED)
-            places[t] = np.int32(_NOTHING) if key & _MAGNITUDE == 0 else place
-            distances[t] = distance
+            places[t] = place if places[t] == 0 else places[t]
         symbols = out[at : at + n]
         for t in range(n):
             symbols[t] = lookup[places[t]]
         if previous.size:
             old = previous[at : at + n]
             for t in range(n):
-                beyond = abs(np.int64(distances[t]) - (np.int64(old[t]) - (FIRST + FARTHEST)) * cell) - cell // 2
+                distance = np.int64(np.int32(patterns[t]) - _ONE)
+                beyond = abs(distance - (np.int64(old[t]) - (FIRST + FARTHEST)) * cell) - cell // 2
                 keeps = (beyond <= cell // 4) & (min(symbols[t], old[t]) >= FIRST)
                 symbols[t] = old[t] if keeps else symbols[t]
+        shares = estimates
+        for t in range(n):
+            shares[t] = centers[symbols[t]]
+        for t in range(n):
+            ratio = ratios[t] if symbols[t] >= FIRST else one
+            shares[t] = np.rint(np.sqrt(shares[t] / ratio) * scale)
         whole = n // 4 * 4
         for t in range(0, whole, 4):
             a, b = np.uint64(symbols[t]) << np.uint64(2), np.uint64(symbols[t + 1]) << np.uint64(2)
             c, d = np.uint64(symbols[t + 2]) << np.uint64(2), np.uint64(symbols[t + 3]) << np.uint64(2)
             b, c, d = b + np.uint64(1), c + np.uint64(2), d + np.uint64(3)
-            sums[a] += np.int64(distances[t])
-            sums[b] += np.int64(distances[t + 1])
-            sums[c] += np.int64(distances[t + 2])
-            sums[d] += np.int64(distances[t + 3])
+            sums[a] += np.float64(shares[t])
+            sums[b] += np.float64(shares[t + 1])
+            sums[c] += np.float64(shares[t + 2])
+            sums[d] += np.float64(shares[t + 3])
             counts[a] += 1
             counts[b] += 1
             counts[c] += 1
             counts[d] += 1
         for t in range(whole, n):
             a = np.uint64(symbols[t]) << np.uint64(2)
-            sums[a] += np.int64(distances[t])
+            sums[a] += np.float64(shares[t])
             counts[a] += 1
 
 
-def _lookup(octaves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The symbol of each number of half octaves, floored, from the estimate: floors of floors are floors."""
-    cells = ((np.arange(_ESCAPED) - _CENTRE + octaves) >> 1) // octaves
+def _lookup(eighths: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the symbol of each number of sixteenths of an octave, floored, off the estimate: floors nest."""
+    cells = (np.arange(_ESCAPED) - _CENTRE + eighths) // (2 * eighths)
     table = np.full(_NOTHING + 1, ESCAPE, np.uint8)
     near = np.abs(cells) <= FARTHEST
     table[:_ESCAPED][near] = cells[near] + (FIRST + FARTHEST)
@@ -153,22 +165,21 @@ _STEP = 1 << 12
 
 
 def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
+    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
 ) -> tuple[Array, Any, Any]:
     """See `kernels.residual`."""
     values = to_numpy(x)
     out = np.empty(values.size, np.uint8)
-    sums, counts = np.zeros((256, 4), np.int64), np.zeros((256, 4), np.int64)
-    estimates = np.empty(_STEP, np.float32)
+    sums, counts = np.zeros((256, 4)), np.zeros((256, 4), np.int64)
+    estimates, ratios = np.empty(_STEP, np.float32), np.empty(_STEP, np.float32)
     if values.size:
         old = np.empty(0, np.uint8) if previous is None else to_numpy(previous)
         _symbols(
-            values.view(np.uint32), rows, columns, start, octaves << 23, _lookup(octaves), old, estimates,
-            estimates.view(np.uint32), np.empty(_STEP, np.int32), np.empty(_STEP, np.int32), out, sums.reshape(-1),
-            counts.reshape(-1),
+            values, values.view(np.uint32), rows, columns, start, eighths << 20, _lookup(eighths),
+            cell_centers(eighths), old, estimates, estimates.view(np.uint32), ratios, ratios.view(np.uint32),
+            np.empty(_STEP, np.int32), out, sums.reshape(-1), counts.reshape(-1),
         )  # fmt: skip
-    sums[:FIRST] = 0
-    return like(out, x), sums.sum(axis=1).astype(np.float64), counts.sum(axis=1).astype(np.float64)
+    return like(out, x), sums.sum(axis=1), counts.sum(axis=1).astype(np.float64)
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:

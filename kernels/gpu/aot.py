@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 from ..cluster import SHIFT, SUM_BLOCK
 from ..grid import FARTHEST as FARTHEST_POINT
 from ..residual import FARTHEST as FARTHEST_CELL
-from ..residual import FIRST
+from ..residual import FIRST, SCALE
 from ..rows import ERROR_STEPS, KMEANS_STEPS
 from . import (
     approximation_error,
@@ -286,9 +286,9 @@ def _optimizer() -> Iterator[Build]:
     yield Build(grid.symbols_kernel, types, grid.SYMBOLS, {"FARTHEST": FARTHEST_POINT})
     yield Build(grid.values_kernel, "*u8 *fp32 *fp32 i64 *fp32", grid.VALUES)
     for wide in (False, True):
-        types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *u8 *u8 *i32 *fp64"
+        types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *fp32 *u8 *u8 *i32 *fp64"
         for settled in (False, True):
-            constants = {"FIRST": FIRST, "FARTHEST": FARTHEST_CELL, "SETTLED": settled, "WIDE": wide}
+            constants = {"FIRST": FIRST, "FARTHEST": FARTHEST_CELL, "SCALE": SCALE, "SETTLED": settled, "WIDE": wide}
             yield Build(residual.symbols_kernel, types, residual.SYMBOLS, constants)
         types = "*u8 *fp32 *fp32 *fp32 i64 i64 i64 *fp32"
         yield Build(residual.values_kernel, types, residual.VALUES, {"WIDE": wide})

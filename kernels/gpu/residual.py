@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..residual import FARTHEST, FIRST
+from ..residual import FARTHEST, FIRST, SCALE, cell_centers
+from .bits import rounded
 from .launch import Launch, like, on, tensor
 from .tally import tally_counts, tally_sums, totals
 
@@ -54,18 +55,20 @@ def symbols_kernel(
     n: tl.int64,
     start: tl.int64,
     columns: tl.int64,
-    octaves: tl.int32,
+    eighths: tl.int32,
+    centers_ptr,
     previous_ptr,
     symbols_ptr,
     counts_ptr,
-    distances_ptr,
+    sums_ptr,
     FIRST: tl.constexpr,
     FARTHEST: tl.constexpr,
+    SCALE: tl.constexpr,
     SETTLED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Symbol of each element, and this program's counts and sums of distances from the estimate by symbol."""
+    """Symbol of each element, and this program's counts and sums of inverse roots by symbol."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -73,31 +76,36 @@ def symbols_kernel(
     estimate = estimate_of(rows_ptr, columns_ptr, start + block * BLOCK, columns, inside, WIDE, BLOCK)
     key = x.to(tl.int32, bitcast=True)
     base = estimate.to(tl.int32, bitcast=True)
-    normal = (key >= 0x00800000) & (key < 0x7F800000) & (base >= 0x00800000) & (base < 0x7F800000)
-    # floor(distance / 2**23 / octaves), one floor after the other; the offset keeps the second dividend positive.
-    distance = tl.where(normal, key - base, 0)
-    k = (((distance.to(tl.int64) + (octaves << 22)) >> 23).to(tl.int32) + 512 * octaves) // octaves - 512
+    usable = (key >= 0x00800000) & (key < 0x7F800000) & (base >= 0x00800000) & (base < 0x7F800000)
+    ratio = tl.div_rn(tl.where(usable, x, 1.0), tl.where(usable, estimate, 1.0))
+    pattern = ratio.to(tl.int32, bitcast=True)
+    normal = usable & (pattern >= 0x00800000) & (pattern < 0x7F800000)
+    distance = tl.where(normal, pattern - 0x3F800000, 0)
+    # floor((distance + cell / 2) / cell), one floor after the other; the offset keeps the second dividend positive.
+    k = ((distance >> 19) + eighths + 4096 * eighths) // (2 * eighths) - 2048
     symbol = tl.where(normal & (tl.abs(k) <= FARTHEST), FIRST + FARTHEST + k, 1)
     symbol = tl.where((key & 0x7FFFFFFF) == 0, 0, symbol)
     if SETTLED:
         old = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
-        beyond = tl.abs(distance.to(tl.int64) - (old - (FIRST + FARTHEST)).to(tl.int64) * octaves * 8388608)
-        near = beyond - octaves * 4194304 <= octaves * 2097152
+        beyond = tl.abs(distance.to(tl.int64) - (old - (FIRST + FARTHEST)).to(tl.int64) * eighths * 1048576)
+        near = beyond - eighths * 524288 <= eighths * 262144
         symbol = tl.where((symbol >= FIRST) & (old >= FIRST) & near, old, symbol)
     tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
+    center = tl.load(centers_ptr + symbol)
+    share = rounded(tl.sqrt_rn(tl.div_rn(center, tl.where(symbol >= FIRST, ratio, 1.0))) * SCALE)
     tally_counts(symbol, inside, counts_ptr + 256 * block)
-    tally_sums(symbol, distance, inside, FIRST, counts_ptr + 256 * block, distances_ptr + 256 * block)
+    tally_sums(symbol, share, inside, FIRST, counts_ptr + 256 * block, sums_ptr + 256 * block)
 
 
 def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
+    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
 ) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.residual.residual_symbols`."""
     t = tensor(x)
     programs = SYMBOLS.programs(t.numel())
     symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
     counts = torch.empty((programs, 256), dtype=torch.int32, device=t.device)
-    distances = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
+    sums = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
     if programs:
         with on(t):
             symbols_kernel[(programs,)](
@@ -108,20 +116,22 @@ def residual_symbols(
                 t.numel(),
                 start,
                 columns.size,
-                octaves,
+                eighths,
+                _on_device(cell_centers(eighths), t),
                 symbols if previous is None else tensor(previous),
                 # outputs
                 symbols,
                 counts,
-                distances,
+                sums,
                 # constants
                 FIRST=FIRST,
                 FARTHEST=FARTHEST,
+                SCALE=SCALE,
                 SETTLED=previous is not None,
                 WIDE=columns.size > NARROW,
                 **SYMBOLS.constants(t.numel()),
             )
-    count, total = totals(counts, distances).numpy()
+    count, total = totals(counts, sums).numpy()
     return like(symbols, x), total, count
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from ..residual import ESCAPE, FARTHEST, FIRST, ZERO
+from ..residual import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
 from .bits import sign_and_magnitude
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _NORMAL = 1 << 23
 _INFINITE = 255 << 23
+_ONE = 127 << 23
 
 
 def _estimates(xp: Any, like: Array, rows: Factors, columns: Factors, start: int) -> Array:
@@ -36,31 +37,44 @@ def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
 
 
 def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, octaves: int, previous: Array | None = None
+    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
 ) -> tuple[Array, Any, Any]:
     """See `kernels.residual`."""
     xp = array_namespace(x)
     estimate = _estimates(xp, x, rows, columns, start)
+    one = xp.ones_like(x)
     negative, key = sign_and_magnitude(x)
-    _, base = sign_and_magnitude(estimate)
-    cell = octaves * _NORMAL
-    k = (key - base + cell // 2) // cell
-    normal = (key >= _NORMAL) & (key < _INFINITE) & (base >= _NORMAL) & (base < _INFINITE)
-    fits = normal & ~negative & (xp.abs(k) <= FARTHEST)
+    usable = ~negative & _normal(key) & _normal(sign_and_magnitude(estimate)[1])
+    ratio = xp.where(usable, x, one) / xp.where(usable, estimate, one)
+    _, pattern = sign_and_magnitude(ratio)
+    distance = pattern - _ONE
+    cell = eighths << 20
+    k = (distance + cell // 2) // cell
+    fits = usable & _normal(pattern) & (xp.abs(k) <= FARTHEST)
     symbol = xp.where(fits, FIRST + FARTHEST + k, xp.full_like(key, ESCAPE))
     symbol = xp.where(key == 0, xp.full_like(key, ZERO), symbol)
     if previous is not None:
         old = xp.astype(previous, key.dtype)
-        beyond = xp.abs(key - base - (old - (FIRST + FARTHEST)) * cell) - cell // 2
+        beyond = xp.abs(distance - (old - (FIRST + FARTHEST)) * cell) - cell // 2
         symbol = xp.where((symbol >= FIRST) & (old >= FIRST) & (beyond <= cell // 4), old, symbol)
-    distances, counts = np.zeros(256), np.zeros(256)
-    distance = xp.where(fits, key - base, xp.zeros_like(key))
+    centers = xp.take(xp.asarray(cell_centers(eighths), device=device(x)), symbol)
+    share = xp.astype(xp.round(_root(xp, centers / xp.where(fits, ratio, one)) * SCALE), xp.float64)
+    sums, counts = np.zeros(256), np.zeros(256)
     for value in map(int, xp.unique_values(symbol)):
         here = symbol == value
         counts[value] = int(xp.sum(xp.astype(here, xp.int64)))
         if value >= FIRST:
-            distances[value] = int(xp.sum(xp.where(here, xp.astype(distance, xp.int64), xp.zeros_like(distance))))
-    return xp.astype(symbol, xp.uint8), distances, counts
+            sums[value] = float(xp.sum(xp.where(here, share, xp.zeros_like(share))))
+    return xp.astype(symbol, xp.uint8), sums, counts
+
+
+def _normal(pattern: Array) -> Any:
+    return (pattern >= _NORMAL) & (pattern < _INFINITE)
+
+
+def _root(xp: Any, x: Array) -> Array:
+    """Return the correctly rounded float32 root: torch's own on the CPU is not; by way of float64 it is."""
+    return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:

@@ -150,7 +150,15 @@ def _uneven(kind: str) -> tuple[torch.Tensor, slice]:
 
 
 @pytest.mark.parametrize("kind", ["flat parameters", "large rows", "outliers"])
-@pytest.mark.parametrize("cfg", [sp.Config(), sp.Config(rate=0.002), sp.Config(max_rel_error=0.05)], ids=str)
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        sp.Config([("weight", sp.Quantize(bins=24))]),
+        sp.Config([("weight", sp.Quantize(bins=24))], rate=0.002),
+        sp.Config(max_rel_error=0.05),
+    ],
+    ids=["24 bins", "24 bins, rate 0.002", "target"],
+)
 def test_no_part_of_an_array_is_lost_beside_a_larger_one(kind: str, cfg: sp.Config) -> None:
     w, small = _uneven(kind)
     base = sp.compress({"w": w}, cfg=cfg)

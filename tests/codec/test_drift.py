@@ -19,7 +19,8 @@ from shrinkpoint.kernels.approximation_error import distortion
 
 from .common import bits, put_together, take_apart, through_bytes
 
-RATED = sp.Config(rate=0.002)
+COARSE = [("weight", sp.Quantize(bins=24)), ("first moment", sp.FirstMoment(step=8, max_error=1))]
+RATED = sp.Config(COARSE, rate=0.002)
 
 
 def memory(ckpt: sp.Checkpoint) -> LevelsMemory:

@@ -173,7 +173,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         {"x": np.abs(X), "rows": ROWS, "columns": COLUMNS, "start": 0, "octaves": 2, "previous": LEVELS},
     ),
     (k.residual_values, {"symbols": LEVELS, "rows": ROWS, "columns": COLUMNS, "start": 0, "table": FACTORS}),
-    (k.residual_factors, {"distances": np.ones(256), "counts": np.ones(256)}),
+    (k.residual_factors, {"sums": np.ones(256), "counts": np.ones(256), "octaves": 0.5}),
     (k.row_quantize, {"x": MATRIX, "bits": 4, "method": "adaptive", "num_bins": 10, "ratio": 0.5}),
     (k.row_dequantize, {"codes": ROW_CODES, "scale": SCALE, "minimum": MINIMUM}),
     (k.row_kmeans, {"x": MATRIX, "bits": 3, "iterations": 3}),

@@ -288,5 +288,5 @@ def _call_everything(rng: np.random.Generator) -> None:
     symbols, _, _ = back_end("grid").grid_symbols(wide.float(), square, 0.5)
     back_end("grid").grid_values(symbols, square, np.ones(256, np.float32))
     r, c = np.ones(3, np.float32), np.ones(200, np.float32)
-    symbols, _, _ = back_end("residual").residual_symbols(square, r, c, 0, 3)
+    symbols, _, _ = back_end("residual").residual_symbols(square, r, c, 0, 24)
     back_end("residual").residual_values(symbols, r, c, 0, np.ones(256, np.float32))

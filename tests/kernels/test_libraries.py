@@ -29,7 +29,7 @@ ON_THE_HOST = {
     "grid_values": {"table"},
     "residual_symbols": {"rows", "columns"},
     "residual_values": {"rows", "columns", "table"},
-    "residual_factors": {"distances", "counts"},
+    "residual_factors": {"sums", "counts"},
     "rate_distortion_levels": {"codebook", "prices"},
     "settled_bounds": {"codebook", "prices"},
     "unsettled": {"bounds"},
