@@ -170,7 +170,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.factor_sums, {"x": X, "columns": N}),
     (
         k.residual_symbols,
-        {"x": np.abs(X), "rows": ROWS, "columns": COLUMNS, "start": 0, "octaves": 2, "previous": LEVELS},
+        {"x": np.abs(X), "rows": ROWS, "columns": COLUMNS, "start": 0, "octaves": 0.5, "previous": LEVELS},
     ),
     (k.residual_values, {"symbols": LEVELS, "rows": ROWS, "columns": COLUMNS, "start": 0, "table": FACTORS}),
     (k.residual_factors, {"sums": np.ones(256), "counts": np.ones(256), "octaves": 0.5}),
