@@ -24,6 +24,7 @@ PAGES = (
     "docs/scaling.md",
     "docs/security.md",
     "docs/kernels.md",
+    "bench/results/tables.md",
 )
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _AIMS = ("kernels", "codec", "search", "store", "saver", "systems")
