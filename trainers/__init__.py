@@ -9,17 +9,19 @@ if TYPE_CHECKING:
     from .loader import Loader
     from .loop import resume, save
     from .online import apply_update
+    from .preemption import Preemption
     from .training_state import TrainingState
 
 _WHERE = {
     "apply_update": "online",
     "Loader": "loader",
+    "Preemption": "preemption",
     "resume": "loop",
     "save": "loop",
     "TrainingState": "training_state",
 }
 
-__all__ = ["Loader", "TrainingState", "apply_update", "resume", "save"]
+__all__ = ["Loader", "Preemption", "TrainingState", "apply_update", "resume", "save"]
 
 
 def __dir__() -> list[str]:

@@ -30,6 +30,7 @@ from .pointers import (
     point_to,
     read_pointer,
 )
+from .save_timing import timed
 
 
 def refuse_keep(saver: Saver) -> Saver:
@@ -116,8 +117,11 @@ class Background:
         before = read_pointer(path)
         fs, name = fsspec.core.url_to_fs(os.fspath(path))
         fs.makedirs(os.path.dirname(name), exist_ok=True)
-        known, beside = kinds_within(state, kinds), grads_within(state, grads)
-        future: Any = self._saver.save(next_step(self.store), state, grads=beside, kinds=known, cfg=cfg)
+        known, averages = kinds_within(state, kinds), grads_within(state, grads)
+        step = next_step(self.store)
+        future: Any = timed(
+            self.store.url, step, lambda: self._saver.save(step, state, grads=averages, kinds=known, cfg=cfg)
+        )
         self._done, self._busy = Future(), True
         in_flight[key_of(name)] = self._done
         future.add_done_callback(lambda saved: self._finish(saved, path, before))

@@ -29,6 +29,7 @@ from ..store.files import one_name
 from ..store.local import LocalFiles
 from ..store.store import Store
 from .processes import rank
+from .save_timing import timed
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _FORMAT = "shrinkpoint pointer"
@@ -60,6 +61,16 @@ class Pointer:
 def key_of(name: str) -> str:
     """What `in_flight` calls a file: links to one that is not there yet are that one."""
     return os.path.realpath(name)
+
+
+def wait_for_files() -> None:
+    """Wait until no checkpoint of this process is being saved behind a pointer file.
+
+    Raises:
+        Exception: the error of such a save.
+    """
+    for coming in list(in_flight.values()):
+        coming.result()
 
 
 def read_pointer(path: PathLike) -> Pointer | None:
@@ -101,8 +112,9 @@ def save_at(
 ) -> Pointer:
     """Save a state as the store's next step, then let a file point to it; what it pointed to before is dropped."""
     before = read_pointer(path)
-    known, beside = kinds_within(state, kinds), grads_within(state, grads)
-    saved = store.save(next_step(store), state, grads=beside, kinds=known, cfg=cfg)
+    known, averages = kinds_within(state, kinds), grads_within(state, grads)
+    step = next_step(store)
+    saved = timed(store.url, step, lambda: store.save(step, state, grads=averages, kinds=known, cfg=cfg))
     return point_to(path, store, saved.step, saved.checkpoint.identity, before)
 
 

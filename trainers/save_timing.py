@@ -24,7 +24,7 @@ class Running:
 
     Args:
         step: training step.
-        begin: `time.monotonic()` when it was called.
+        begin: `time.monotonic()` when the state was copied.
         future: done when the checkpoint is durable, or the save has failed.
     """
 
@@ -51,6 +51,7 @@ class SaveTiming:
     durable: int | None = None
     """Step of the newest save of this process that became durable."""
     running: Running | None = None
+    _first: deque[float] | None = None
 
     def expected(self, is_delta: bool) -> float | None:
         """Return the longest of the last saves of a type, or of both where none of this type was made; None: no save.
@@ -65,8 +66,17 @@ class SaveTiming:
         return max(own or [*self.deltas, *self.bases], default=None)
 
     def add(self, step: int, is_delta: bool, seconds: float) -> None:
-        """Record a save that became durable."""
-        (self.deltas if is_delta else self.bases).append(seconds)
+        """Record a save that became durable.
+
+        The first one of a process also loads kernels, so it counts only until there is another one of its type.
+        """
+        found = self.deltas if is_delta else self.bases
+        if self._first is found:
+            found.clear()
+            self._first = None
+        elif not self.deltas and not self.bases:
+            self._first = found
+        found.append(seconds)
         self.durable = step
 
     def begin(self, running: Running) -> None:
@@ -78,7 +88,9 @@ class SaveTiming:
         if self.running is running:
             self.running = None
         if not future.cancelled() and future.exception() is None and future.result().status == "saved":
-            self.add(running.step, future.result().is_delta, running.elapsed)
+            done = future.result()
+            # Without the wait for the save before it: `stall` has that, too.
+            self.add(running.step, done.is_delta, done.seconds + done.stall - done.waited)
 
 
 _timings: dict[str, SaveTiming] = {}
@@ -94,7 +106,7 @@ def timed(url: str, step: int, save: Callable[[], R]) -> R:
     timing, begin = timing_of(url), time.monotonic()
     result: Any = save()
     if isinstance(result, Future):
-        timing.begin(Running(step, begin, result))
+        timing.begin(Running(step, time.monotonic(), result))
     else:
         timing.add(step, result.is_delta, time.monotonic() - begin)
     found: R = result
