@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from .table import show
 
 BENCHMARKS = ("kernels", "codec", "ratio", "search", "store", "saver", "systems", "trainers", "training")
 """Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
+STUDIES = ("harm",) if find_spec(".studies", __package__) else ()
+"""The same, under `studies/`, which no wheel has."""
 
+NAMES = (*BENCHMARKS, *STUDIES)
 
 STATEFUL = {"kernels": "", "codec": "", "store": "", "saver": "", "training": "cost"}
 """Benches that take `--state`, and the word without which `--only` leaves out what needs it."""
@@ -33,6 +37,11 @@ LARGE = ("kernels", "store", "training")
 """Benches that take `--large`."""
 TIMED = ("training",)
 """Benches that take `--minutes`."""
+
+
+def _module(name: str) -> Any:
+    """Import a bench by its name."""
+    return import_module(f".studies.{name}" if name in STUDIES else f".{name}", __package__)
 
 
 def about(arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -79,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments) or ["--help"])
     console = Console(stderr=True)
-    module = import_module(f".{asked.name}", __package__)
+    module = _module(asked.name)
 
     def say(what: str) -> None:
         if console.is_terminal:
@@ -186,14 +195,14 @@ def _say_names(console: Console, options: Options) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    titles = "\n".join(f"  {name:<10} {import_module(f'.{name}', __package__).TITLE}" for name in BENCHMARKS)
+    titles = "\n".join(f"  {name:<10} {_module(name).TITLE}" for name in NAMES)
     parser = argparse.ArgumentParser(
         prog="bench",
         description="Measure this machine. Nothing is timed before its result has been checked.",
         epilog=f"benchmarks:\n{titles}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
+    parser.add_argument("name", metavar="NAME", choices=NAMES, help=f"one of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="small sizes, within 30 seconds")
     parser.add_argument("--large", action="store_true", help="sizes up to 1e9 elements too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

@@ -251,7 +251,7 @@ def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
     """Return the level that keeps the model bit for bit; only optimizer moments are lossy, as by `Config()`.
 
     Promise: what is evaluated or published is never changed. A training that resumes differs by what its moments lose:
-    second moments keep to a quarter of an octave, first moments to a relative L2 error of 0.5.
+    second moments keep to about half an octave, first moments to a relative L2 error of 0.5.
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.

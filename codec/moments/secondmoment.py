@@ -68,7 +68,7 @@ class SecondMoment:
 
     Args:
         octaves: width of a correction's cell in powers of two, a multiple of 1/8 from 1/8 to 16; a larger one costs
-            less, errs more. Default 0.25.
+            less, errs more. Default 0.5.
         alpha: relative error where rank one does not apply, see `LogBuckets`; default 0.25.
         max_error: relative L2 error the array may have, in (0, 1): rank one with the widest cells that keep to it, none
             wider than `octaves`, else log buckets, else exact. None (default): `Config.max_rel_error`.
@@ -79,7 +79,7 @@ class SecondMoment:
     Source: Shazeer and Stern 2018 (Adafactor), section 3, for the estimate.
     """
 
-    octaves: float = 0.25
+    octaves: float = 0.5
     alpha: float = 0.25
     max_error: float | None = None
     id: ClassVar[str] = "second moment"

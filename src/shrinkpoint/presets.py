@@ -5,8 +5,26 @@ from __future__ import annotations
 import sys
 
 from .codec import presets
-from .codec.presets import bitsnap, check_n_run, expected_failures, inshrinkerator, lc_checkpoint, lossless
+from .codec.presets import (
+    bitsnap,
+    check_n_run,
+    compact,
+    exact_weights,
+    expected_failures,
+    inshrinkerator,
+    lc_checkpoint,
+    lossless,
+)
 
-__all__ = ["bitsnap", "check_n_run", "expected_failures", "inshrinkerator", "lc_checkpoint", "lossless"]
+__all__ = [
+    "bitsnap",
+    "check_n_run",
+    "compact",
+    "exact_weights",
+    "expected_failures",
+    "inshrinkerator",
+    "lc_checkpoint",
+    "lossless",
+]
 
 sys.modules[__name__] = presets

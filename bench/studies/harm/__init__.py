@@ -1,0 +1,71 @@
+"""`python -m bench harm`: small harm of lossy checkpoints, seen on what restored models answer.
+
+Nine small model families train to a plateau; each setting is judged by (a) how far the restored model's answers are
+from the original's, (b) the same after further steps against an exact resume, and (c) loss and accuracy at the end of a
+training that is killed ten times, paired by seed with the uninterrupted training and with the null. Rows are kept one
+JSON line each under `results/harm.jsonl`; a run measures what is missing there, so it may be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from ...harness import Options, Row
+from . import campaign, families, measure
+from .settings import KILLED, NULL
+from .summary import Campaign, bench_rows
+
+TITLE = "what lossy checkpoints change: answers at a restore, further steps, trainings killed ten times"
+SEEDS = 4
+"""Of a whole campaign."""
+
+
+def run(options: Options) -> list[Row]:
+    """Measure what is missing and return the rows; with `--quick` a short training of one family, kept nowhere."""
+    if options.quick:
+        return _quick(options)
+    rows = campaign.Rows(campaign.RESULTS)
+    chosen = [name for name in families.FAMILIES if options.wanted(name)]
+    options.seeds.update(range(SEEDS))
+    campaign.measure(rows, range(SEEDS), families=chosen, say=options.say)
+    sizes = {name: make().workload.parameters for name, make in families.FAMILIES.items()}
+    return options.done(bench_rows(Campaign(rows.rows), sizes))
+
+
+def _quick(options: Options) -> list[Row]:
+    made = families.mlp()
+    family = dataclasses.replace(made, workload=dataclasses.replace(made.workload, steps=80))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = campaign.Rows(Path(folder) / "harm.jsonl")
+        rows.add("end", family.name, campaign.UNINTERRUPTED, 0, measure.uninterrupted(family, 0))
+        for setting in (NULL, "default"):
+            options.say(f"{family.name}: killed, {setting}")
+            rows.add("killed", family.name, setting, 0, measure.killed(family, setting, 0, failures=2))
+        found = bench_rows(Campaign(rows.rows), dict.fromkeys(families.FAMILIES, family.workload.parameters))
+    return options.done([row for row in found if row.row.startswith(f"{family.name}, default")])
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw the bound of the loss after ten kills against the ratio, a point a family and level."""
+    from ...plot import pyplot
+
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    values = {row.row: row.value for row in rows if row.value is not None}
+    for setting in KILLED:
+        pairs = [
+            (values[name], values[f"{name.rpartition(':')[0]}: loss after ten kills, 95 % bound"])
+            for name in values
+            if name.endswith(f", {setting}: whole state, chain")
+            and f"{name.rpartition(':')[0]}: loss after ten kills, 95 % bound" in values
+        ]
+        if pairs:
+            axes.scatter(*zip(*pairs, strict=True), label=setting)
+    axes.set_xscale("log")
+    axes.set_xlabel("whole state, times smaller over a chain with bases")
+    axes.set_ylabel("loss after ten kills, 95 % bound, %")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,342 @@
+"""Nine small model families, each trained to a plateau in seconds on one core, and what their outputs are.
+
+Each is a `Workload`: its weights, batches and their order are functions of a seed and a step alone, so that two runs of
+one seed differ by the checkpoint alone. Models have 0.04 to 0.2 million parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shrinkpoint.demo.corpus import Corpus
+
+from ...workloads import Workload
+
+_DIGITS = 10
+_TRAINED_ON = 1297
+"""Of the 1,797 images of scikit-learn's digits; the others are held out."""
+_COPIES = 6
+
+
+@dataclass(frozen=True)
+class Family:
+    """A workload, and what its model answers.
+
+    Args:
+        workload: what is trained.
+        outputs: of a model on a batch: logits [n, classes], or values [n, ...] of a regression.
+        targets: of a batch: classes [n], or values as the outputs have them.
+        classifies: whether outputs are logits; else values.
+    """
+
+    workload: Workload
+    outputs: Callable[[nn.Module, Any], Tensor]
+    targets: Callable[[Any], Tensor]
+    classifies: bool
+
+    @property
+    def name(self) -> str:
+        """As rows name it."""
+        return self.workload.name
+
+
+def _losses(outputs: Callable[[nn.Module, Any], Tensor], targets: Callable[[Any], Tensor]) -> Any:
+    return lambda model, batch: F.cross_entropy(outputs(model, batch), targets(batch))
+
+
+def _first(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(batch[0])
+    return found
+
+
+def _second(batch: Any) -> Tensor:
+    found: Tensor = batch[1]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ digits
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = np.random.default_rng(0).permutation(len(found.target))
+    images = torch.from_numpy(found.data[order].astype(np.float32) / 16.0).view(-1, 1, 8, 8)
+    return images, torch.from_numpy(found.target[order].astype(np.int64))
+
+
+def _noisy(images: Tensor, rng: np.random.Generator) -> Tensor:
+    return images + 0.5 * torch.from_numpy(rng.standard_normal(tuple(images.shape), dtype=np.float32))
+
+
+def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    images, labels = _digits()
+    chosen = rng.integers(0, _TRAINED_ON, 64)
+    return _noisy(images[chosen], rng), labels[chosen]
+
+
+@cache
+def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
+    """The held-out images in noisy copies: enough that a loss is not a matter of a few images."""
+    images, labels = _digits()
+    rng = np.random.default_rng(1)
+    return [(_noisy(images[_TRAINED_ON:], rng), labels[_TRAINED_ON:]) for _ in range(_COPIES)]
+
+
+def _on_digits(name: str, model: Callable[[], nn.Module], steps: int, rate: float) -> Family:
+    workload = Workload(name, model, _digits_batch, _losses(_first, _second), _digits_held_out, steps, rate)
+    return Family(workload, _first, _second, classifies=True)
+
+
+def mlp() -> Family:
+    """A perceptron of three layers, 0.08 M parameters."""
+    make = lambda: nn.Sequential(  # noqa: E731
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, _DIGITS)
+    )
+    return _on_digits("MLP", make, 500, 1e-3)
+
+
+def _convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), norm(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), norm(64), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, _DIGITS),
+    )  # fmt: skip
+
+
+def cnn() -> Family:
+    """Two convolutions with group norm and a perceptron, 0.05 M parameters."""
+    return _on_digits("CNN", lambda: _convolutions(lambda n: nn.GroupNorm(8, n)), 400, 2e-3)
+
+
+def cnn_batch_norm() -> Family:
+    """The same with batch norm, whose running statistics are kept exactly while the weights below them are not."""
+    return _on_digits("CNN, batch norm", lambda: _convolutions(nn.BatchNorm2d), 400, 2e-3)
+
+
+class _SmallViT(nn.Module):
+    def __init__(self, width: int = 64, layers: int = 2) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, (2, 4), stride=(2, 4))
+        self.places = nn.Parameter(0.02 * torch.randn(1, 8, width))
+        block = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, _DIGITS)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
+        return logits
+
+
+def vit() -> Family:
+    """A vision transformer on 8 patches, 0.07 M parameters."""
+    return _on_digits("ViT", _SmallViT, 500, 3e-3)
+
+
+def autoencoder() -> Family:
+    """A denoising autoencoder with a bottleneck of 32, 0.05 M parameters."""
+    make = lambda: nn.Sequential(  # noqa: E731
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32), nn.Linear(32, 256), nn.ReLU(),
+        nn.Linear(256, 64),
+    )  # fmt: skip
+
+    def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        images = _digits()[0][rng.integers(0, _TRAINED_ON, 64)]
+        return _noisy(images, rng), images.flatten(1)
+
+    @cache
+    def held_out() -> list[tuple[Tensor, Tensor]]:
+        images, rng = _digits()[0][_TRAINED_ON:], np.random.default_rng(1)
+        return [(_noisy(images, rng), images.flatten(1)) for _ in range(_COPIES)]
+
+    def loss(model: nn.Module, given: Any) -> Tensor:
+        return F.mse_loss(model(given[0]), given[1])
+
+    return Family(Workload("autoencoder", make, batch, loss, held_out, 500, 1e-3), _first, _second, classifies=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- text
+
+_CONTEXT, _TEXTS, _HELD_TEXTS = 48, 8, 120
+
+
+@cache
+def _corpus() -> Corpus:
+    return Corpus()
+
+
+def _text_batch(rng: np.random.Generator) -> Tensor:
+    text = _corpus().train
+    starts = rng.integers(0, len(text) - _CONTEXT - 1, _TEXTS)
+    return torch.from_numpy(text[starts[:, None] + np.arange(_CONTEXT + 1)].astype(np.int64))
+
+
+@cache
+def _text_held_out() -> list[Tensor]:
+    return list(torch.split(_corpus().held_out_windows(_HELD_TEXTS, _CONTEXT), 40))
+
+
+def _next_bytes(model: nn.Module, text: Any) -> Tensor:
+    found: Tensor = model(text[:, :-1]).flatten(0, 1)
+    return found
+
+
+def _bytes_to_come(text: Any) -> Tensor:
+    found: Tensor = text[:, 1:].flatten()
+    return found
+
+
+def _on_text(name: str, model: Callable[[], nn.Module], steps: int, rate: float) -> Family:
+    loss = _losses(_next_bytes, _bytes_to_come)
+    workload = Workload(name, model, _text_batch, loss, _text_held_out, steps, rate)
+    return Family(workload, _next_bytes, _bytes_to_come, classifies=True)
+
+
+def gpt() -> Family:
+    """A byte-level GPT of two layers, 0.12 M parameters, on the standard library's sources."""
+    from shrinkpoint.demo.model import GPT
+
+    return _on_text("GPT", lambda: GPT(2, 64, 4, _CONTEXT, dropout=0.0, bias=False), 500, 3e-3)
+
+
+class _SmallLSTM(nn.Module):
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 48)
+        self.lstm = nn.LSTM(48, width, batch_first=True)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, text: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.lstm(self.embedding(text))[0])
+        return logits
+
+
+def lstm() -> Family:
+    """A byte-level LSTM, 0.09 M parameters, on the standard library's sources."""
+    return _on_text("LSTM", _SmallLSTM, 500, 5e-3)
+
+
+# ------------------------------------------------------------------------------------------------- tables and graphs
+
+_IDS, _WIDTH, _FIELDS = 1500, 24, 4
+
+
+class _Clicks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(_IDS, _WIDTH) for _ in range(_FIELDS))
+        for table in self.tables:
+            nn.init.normal_(table.weight, std=0.1)  # type: ignore[arg-type]
+        self.top = nn.Sequential(nn.Linear(_FIELDS * _WIDTH, 128), nn.ReLU(), nn.Linear(128, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.top(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], dim=1))
+        return found
+
+
+def _clicks(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
+    """Ids by a power law, and clicks drawn by how the fields' hidden vectors go together."""
+    truth = np.random.default_rng(7)
+    vectors, pairs = truth.standard_normal((_FIELDS, _IDS, 4)), truth.standard_normal((_FIELDS, _FIELDS, 4))
+    ids = np.minimum((np.exp(rng.random((count, _FIELDS)) * np.log(_IDS + 1)) - 1).astype(np.int64), _IDS - 1)
+    found = vectors[np.arange(_FIELDS), ids]
+    score = 0.4 * np.einsum("bid,ijd,bjd->b", found, pairs, found)
+    clicked = rng.random(count) < 1 / (1 + np.exp(-score))
+    return torch.from_numpy(ids), torch.from_numpy(clicked.astype(np.int64))
+
+
+@cache
+def _click_held_out() -> list[tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(11)
+    return [_clicks(rng, 5000) for _ in range(4)]
+
+
+def embedding() -> Family:
+    """Four tables of 1,500 x 24 and a perceptron, 0.16 M parameters: the shape of a click predictor."""
+    loss = _losses(_first, _second)
+    workload = Workload("embedding", _Clicks, lambda rng: _clicks(rng, 512), loss, _click_held_out, 500, 2e-3)
+    return Family(workload, _first, _second, classifies=True)
+
+
+_NODES, _FEATURES, _GROUPS = 1200, 96, 8
+
+
+@cache
+def _graph() -> tuple[Tensor, Tensor, np.ndarray[Any, Any]]:
+    """Return the normalised adjacency and the groups of a stochastic block model, and the groups' features."""
+    rng = np.random.default_rng(3)
+    groups = rng.integers(0, _GROUPS, _NODES)
+    near = np.where(groups[:, None] == groups, 0.02, 0.004)
+    links = np.triu(rng.random((_NODES, _NODES)) < near, 1)
+    adjacency = (links | links.T | np.eye(_NODES, dtype=bool)).astype(np.float32)
+    root = 1 / np.sqrt(adjacency.sum(axis=1))
+    adjacency *= root[:, None] * root
+    return torch.from_numpy(adjacency), torch.from_numpy(groups), rng.standard_normal((_GROUPS, _FEATURES))
+
+
+class _GraphNetwork(nn.Module):
+    def __init__(self, width: int = 160) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(_FEATURES, width), nn.Linear(width, width), nn.Linear(width, _GROUPS)])
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            nodes = layer(adjacency @ nodes)
+            nodes = nodes if i == 2 else F.relu(nodes)
+        return nodes
+
+
+def graph() -> Family:
+    """A graph convolutional network of three layers, 0.04 M parameters; nodes are the examples.
+
+    A batch is a graph of 200 nodes drawn at random from the training half, with fresh noise on their groups' features.
+    """
+
+    def part(rng: np.random.Generator, nodes: Any) -> tuple[Tensor, Tensor, Tensor]:
+        adjacency, groups, features = _graph()
+        at = torch.from_numpy(nodes)
+        seen = 0.3 * features[groups[at].numpy()] + rng.standard_normal((len(nodes), _FEATURES))
+        return torch.from_numpy(seen.astype(np.float32)), groups[at], adjacency[at][:, at]
+
+    def batch(rng: np.random.Generator) -> Any:
+        return part(rng, rng.permutation(_NODES // 2)[:200])
+
+    @cache
+    def held_out() -> list[Any]:
+        rng = np.random.default_rng(13)
+        return [part(rng, np.arange(_NODES // 2, _NODES)) for _ in range(6)]
+
+    def outputs(model: nn.Module, given: Any) -> Tensor:
+        found: Tensor = model(given[0], given[2])
+        return found
+
+    workload = Workload("graph network", _GraphNetwork, batch, _losses(outputs, _second), held_out, 500, 2e-3)
+    return Family(workload, outputs, _second, classifies=True)
+
+
+FAMILIES: dict[str, Callable[[], Family]] = {
+    "MLP": mlp,
+    "CNN": cnn,
+    "CNN, batch norm": cnn_batch_norm,
+    "ViT": vit,
+    "GPT": gpt,
+    "embedding": embedding,
+    "autoencoder": autoencoder,
+    "LSTM": lstm,
+    "graph network": graph,
+}
+SET_ASIDE = ("LSTM", "graph network")
+"""Looked at once, after the default was chosen on the others."""

@@ -1,0 +1,243 @@
+"""Small harm, measured on the model itself: what restored models answer, at once, later, and at a training's end.
+
+A row is one family, setting and seed, plain JSON. Everything is a function of these three, so a row that was measured
+need not be measured again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shrinkpoint as sp
+
+from ...faults import InStore, Size, kills
+from ...workloads import Run, State
+from .families import Family
+from .settings import NULL, config_of
+
+SPACING = 10
+"""Steps from one checkpoint to the next."""
+FAILURES = 10
+AFTER = (0, 20, 100, 200)
+"""Further steps after which a resumed training is compared with an exact resume."""
+_PLATEAU = 0.9
+"""Share of the schedule at which the loss is noted, too: a plateau is where little is gained from there on."""
+
+_NEAR = 1e-4
+_PERTURBED = ("weight", "bias", "exp_avg", "exp_avg_sq", "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+"""Ends of the names of weights and moments."""
+Record = dict[str, Any]
+
+
+class Perturbed:
+    """The null: states in memory, restored with every float array within a relative L2 error of 1e-4.
+
+    Args:
+        seed: of the training; what is added is a function of it and of the step.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.state: State = {}
+
+    def begin(self, run: Run) -> None:
+        """Nothing to prepare."""
+
+    def save(self, run: Run) -> None:
+        """Keep the run's state."""
+        self.state = run.state()
+
+    def restore(self) -> State:
+        """Return the newest state, perturbed; buffers and counts stay as they are."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.state["step"])
+
+        def near(path: Any, x: Any) -> Any:
+            name = str(path[-1].key) if path and hasattr(path[-1], "key") else ""
+            if not isinstance(x, Tensor) or not name.endswith(_PERTURBED):
+                return x
+            noise = 2 * math.sqrt(3) * (torch.rand(x.shape, generator=generator) - 0.5)
+            return x * (1 + _NEAR * noise)
+
+        found: State = torch.utils._pytree.tree_map_with_path(near, self.state)
+        return found
+
+    def end(self) -> None:
+        """Nothing to remove."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model answers on the held-out set: outputs of all examples, mean loss, share of right answers."""
+
+    outputs: Tensor
+    loss: float
+    accuracy: float | None
+
+
+@torch.no_grad()
+def answers(family: Family, run: Run) -> Answers:
+    """Return what a run's model answers now, in evaluation mode; the run goes on as if nothing had happened."""
+    run.model.eval()
+    batches = family.workload.held_out()
+    outputs = [family.outputs(run.model, batch) for batch in batches]
+    targets = [family.targets(batch) for batch in batches]
+    loss = sum(float(run.loss(batch)) * len(y) for batch, y in zip(batches, targets, strict=True))
+    run.model.train()
+    found, right = torch.cat(outputs), torch.cat(targets)
+    accuracy = float((found.argmax(-1) == right).double().mean()) if family.classifies else None
+    return Answers(found, loss / len(right), accuracy)
+
+
+def divergence(family: Family, exact: Answers, other: Answers) -> Record:
+    """Return how far a model's answers are from those of the exact one, over the examples.
+
+    `divergence` is the mean KL divergence of classes in nats, or the relative L2 distance of values; `changed` the
+    share of examples whose most likely class is another; `loss` the relative change of the held-out loss.
+    """
+    if family.classifies:
+        p, q = F.log_softmax(exact.outputs.double(), -1), F.log_softmax(other.outputs.double(), -1)
+        far = float((p.exp() * (p - q)).sum(-1).mean())
+        changed = float((exact.outputs.argmax(-1) != other.outputs.argmax(-1)).double().mean())
+    else:
+        far = float((other.outputs - exact.outputs).norm() / exact.outputs.norm())
+        changed = None
+    return {"divergence": far, "changed": changed, "loss": other.loss / exact.loss - 1}
+
+
+def uninterrupted(family: Family, seed: int) -> Record:
+    """Return loss and accuracy of a training that nothing happens to, and its loss at nine tenths."""
+    run = Run(family.workload, seed)
+    run.train(round(_PLATEAU * family.workload.steps))
+    before = answers(family, run)
+    run.train(family.workload.steps)
+    end = answers(family, run)
+    return {"loss": end.loss, "accuracy": end.accuracy, "before": before.loss}
+
+
+def killed(family: Family, setting: str, seed: int, failures: int = FAILURES) -> Record:
+    """Train through evenly spread failures; return the end, each restore, and how small the chain was.
+
+    A checkpoint is taken every `SPACING` steps with bases as the configuration has them; a kill comes half way between
+    two, and the training goes on from what was stored.
+    """
+    system: Perturbed | InStore = Perturbed(seed) if setting == NULL else InStore(config_of(setting), spacing=SPACING)
+    run, steps = Run(family.workload, seed), family.workload.steps
+    due = kills(steps, failures, SPACING)
+    noted = {step // SPACING * SPACING for step in due}
+    stored: dict[int, Answers] = {}
+    sizes: list[Size] = []
+    restores = []
+    system.begin(run)
+    try:
+        while run.step < steps:
+            run.train(min(run.step // SPACING * SPACING + SPACING, *due[:1], steps))
+            if due and run.step == due[0]:
+                due.pop(0)
+                state = system.restore()
+                run = Run(family.workload, seed)
+                run.restore(state)
+                system.begin(run)
+                restores.append({"step": run.step, **divergence(family, stored[run.step], answers(family, run))})
+            elif run.step % SPACING == 0:
+                size = system.save(run)
+                sizes += [] if size is None else [size]
+                if run.step in noted:
+                    stored[run.step] = answers(family, run)
+    finally:
+        system.end()
+    end = answers(family, run)
+    found = {"loss": end.loss, "accuracy": end.accuracy, "restores": restores}
+    if setting == NULL:
+        return found
+    deltas, bases = [s for s in sizes if s.is_delta], [s for s in sizes if not s.is_delta]
+    late = [s for s in sizes[2 * len(sizes) // 3 :] if s.is_delta]
+    return found | {
+        "ratio": sum(s.raw_whole for s in sizes) / sum(s.whole for s in sizes),
+        "weights": sum(s.raw_weights for s in sizes) / sum(s.weights for s in sizes),
+        "bases": sum(s.raw_whole for s in bases) / sum(s.whole for s in bases),
+        "deltas": sum(s.raw_whole for s in deltas) / sum(s.whole for s in deltas),
+        "late": sum(s.raw_whole for s in late) / sum(s.whole for s in late),
+    }
+
+
+def chain(family: Family, settings: Sequence[str], seed: int) -> dict[str, Record]:
+    """Return how small the chains of one uninterrupted training are by several settings, which share it."""
+    systems = {setting: InStore(config_of(setting), spacing=SPACING) for setting in settings}
+    run = Run(family.workload, seed)
+    sizes: dict[str, list[Size]] = {setting: [] for setting in settings}
+    for step in range(SPACING, family.workload.steps + 1, SPACING):
+        run.train(step)
+        for setting, system in systems.items():
+            sizes[setting].append(system.save(run))
+    found = {}
+    for setting, system in systems.items():
+        system.end()
+        found[setting] = {
+            "ratio": sum(s.raw_whole for s in sizes[setting]) / sum(s.whole for s in sizes[setting]),
+            "weights": sum(s.raw_weights for s in sizes[setting]) / sum(s.weights for s in sizes[setting]),
+        }
+    return found
+
+
+def resumed(
+    family: Family,
+    settings: Sequence[str],
+    seed: int,
+    done: Callable[[str, Record], None],
+    after: Sequence[int] = AFTER,
+) -> None:
+    """Resume one training from its middle by several settings; hand over the row of each.
+
+    What is restored is the third checkpoint of a chain. `after` holds, by further steps, how far the resumed training's
+    answers are from those of an exact resume; `bits` the stored bits an element of weights, first and second moments,
+    in the base and in the last delta.
+    """
+    run = Run(family.workload, seed)
+    middle = family.workload.steps // 2 // SPACING * SPACING
+    states: list[State] = []
+    for step in (middle - 2 * SPACING, middle - SPACING, middle):
+        run.train(step)
+        states.append(run.state())
+    kinds = sp.kinds(run.model, run.optimizer)
+    exact = _going_on(family, seed, states[-1], after)
+    for setting in settings:
+        chain: list[sp.Checkpoint] = []
+        for state in states:
+            chain.append(sp.compress(state, chain[-1] if chain else None, config_of(setting), kinds=kinds))
+        found = _going_on(family, seed, sp.decompress(chain[-1]), after)
+        pairs = zip(after, exact, found, strict=True)
+        row: Record = {
+            "after": {str(n): divergence(family, a, b) for n, a, b in pairs},
+            "bits": {"base": _bits(chain[0]), "delta": _bits(chain[-1])},
+        }
+        done(setting, row)
+
+
+def _going_on(family: Family, seed: int, state: State, after: Sequence[int]) -> list[Answers]:
+    run = Run(family.workload, seed)
+    run.restore(state)
+    begin, found = run.step, []
+    for steps in after:
+        run.train(begin + steps)
+        found.append(answers(family, run))
+    return found
+
+
+def _bits(ckpt: sp.Checkpoint) -> Record:
+    """Return stored bits an element of matrices, by what they are."""
+    ends = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
+    sums: dict[str, list[int]] = {}
+    for row in ckpt.summary():
+        part = ends.get(row.path.rpartition("/")[2], "weights" if row.path.startswith("model/") else "")
+        if part and len(row.shape) > 1:
+            held = sums.setdefault(part, [0, 0])
+            held[0] += 8 * row.stored_bytes
+            held[1] += row.raw_bytes // 4
+    return {part: bits / count for part, (bits, count) in sums.items()}

@@ -1,0 +1,212 @@
+"""What a campaign's rows say: means over seeds, one-sided bounds, and the rows of `python -m bench harm`.
+
+Ends are paired twice: each killed training with the uninterrupted one of its seed, and the difference with that of the
+null (all arrays within 1e-4), which is what a training makes of next to nothing. Bounds are one-sided, 95 %, by the t
+distribution of these differences.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...harness import Row
+from .families import FAMILIES, SET_ASIDE
+from .settings import LEVELS, NULL
+
+DEVICE = "cpu, 1 thread"
+_T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+"""Quantiles of the t distribution at 95 % for 1 to 10 degrees of freedom."""
+
+RATIO = {"default": 24.0, "exact_weights": 3.2, "compact": 80.0, "lossless": 1.4}
+"""Mean ratio of the whole AdamW state over a chain with bases that a level is to reach."""
+LEAST = {"default": 18.0, "lossless": 1.38}
+"""Ratio that no family is to stay below."""
+LOSS = {"default": 0.5, "exact_weights": 0.4, "compact": 2.0}
+"""Upper bound of the loss at the end after ten kills, percent."""
+ACCURACY = 0.3
+"""Points of accuracy that `Config()` may lose at most, by its upper bound."""
+AGREEMENT, RMS, RMS_BATCH_NORM = 99.5, 0.3, 1.6
+"""Percent of answers that are the same at a restore, and root mean square of the loss's change, percent."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A mean with its standard error and one-sided 95 % bound; the last two None for a single value."""
+
+    mean: float
+    error: float | None
+    bound: float | None
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Effect | None:
+        """Return the effect of values, the larger the worse; None without any.
+
+        Example:
+            >>> Effect.of([0.1, 0.2, 0.3]).bound
+            0.3686
+        """
+        if not values:
+            return None
+        mean, n = statistics.fmean(values), len(values)
+        if n == 1:
+            return cls(mean, None, None, 1)
+        error = statistics.stdev(values) / math.sqrt(n)
+        quantile = _T95[n - 2] if n - 2 < len(_T95) else 1.8
+        return cls(mean, error, round(mean + quantile * error, 4), n)
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f" +- {self.error:.2f}"
+        return f"{self.mean:+.2f}{error}, {self.seeds} seed{'s' if self.seeds > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One setting on one family.
+
+    Args:
+        agreement: percent of examples whose most likely class stays at a restore; None for a regression.
+        divergence: mean over restores, nats of KL or relative L2.
+        rms: root mean square of the relative change of the loss at a restore, percent.
+        worst: largest change of the loss at a restore, percent.
+        loss: at the end against the null, percent; None where seeds do not pair.
+        accuracy: points lost at the end against the null; None for a regression.
+        ratio: of the whole state over the chain, mean over seeds.
+        weights: of the weights alone.
+    """
+
+    agreement: float | None
+    divergence: float
+    rms: float
+    worst: float
+    loss: Effect | None
+    accuracy: Effect | None
+    ratio: float | None
+    weights: float | None
+
+
+class Campaign:
+    """Rows of a campaign by what they are of."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows = {(row["what"], row["family"], row["setting"], row["seed"]): row for row in rows}
+
+    def of(self, what: str, family: str, setting: str) -> dict[int, dict[str, Any]]:
+        """Return rows by seed."""
+        return {k[3]: row for k, row in self.rows.items() if k[:3] == (what, family, setting)}
+
+    def ends(self, family: str, setting: str, what: str) -> dict[int, float]:
+        """Return by seed how much worse a killed training ends than the uninterrupted one: percent, or points."""
+        exact, found = self.of("end", family, "uninterrupted"), {}
+        for seed, row in self.of("killed", family, setting).items():
+            if seed in exact and row[what] is not None:
+                own, other = row[what], exact[seed][what]
+                found[seed] = 100 * (own / other - 1) if what == "loss" else 100 * (other - own)
+        return found
+
+    def against_null(self, family: str, setting: str, what: str) -> Effect | None:
+        """Return the same, less what the null loses in the same seed."""
+        null, own = self.ends(family, NULL, what), self.ends(family, setting, what)
+        return Effect.of([own[seed] - null[seed] for seed in own if seed in null])
+
+    def found(self, family: str, setting: str) -> Found | None:
+        """Return what was found of a setting on a family; None where it was not measured."""
+        rows = list(self.of("killed", family, setting).values())
+        if not rows:
+            return None
+        restores = [restore for row in rows for restore in row["restores"]]
+        changed = [r["changed"] for r in restores if r["changed"] is not None]
+        losses = [100 * r["loss"] for r in restores]
+        return Found(
+            100 * (1 - statistics.fmean(changed)) if changed else None,
+            statistics.fmean(r["divergence"] for r in restores),
+            math.sqrt(statistics.fmean(loss * loss for loss in losses)),
+            max(losses, key=abs),
+            self.against_null(family, setting, "loss"),
+            self.against_null(family, setting, "accuracy"),
+            statistics.fmean(row["ratio"] for row in rows) if setting != NULL else None,
+            statistics.fmean(row["weights"] for row in rows) if setting != NULL else None,
+        )
+
+    def plateau(self, family: str) -> float | None:
+        """Return by how many percent the loss falls over the last tenth of the schedule, mean over seeds."""
+        ends = self.of("end", family, "uninterrupted").values()
+        return statistics.fmean(100 * (row["before"] / row["loss"] - 1) for row in ends) if ends else None
+
+
+def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
+    """Return the rows of the command: for each level and family what it loses and how small it is.
+
+    Args:
+        campaign: what was measured.
+        sizes: parameters by family.
+    """
+    rows: list[Row] = []
+    for setting in (NULL, *LEVELS):
+        ratios = []
+        for family in FAMILIES:
+            name, size = f"{family}, {setting}", sizes[family]
+            found = campaign.found(family, setting)
+            chains = [row["ratio"] for row in campaign.of("chain", family, setting).values()]
+            ratio = found.ratio if found else statistics.fmean(chains) if chains else None
+            if ratio is not None:
+                ratios.append(ratio)
+            if setting != NULL:
+                rows.append(_row(f"{name}: whole state, chain", size, ratio, "x", LEAST.get(setting), least=True))
+            if setting != "lossless":
+                rows += _quality(name, family, setting, size, found)
+        if setting in RATIO:
+            mean = statistics.fmean(ratios) if ratios else None
+            note = f"{len(ratios)} of {len(FAMILIES)} families"
+            rows.append(_row(f"mean, {setting}: whole state, chain", 0, mean, "x", RATIO[setting], note, least=True))
+    return rows
+
+
+def _quality(name: str, family: str, setting: str, size: int, found: Found | None) -> list[Row]:
+    """Rows of what a setting loses on a family; those of answers only where there are classes."""
+    own, classifies = setting == "default", found is None or found.agreement is not None
+    aside = "set aside while choosing; " if family in SET_ASIDE else ""
+    rows = []
+    ends = (("loss", "%", LOSS.get(setting)), ("accuracy", "points", ACCURACY if own else None))
+    for what, unit, limit in ends if classifies else ends[:1]:
+        effect: Effect | None = getattr(found, what, None)
+        lost = "loss" if what == "loss" else "accuracy lost"
+        note = aside + (f"mean {effect}" if effect else "")
+        value = None if effect is None else effect.bound
+        rows.append(_row(f"{name}: {lost} after ten kills, 95 % bound", size, value, unit, limit, note))
+    if setting == "exact_weights":
+        return rows
+    if classifies:
+        value = None if found is None else found.agreement
+        rows.append(
+            _row(f"{name}: same answers at a restore", size, value, "%", AGREEMENT if own else None, least=True)
+        )
+    limit = None if not own else RMS_BATCH_NORM if "batch norm" in family else RMS
+    note = f"worst {found.worst:+.2f} %, divergence {found.divergence:.2g}" if found else ""
+    value = None if found is None else found.rms
+    rows.append(_row(f"{name}: loss change at a restore, rms", size, value, "%", limit, note))
+    return rows
+
+
+def _row(
+    row: str, size: int, value: float | None, unit: str, limit: float | None, note: str = "", *, least: bool = False
+) -> Row:
+    target = None if limit is None else f"{'>=' if least else '<='} {limit:g} {unit}"
+    met = None if limit is None or value is None else value >= limit if least else value <= limit
+    return Row(
+        row,
+        DEVICE,
+        size,
+        value,
+        unit,
+        None,
+        None,
+        None,
+        target,
+        met,
+        note if value is not None else f"not measured; {note}".rstrip("; "),
+    )
