@@ -226,10 +226,10 @@ def unpack_bits(at: Place) -> Job:
 
 
 def _octaves_job(at: Place, *, decode: bool) -> Job:
+    from shrinkpoint.kernels.float_split import join_octaves as join
+    from shrinkpoint.kernels.float_split import split_octaves as split
     from shrinkpoint.kernels.floats import FORMATS
     from shrinkpoint.kernels.logbucket import bucket_index
-    from shrinkpoint.kernels.octaves import join_octaves as join
-    from shrinkpoint.kernels.octaves import split_octaves as split
 
     bits = 1
     buckets = FORMATS["float32"].buckets(bits)
@@ -243,7 +243,7 @@ def _octaves_job(at: Place, *, decode: bool) -> Job:
         if octaves is None:
             raise CheckFailed("the octaves do not fit a byte")
         said = _back("indices", join(octaves, bits, buckets), index)
-        return said + _and_oracle("octaves", "split_octaves", split, index[:PREFIX], bits, buckets)
+        return said + _and_oracle("float_split", "split_octaves", split, index[:PREFIX], bits, buckets)
 
     call = (lambda: join(octaves, bits, buckets)) if decode and octaves else (lambda: split(index, bits, buckets))
     crosses = ", the streams come to the host" if at.device.gpu and not decode else ""

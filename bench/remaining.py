@@ -129,14 +129,14 @@ def _second(at: Place) -> Any:
 
 
 def factor_sums(at: Place) -> Job:
-    from shrinkpoint.kernels.residual import factor_sums as sums_of
+    from shrinkpoint.kernels.rank_one import factor_sums as sums_of
 
     square = _second(at)
     x, part = at.device.array(square), at.prefix // _COLUMNS * _COLUMNS
 
     def check() -> str:
         for mine, expected in zip(
-            sums_of(x[:part], _COLUMNS), oracle("residual").factor_sums(square[:part], _COLUMNS), strict=True
+            sums_of(x[:part], _COLUMNS), oracle("rank_one").factor_sums(square[:part], _COLUMNS), strict=True
         ):
             near("sums", mine, expected, _ROUNDING, _ROUNDING)
         return f"{part:,} elements = oracle to 1e-9"
@@ -153,7 +153,7 @@ def _factors(square: Any) -> tuple[Any, Any]:
 
 
 def residual_symbols(at: Place) -> Job:
-    from shrinkpoint.kernels.residual import residual_symbols as symbols_of
+    from shrinkpoint.kernels.rank_one import residual_symbols as symbols_of
 
     square = _second(at)
     rows, columns = _factors(square)
@@ -161,7 +161,7 @@ def residual_symbols(at: Place) -> Job:
 
     def check() -> str:
         found, sums, counts = symbols_of(x[:p], rows, columns, 0, 1)
-        expected = oracle("residual").residual_symbols(square[:p], rows, columns, 0, 8)
+        expected = oracle("rank_one").residual_symbols(square[:p], rows, columns, 0, 8)
         same("symbols and counts", (found, counts), (expected[0], expected[2]))
         near("sums", sums, expected[1], _ROUNDING, _ROUNDING)
         return f"{p:,} elements = oracle, sums to 1e-9"
@@ -170,8 +170,8 @@ def residual_symbols(at: Place) -> Job:
 
 
 def residual_values(at: Place) -> Job:
-    from shrinkpoint.kernels.residual import residual_symbols as symbols_of
-    from shrinkpoint.kernels.residual import residual_values as values_of
+    from shrinkpoint.kernels.rank_one import residual_symbols as symbols_of
+    from shrinkpoint.kernels.rank_one import residual_values as values_of
 
     square = _second(at)
     rows, columns = _factors(square)
@@ -179,7 +179,7 @@ def residual_values(at: Place) -> Job:
     table, p = np.linspace(0.5, 2, 256, dtype=np.float32), min(at.prefix, square.size)
 
     def check() -> str:
-        expected = oracle("residual").residual_values(host(symbols)[:p], rows, columns, 0, table)
+        expected = oracle("rank_one").residual_values(host(symbols)[:p], rows, columns, 0, table)
         same("values", values_of(symbols[:p], rows, columns, 0, table), expected)
         return f"{p:,} elements = oracle"
 

@@ -188,7 +188,7 @@ def settled_bounds(at: Place) -> Job:
 
 
 def residual_factors(at: Place) -> Job:
-    from shrinkpoint.kernels.residual import residual_factors as factors_of
+    from shrinkpoint.kernels.rank_one import residual_factors as factors_of
 
     counts = np.zeros(256)
     counts[2:] = np.bincount(at.sample.before(at.n).view(np.uint8)[::4], minlength=256)[2:]

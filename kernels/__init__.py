@@ -9,15 +9,10 @@ Example:
 
 from __future__ import annotations
 
-import inspect
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .approximation_error import Distortion, distortion
     from .bitpack import pack_bits, unpack_bits
     from .categories import join_categories, split_categories
@@ -33,6 +28,7 @@ if TYPE_CHECKING:
         promote,
     )
     from .extrapolation import extrapolate
+    from .float_split import Octaves, join_octaves, split_octaves
     from .floats import FORMATS, FloatFormat, bits_for
     from .grid import grid_symbols, grid_values
     from .histogram import (
@@ -57,9 +53,9 @@ if TYPE_CHECKING:
     from .levels import delta, joint_counts, merge_by_level, split_by_level, undelta
     from .logbucket import bucket_index, bucket_value
     from .mask import changed_mask, gather, pack_mask, scatter, unpack_mask
-    from .octaves import Octaves, join_octaves, split_octaves
     from .planes import difference, merge_planes, split_planes, undifference
     from .quantizer import Thresholds, assign, boundaries, dequantize, magnitude_bits
+    from .rank_one import factor_sums, residual_factors, residual_symbols, residual_values
     from .rans import (
         coding_cost,
         entropy_bits,
@@ -70,7 +66,6 @@ if TYPE_CHECKING:
         unpack_frequencies,
     )
     from .ratedistortion import Unsettled, rate_distortion_levels, settled_bounds, unsettled
-    from .residual import factor_sums, residual_factors, residual_symbols, residual_values
     from .rows import row_dequantize, row_kmeans, row_lookup, row_quantize
     from .runlength import rle_decode, rle_encode
     from .scale_classes import class_sums, pattern_classes, row_column_sums
@@ -84,6 +79,7 @@ _SUBJECTS = {
     "errors": "BadArgumentError CorruptDataError ShrinkpointError",
     "exponent": "Buckets Promotion exponent_buckets exponent_dequantize exponent_quantize merge_buckets promote",
     "extrapolation": "extrapolate",
+    "float_split": "Octaves join_octaves split_octaves",
     "floats": "FORMATS FloatFormat bits_for",
     "grid": "grid_symbols grid_values",
     "histogram": "Histogram kept_histogram kept_histogram_many log_histogram log_histogram_many merge quantile",
@@ -93,12 +89,11 @@ _SUBJECTS = {
     "levels": "delta joint_counts merge_by_level split_by_level undelta",
     "logbucket": "bucket_index bucket_value",
     "mask": "changed_mask gather pack_mask scatter unpack_mask",
-    "octaves": "Octaves join_octaves split_octaves",
     "planes": "difference merge_planes split_planes undifference",
     "quantizer": "Thresholds assign boundaries dequantize magnitude_bits",
+    "rank_one": "factor_sums residual_factors residual_symbols residual_values",
     "rans": "coding_cost entropy_bits pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "ratedistortion": "Unsettled rate_distortion_levels settled_bounds unsettled",
-    "residual": "factor_sums residual_factors residual_symbols residual_values",
     "rows": "row_dequantize row_kmeans row_lookup row_quantize",
     "runlength": "rle_decode rle_encode",
     "scale_classes": "class_sums pattern_classes row_column_sums",
@@ -217,18 +212,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def make_callable(module: str, function: Callable[..., Any]) -> None:
-    """Make a module callable as the function that has the module's name.
-
-    An import of the module replaces the package's attribute of that name; so the
-    attribute is always the module, and calling it works.
-    """
-    members = {
-        "__call__": staticmethod(function),
-        "__signature__": inspect.signature(function),
-        "__reduce__": lambda self: (import_module, (module,)),  # a copy or pickle of a module is the module
-    }
-    sys.modules[module].__class__ = type("CallableModule", (ModuleType,), members)
-    sys.modules[module].__doc__ = function.__doc__

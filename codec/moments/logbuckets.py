@@ -21,9 +21,9 @@ import numpy as np
 
 from ...kernels.approximation_error import Distortion
 from ...kernels.arguments import check_field, number, or_none
+from ...kernels.float_split import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from ...kernels.floats import FORMATS, bits_for
 from ...kernels.logbucket import bucket_index, bucket_value
-from ...kernels.octaves import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from .. import entropy
 from ..base import CHUNK, Leaf, Memory, Stored
 from ..errors import CorruptDataError

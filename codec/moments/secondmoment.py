@@ -24,8 +24,8 @@ from ...kernels.arguments import check_field, number
 from ...kernels.arrays import on_gpu
 from ...kernels.floats import FORMATS
 from ...kernels.logbucket import bucket_index, bucket_value
-from ...kernels.residual import ESCAPE as NO_RESIDUAL
-from ...kernels.residual import (
+from ...kernels.rank_one import ESCAPE as NO_RESIDUAL
+from ...kernels.rank_one import (
     MOST_OCTAVES,
     eighths_of,
     factor_sums,

@@ -30,8 +30,8 @@ from triton.compiler import ASTSource
 
 from ..cluster import SHIFT, SUM_BLOCK
 from ..grid import FARTHEST as FARTHEST_POINT
-from ..residual import FARTHEST as FARTHEST_CELL
-from ..residual import FIRST, SCALE
+from ..rank_one import FARTHEST as FARTHEST_CELL
+from ..rank_one import FIRST, SCALE
 from ..rows import ERROR_STEPS, KMEANS_STEPS
 from . import (
     approximation_error,
@@ -39,17 +39,17 @@ from . import (
     cluster,
     exponent,
     extrapolation,
+    float_split,
     grid,
     histogram,
     kmeans,
     levels,
     logbucket,
     mask,
-    octaves,
     planes,
     quantizer,
+    rank_one,
     ratedistortion,
-    residual,
     rows,
 )
 
@@ -220,13 +220,13 @@ def _bitpack() -> Iterator[Build]:
 
 
 def _octaves() -> Iterator[Build]:
-    yield Build(octaves.range_kernel, "*i32 i64 i64 i32 *i32", octaves.SPLIT)
-    yield Build(octaves.count_kernel, "*u8 i64 *i32", octaves.JOIN)
+    yield Build(float_split.range_kernel, "*i32 i64 i64 i32 *i32", float_split.SPLIT)
+    yield Build(float_split.count_kernel, "*u8 i64 *i32", float_split.JOIN)
     for count in (0, 1, 2):
         types = "*i32 *i64 *i32 i64 i64 i64 i32 i32 i32 *u8 *u8 *i64"
-        yield Build(octaves.split_kernel, types, octaves.SPLIT, {"PLANES": count})
+        yield Build(float_split.split_kernel, types, float_split.SPLIT, {"PLANES": count})
         types = "*u8 *u8 *u8 *i64 *i32 i64 i64 i32 i32 i32 *i32"
-        yield Build(octaves.join_kernel, types, octaves.JOIN, {"PLANES": count})
+        yield Build(float_split.join_kernel, types, float_split.JOIN, {"PLANES": count})
 
 
 def _kmeans() -> Iterator[Build]:
@@ -289,9 +289,9 @@ def _optimizer() -> Iterator[Build]:
         types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *fp32 *u8 *u8 *i32 *fp64"
         for settled in (False, True):
             constants = {"FIRST": FIRST, "FARTHEST": FARTHEST_CELL, "SCALE": SCALE, "SETTLED": settled, "WIDE": wide}
-            yield Build(residual.symbols_kernel, types, residual.SYMBOLS, constants)
+            yield Build(rank_one.symbols_kernel, types, rank_one.SYMBOLS, constants)
         types = "*u8 *fp32 *fp32 *fp32 i64 i64 i64 *fp32"
-        yield Build(residual.values_kernel, types, residual.VALUES, {"WIDE": wide})
+        yield Build(rank_one.values_kernel, types, rank_one.VALUES, {"WIDE": wide})
     for x in FLOATS:
         for weighted in (False, True):
             types = f"*{x} *u8 *u8 *fp32 *fp32 *fp32 i64 i32 i32 *u8 *i32"

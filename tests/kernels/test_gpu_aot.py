@@ -272,9 +272,9 @@ def _call_everything(rng: np.random.Generator) -> None:
         back_end("bitpack").unpack_bits(back_end("bitpack").pack_bits(values, width), width, 600, kind)
     for bits in (0, 1, 16):
         index = back_end("logbucket").bucket_index(wide.float(), bits)
-        octaves = back_end("octaves").split_octaves(index, bits, FORMATS["float32"].buckets(bits))
+        octaves = back_end("float_split").split_octaves(index, bits, FORMATS["float32"].buckets(bits))
         streams = {x: torch.tensor(getattr(octaves, x)) for x in ("symbols", "negative", "fraction")}
-        back_end("octaves").join_octaves(replace(octaves, **streams), bits, FORMATS["float32"].buckets(bits))
+        back_end("float_split").join_octaves(replace(octaves, **streams), bits, FORMATS["float32"].buckets(bits))
     for size in (5, 40):
         keys = torch.from_numpy(rng.integers(0, size, 600).astype(np.uint8))
         back_end("levels").undelta(keys, back_end("levels").delta(keys, keys.flip(0), size), size)
@@ -288,5 +288,5 @@ def _call_everything(rng: np.random.Generator) -> None:
     symbols, _, _ = back_end("grid").grid_symbols(wide.float(), square, 0.5)
     back_end("grid").grid_values(symbols, square, np.ones(256, np.float32))
     r, c = np.ones(3, np.float32), np.ones(200, np.float32)
-    symbols, _, _ = back_end("residual").residual_symbols(square, r, c, 0, 24)
-    back_end("residual").residual_values(symbols, r, c, 0, np.ones(256, np.float32))
+    symbols, _, _ = back_end("rank_one").residual_symbols(square, r, c, 0, 24)
+    back_end("rank_one").residual_values(symbols, r, c, 0, np.ones(256, np.float32))

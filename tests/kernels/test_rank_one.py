@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels import residual
+from shrinkpoint.kernels import rank_one
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from .conftest import BackEnd
@@ -22,7 +22,7 @@ def test_factor_sums_are_those_of_what_is_finite(
     back_end: BackEnd, rows: int, columns: int, finite: bool, fresh: np.random.Generator
 ) -> None:
     x = fresh.normal(size=rows * columns).astype(np.float32) if finite else over_all_octaves(fresh, rows * columns)
-    by_row, by_column = back_end.module("residual").factor_sums(back_end.array(x), columns)
+    by_row, by_column = back_end.module("rank_one").factor_sums(back_end.array(x), columns)
     wide = np.where(np.isfinite(x), x, 0).astype(np.float64).reshape(rows, columns)
     for got, axis in ((by_row, 1), (by_column, 0)):
         assert isinstance(got, np.ndarray)
@@ -31,8 +31,8 @@ def test_factor_sums_are_those_of_what_is_finite(
 
 
 def test_factor_sums_of_no_whole_rows() -> None:
-    with pytest.raises(BadArgumentError, match="5 elements are no whole number of rows of 2"):
-        residual.factor_sums(np.zeros(5, np.float32), 2)
+    with pytest.raises(BadArgumentError, match="5 elements are not a whole number of rows of 2"):
+        rank_one.factor_sums(np.zeros(5, np.float32), 2)
 
 
 @pytest.mark.parametrize(("rows", "columns", "start"), [(1, 1, 0), (7, 13, 5), (3, 40000, 20000), (300, 1, 299)])
@@ -50,7 +50,7 @@ def test_residual_agrees_with_the_oracle(
         near = np.exp2(fresh.normal(size=n)).astype(np.float32) * estimate
         x = np.where(fresh.random(n) < 0.5, near, x)  # half of them within reach of fine cells
         ratio = x / estimate
-    module = back_end.module("residual")
+    module = back_end.module("rank_one")
     symbols, sums, counts = module.residual_symbols(back_end.array(x), r, c, start, eighths)
     patterns = [y.view(np.uint32).astype(np.int64) for y in (x, estimate, ratio)]
     distance = patterns[2] - (127 << 23)
@@ -63,7 +63,7 @@ def test_residual_agrees_with_the_oracle(
 
     def sums_of(symbols: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         with np.errstate(all="ignore"):
-            roots = np.rint(np.sqrt(residual.cell_centers(eighths)[symbols] / ratio) * np.float32(2**15))
+            roots = np.rint(np.sqrt(rank_one.cell_centers(eighths)[symbols] / ratio) * np.float32(2**15))
         return np.bincount(symbols, np.where(symbols >= 2, roots, 0).astype(np.float64), 256)
 
     np.testing.assert_array_equal(sums, sums_of(expected))
@@ -85,10 +85,10 @@ def test_residual_agrees_with_the_oracle(
 def test_a_residual_is_within_its_cell(octaves: float, fresh: np.random.Generator) -> None:
     x = np.exp(fresh.normal(size=40 * 50) * 2).astype(np.float32)
     r, c = fresh.random(40).astype(np.float32) + 0.1, fresh.random(50).astype(np.float32) + 0.1
-    symbols, sums, counts = residual.residual_symbols(x, r, c, 0, octaves)
-    reached = symbols >= residual.FIRST
+    symbols, sums, counts = rank_one.residual_symbols(x, r, c, 0, octaves)
+    reached = symbols >= rank_one.FIRST
     assert reached.mean() > 0.9
-    restored = residual.residual_values(symbols, r, c, 0, residual.residual_factors(sums, counts, octaves))[reached]
+    restored = rank_one.residual_values(symbols, r, c, 0, rank_one.residual_factors(sums, counts, octaves))[reached]
     x = x[reached]
     # A cell is so wide in the pattern of the ratio: a logarithm to within 0.09, and at most 1.45 times as steep.
     assert (np.abs(np.log2(restored / x)) <= min(1.45 * octaves, octaves + 0.18)).all()
@@ -101,8 +101,8 @@ def test_out_of_range() -> None:
     x, r, c = np.ones(2000, np.float32), np.ones(40, np.float32), np.ones(50, np.float32)
     for octaves in (0, 0.0625, 0.3, 16.125, 17):
         with pytest.raises(BadArgumentError, match="octaves"):
-            residual.residual_symbols(x, r, c, 0, octaves)
+            rank_one.residual_symbols(x, r, c, 0, octaves)
     with pytest.raises(BadArgumentError, match="within"):
-        residual.residual_symbols(x, r, c, 1, 3)
+        rank_one.residual_symbols(x, r, c, 1, 3)
     with pytest.raises(BadArgumentError, match="previous is uint8"):
-        residual.residual_symbols(x, r, c, 0, 3, np.zeros(1999, np.uint8))
+        rank_one.residual_symbols(x, r, c, 0, 3, np.zeros(1999, np.uint8))

@@ -1,15 +1,15 @@
-"""Octaves by array-API functions; the streams are host arrays in every back end."""
+"""Oracle of the float split; its streams are host arrays, as in every back end."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..arrays import Array, to_numpy
-from ..octaves import MAX_OCTAVES, Octaves
+from ..float_split import MAX_OCTAVES, Octaves
 
 
 def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
-    """See `kernels.octaves`."""
+    """See `shrinkpoint.kernels.float_split`."""
     signed = to_numpy(index).astype(np.int64) - buckets
     j = np.abs(signed)
     odd = np.flatnonzero(j > buckets)
@@ -28,7 +28,7 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
 
 
 def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
-    """See `kernels.octaves`."""
+    """See `shrinkpoint.kernels.float_split`."""
     some = octaves.symbols > 0
     j = ((octaves.symbols[some].astype(np.int64) + octaves.low - 1) << bits) + 1
     for plane, part in enumerate(octaves.fraction):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 MAX_OCTAVES = 254
-"""Different octaves that fit a byte beside the symbol for zero."""
+"""Number of octaves that fit a byte together with the symbol for zero."""
 _LARGEST = 2**30 - 1
 """Largest J: an index goes up to 2 J + 1 and is an int32."""
 
@@ -24,15 +24,17 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Octaves:
-    """Indices of n elements, m of them neither zero nor not finite; NumPy, for an entropy coder takes them from here.
+    """Octave, sign and fraction of n log-bucket indices, m of them finite and nonzero.
+
+    The arrays are NumPy, because the entropy coder takes them from here.
 
     Args:
         low: lowest octave present, counted from the smallest subnormal's; 0 if m is 0.
         high: highest octave present; 0 if m is 0.
-        symbols: uint8 [n], 0 for zero and for what is not finite, else 1 + octave - low.
+        symbols: uint8 [n], 0 for zero, infinities and NaNs, else 1 + octave - low.
         negative: uint8 [m], 1 for negative elements.
         fraction: uint8 [ceil(bits / 8), m], bytes of the sub-bucket number, least significant first.
-        odd: int64, positions of what is not finite, ascending.
+        odd: int64, positions of infinities and NaNs, ascending.
     """
 
     low: int
@@ -44,9 +46,11 @@ class Octaves:
 
 
 def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
-    """Take the indices of `bucket_index` apart; None if more than `MAX_OCTAVES` octaves are spanned.
+    """Split the indices of `bucket_index` into octave, sign and fraction.
 
-    Indices on a GPU are taken apart there: the streams alone come to the host.
+    None if they span more than `MAX_OCTAVES` octaves.
+
+    Indices on a GPU are split there: only the streams come to the host.
 
         j = |index - buckets|;  octave = (j - 1) >> bits;  fraction = (j - 1) mod 2**bits;  negative = index < buckets
 
@@ -65,12 +69,14 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
     """
     array("index", index, ("int32",), 1)
     bits, buckets = _checked(bits, buckets)
-    result: Octaves | None = back_end(index, "octaves").split_octaves(index, bits, buckets)
+    result: Octaves | None = back_end(index, "float_split").split_octaves(index, bits, buckets)
     return result
 
 
 def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
-    """The indices again: the inverse of `split_octaves`, int32 [n]; what is not finite comes back as zero's index.
+    """Return the indices int32 [n] from their parts: the inverse of `split_octaves`.
+
+    Infinities and NaNs come back as zero's index.
 
     Args:
         octaves: consistent: m is the number of nonzero symbols; any bytes are allowed. Where `symbols`, `negative` and
@@ -96,7 +102,7 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
         )
     if isinstance(octaves.symbols, np.ndarray):  # a GPU counts on its way
         check_counts(octaves, int(np.count_nonzero(octaves.symbols)))
-    return back_end(octaves.symbols, "octaves").join_octaves(octaves, bits, buckets)
+    return back_end(octaves.symbols, "float_split").join_octaves(octaves, bits, buckets)
 
 
 def check_counts(octaves: Octaves, m: int) -> None:

@@ -1,4 +1,4 @@
-"""Residuals to a rank-one estimate on the GPU: the estimate is made where it is needed and never stored."""
+"""Rank-one residuals on the GPU: the estimate is computed where needed, never stored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..residual import FARTHEST, FIRST, SCALE, cell_centers
+from ..rank_one import FARTHEST, FIRST, SCALE, cell_centers
 from .bits import rounded
 from .launch import Launch, like, on, tensor
 from .tally import tally_counts, tally_sums, totals
 
 if TYPE_CHECKING:
     from ..arrays import Array
-    from ..residual import Factors
+    from ..rank_one import Factors
 
 SYMBOLS = Launch(block=4096, warps=8)
 VALUES = Launch(block=2048, warps=4)
@@ -26,7 +26,7 @@ NARROW = 1 << 30
 
 @triton.jit
 def estimate_of(rows_ptr, columns_ptr, start, columns, inside, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """rows[i] * columns[j] of the matrix elements `start` ... `start + BLOCK - 1` in C order."""
+    """Estimates rows[i] * columns[j] of BLOCK matrix elements from `start` on, in C order."""
     row = start // columns
     across = start - row * columns + tl.arange(0, BLOCK)
     if not WIDE:  # one 64-bit division a program; those by element are 32-bit
@@ -38,7 +38,7 @@ def estimate_of(rows_ptr, columns_ptr, start, columns, inside, WIDE: tl.constexp
 
 
 def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
-    """See `shrinkpoint.kernels.residual.factor_sums`."""
+    """See `shrinkpoint.kernels.rank_one.factor_sums`."""
     part = tensor(x).reshape(-1, columns)
     by_row = part.sum(dim=1, dtype=torch.float64)
     if not bool(by_row.isfinite().all()):
@@ -68,7 +68,7 @@ def symbols_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Symbol of each element, and this program's counts and sums of inverse roots by symbol."""
+    """Symbol of each element, with counts and sums by symbol per program."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -100,7 +100,7 @@ def symbols_kernel(
 def residual_symbols(
     x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
 ) -> tuple[Array, Any, Any]:
-    """See `shrinkpoint.kernels.residual.residual_symbols`."""
+    """See `shrinkpoint.kernels.rank_one.residual_symbols`."""
     t = tensor(x)
     programs = SYMBOLS.programs(t.numel())
     symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
@@ -158,7 +158,7 @@ def values_kernel(
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
-    """See `shrinkpoint.kernels.residual.residual_values`."""
+    """See `shrinkpoint.kernels.rank_one.residual_values`."""
     t = tensor(symbols)
     out = torch.empty(t.numel(), dtype=torch.float32, device=t.device)
     if t.numel():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ZERO, ESCAPE, FIRST = 0, 1, 2
 """Symbols of an element that is 0, of one that has no residual, and of the lowest residual."""
 FARTHEST = 126
-"""Largest residual, in cells, that has a symbol: FIRST + FARTHEST is no residual at all."""
+"""Largest residual, in cells, that has a symbol; FIRST + FARTHEST is the symbol of residual 0."""
 MOST_OCTAVES = 16
 """Widest cell."""
 SCALE = 2.0**15
@@ -26,7 +26,9 @@ Factors = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
-    """Sums of a matrix's rows and of its columns over what is finite, from one pass: a rank-one estimate's factors.
+    """Sums of the rows and of the columns of a matrix over its finite elements, in one pass.
+
+    From these the factors of a rank-one estimate are computed.
 
     Args:
         x: float32 [R * columns], a matrix in C order.
@@ -48,15 +50,17 @@ def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
     array("x", x, ("float32",), 1)
     columns = integer("columns", columns, 1, 2**56)
     if int(x.shape[0]) % columns:
-        raise BadArgumentError(f"{int(x.shape[0])} elements are no whole number of rows of {columns}")
-    rows, below = back_end(x, "residual").factor_sums(x, columns)
+        raise BadArgumentError(f"{int(x.shape[0])} elements are not a whole number of rows of {columns}")
+    rows, below = back_end(x, "rank_one").factor_sums(x, columns)
     return rows, below
 
 
 def residual_symbols(
     x: Array, rows: Factors, columns: Factors, start: int, octaves: float, previous: Array | None = None
 ) -> tuple[Array, Floats, Floats]:
-    """Return how many cells of `octaves` octaves each element is off its estimate `rows[i] * columns[j]`.
+    """Symbol of each element by its ratio to the estimate `rows[i] * columns[j]`.
+
+    The symbol counts cells of `octaves` octaves.
 
         ratio = x / estimate;  distance = pattern of ratio - pattern of 1;  cell = octaves * 2**23
         k = floor((distance + cell / 2) / cell);  symbol = 2 + 126 + k
@@ -73,7 +77,7 @@ def residual_symbols(
         columns: float32 [C] on the host, >= 0.
         start: number of the first element, >= 0.
         octaves: width of a cell, a multiple of 1/8 from 1/8 to 16.
-        previous: uint8 [n], the symbols of the same elements at an earlier time; None (default): there are none.
+        previous: uint8 [n], the symbols of the same elements at an earlier time; None (default): without.
 
     Returns:
         symbols: uint8 [n].
@@ -97,12 +101,12 @@ def residual_symbols(
     if previous is not None:
         array("previous", previous, ("uint8",), x.shape)
         same_device("previous", previous, "x", x)
-    symbols, sums, counts = back_end(x, "residual").residual_symbols(x, rows, columns, start, eighths, previous)
+    symbols, sums, counts = back_end(x, "rank_one").residual_symbols(x, rows, columns, start, eighths, previous)
     return symbols, sums, counts
 
 
 def eighths_of(octaves: float) -> int:
-    """Return the width of a cell in eighths of an octave.
+    """Width of a cell in eighths of an octave.
 
     Raises:
         BadArgumentError: not a multiple of 1/8 from 1/8 to 16.
@@ -118,7 +122,9 @@ def eighths_of(octaves: float) -> int:
 
 
 def cell_centers(eighths: int) -> Factors:
-    """Return the ratio at the center of each symbol's cell, float32 [256]; 0 for symbols 0 and 1.
+    """Ratio at the center of each symbol's cell.
+
+    float32 [256]; 0 for symbols 0 and 1.
 
     Args:
         eighths: width of a cell in eighths of an octave, 1 to 128.
@@ -133,7 +139,9 @@ def cell_centers(eighths: int) -> Factors:
 
 
 def residual_factors(sums: Floats, counts: Floats, octaves: float) -> Factors:
-    """Return what the estimate of a symbol's elements is multiplied by: it keeps the mean of their inverse roots.
+    """Factor by which the estimates of each symbol's elements are multiplied.
+
+    It keeps the mean of the elements' inverse square roots.
 
     An optimizer that divides by the root of the values, as Adam does, then takes steps that are as long on average as
     by the values themselves. The arithmetic mean, that of the largest ones, would make most steps too small.
@@ -165,7 +173,9 @@ def residual_factors(sums: Floats, counts: Floats, octaves: float) -> Factors:
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
-    """The elements again: `(rows[i] * columns[j]) * table[symbol]` in float32, each operation rounded once.
+    """Values of residual symbols: `(rows[i] * columns[j]) * table[symbol]` in float32.
+
+    Each operation is rounded once.
 
     Args:
         symbols: uint8 [n].
@@ -180,7 +190,7 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     array("symbols", symbols, ("uint8",), 1)
     start = _checked_start(rows, columns, start, int(symbols.shape[0]))
     check_table("table", table, "float32", (256,))
-    return back_end(symbols, "residual").residual_values(symbols, rows, columns, start, table)
+    return back_end(symbols, "rank_one").residual_values(symbols, rows, columns, start, table)
 
 
 def _checked_start(rows: Factors, columns: Factors, start: int, n: int) -> int:

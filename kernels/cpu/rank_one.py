@@ -1,4 +1,4 @@
-"""Residuals on the CPU: one pass by short blocks, the estimate never stored."""
+"""Rank-one residuals on the CPU: one pass in short blocks; the estimate is never stored."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import like, to_numpy
-from ..residual import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
+from ..rank_one import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
 from .jit import njit
 
 if TYPE_CHECKING:
     from ..arrays import Array
-    from ..residual import Factors
+    from ..rank_one import Factors
 
 _NORMAL = np.uint32(1 << 23)
 _INFINITE = np.uint32(255 << 23)
@@ -50,7 +50,7 @@ def _sums(x: Any, rows: Any, columns: Any, lanes: Any) -> None:
 
 
 def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
-    """See `kernels.residual`."""
+    """See `shrinkpoint.kernels.rank_one`."""
     values = to_numpy(x)
     rows, below = np.empty(values.size // columns), np.zeros(columns)
     _sums(values, rows, below, np.empty(_LANES))
@@ -62,7 +62,7 @@ def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
 
 @njit
 def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
-    """Fill `out` with the next estimates from row i, column j; returns where the following ones start."""
+    """Fill `out` with the next estimates from row i, column j; return the next position."""
     t = 0
     while t < out.size:
         n = min(out.size - t, columns.size - j)
@@ -83,7 +83,9 @@ def _symbols(
     x: Any, keys: Any, rows: Any, columns: Any, start: int, cell: int, lookup: Any, centers: Any, previous: Any,
     estimates: Any, estimate_keys: Any, ratios: Any, patterns: Any, places: Any, out: Any, sums: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """By short blocks: ratios and sixteenths of an octave off the estimate (vectorized), then symbols and sums.
+    """Symbols and sums of a part of the matrix, in short blocks.
+
+    Ratios and sixteenths of an octave off the estimate are vectorized, then symbols and sums follow.
 
     The sums lie in `[4 * symbol + lane]`: an element need not wait for the one before it.
     """
@@ -140,7 +142,10 @@ def _symbols(
 
 
 def _lookup(eighths: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the symbol of each number of sixteenths of an octave, floored, off the estimate: floors nest."""
+    """Symbol of each number of sixteenths of an octave off the estimate.
+
+    Numbers are floored; floors nest.
+    """
     cells = (np.arange(_ESCAPED) - _CENTRE + eighths) // (2 * eighths)
     table = np.full(_NOTHING + 1, ESCAPE, np.uint8)
     near = np.abs(cells) <= FARTHEST
@@ -167,7 +172,7 @@ _STEP = 1 << 12
 def residual_symbols(
     x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
 ) -> tuple[Array, Any, Any]:
-    """See `kernels.residual`."""
+    """See `shrinkpoint.kernels.rank_one`."""
     values = to_numpy(x)
     out = np.empty(values.size, np.uint8)
     sums, counts = np.zeros((256, 4)), np.zeros((256, 4), np.int64)
@@ -183,7 +188,7 @@ def residual_symbols(
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
-    """See `kernels.residual`."""
+    """See `shrinkpoint.kernels.rank_one`."""
     own = to_numpy(symbols)
     out = np.empty(own.size, np.float32)
     if own.size:

@@ -1,4 +1,4 @@
-"""Octaves on the GPU: one pass for the range and the counts, one that moves what is nonzero to its place."""
+"""Float split on the GPU: one pass for range and counts, one that moves nonzero elements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..octaves import MAX_OCTAVES, Octaves, check_counts
+from ..float_split import MAX_OCTAVES, Octaves, check_counts
 from .launch import Launch, like, on, tensor
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ JOIN = Launch(block=4096, warps=8)
 
 @triton.jit
 def distance_of(index, inside, buckets):
-    """Signed bucket, which elements have one other than zero's, and which are not finite."""
+    """Signed bucket of each element, and whether it is nonzero and whether it is finite."""
     finite = (index >= 0) & (index <= 2 * buckets)
     distance = tl.where(finite, index - buckets, 0)
     return distance, inside & (distance != 0), inside & (finite == 0)
@@ -29,7 +29,10 @@ def distance_of(index, inside, buckets):
 
 @triton.jit
 def range_kernel(index_ptr, n: tl.int64, blocks: tl.int64, buckets: tl.int32, found_ptr, BLOCK: tl.constexpr):
-    """Of each block, in four rows: nonzero and not finite elements, least and greatest magnitude of the nonzero."""
+    """Range and counts of each block.
+
+    Four rows: nonzero elements, not finite elements, least and greatest magnitude of the nonzero ones.
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -59,7 +62,9 @@ def split_kernel(
     PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Symbols of all elements; signs and fractions of the nonzero and positions of what is not finite, in order.
+    """Write symbols of all elements, and signs and fractions of the nonzero ones in order.
+
+    Positions of infinities and NaNs are written too.
 
     `streams` has a row of signs and PLANES rows of fractions. `ends` counts, as the first rows of `found` do for each
     block, the elements up to and with each block. Loads and stores go element by element: with wide ones the compiler
@@ -87,7 +92,10 @@ def split_kernel(
 
 
 def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
-    """See `shrinkpoint.kernels.octaves.split_octaves`; waits for the device for the counts and for the streams."""
+    """See `shrinkpoint.kernels.float_split.split_octaves`.
+
+    Waits for the device for the counts and for the streams.
+    """
     t = tensor(index)
     n, blocks, planes = t.numel(), SPLIT.programs(t.numel()), (bits + 7) // 8
     if n == 0:
@@ -164,7 +172,7 @@ def join_kernel(
     PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The inverse of `split_kernel`: a nonzero symbol takes the next sign and the next fraction."""
+    """Join the parts: a nonzero symbol takes the next sign and fraction; inverse of the split."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -181,7 +189,7 @@ def join_kernel(
 
 
 def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
-    """See `shrinkpoint.kernels.octaves.join_octaves`."""
+    """See `shrinkpoint.kernels.float_split.join_octaves`."""
     symbols, negative, fraction = (tensor(s) for s in (octaves.symbols, octaves.negative, octaves.fraction))
     n, blocks = symbols.numel(), JOIN.programs(symbols.numel())
     index = torch.empty(n, dtype=torch.int32, device=symbols.device)

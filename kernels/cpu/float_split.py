@@ -1,4 +1,4 @@
-"""Octaves on the CPU: one pass for the range, one that writes all streams."""
+"""Float split on the CPU: one pass for the range, one that writes all streams."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, to_numpy
-from ..octaves import MAX_OCTAVES, Octaves
+from ..float_split import MAX_OCTAVES, Octaves
 from .jit import njit
 
 
 @njit
 def _range(index: Any, bits: int, buckets: int) -> Any:
-    """Smallest and largest nonzero magnitude, number of nonzero and of not finite elements."""
+    """Smallest and largest nonzero magnitude, and numbers of nonzero and not finite elements."""
     low = np.int32(buckets + 1)
     high = np.int32(0)
     nonzero = 0
@@ -74,7 +74,7 @@ def _join(symbols: Any, negative: Any, fraction: Any, bits: int, buckets: int, l
 
 
 def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
-    """See `kernels.octaves`."""
+    """See `shrinkpoint.kernels.float_split`."""
     host = to_numpy(index)
     smallest, largest, nonzero, n_odd = _range(host, bits, buckets)
     low, high = ((int(smallest) - 1) >> bits, (int(largest) - 1) >> bits) if nonzero else (0, 0)
@@ -89,7 +89,7 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
 
 
 def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
-    """See `kernels.octaves`."""
+    """See `shrinkpoint.kernels.float_split`."""
     out = np.empty(octaves.symbols.size, np.int32)
     _join(octaves.symbols, octaves.negative, octaves.fraction, bits, buckets, octaves.low, out)
     return out

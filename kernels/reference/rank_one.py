@@ -1,4 +1,4 @@
-"""Residuals by array-API functions, over bit patterns from `bits.sign_and_magnitude`."""
+"""Oracle of the rank-one residuals, on bit patterns from `bits.sign_and_magnitude`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from ..residual import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
+from ..rank_one import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
 from .bits import sign_and_magnitude
 
 if TYPE_CHECKING:
     from ..arrays import Array
-    from ..residual import Factors
+    from ..rank_one import Factors
 
 _NORMAL = 1 << 23
 _INFINITE = 255 << 23
@@ -27,7 +27,7 @@ def _estimates(xp: Any, like: Array, rows: Factors, columns: Factors, start: int
 
 
 def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
-    """See `kernels.residual`."""
+    """See `shrinkpoint.kernels.rank_one`."""
     xp = array_namespace(x)
     values = xp.where(xp.isfinite(x), x, xp.zeros_like(x))
     part = xp.astype(xp.reshape(values, (x.shape[0] // columns, columns)), xp.float64)
@@ -39,7 +39,7 @@ def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
 def residual_symbols(
     x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
 ) -> tuple[Array, Any, Any]:
-    """See `kernels.residual`."""
+    """See `shrinkpoint.kernels.rank_one`."""
     xp = array_namespace(x)
     estimate = _estimates(xp, x, rows, columns, start)
     one = xp.ones_like(x)
@@ -73,12 +73,15 @@ def _normal(pattern: Array) -> Any:
 
 
 def _root(xp: Any, x: Array) -> Array:
-    """Return the correctly rounded float32 root: torch's own on the CPU is not; by way of float64 it is."""
+    """Correctly rounded float32 square root.
+
+    By way of float64, because torch's own on the CPU is not correctly rounded.
+    """
     return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
 
 
 def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
-    """See `kernels.residual`."""
+    """See `shrinkpoint.kernels.rank_one`."""
     xp = array_namespace(symbols)
     factors = xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64))
     return _estimates(xp, symbols, rows, columns, start) * factors
