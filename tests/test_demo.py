@@ -277,7 +277,7 @@ def test_the_corpus_holds_files_out() -> None:
 
 def test_a_python_without_sources_is_told_plainly(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("pass")
-    with pytest.raises(DemoError, match="the standard library's sources are missing"):
+    with pytest.raises(DemoError, match="the source code of the standard library is missing"):
         Corpus(tmp_path)
 
 

@@ -22,6 +22,7 @@ from ..codec.extras import install
 from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
 from ..store.local import sync_folder
+from ..store.permissions import follow_umask
 from . import model_card as cards
 from .model_folder import (
     SUFFIX,
@@ -211,6 +212,7 @@ def _restore_folder(source: ModelFolder, result: Path) -> None:
         out = result / str(file).removesuffix(SUFFIX)
         out.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, out, metadata or None)
+        follow_umask(str(out))
     for file in [*source.raw, *source.rest]:
         copy_file(source.folder / file, result / file)
     card = result / cards.NAME

@@ -1,7 +1,6 @@
 """Compressed training checkpoints: `compress(state, prev, cfg)`, kernels, a store.
 
-Each name is looked up in its module on first use, so that importing the package costs nothing, and torch, file systems
-and a hundred modules are imported by those only who need them.
+Each name is imported from its module on first use, so that importing the package is fast.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """A name on first use."""
+    """Import a public name on first use."""
     if name in _MODULES:
         found: Any = import_module(f".{name}", __name__)
     elif name in _MODULE_OF:

@@ -1,4 +1,4 @@
-"""The command line, `shrinkpoint COMMAND` or `python -m shrinkpoint COMMAND`; what is heavy is imported when needed."""
+"""The command line, `shrinkpoint COMMAND` or `python -m shrinkpoint COMMAND`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from .commands import convert, diff, housekeeping, inspect, report, seal, warm
-from .commands.guard import Guarded
+from .commands.exit_codes import Guarded
+from .commands.options import grouped
 
 app = typer.Typer(
     name="shrinkpoint",
     help="Compressed training checkpoints.",
-    epilog="Exit codes: 0 all is well, 1 something is wrong with data or storage, 2 wrong usage, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 damaged data or failing storage, 2 wrong usage, 130 interrupted.",
     cls=Guarded,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -41,24 +42,30 @@ def _options(
 
 @app.command()
 def demo(
-    steps: Annotated[int | None, typer.Option(help="Training steps of each run; by default as --size says.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of each run; the default depends on --size.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints, the results and the picture.")] = Path(
         "demo-out"
     ),
     preset: Annotated[str, typer.Option(help="How to compress: default, inshrinkerator, ...")] = "default",
-    kills: Annotated[int, typer.Option(help="How often the trainer is killed; once in the middle of a save.")] = 2,
+    kills: Annotated[
+        int, typer.Option(help="Number of times the trainer is killed, once in the middle of a save.")
+    ] = 2,
     every: Annotated[
-        int | None, typer.Option(help="Steps from one checkpoint to the next; by default there are about 25.")
+        int | None, typer.Option(help="Steps between checkpoints; by default about 25 checkpoints are saved.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the model, the order of the data and the moments of the kills.")] = 0,
-    size: Annotated[str, typer.Option(help="Of the model: small, or tiny for a quick look.")] = "small",
+    seed: Annotated[int, typer.Option(help="Seed of the model, the order of the data and the times of the kills.")] = 0,
+    size: Annotated[str, typer.Option(help="Size of the model: small, or tiny for a quick look.")] = "small",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON; what is shown meanwhile goes to standard error.")
+        bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")
     ] = False,
 ) -> None:
-    """Train a small GPT, kill it, resume it from compressed checkpoints, and compare it with a run never killed.
+    """Train a small GPT, kill it, resume it, and compare it with a run never killed.
 
-    It learns the sources of Python's own standard library, on the CPU; with the default size the two runs take about
+    It resumes from compressed checkpoints.
+
+    It learns the source code of Python's standard library, on the CPU; with the default size the two runs take about
     five minutes on two cores.
     """
     from rich.console import Console
@@ -76,7 +83,7 @@ def demo(
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Measure this machine: `bench kernels`, `bench codec`; `bench --help` lists what there is."""
+    """Measure this machine: `bench kernels`, `bench codec`; `bench --help` lists all benchmarks."""
     from .bench.__main__ import main as run
 
     raise typer.Exit(run(context.args))
@@ -88,7 +95,7 @@ for command in (
     inspect.verify,
     seal.seal,
     diff.diff,
-    convert.compress,
+    grouped(convert.compress),
     convert.restore,
     report.report,
     housekeeping.compact,
@@ -107,7 +114,7 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line; see `commands.guard` for its exit codes."""
+    """Run the command line; see `commands.exit_codes` for its exit codes."""
     try:
         app()
     except KeyboardInterrupt:

@@ -1,4 +1,6 @@
-"""Seals: checksums and sizes of the files of any checkpoint, to find damage that its own format does not detect.
+"""Seals: checksums and sizes of the files of a checkpoint of any format.
+
+They find damage that the format itself does not detect.
 
 The seal of a folder is the file `shrinkpoint-seal.json` in it; the seal of a file stands next to it, under the file's
 name with `.shrinkpoint-seal.json` appended. Files are read as bytes and never interpreted, so that nothing in them is
@@ -166,7 +168,7 @@ def read_seal(path: Path) -> Seal:
 
 
 def differences(path: Path, seal: Seal, progress: Progress | None = None) -> list[Difference]:
-    """Compare a folder or file with its seal, and return every file that differs, sorted by path.
+    """Compare a folder or file with its seal, and return the files that differ, by path.
 
     All contents are read. An unreadable file counts as altered.
 

@@ -1,4 +1,4 @@
-"""The public name of `shrinkpoint.codec.presets`: one module, whichever way it is imported."""
+"""The public name of the module `shrinkpoint.codec.presets`."""
 
 from __future__ import annotations
 

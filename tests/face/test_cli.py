@@ -34,10 +34,10 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
-from shrinkpoint.commands import convert
 from shrinkpoint.commands.configs import config
 from shrinkpoint.commands.files import write_file, write_folder
-from shrinkpoint.commands.foreign import load_state, save_state
+from shrinkpoint.commands.interchange import load_state, save_state
+from shrinkpoint.commands.options import Coding
 from shrinkpoint.commands.text import printable, size
 from shrinkpoint.demo.config import presets
 from shrinkpoint.store.files import StoreWarning
@@ -149,6 +149,22 @@ def test_ls(store: sp.Store) -> None:
     assert found["restores"] == 0
 
 
+def test_ls_shows_the_bytes_of_its_steps_and_those_of_the_folder(store: sp.Store) -> None:
+    """A removed step's file stays until `gc`, and is counted in the folder only."""
+    occupied = sum(p.stat().st_size for p in Path(store.url).rglob("*") if p.is_file())
+    assert parsed("ls", store.url)["folder_nbytes"] == occupied
+    before = sum(s["nbytes"] for s in parsed("ls", store.url)["steps"])
+    good("drop", store.url, 10)
+    found = parsed("ls", store.url)
+    own = sum(s["nbytes"] for s in found["steps"])
+    assert own < before < found["folder_nbytes"]
+    last = good("ls", store.url).splitlines()[-1]
+    sums = f"2 steps, {size(own)} in their own files, {size(found['folder_nbytes'])} in the folder"
+    assert last == f"{sums}; restored 0 times"
+    memory = store.copy("memory://face-ls-folder")
+    assert parsed("ls", memory.url)["folder_nbytes"] > 0
+
+
 def test_ls_tells_of_a_step_it_cannot_read(store: sp.Store) -> None:
     (Path(store.url) / "steps" / "000000000020.json").write_bytes(b"{}")
     code, out, err = run("ls", store.url)
@@ -185,11 +201,32 @@ def test_info_chooses_and_sorts(store: sp.Store) -> None:
     bad(2, "--sort is 'size'; it must be one of path, bytes, error", "info", store.url, "--sort", "size")
 
 
+def test_errors_of_info_compare(tmp_path: Path) -> None:
+    """The largest relative error of an element bounds the relative L2 error of its array."""
+    cfg = sp.Config([("a", sp.LogBuckets(0.05)), ("b", sp.Quantize(bins=8)), ("c", sp.Exact())])
+    arrays = {name: torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) + 0.1 for name in "abc"}
+    ckpt = sp.compress(arrays, cfg=cfg)
+    (tmp_path / "x.spt").write_bytes(ckpt.to_bytes())
+    rows = {row.path: row for row in ckpt.summary()}
+    assert [rows[name].measure for name in "abc"] == ["relative", "relative L2", "exact"]
+    restored = sp.decompress(ckpt)["a"]
+    assert float((restored - arrays["a"]).norm() / arrays["a"].norm()) <= rows["a"].error
+    out = good("info", tmp_path / "x.spt")
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    assert f"<= {rows['a'].error:.3g}  " in lines["a"]
+    assert lines["a"].split().count(f"{rows['a'].error:.3g}") == 2
+    assert f"  {rows['b'].error:.3g}" in lines["b"]
+    assert "<=" not in lines["b"]
+    assert "  exact" in lines["c"]
+    order = [line.split()[0] for line in good("info", tmp_path / "x.spt", "--sort", "error").splitlines()[-3:]]
+    assert order == sorted("abc", key=lambda name: -rows[name].error)
+
+
 def test_info_of_a_file(store: sp.Store) -> None:
     found = parsed("info", data_file(store, 30))
     assert found["delta"]
     assert found["parent"] == store.read(20).identity
-    bad(2, "is a file, no store", "info", data_file(store, 30), "--step", 1)
+    bad(2, "is a file, not a store", "info", data_file(store, 30), "--step", 1)
 
 
 def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -345,7 +382,7 @@ def test_compress_along_a_store(tmp_path: Path) -> None:
     assert not parsed("compress", files[4], tmp_path / "s", "--step", 4, "--base")["delta"]
     good("compress", files[4], tmp_path / "s", "--step", 5, "--against", 2)
     assert len(store.describe(5).chain) == 3
-    bad(2, "has a step 3; say --force", "compress", files[1], tmp_path / "s", "--step", 3)
+    bad(2, "already has step 3; --force replaces it", "compress", files[1], tmp_path / "s", "--step", 3)
     with warnings.catch_warnings():
         warnings.simplefilter("default", StoreWarning)  # said on stderr, as a user sees it
         code, _, said = run("compress", files[1], tmp_path / "s", "--step", 3, "--force", "--base")
@@ -365,8 +402,16 @@ def test_compress_files_along_a_chain(tmp_path: Path) -> None:
     good("restore", c, tmp_path / "o.pt", "--parent", a, "--parent", b)
     assert difference(torch.load(tmp_path / "o.pt", weights_only=True), state(3)) == ""
     wanted = rf"c\.spt: needs the checkpoint {sp.Checkpoint.from_bytes(b.read_bytes()).id[:16]}\.\.\."
-    bad(1, wanted + ", which no other file given is; say --parent FILE", "restore", c, tmp_path / "p.pt", "--parent", a)
-    bad(1, wanted + "; say --parent FILE", "restore", c, tmp_path / "p.pt")
+    bad(
+        1,
+        wanted + ", and it is not among the given files; use --parent FILE",
+        "restore",
+        c,
+        tmp_path / "p.pt",
+        "--parent",
+        a,
+    )
+    bad(1, wanted + "; use --parent FILE", "restore", c, tmp_path / "p.pt")
     ours, theirs = (parsed("diff", *pair) for pair in ((a, b), (tmp_path / "1.pt", tmp_path / "2.pt")))
     assert [(c["path"], c["what"]) for c in ours["arrays"]] == [(c["path"], c["what"]) for c in theirs["arrays"]]
     bad(1, wanted, "diff", a, c)
@@ -384,7 +429,7 @@ def test_compress_files_along_a_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", sorted(presets()))
 def test_every_preset(preset: str, tmp_path: Path) -> None:
-    option = typing.get_type_hints(convert.compress, include_extras=True)["preset"].__metadata__[0]
+    option = typing.get_type_hints(Coding, include_extras=True)["preset"].__metadata__[0]
     assert preset in option.help
     good("compress", save_pt(state(), tmp_path / "a.pt"), tmp_path / "a.spt", "--preset", preset)
     assert (tmp_path / "a.spt").read_bytes() == sp.compress(state(), cfg=presets()[preset]()).to_bytes()
@@ -406,13 +451,13 @@ def test_configurations(tmp_path: Path) -> None:
     assert both == sp.compress(state(), cfg=other).to_bytes()
     compress = ("compress", tmp_path / "a.pt", tmp_path / "b.spt")
     bad(2, "must be one of default, inshrinkerator", *compress, "--preset", "best")
-    bad(2, "say one of them", *compress, "--preset", "default", "--config", tmp_path / "c.json")
+    bad(2, "use one of them", *compress, "--preset", "default", "--config", tmp_path / "c.json")
     bad(2, r"max_rel_error is 2\.0", *compress, "--max-rel-error", 2)
     bad(2, "rate is -1", *compress, "--rate", -1)
     (tmp_path / "c.json").write_text('{"rules": []}')
     bad(2, r"c\.json: no configuration", *compress, "--config", tmp_path / "c.json")
     (tmp_path / "c.json").write_text("[" * 100_000)
-    bad(2, r"c\.json: no JSON", *compress, "--config", tmp_path / "c.json")
+    bad(2, r"c\.json: not JSON", *compress, "--config", tmp_path / "c.json")
     bad(1, r"none\.json: No such file", *compress, "--config", tmp_path / "none.json")
     assert not (tmp_path / "b.spt").exists()
 
@@ -427,7 +472,7 @@ def test_a_part_of_a_state(store: sp.Store, tmp_path: Path) -> None:
     assert (list(found), list(found["model"])) == (["model", "step"], ["fc.bias"])
     bad(
         2,
-        "there is no such part; here are fc.weight, fc.bias",
+        "there is no such part; the keys here are fc.weight, fc.bias",
         "restore",
         store.url,
         tmp_path / "q.pt",
@@ -469,8 +514,8 @@ def test_what_dcp_does_not_keep_is_told(store: sp.Store, tmp_path: Path) -> None
     made.save(1, {"a": {1: torch.ones(2)}, "b": {}})
     code, _, err = run("restore", tmp_path / "s", tmp_path / "d", "--to", "dcp")
     assert code == 0
-    assert "1 keys that are no text become text" in err
-    assert "left out: b" in err
+    assert "1 keys that are not text become text" in err
+    assert "omitted: b" in err
     made.save(2, {"a": {1: torch.ones(2), "1": 3}})
     bad(2, "two keys become the same text", "restore", tmp_path / "s", tmp_path / "e", "--to", "dcp")
     made.save(3, [torch.ones(2)])
@@ -571,40 +616,40 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
         (1, "nowhere: No such file or directory", "verify nowhere"),
         (1, "nowhere: No such file or directory", "info nowhere"),
         (1, "nowhere: No such file or directory", "restore nowhere o.pt --parent a.pt"),
-        (1, r"\.: no store: it has no folder 'steps'", "ls ."),
+        (1, r"\.: not a store: it has no folder 'steps'", "ls ."),
         (1, "memory://nothing: holds no checkpoint", "gc memory://nothing"),
         (2, "url 'nosuch://x'", "ls nosuch://x"),
-        (1, r"a\.pt: no shrinkpoint file", "info a.pt"),
-        (1, r"a\.pt: no shrinkpoint file", "restore a.pt b.pt"),
+        (1, r"a\.pt: not a shrinkpoint file", "info a.pt"),
+        (1, r"a\.pt: not a shrinkpoint file", "restore a.pt b.pt"),
         (2, "step 7 is not in .*; it has 10, 20, 30", "info store --step 7"),
         (2, "step 'best' is not in", "restore store o.pt --step best"),
-        (2, "ends in none of", "restore store out"),
+        (2, "has none of the suffixes", "restore store out"),
         (2, "--to is 'zip'; it must be one of pt, safetensors, dcp", "restore store out --to zip"),
-        (2, "exists; say --force", "restore store a.pt"),
-        (2, "exists; say --force", "report store -o a.pt"),
-        (2, "--step is needed", "compress a.pt fresh"),
+        (2, "exists; use --force", "restore store a.pt"),
+        (2, "exists; use --force", "report store -o a.pt"),
+        (2, "--step or --step-from-name is needed", "compress a.pt fresh"),
         (2, "--step: the target x.spt is a single file", "compress a.pt x.spt --step 3"),
         (2, "--parent: the target store is a store", "compress a.pt store --step 4 --parent x.spt"),
         (2, "--base and --against", "compress a.pt store --step 4 --base --against 10"),
         (2, "step is -1", "compress a.pt fresh --step -1"),
         (2, "--under 'no': there is no such part", "compress a.pt x.spt --under no"),
         (1, r"none\.pt: No such file", "compress none.pt x.spt"),
-        (1, "is no folder of torch.distributed.checkpoint; a .pt", "compress . x.spt"),
+        (1, "is not a folder of torch.distributed.checkpoint; a .pt", "compress . x.spt"),
         (1, "store: is a store; a .pt or safetensors file", "compress store x.spt"),
         (1, "store: is a store; a .pt or safetensors file", "diff a.pt store"),
         (2, "url is ''; it must name a folder", "copy store ''"),
         (2, "timeout is nan; it must be a number in ", "gc store --timeout nan"),
         (2, "timeout is -1.0; it must be a number in ", "gc store --timeout -1"),
         (2, "step 7 is not in", "report store -o r.html --step 7"),
-        (2, "4 arguments; say STORE OLD NEW", "diff a b c d"),
+        (2, "4 arguments; give STORE OLD NEW", "diff a b c d"),
         (2, "max_cost is 0", "compact store --max-cost 0"),
         (2, "last is 0", "gc store --keep-last 0"),
-        (2, "--largest says nothing", "gc store --largest"),
+        (2, "--largest has no effect", "gc store --largest"),
         (2, "20 is not pinned", "unpin store 20"),
         (2, "a tag is 1 to 100 letters", "tag store 7 10"),
         (2, "has no tag 'x'", "untag store x"),
         (2, "metric is nan", "rate store 10 nan"),
-        (1, "store: no search result", "report store -o r.html --search a.pt"),
+        (1, "store: not a search result", "report store -o r.html --search a.pt"),
     ],
 )
 def test_mistakes_are_told_plainly(
@@ -614,7 +659,7 @@ def test_mistakes_are_told_plainly(
     save_pt(state(), Path("a.pt"))
     before = sorted(str(p) for p in tmp_path.rglob("*"))
     got, out, err = run(*shlex.split(words))
-    assert got == (2 if "no search result" in says else code), err
+    assert got == (2 if "not a search result" in says else code), err
     assert re.search(says.removeprefix("store: "), err), err
     assert err.count("\n") == 1, err
     assert out == ""
@@ -844,15 +889,15 @@ def test_force_replaces_files_and_folders(store: sp.Store, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("restore store store --to dcp", "store is what it would be made from"),
-        ("restore link store/../store --to dcp", "store is what it would be made from"),
-        ("restore store . --to dcp", "is around .*store, which it would be made from"),
-        ("restore store/data .. --to dcp", "is around .*data, which it would be made from"),
-        ("restore a.spt a.spt --to pt", "a.spt is what it would be made from"),
-        ("restore d.spt a.spt --parent a.spt --to pt", "a.spt is what it would be made from"),
-        ("restore a.spt store --to dcp", "store is a store, which --force does not replace"),
-        ("restore a.spt notes --to dcp", "notes is no DCP folder, which --force does not replace"),
-        ("restore a.spt notes --to pt", "notes is a folder, which --force does not replace"),
+        ("restore store store --to dcp", "store is also the input"),
+        ("restore link store/../store --to dcp", "store is also the input"),
+        ("restore store . --to dcp", "contains the input .*store"),
+        ("restore store/data .. --to dcp", "contains the input .*data"),
+        ("restore a.spt a.spt --to pt", "a.spt is also the input"),
+        ("restore d.spt a.spt --parent a.spt --to pt", "a.spt is also the input"),
+        ("restore a.spt store --to dcp", "store is a store, and --force does not replace it"),
+        ("restore a.spt notes --to dcp", "notes is not a DCP folder, and --force does not replace it"),
+        ("restore a.spt notes --to pt", "notes is a folder, and --force does not replace it"),
     ],
 )
 def test_force_replaces_nothing_that_is_read_and_no_other_folder(
@@ -874,7 +919,7 @@ def test_force_replaces_nothing_that_is_read_and_no_other_folder(
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
 def test_names_that_safetensors_does_not_have(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.spt").write_bytes(sp.compress({name: torch.ones(3)}).to_bytes())
-    bad(2, "safetensors cannot name an array", "restore", tmp_path / "a.spt", tmp_path / "a.safetensors")
+    bad(2, "safetensors does not allow the array name", "restore", tmp_path / "a.spt", tmp_path / "a.safetensors")
     good("restore", tmp_path / "a.spt", tmp_path / "a.pt")
     assert torch.equal(load_state(tmp_path / "a.pt")[name], torch.ones(3))
 
@@ -913,7 +958,7 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["ratio"] > 2
     wrong = shell("restore", "run", "w.safetensors", cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "shrinkpoint: w.safetensors exists; say --force to replace it\n"
+    assert wrong.stderr == "shrinkpoint: w.safetensors exists; use --force to replace it\n"
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
@@ -1031,7 +1076,7 @@ def test_warming_compiles_once_and_leaves_nothing_behind() -> None:
     files = fsspec.filesystem("memory")
     before = files.find("/")
     said = [good("warm", "--preset", "lossless") for _ in range(2)]
-    assert re.fullmatch(r"\d+ functions compiled in \d+ s; those that were there are as good\n", said[0])
+    assert re.fullmatch(r"\d+ functions compiled in \d+ s; those compiled before were kept\n", said[0])
     assert said[1].startswith("0 functions compiled")
     assert files.find("/") == before
     bad(2, "--preset is 'none'; it must be one of default, ", "warm", "--preset", "none")

@@ -74,4 +74,4 @@ def test_shards_that_do_not_fill_their_tensors_are_refused(folder: Path, tmp_pat
     dcp.save({"w": torch.zeros(4)}, storage_writer=writer, checkpoint_id=alone, no_dist=True)
     index = Reader(alone).read_metadata().storage_data
     (alone / ".metadata").write_bytes(replace(index, partial=True).to_bytes())
-    bad(1, "do not fill their tensors", "compress", alone, tmp_path / "o.spt")
+    bad(1, "do not cover their tensors", "compress", alone, tmp_path / "o.spt")

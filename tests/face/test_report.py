@@ -183,8 +183,23 @@ def test_large_runs_are_capped_and_say_so(tmp_path: Path, monkeypatch: pytest.Mo
     assert "7 steps, 10 to 70" in told
     assert "3 of the steps are shown, evenly spaced (at most 3)" in told
     assert "The largest 2 of 5 float arrays (at most 2)" in told
-    assert re.search(r"\d+ rarer choices are left out \(at most 2\)", told)
+    assert re.search(r"\d+ rarer choices are omitted \(at most 2 are shown\)", told)
     assert [t["path"] for t in tensors(source)] == ["model/emb.weight", "model/fc.weight"]
+
+
+def test_choices_that_differ_in_their_numbers_are_one_row(tmp_path: Path) -> None:
+    """Each delta of exact arrays notes the share of its elements that changed."""
+    store = sp.Store(tmp_path / "s", sp.Config([("w", sp.Changed())]))
+    x = torch.arange(40_000.0)
+    for step in range(1, 7):
+        x = x.clone()
+        x[: 40 * step] += 1
+        store.save(step, {"w": x})
+    notes = {note for s in collect(store, name="s").steps for _, _, note in s.choices}
+    assert len([note for note in notes if note.endswith("% changed")]) == 5
+    told = Parts(written(tmp_path / "s")).text
+    assert told.count("% changed") == 1
+    assert re.search(r"0\.2 to 0\.6 % changed", told)
 
 
 @given(st.lists(st.integers(), min_size=0, max_size=40, unique=True), st.integers(2, 9))
@@ -300,7 +315,7 @@ def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 def test_a_store_without_floats_or_metrics(tmp_path: Path) -> None:
     sp.Store(tmp_path / "s").save(0, {"n": torch.arange(5), "t": "x"})
     told = Parts(written(tmp_path / "s")).text
-    for expected in ("Every array of every step is exact", "None is recorded", "No float array can be read"):
+    for expected in ("Every array of every step is exact", "No metric is recorded", "No float array can be read"):
         assert expected in told
 
 

@@ -1,1 +1,1 @@
-"""The commands of the command line, a small group a module; what is heavy is imported when a command runs."""
+"""The commands of the command line; heavy modules are imported when a command runs."""

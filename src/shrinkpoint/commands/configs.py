@@ -1,4 +1,4 @@
-"""How to compress, from the options of a command."""
+"""The configuration from the options of a command."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..demo.config import presets
 def config(
     preset: str | None, file: Path | None, rate: float | None = None, max_rel_error: float | None = None
 ) -> Config:
-    """The configuration that is asked for.
+    """Return the configuration that the options of a command choose.
 
     Args:
-        preset: a name of `demo.config.presets`; None: as `file` says, else "default".
+        preset: a name of `demo.config.presets`; None: the configuration in `file`, else "default".
         file: JSON of `Config.to_json`, or None.
-        rate: in place of the configuration's own, or None.
-        max_rel_error: in place of the configuration's own, or None.
+        rate: replaces the rate of the configuration, unless None.
+        max_rel_error: replaces the error limit of the configuration, unless None.
 
     Raises:
-        BadArgumentError: both a preset and a file; an unknown preset; a file that is no configuration; out of range.
+        BadArgumentError: both a preset and a file; an unknown preset; a file that is not a configuration; out of range.
         OSError: the file cannot be read.
     """
     if preset is not None and file is not None:
-        raise BadArgumentError("--preset and --config are both given; say one of them")
+        raise BadArgumentError("--preset and --config are both given; use one of them")
     if file is not None:
         found = _read(file)
     else:
@@ -46,7 +46,7 @@ def _read(file: Path) -> Config:
     try:
         data = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise BadArgumentError(f"{file}: no JSON: {str(error)[:200]}") from None
+        raise BadArgumentError(f"{file}: not JSON: {str(error)[:200]}") from None
     try:
         return Config.from_json(data)
     except BadArgumentError as error:

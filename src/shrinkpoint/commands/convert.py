@@ -1,124 +1,195 @@
-"""`compress` and `restore`: from the files of others to a store or a checkpoint file, and back."""
+"""`compress` and `restore`: convert from and to files of other formats."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import AsJson, Force, Parents, Step
-from .output import busy, emit, line, note, size
+from .options import AsJson, Coding, Force, InStore, Parents, Step
+from .output import busy, emit, line, listed, note, size
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
     from ..codec.config import Config
 
 ENDING = ".spt"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+STEP_WORDS = ("step", "iter(?:ation)?", "checkpoint|ckpt", "epoch")
+"""Words before the step in the name of a checkpoint; the first in this list that a name has decides."""
 
 
 def compress(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .pt or safetensors file, or a DCP folder.")],
-    target: Annotated[
-        str, typer.Argument(metavar="FILE.spt|STORE", help="What ends in .spt is a single file, all else a store.")
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="SOURCE", help="A .pt or safetensors file, or a DCP folder; or several of them."),
     ],
-    step: Annotated[int | None, typer.Option(help="The step it is in the store; needed for one.")] = None,
+    target: Annotated[
+        str, typer.Argument(metavar="FILE.spt|STORE", help="A single file if it ends in .spt, otherwise a store.")
+    ],
+    in_store: InStore,
     parents: Annotated[
         list[Path] | None,
         typer.Option(
             "--parent",
-            help="For a file: a .spt file to store a delta against, first; then the rest of its chain, in any order.",
+            help="For a file: the .spt file to store a delta against; then the rest of its chain, in any order.",
         ),
     ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(help="For a store: step or tag to store a delta against; by default the newest intact one."),
-    ] = None,
-    base: Annotated[bool, typer.Option("--base", help="For a store: no delta, whatever is there.")] = False,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="How to compress: default, lossless, inshrinkerator, lc-checkpoint, check-n-run or bitsnap."),
-    ] = None,
-    rate: Annotated[float | None, typer.Option(help="Lambda of the rate-distortion encoder, 0 or more.")] = None,
-    max_rel_error: Annotated[
-        float | None, typer.Option(help="Relative L2 error that no array may exceed, between 0 and 1.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="A configuration as Config.to_json writes it.")
-    ] = None,
+    *,
+    coding: Coding,
     under: Annotated[str, typer.Option(help="Only the part of the state at this path.")] = "",
-    metric: Annotated[float | None, typer.Option(help="For a store: how good the model is.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compress a checkpoint of another format.
+    """Compress a checkpoint of another format, or a series of them to a chain of deltas.
 
-    Nothing in the source is executed: a .pt file or DCP folder that holds more than tensors and plain values is
-    refused.
+    Nothing in a source is executed: a .pt file or DCP folder that holds more than tensors and plain values is refused.
     """
-    from ..codec.errors import BadArgumentError
-    from .configs import config as configured
-    from .foreign import load_state
+    from .configs import config
+    from .interchange import load_state
     from .sources import subtree
 
-    cfg = configured(preset, config, rate, max_rel_error)
+    cfg = config(coding.preset, coding.config, coding.rate, coding.max_rel_error)
+    numbered = _placed(sources, target, in_store, parents)
+    for source in sources:
+        os.stat(source)
+
+    def load(source: Path) -> Any:
+        with busy(f"reading {source}"):
+            state = load_state(source)
+            return _root(subtree(state, under), under) if under else state
+
+    if numbered is None:
+        from .files import check_free
+
+        check_free(Path(target), force)
+        state = load(sources[0])
+        with busy("compressing"):
+            ckpt = _to_file(state, Path(target), parents or [], cfg, force)
+        _print_saved(ckpt, {"file": target}, as_json)
+        return
+    _check_steps(target, numbered, force)
+    saved = []
+    for number, ckpt in _to_store(numbered, load, target, in_store, cfg):
+        where = {"store": target, "step": number}
+        saved.append(_saved_fields(ckpt, where))
+        if not as_json:
+            _print_saved(ckpt, where, as_json=False)
+    if as_json:
+        emit({"store": target, "steps": saved} if in_store.step_from_name else saved[0])
+
+
+def _placed(
+    sources: Sequence[Path], target: str, in_store: InStore, parents: list[Path] | None
+) -> dict[int, Path] | None:
+    """The sources by step, or None where the target is a single file.
+
+    Raises:
+        BadArgumentError: options that contradict each other or the target.
+    """
+    from ..codec.errors import BadArgumentError
+
     single = target.endswith(ENDING)
     misplaced = {
-        "--step": single and step is not None,
-        "--against": single and against is not None,
-        "--base": single and base,
-        "--metric": single and metric is not None,
+        "--step": single and in_store.step is not None,
+        "--step-from-name": single and in_store.step_from_name,
+        "--against": single and in_store.against is not None,
+        "--base": single and in_store.base,
+        "--metric": single and in_store.metric is not None,
         "--parent": not single and bool(parents),
     }
     for option, wrong in misplaced.items():
         if wrong:
             kind = "a single file" if single else f"a store; one file ends in {ENDING}"
             raise BadArgumentError(f"{option}: the target {target} is {kind}")
-    if base and against is not None:
-        raise BadArgumentError("--base and --against are both given; say one of them")
+    if in_store.base and in_store.against is not None:
+        raise BadArgumentError("--base and --against are both given; use one of them")
+    if in_store.step_from_name and (in_store.step is not None or in_store.metric is not None):
+        raise BadArgumentError("--step-from-name: neither --step nor --metric may be given with it")
+    if len(sources) > 1 and not in_store.step_from_name:
+        raise BadArgumentError(f"{len(sources)} sources are given; several need --step-from-name and a store")
     if single:
-        from .files import check_free
+        return None
+    if in_store.step_from_name:
+        return steps_from_names(sources)
+    if in_store.step is None:
+        raise BadArgumentError(
+            f"--step or --step-from-name is needed for the store {target} (a single file ends in {ENDING})"
+        )
+    return {in_store.step: sources[0]}
 
-        check_free(Path(target), force)
-    elif step is None:
-        raise BadArgumentError(f"--step is needed for the store {target} (a single file ends in {ENDING})")
-    else:
-        _check_step(target, step, force)
-    with busy(f"reading {source}"):
-        state = load_state(source)
-        if under:
-            state = _root(subtree(state, under), under)
-    with busy("compressing"):
-        if single:
-            ckpt = _to_file(state, Path(target), parents or [], cfg, force)
-            where: dict[str, Any] = {"file": target}
-        else:
-            assert step is not None
-            ckpt, where = _to_store(state, target, step, against, base, cfg, metric)
+
+def steps_from_names(paths: Sequence[Path]) -> dict[int, Path]:
+    """The steps of files by their names, ascending.
+
+    A step is the number after the word step, iteration, checkpoint or epoch, the first of these that the name has, or
+    the only number in the name.
+
+    Raises:
+        BadArgumentError: a name has no such number or several, or two names have the same one.
+
+    Example:
+        >>> list(steps_from_names([Path("epoch=3-step=900.ckpt"), Path("epoch=0-step=300.ckpt")]))
+        [300, 900]
+    """
+    from ..codec.errors import BadArgumentError
+
+    found: dict[int, Path] = {}
+    for path in paths:
+        name = path.name.removesuffix(path.suffix) if path.suffix in SUFFIXES else path.name
+        named = (re.search(rf"(?:{word})s?[-_=. ]*(\d+)", name, re.IGNORECASE) for word in STEP_WORDS)
+        numbers = re.findall(r"\d+", name)
+        match = next((m for m in named if m is not None), None)
+        if match is None and len(numbers) != 1:
+            what = "several numbers" if numbers else "no number"
+            raise BadArgumentError(
+                f"--step-from-name: {path.name} has {what} in its name, of which none follows 'step'"
+            )
+        step = int(match.group(1) if match is not None else numbers[0])
+        if step in found:
+            raise BadArgumentError(f"--step-from-name: {found[step].name} and {path.name} are both step {step}")
+        found[step] = path
+    return dict(sorted(found.items()))
+
+
+def _saved_fields(ckpt: Checkpoint, where: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"nbytes": ckpt.nbytes, "raw_nbytes": ckpt.raw_nbytes, "ratio": ckpt.ratio}
+    delta = {"id": ckpt.id, "delta": ckpt.is_delta, "parent": ckpt.parent_id}
+    return where | sizes | delta | {"worst_errors": _worst_errors(ckpt)}
+
+
+def _worst_errors(ckpt: Checkpoint) -> dict[str, float]:
     errors = [row for row in ckpt.summary() if row.measure != "exact"]
-    worst = {m: max(r.error for r in errors if r.measure == m) for m in sorted({r.measure for r in errors})}
+    return {m: max(r.error for r in errors if r.measure == m) for m in sorted({r.measure for r in errors})}
+
+
+def _print_saved(ckpt: Checkpoint, where: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        sizes = {"nbytes": ckpt.nbytes, "raw_nbytes": ckpt.raw_nbytes, "ratio": ckpt.ratio}
-        emit(where | sizes | {"id": ckpt.id, "delta": ckpt.is_delta, "parent": ckpt.parent_id, "worst_errors": worst})
+        emit(_saved_fields(ckpt, where))
         return
     kind = "delta" if ckpt.is_delta else "base"
     to = ", ".join(map(str, where.values()))
     line(f"{size(ckpt.raw_nbytes)} -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}, {kind}: {to}")
-    told = ", ".join(f"{measure} {error:.3g}" for measure, error in worst.items())
-    line(f"largest error of an array: {told}" if told else "every array is exact")
+    worst = ", ".join(f"{measure} {error:.3g}" for measure, error in _worst_errors(ckpt).items())
+    line(f"largest error of an array: {worst}" if worst else "every array is exact")
 
 
-def _check_step(url: str, step: int, force: bool) -> None:
+def _check_steps(url: str, steps: Iterable[int], force: bool) -> None:
     from ..codec.errors import BadArgumentError
     from ..store.store import Store
 
-    if step in Store(url).steps() and not force:
-        raise BadArgumentError(f"{url} has a step {step}; say --force to replace it")
+    taken = sorted(set(Store(url).steps()) & set(steps))
+    if taken and not force:
+        names = f"step {taken[0]}" if len(taken) == 1 else f"steps {listed([str(s) for s in taken])}"
+        raise BadArgumentError(f"{url} already has {names}; --force replaces {'it' if len(taken) == 1 else 'them'}")
 
 
 def _root(state: Any, under: str) -> Any:
-    """What is left must be a tree: one array alone is put into a dict, under its name."""
+    """The state as a tree: a single array is put into a dict, under its name."""
     return state if isinstance(state, (dict, list, tuple)) else {under.rpartition("/")[2]: state}
 
 
@@ -134,19 +205,32 @@ def _to_file(state: Any, target: Path, parents: list[Path], cfg: Config, force: 
 
 
 def _to_store(
-    state: Any, url: str, step: int, against: str | None, base: bool, cfg: Config, metric: float | None
-) -> tuple[Checkpoint, dict[str, Any]]:
+    sources: dict[int, Path],
+    load: Callable[[Path], Any],
+    url: str,
+    options: InStore,
+    cfg: Config,
+) -> Iterator[tuple[int, Checkpoint]]:
+    """Save each source under its step, each as a delta against the one before.
+
+    The options choose the parent of the first one.
+    """
     from ..store.store import Store
     from .sources import newest_intact, parse_step
 
     store = Store(url, cfg)
-    # Loading is what tells a store what the next delta is against.
-    if against is not None:
-        store.load(parse_step(against), count=False)
-    elif not base and store.steps():
-        newest_intact(store, lambda s: store.load(s, count=False))
-    saved = store.save(step, state, metric=metric)
-    return saved.checkpoint, {"store": url, "step": step}
+    first = True
+    for step, source in sources.items():
+        state = load(source)
+        with busy(f"compressing {source}"):
+            if first:  # loading a step makes it the parent of the next save
+                if options.against is not None:
+                    store.load(parse_step(options.against), count=False)
+                elif not options.base and store.steps():
+                    newest_intact(store, lambda s: store.load(s, count=False))
+                first = False
+            saved = store.save(step, state, metric=options.metric)
+        yield step, saved.checkpoint
 
 
 def restore(
@@ -154,21 +238,21 @@ def restore(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="A .pt or .safetensors file, or a folder for DCP.")],
     step: Step = None,
     parents: Parents = None,
-    to: Annotated[str | None, typer.Option(help="pt, safetensors or dcp; by default as the output ends.")] = None,
+    to: Annotated[str | None, typer.Option(help="pt, safetensors or dcp; by default from the output's suffix.")] = None,
     paths: Annotated[
         list[str] | None,
-        typer.Option("--paths", help="Only what matches this shell glob, and no more is read; a store's; repeatable."),
+        typer.Option("--paths", help="For a store: read only arrays that match this shell glob; repeatable."),
     ] = None,
     under: Annotated[str, typer.Option(help="Only the part of the state at this path, as the root.")] = "",
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Restore a checkpoint to a format of others.
+    """Restore a checkpoint to a file or folder of another format.
 
-    Without --step the newest intact step of a store is taken; those passed over are named. This is not counted as a
-    restore of the run.
+    Without --step the newest intact step of a store is taken, and damaged newer ones are named. This does not count as
+    a restore of the run.
     """
-    from .foreign import check_target, format_of, save_state
+    from .interchange import check_target, format_of, save_state
     from .sources import subtree
 
     kind = format_of(target, to)
@@ -195,18 +279,18 @@ def _state(
     if Path(source).is_file():
         for option, given in (("--step", step), ("--paths", paths)):
             if given:
-                raise BadArgumentError(f"{option}: {source} is a file, no store")
+                raise BadArgumentError(f"{option}: {source} is a file, not a store")
         return decompress(resolved(Path(source), parents or [])), {"file": source}
     if parents and not is_url(source):
         os.stat(source)
     if parents:
-        raise BadArgumentError(f"--parent: {source} is a store, which knows its chains")
+        raise BadArgumentError(f"--parent: {source} is a store, which finds parents by itself")
     store = open_store(source)
     if step is None:
         number, state = newest_intact(store, lambda s: store.load(s, paths, count=False))
         newest = store.steps()[-1]
         if number != newest:
-            note(f"warning: restored step {number}, not {newest}")
+            note(f"warning: restored step {number} instead of {newest}")
     else:
         number, state = store.describe(parse_step(step)).step, store.load(parse_step(step), paths, count=False)
     return state, {"store": source, "step": number}

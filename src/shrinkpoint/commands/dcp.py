@@ -1,8 +1,8 @@
-"""Folders of torch.distributed.checkpoint, read without trusting them.
+"""Read folders of torch.distributed.checkpoint without executing anything in them.
 
-Their metadata is a pickle, and so is everything in them that is no tensor; torch unpickles both with all of pickle's
-powers. Here the metadata may name the few classes it consists of and nothing else, values are loaded by
-`torch.load(weights_only=True)`, and the files must lie in the folder. Folders of `shrinkpoint.trainers.dcp.Writer`,
+Their metadata is a pickle, and so is every value in them that is not a tensor; torch unpickles both without limits.
+Here the metadata may name the few classes it consists of and nothing else, values are loaded by
+`torch.load(weights_only=True)`, and the files must be in the folder. Folders of `shrinkpoint.trainers.dcp.Writer`,
 whose metadata is JSON, are read by its own reader.
 """
 
@@ -59,11 +59,14 @@ class _Unpickler(pickle.Unpickler):
             return _nowhere
         elif name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise UnsupportedLeafError(f"its metadata names {module}.{name}, which no checkpoint needs")
+        raise UnsupportedLeafError(f"its metadata names {module}.{name}, which is not allowed in a checkpoint")
 
 
 def _nowhere(*_parts: object) -> None:
-    """In place of the path where the checkpoint once lay: of no use here, and one of Windows cannot be made."""
+    """Stand in for the former path of the checkpoint, which is not used.
+
+    A Windows path could not be created on another system.
+    """
 
 
 def is_dcp(path: Path) -> bool:
@@ -72,13 +75,13 @@ def is_dcp(path: Path) -> bool:
 
 
 def load_dcp(folder: Path) -> dict[str, Any]:
-    """The state in a folder of torch.distributed.checkpoint, by whichever storage writer, its shards put together.
+    """Load the state in a folder of torch.distributed.checkpoint, with its shards joined.
 
     Raises:
         CorruptDataError: it cannot be read.
-        MissingParentError: a file of one of our folders is gone.
-        NewerFormatError: one of our folders, written by a newer version.
-        UnsupportedLeafError: it needs more of pickle than plain values.
+        MissingParentError: a file of a folder written by shrinkpoint is missing.
+        NewerFormatError: the folder was written by a newer version of shrinkpoint.
+        UnsupportedLeafError: it holds pickled objects that are not plain values.
     """
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
@@ -120,18 +123,18 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _ours(folder: Path) -> tuple[Any, Any]:
-    """Reader and metadata of a folder that our own storage writer made."""
+    """Reader and metadata of a folder that shrinkpoint's storage writer wrote."""
     from ..trainers.dcp import Reader
 
     reader = Reader(folder)
     metadata = reader.read_metadata()
     if metadata.storage_data.partial:
-        raise CorruptDataError(f"{folder / METADATA}: the shards saved here do not fill their tensors")
+        raise CorruptDataError(f"{folder / METADATA}: the shards in it do not cover their tensors")
     return reader, metadata
 
 
 def _theirs(folder: Path) -> tuple[Any, Any]:
-    """Reader and metadata of a folder that torch's storage writer made."""
+    """Reader and metadata of a folder that torch's storage writer wrote."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = _metadata(folder)
@@ -144,10 +147,10 @@ def _theirs(folder: Path) -> tuple[Any, Any]:
 
 
 def load_plain(file: Any, where: str) -> Any:
-    """`torch.load` of tensors, NumPy arrays of numbers and plain values; nothing in the file is ever executed.
+    """Load tensors, NumPy arrays of numbers and plain values of `torch.save`, executing nothing.
 
     Raises:
-        CorruptDataError: it is no such file, or damaged.
+        CorruptDataError: it is another file, or damaged.
         UnsupportedLeafError: it holds other objects.
     """
     import torch
@@ -158,8 +161,11 @@ def load_plain(file: Any, where: str) -> Any:
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is not None:
-            raise UnsupportedLeafError(f"{where}: holds {named.group(1)}, which is no tensor or plain value") from None
-        # The reason stands last in a page of advice.
+            raise UnsupportedLeafError(
+                f"{where}: holds a pickled object of {named.group(1)}, which is neither a tensor nor a plain value; "
+                "save the state_dict() of a module, not the module"
+            ) from None
+        # The reason is the last line, after a page of advice.
         reasons = str(error).partition("Check the documentation")[0].strip().split("\n")
         raise CorruptDataError(f"{where}: cannot be loaded without pickle: {reasons[-1][:300]}") from None
     except OSError as error:
@@ -168,17 +174,17 @@ def load_plain(file: Any, where: str) -> Any:
         raise CorruptDataError(f"{where}: cannot be read as a file of torch.save: {_first_line(error)}") from None
     except (ShrinkpointError, MemoryError):
         raise
-    except Exception as error:  # what is no such file makes torch and pickle fail in any way
+    except Exception as error:  # torch and pickle raise almost anything for other files
         said = _first_line(error)
-        if isinstance(error, EOFError):
-            said = "it ends too early"
-        elif isinstance(error, LookupError):  # of what the pickle machine looked up, which says nothing to anyone
+        if isinstance(error, EOFError) or "unexpected EOF" in said:
+            said = "the file is truncated"
+        elif isinstance(error, LookupError):  # a look-up inside pickle, whose text is not understandable
             said = f"it is neither its archive nor a pickle ({type(error).__name__}: {said})"
         raise CorruptDataError(f"{where}: cannot be read as a file of torch.save: {said[:300]}") from None
 
 
 def _numpy_globals() -> list[Any]:
-    """What a pickle of NumPy arrays of numbers needs, by the names of NumPy 1 and 2."""
+    """The globals in a pickle of NumPy arrays of numbers, under the names of NumPy 1 and 2."""
     import numpy as np
 
     core = import_module("numpy._core.multiarray")
@@ -199,9 +205,9 @@ def _metadata(folder: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
-        raise CorruptDataError(f"{folder / METADATA}: no metadata: {_first_line(error)}") from None
+        raise CorruptDataError(f"{folder / METADATA}: not DCP metadata: {_first_line(error)}") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise CorruptDataError(f"{folder / METADATA}: no metadata of a distributed checkpoint")
+        raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint")
     root = os.path.realpath(folder)
     for info in found.storage_data.values():
         name = getattr(info, "relative_path", None)
@@ -212,7 +218,10 @@ def _metadata(folder: Path) -> Any:
 
 
 def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
-    """The tree that was flattened: text for the keys of dicts, integers for places in lists."""
+    """Rebuild the tree from its flat form.
+
+    In `paths` text stands for keys of dicts, and integers for positions in lists.
+    """
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     paths = paths or {}
@@ -220,7 +229,7 @@ def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
     try:
         tree: dict[str, Any] = unflatten_state_dict(ordered, {name: paths.get(name, (name,)) for name in ordered})
     except (TypeError, AttributeError, IndexError, KeyError) as error:
-        raise CorruptDataError(f"{folder / METADATA}: its paths are no tree: {_first_line(error)}") from None
+        raise CorruptDataError(f"{folder / METADATA}: its paths do not form a tree: {_first_line(error)}") from None
     return tree
 
 
@@ -239,7 +248,7 @@ def save_dcp(state: dict[str, Any], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch warns that one process works alone and of how a file was pickled, and logs what it raises."""
+    """Suppress torch's warnings about single processes and pickles, and its log of errors."""
     logger = logging.getLogger("torch.distributed")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -252,7 +261,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _plain_error(folder: Path, error: BaseException) -> BaseException:
-    """What lies beneath the wrapping of torch (a Ctrl-C too), as one of our errors."""
+    """The cause of an error that torch has wrapped (also Ctrl-C), as an error of this package."""
     causes = list(getattr(error, "failures", {}).values())
     cause = causes[0][0] if causes else error
     if isinstance(cause, (ShrinkpointError, OSError, MemoryError)):

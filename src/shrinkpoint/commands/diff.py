@@ -1,4 +1,4 @@
-"""`diff`: what changed between two checkpoints, array by array."""
+"""`diff`: compare two checkpoints array by array."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ..codec.state.leaves import LeafSpec
 
 SHOWN = 40
-"""Plain values that differ are listed up to so many; JSON has all."""
+"""Maximum number of differing plain values that are listed; JSON has all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two: how its arrays are had, one at a time, and its plain values.
+    """One of the two checkpoints: its arrays, decoded one at a time, and its plain values.
 
     Args:
-        arrays: path -> spec, stored bytes (None where it is no checkpoint of ours), and what makes the flat values.
+        arrays: path -> spec, stored bytes (None for other formats), and a function that returns the flat values.
         values: path -> plain value.
         nbytes: stored bytes, or None.
     """
@@ -40,16 +40,16 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of one array.
+    """The difference of one array.
 
     Args:
         path: keys joined by "/".
         what: "same", "changed", "added", "removed", or "other" where dtype or shape differ.
-        relative_l2: ||new - old|| / ||old||; None where there is no such number.
+        relative_l2: ||new - old|| / ||old||; None where it is not defined.
         changed_share: share of elements whose bits differ.
-        elements: of the new array, or the old one where that is gone.
-        stored_old: stored bytes, None where not there or not ours.
-        stored_new: the same of the new one.
+        elements: number of elements of the new array, or of the old one if it was removed.
+        stored_old: stored bytes of the old array; None if it is missing or of another format.
+        stored_new: the same for the new array.
     """
 
     path: str
@@ -66,29 +66,29 @@ def diff(
         list[str], typer.Argument(metavar="STORE OLD NEW | OLD NEW", help="Two steps of a store, or two files.")
     ],
     parents: Parents = None,
-    changed_only: Annotated[bool, typer.Option("--changed", help="Leave out arrays that are the same.")] = False,
+    changed_only: Annotated[bool, typer.Option("--changed", help="Omit arrays that are the same.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what changed between two checkpoints: relative L2, share of elements that changed, bytes, for each array.
+    """Compare two checkpoints by relative L2 distance, changed elements and bytes per array.
 
-    A file may be one of ours, a .pt, a safetensors file, or a DCP folder. Compared is what a restore gives.
+    A file is a .spt, .pt or safetensors file, or a DCP folder. The restored values are compared.
     """
     from ..codec.errors import BadArgumentError
-    from .foreign import is_spt
+    from .interchange import is_spt
     from .sources import open_store, parse_step
 
     with busy("reading"):
         if len(things) == 3:
             if parents:
-                raise BadArgumentError("--parent: a store knows its chains")
+                raise BadArgumentError("--parent: a store finds parents by itself")
             store = open_store(things[0])
             old, new = (_of_checkpoint(store.read(parse_step(step))) for step in things[1:])
         elif len(things) == 2:
             paths = [Path(thing) for thing in things]
-            beside = [*(parents or []), *(path for path in paths if is_spt(path))]  # one may be the other's parent
-            old, new = (_of_path(path, beside) for path in paths)
+            known = [*(parents or []), *(path for path in paths if is_spt(path))]  # one may be the other's parent
+            old, new = (_of_path(path, known) for path in paths)
         else:
-            raise BadArgumentError(f"{len(things)} arguments; say STORE OLD NEW, or two files")
+            raise BadArgumentError(f"{len(things)} arguments; give STORE OLD NEW, or two files")
     with busy("comparing"):
         changes = compare(old, new)
         values = list(_value_changes(old.values, new.values))
@@ -108,8 +108,8 @@ def diff(
     counts = {what: sum(c.what == what for c in changes) for what in dict.fromkeys(c.what for c in changes)}
     sizes = [f"{size(side.nbytes)}" if side.nbytes is not None else "?" for side in (old, new)]
     line()
-    told = ", ".join(f"{n} {what}" for what, n in counts.items()) or "none"
-    line(f"arrays: {told}; plain values: {len(values)} differ; stored {' -> '.join(sizes)}")
+    summary = ", ".join(f"{n} {what}" for what, n in counts.items()) or "none"
+    line(f"arrays: {summary}; plain values: {len(values)} differ; stored {' -> '.join(sizes)}")
 
 
 def _show(changes: list[Change], values: list[tuple[str, Any, Any]]) -> None:
@@ -137,7 +137,7 @@ def _show(changes: list[Change], values: list[tuple[str, Any, Any]]) -> None:
 
 class _Missing:
     def __repr__(self) -> str:
-        return "(not there)"
+        return "(missing)"
 
 
 MISSING = _Missing()
@@ -153,7 +153,7 @@ def _json(value: Any) -> Any:
 
 
 def _of_path(path: Path, parents: list[Path]) -> Side:
-    from .foreign import is_spt, load_state
+    from .interchange import is_spt, load_state
     from .sources import resolved
 
     return _of_checkpoint(resolved(path, parents)) if is_spt(path) else _of_state(load_state(path))
@@ -198,7 +198,7 @@ def _of_state(state: Any) -> Side:
 
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
-    """Each item under its path, or where two have the same path under its key, which no other has."""
+    """Each item under its path, or under its unique key where two items have the same path."""
     from collections import Counter
 
     times = Counter(names(item)[0] for item in items)
@@ -211,7 +211,7 @@ _ARRAY = object()
 
 
 def _plain_values(state: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves that are no arrays, by path."""
+    """The leaves that are not arrays, by path."""
     from ..codec.state.leaves import is_array
 
     stack: list[tuple[str, Any]] = [("", state)]
@@ -231,13 +231,13 @@ def _plain_values(state: Any) -> Iterator[tuple[str, Any]]:
 def _value_changes(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for path in dict.fromkeys([*old, *new]):
         a, b = old.get(path, MISSING), new.get(path, MISSING)
-        # A NaN is what it was.
+        # Two NaNs count as equal.
         if type(a) is not type(b) or (a != b and not (a != a and b != b)):
             yield path, a, b
 
 
 def compare(old: Side, new: Side) -> list[Change]:
-    """What became of each array, those of the new side first."""
+    """The difference of each array, arrays of the new side first."""
     changes = []
     for path in dict.fromkeys([*new.arrays, *old.arrays]):
         a, b = old.arrays.get(path), new.arrays.get(path)
@@ -256,10 +256,10 @@ def compare(old: Side, new: Side) -> list[Change]:
 
 
 def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
-    """Relative L2 distance of two flat arrays of the same kind, and the share of elements whose bits differ.
+    """Relative L2 distance of two flat arrays, and the share of elements whose bits differ.
 
-    Elements whose bits are the same are equal, whatever they are (NaN, infinity). The distance is None where values are
-    no numbers, NaN or infinite where they are not finite, infinite where all old values are zero and the new are not.
+    Elements with equal bits are equal, also NaN and infinity. The distance is None for values that are not numbers, NaN
+    or infinite for values that are not finite, and infinite if all old values are zero and the new ones are not.
 
     Example:
         >>> import numpy as np
@@ -291,7 +291,7 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
 
     parts = map_chunks(one, range(0, len(new), CHUNK))
     count, square, norm = (sum(part[i] for part in parts) for i in range(3))
-    # Of foreign byte orders the bytes are at hand, not the elements.
+    # For arrays of another byte order `new` holds bytes, not elements.
     share = count / len(new)
     if not numbers or len(new) != spec.size:
         return None, share

@@ -1,4 +1,4 @@
-"""Output files and folders of commands: whole under their names or not there, and never over what was there unasked."""
+"""Output files and folders of commands, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,54 +12,58 @@ from pathlib import Path
 from ..kernels.errors import BadArgumentError
 from ..store import local
 from ..store.files import TEMPORARY, one_name
+from ..store.permissions import follow_umask
 
 
 def check_free(target: Path, force: bool) -> None:
-    """Raise BadArgumentError where something is that may not be replaced; before the work, and again after it."""
+    """Raise BadArgumentError if the target exists and may not be replaced."""
     if os.path.lexists(target) and not force:
-        raise BadArgumentError(f"{target} exists; say --force to replace it")
+        raise BadArgumentError(f"{target} exists; use --force to replace it")
 
 
 def check_apart(target: Path, read: Iterable[str]) -> None:
-    """Raise BadArgumentError where an output is what it is made from, a folder around that, or a file within it.
+    """Raise BadArgumentError if an output would overwrite an input or a part of one.
 
-    Directly in a folder that is read there may be others: a report beside the folders of a store.
+    New files directly in an input folder are allowed, such as a report next to the folders of a store.
 
     Args:
         target: the output.
-        read: files, folders and URLs.
+        read: the inputs: files, folders and URLs.
     """
     own = Path(os.path.realpath(target))
     for name in map(one_name, read):
         path = Path(name)
         if own == path:
-            raise BadArgumentError(f"the output {target} is what it would be made from")
+            raise BadArgumentError(f"the output {target} is also the input")
         if own in path.parents:
-            raise BadArgumentError(f"the output {target} is around {name}, which it would be made from")
+            raise BadArgumentError(f"the output {target} contains the input {name}")
         if path in own.parent.parents and own.exists():
-            raise BadArgumentError(f"the output {target} is a part of {name}, which it would be made from")
+            raise BadArgumentError(f"the output {target} is a part of the input {name}")
 
 
 def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> None:
-    """Let `write(path)` write a file under a temporary name, make it durable, then give it its name.
+    """Write a file under a temporary name with `write(path)`, make it durable, and rename it.
+
+    Its permissions follow the umask.
 
     Args:
-        target: its name; its folder is made if need be.
-        force: whether it may replace a file.
-        write: writes the file at the path that it is given.
+        target: the final name; its folder is created if necessary.
+        force: whether the file may replace another.
+        write: writes the file at the path passed to it.
 
     Raises:
-        BadArgumentError: the name is taken.
+        BadArgumentError: the target exists.
     """
     check_free(target, force)
     temporary = _temporary(target)
     try:
         try:
             write(temporary)
+            follow_umask(str(temporary))
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
         except OSError as error:
-            error.filename = error.filename or str(target)  # a full disk is met in a write, which knows no name
+            error.filename = error.filename or str(target)  # a write to a full disk raises without a name
             raise
         if force:
             os.replace(temporary, target)
@@ -76,7 +80,7 @@ def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> No
 
 
 def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> None:
-    """The same for a folder: `write(path)` makes it and all that is in it, synced; see `write_file`."""
+    """As `write_file`, for a folder: `write(path)` creates it with all its files, synced."""
     check_free(target, force)
     temporary = _temporary(target)
     former: Path | None = None
@@ -90,7 +94,7 @@ def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> 
             if former is not None:
                 os.rename(target, former)
             os.rename(temporary, target)
-        except BaseException:  # a Ctrl-C between the two as well
+        except BaseException:  # also for Ctrl-C between the two calls
             if former is not None and os.path.lexists(former) and not os.path.lexists(target):
                 os.rename(former, target)
             raise
@@ -105,9 +109,9 @@ def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> 
 
 
 def _temporary(target: Path) -> Path:
-    """A free name beside a target."""
+    """A free temporary name in the folder of a target."""
     if not target.name:
-        raise BadArgumentError(f"{target} is no name for an output")
+        raise BadArgumentError(f"{target} is not a name for an output")
     local.make_folder(str(target.parent.absolute()))
     names = (target.parent / f"{TEMPORARY}{os.getpid()}-{n}-{target.name}" for n in itertools.count())
     return next(name for name in names if not os.path.lexists(name))

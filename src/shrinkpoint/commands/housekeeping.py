@@ -1,4 +1,4 @@
-"""Commands that change a store: `compact`, `gc`, `drop`, `pin`, `unpin`, `tag`, `untag`, `rate`, `copy`."""
+"""The commands that change a store, and `copy`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag
 
 def compact(
     store: StoreUrl,
-    max_cost: Annotated[float, typer.Option(help="Of restoring any step, in multiples of a base, at least 1.")] = 2.5,
+    max_cost: Annotated[
+        float, typer.Option(help="Largest cost of restoring a step, in multiples of a base, at least 1.")
+    ] = 2.5,
     as_json: AsJson = False,
 ) -> None:
-    """Shorten long chains, so that restoring is quick. Every step stays loadable meanwhile; `gc` frees what is left.
+    """Shorten long chains, so that restoring is quick.
 
-    Ends with 1 if steps stay as they are because they are not intact.
+    Every step stays loadable; `gc` removes the former files.
+
+    Exit code 1 if steps are left unchanged because they are not intact.
     """
     from ..store.store import NotCompactedWarning
     from .sources import open_store
@@ -33,7 +37,7 @@ def compact(
     if as_json:
         emit({"store": store, "changed": changed, "problems": problems})
     else:
-        line(f"{len(changed)} steps are stored otherwise than before; `shrinkpoint gc` frees their former files")
+        line(f"{len(changed)} steps are stored differently now; `shrinkpoint gc` removes their former files")
         for problem in problems:
             line(f"NOT COMPACTED: {problem}")
     if problems:
@@ -42,17 +46,17 @@ def compact(
 
 def gc(
     store: StoreUrl,
-    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest steps.")] = None,
-    keep_every: Annotated[int | None, typer.Option(help="Keep steps whose number this divides.")] = None,
-    keep_best: Annotated[int | None, typer.Option(help="Keep so many steps with the best metric.")] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="A large metric is a good one.")] = False,
+    keep_last: Annotated[int | None, typer.Option(help="Keep this number of the newest steps.")] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Keep steps whose number is a multiple of this.")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Keep this number of steps with the best metric.")] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="A larger metric is better.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for savers to finish.")] = 60.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only say what would be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files to remove, and remove nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove steps that need not be kept, and files that no step needs.
+    """Remove steps that the --keep options do not keep, and files that no step needs.
 
-    Without any --keep option every step is kept. Pinned and tagged steps always are, and so is the newest one.
+    Without a --keep option every step is kept. Pinned and tagged steps and the newest step are always kept.
     """
     from ..codec.errors import BadArgumentError
     from ..store.catalog import FOLDER, Catalog
@@ -66,7 +70,7 @@ def gc(
         last = 1 if keep_last is None else keep_last
         retention = Retention(last, keep_every, 0 if keep_best is None else keep_best, largest)
     elif largest:
-        raise BadArgumentError("--largest says nothing without --keep-best")
+        raise BadArgumentError("--largest has no effect without --keep-best")
     opened = open_store(store, empty=True)
     before = Catalog(open_files(opened.url)).generations()
     with busy("gc"):
@@ -85,35 +89,37 @@ def gc(
 
 def drop(
     store: StoreUrl,
-    steps: Annotated[list[int] | None, typer.Argument(metavar="[STEP...]", help="Which.")] = None,
-    after: Annotated[str | None, typer.Option(metavar="STEP", help="All above this one (number or tag).")] = None,
+    steps: Annotated[list[int] | None, typer.Argument(metavar="[STEP...]", help="Numbers of steps.")] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="STEP", help="Remove all steps after this one (number or tag).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove steps, intact or not; others stored against them stay readable. `gc` frees the files."""
+    """Remove steps, intact or not; deltas against them stay readable. `gc` removes the files."""
     from ..codec.errors import BadArgumentError
     from .sources import open_store, parse_step
 
     if bool(steps) == (after is not None):
-        raise BadArgumentError("say either which steps, or --after STEP")
+        raise BadArgumentError("give either steps, or --after STEP")
     opened = open_store(store)
     if after is not None:
         steps = opened.drop_after(parse_step(after))
     else:
         opened.drop(*(steps or []))
-    _told(as_json, f"removed {', '.join(map(str, steps or [])) or 'none'}", store=store, removed_steps=steps)
+    _print(as_json, f"removed {', '.join(map(str, steps or [])) or 'none'}", store=store, removed_steps=steps)
 
 
 def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
-    """Keep a step, whatever `gc` is told."""
+    """Protect a step from `gc`."""
     from .sources import open_store, parse_step
 
     opened = open_store(store)
     opened.pin(parse_step(step))
-    _told(as_json, f"pinned: {', '.join(map(str, opened.pins()))}", store=store, pins=opened.pins())
+    _print(as_json, f"pinned: {', '.join(map(str, opened.pins()))}", store=store, pins=opened.pins())
 
 
 def unpin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
-    """Take a pin back."""
+    """Remove the pin of a step."""
     from ..codec.errors import BadArgumentError
     from .sources import open_store, parse_step
 
@@ -123,7 +129,7 @@ def unpin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
     if number is None or number not in opened.pins():
         raise BadArgumentError(f"{step} is not pinned in {store}")
     opened.unpin(number)
-    _told(as_json, f"pinned: {', '.join(map(str, opened.pins())) or 'none'}", store=store, pins=opened.pins())
+    _print(as_json, f"pinned: {', '.join(map(str, opened.pins())) or 'none'}", store=store, pins=opened.pins())
 
 
 def tag(
@@ -132,12 +138,12 @@ def tag(
     step: StepArgument,
     as_json: AsJson = False,
 ) -> None:
-    """Give a step a name, which keeps it too; a name that exists moves."""
+    """Give a step a name, which also protects it from `gc`; an existing name moves to it."""
     from .sources import open_store, parse_step
 
     opened = open_store(store)
     opened.tag(name, parse_step(step))
-    _told(as_json, f"{name}: step {opened.tags()[name]}", store=store, tags=opened.tags())
+    _print(as_json, f"{name}: step {opened.tags()[name]}", store=store, tags=opened.tags())
 
 
 def untag(
@@ -145,7 +151,7 @@ def untag(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
     as_json: AsJson = False,
 ) -> None:
-    """Forget a tag."""
+    """Remove a tag; the step stays."""
     from ..codec.errors import BadArgumentError
     from .sources import open_store
 
@@ -155,7 +161,7 @@ def untag(
     damaged = opened.verify_labels()
     for why in damaged.values():
         note(why)
-    _told(as_json, f"no tag {name} any more", store=store, tags=None if damaged else opened.tags())
+    _print(as_json, f"removed the tag {name}", store=store, tags=None if damaged else opened.tags())
 
 
 def rate(
@@ -164,27 +170,27 @@ def rate(
     metric: Annotated[float, typer.Argument(metavar="METRIC", help="Any finite number.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say how good the model of a step is, for `gc --keep-best` and the report."""
+    """Record the quality of the model at a step, for `gc --keep-best` and the report."""
     from .sources import open_store, parse_step
 
     opened = open_store(store)
     opened.rate(parse_step(step), metric)
     number = opened.describe(parse_step(step)).step
-    _told(as_json, f"step {number}: metric {metric:g}", store=store, step=number, metric=metric)
+    _print(as_json, f"step {number}: metric {metric:g}", store=store, step=number, metric=metric)
 
 
 def copy(
     store: StoreUrl,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder or fsspec URL; a store or nothing yet.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder or fsspec URL: a store, or a new one.")],
     steps: Annotated[
-        list[str] | None, typer.Option("--step", help="Only this step (number or tag) and what it needs; repeatable.")
+        list[str] | None, typer.Option("--step", help="Only this step (number or tag) and its parents; repeatable.")
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Read what the target has already, and write anew what is damaged.")
+        bool, typer.Option("--repair", help="Also read the files that the target has, and replace damaged ones.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy steps with all they need to another store, pins and tags too; every file is checked on its way."""
+    """Copy steps with their parents, pins and tags to another store; every file is verified."""
     from .sources import open_store, parse_step
 
     opened = open_store(store)
@@ -192,9 +198,9 @@ def copy(
     before = opened.steps()
     with busy(f"copying to {target}"):
         there = opened.copy(target, asked or None, repair=repair).steps()
-    # What a run beside this has removed or added meanwhile may be there or not.
+    # Steps that a concurrent run has removed or added in the meantime may be there or not.
     chosen = asked or sorted(set(there) & {*before, *opened.steps()})
-    _told(
+    _print(
         as_json,
         f"{len(chosen)} steps are in {target}, which has {len(there)}",
         store=store,
@@ -203,7 +209,7 @@ def copy(
     )
 
 
-def _told(as_json: bool, text: str, **data: object) -> None:
+def _print(as_json: bool, text: str, **data: object) -> None:
     if as_json:
         emit(data)
     else:

@@ -1,7 +1,9 @@
-"""`info`, `ls`, `verify`: what is there, and whether it is what was written."""
+"""`info`, `ls` and `verify`: list checkpoints and check them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +24,13 @@ def info(
     paths: Annotated[
         list[str] | None, typer.Option("--paths", help="Only arrays whose path matches this shell glob; repeatable.")
     ] = None,
-    sort: Annotated[str, typer.Option(help="Order of the table: path (as stored), bytes or error.")] = "path",
+    sort: Annotated[str, typer.Option(help="Order: path (as stored), bytes, or error (relative L2).")] = "path",
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint's header says, and a line for each array.
+    """Show the header of a checkpoint, and a line for each array.
 
-    No more than the header is read, of a store that of one step; a file's content hash is not shown then.
+    The error columns are the relative L2 error of each array (or its bound, after <=), and the largest relative error
+    of its elements where the codec bounds that. Only the header is read; the content hash of a file is not computed.
     """
     from ..codec.errors import BadArgumentError
 
@@ -53,7 +56,7 @@ def info(
     line(f"{size(ckpt.raw_nbytes)} in {len(ckpt.records)} arrays -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}")
     line()
     table(
-        ("path", "codec", "dtype", "shape", ">raw", ">stored", ">bits", ">error", "measure", "note"),
+        ("path", "codec", "dtype", "shape", ">raw", ">stored", ">bits", ">rel. L2", ">max. rel.", "note"),
         [
             (
                 row.path,
@@ -63,8 +66,7 @@ def info(
                 size(row.raw_bytes),
                 size(row.stored_bytes),
                 f"{row.bits_per_element:.2f}",
-                "" if row.measure == "exact" else f"{row.error:.3g}",
-                row.measure,
+                *error_columns(row.error, row.measure),
                 row.note,
             )
             for row in rows
@@ -72,14 +74,30 @@ def info(
     )
 
 
+def error_columns(error: float, measure: str) -> tuple[str, str]:
+    """The relative L2 error of an array, and the largest relative error of its elements.
+
+    The second is empty where it is not known.
+
+    The largest relative error of the elements bounds the relative L2 error, so the first column compares all arrays.
+
+    Example:
+        >>> error_columns(0.01, "relative L2"), error_columns(0.05, "relative"), error_columns(0.0, "exact")
+        (('0.01', ''), ('<= 0.05', '0.05'), ('exact', ''))
+    """
+    if measure == "exact":
+        return "exact", ""
+    return (f"<= {error:.3g}", f"{error:.3g}") if measure == "relative" else (f"{error:.3g}", "")
+
+
 def _open(source: str, step: str | None) -> tuple[Checkpoint, dict[str, Any]]:
-    """A checkpoint, only its header read, and where it is."""
+    """A checkpoint of which only the header is read, and its origin for --json."""
     from ..codec.errors import BadArgumentError
     from .sources import header_of, header_of_file, newest_intact, open_store, parse_step
 
     if Path(source).is_file():
         if step is not None:
-            raise BadArgumentError(f"--step {step!r}: {source} is a file, no store")
+            raise BadArgumentError(f"--step {step!r}: {source} is a file, not a store")
         return header_of_file(Path(source)), {"file": source}
     store = open_store(source)
     if step is None:
@@ -117,7 +135,11 @@ def _ordered(rows: list[Row], sort: str) -> list[Row]:
 
 
 def ls(store: StoreUrl, as_json: AsJson = False) -> None:
-    """List the steps of a store. Exit code 1 if the manifest of one cannot be read."""
+    """List the steps of a store. Exit code 1 if a manifest cannot be read.
+
+    The last line has two sums: the bytes of the files of the steps listed, and all bytes in the folder, which also
+    holds files that only removed steps or older generations need. `compact` and `gc` free these.
+    """
     from .sources import open_store
 
     opened = open_store(store)
@@ -135,18 +157,38 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
     restores = opened.restores()
+    occupied = folder_nbytes(opened.url)
     if as_json:
-        emit({"store": store, "restores": restores, "steps": found})
+        emit({"store": store, "restores": restores, "folder_nbytes": occupied, "steps": found})
     else:
         columns = (">step", "kind", ">raw", ">stored", ">ratio", ">cost", ">metric", "labels")
         table(columns, [_ls_row(entry) for entry in found])
         stored = sum(entry.get("nbytes", 0) for entry in found)
         line()
-        line(f"{len(found)} steps, {size(stored)} in their own files; restored {restores} times")
+        sums = f"{size(stored)} in their own files, {size(occupied)} in the folder"
+        line(f"{len(found)} steps, {sums}; restored {restores} times")
     for entry in wrong:
         note(entry["problem"])
     if wrong:
         raise typer.Exit(1)
+
+
+def folder_nbytes(url: str) -> int:
+    """The bytes of all files below a folder or URL."""
+    from ..store.files import open_files
+
+    files = open_files(url)
+    if not files.local:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(url)
+        return int(fs.du(root))
+    total = 0
+    for folder, _, names in os.walk(files.root):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a save or `gc` may remove it at this moment
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
 
 
 def _ls_row(entry: dict[str, Any]) -> tuple[object, ...]:
@@ -167,7 +209,7 @@ def _ls_row(entry: dict[str, Any]) -> tuple[object, ...]:
 
 def verify(
     sources: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Stores, checkpoint files, or whatever `seal` has sealed.")
+        list[str], typer.Argument(metavar="PATH...", help="Stores, checkpoint files, or sealed folders and files.")
     ],
     parents: Parents = None,
     newest: Annotated[
@@ -175,7 +217,7 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything and check it. Exit code 1 if anything is not intact.
+    """Read all files and check them. Exit code 1 if anything is not intact.
 
     PATH is a store, a checkpoint file (.spt), or a folder or file with a seal. Of a store every step is checked with
     its whole chain, and every tag. A delta file is decoded with its chain if that is among the files or given by
@@ -206,7 +248,7 @@ def verify(
         if result["problem"]:
             problems.append({"file": result["file"], "problem": result["problem"]})
         elif not as_json and result["how"] == "checksums":
-            line(f"{result['file']}: intact by its checksums; not decoded, its parent was not given")
+            line(f"{result['file']}: intact by its checksums; not decoded, because its parent was not given")
     if as_json:
         emit({"intact": not problems, "checked": checked, "problems": problems})
     else:
@@ -221,9 +263,9 @@ def verify(
 
 
 def _is_checkpoint_file(source: str) -> bool:
-    """Whether it is a checkpoint file, or should be one by its name; a seal is only needed for other formats."""
+    """Whether it is a checkpoint file, or should be one by its name."""
     from ..integrity import is_sealed
-    from .foreign import is_spt
+    from .interchange import is_spt
 
     path = Path(source)
     return is_spt(path) or (path.suffix == ".spt" and not is_sealed(path))

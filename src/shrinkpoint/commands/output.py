@@ -1,4 +1,4 @@
-"""What commands say: tables and JSON on standard output, notes and progress on standard error."""
+"""Output of commands: results on standard output, notes and progress on standard error."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .text import printable as printable
 from .text import size as size
 
 LINES = 20
-"""Where there is no terminal, progress over many steps is told in at most so many lines."""
+"""Maximum number of lines of progress where standard error is not a terminal."""
 
 
 def line(text: str = "") -> None:
-    """A line of the result."""
+    """Print a line of the result."""
     typer.echo(printable(text))
 
 
 def note(text: str) -> None:
-    """A line that is no part of the result."""
+    """Print a line that is not part of the result, on standard error."""
     typer.echo(f"shrinkpoint: {printable(text)}", err=True)
 
 
 def emit(data: Any) -> None:
-    """The result as one JSON document; what is no finite number becomes null."""
+    """Print the result as one JSON document, with null for numbers that are not finite."""
     typer.echo(json.dumps(plain(data), indent=1, allow_nan=False))
 
 
 def plain(data: Any) -> Any:
-    """Data with null for each number that JSON does not have."""
+    """Replace numbers that JSON does not have by None."""
     if isinstance(data, dict):
         return {k: plain(v) for k, v in data.items()}
     if isinstance(data, (list, tuple)):
@@ -42,8 +42,19 @@ def plain(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """A few names of many.
+
+    Example:
+        >>> listed(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Aligned columns, one line a row, nothing cut off; a column whose name begins with ">" is aligned right."""
+    """Print rows in aligned columns; a column whose name begins with ">" is aligned right."""
     cells = [[printable(c) for c in row] for row in rows]
     names = [c.removeprefix(">") for c in columns]
     widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(names)]
@@ -56,24 +67,26 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def _is_terminal() -> bool:
-    """Whether standard error is one; it is None where it was closed (`2>&-`)."""
+    """Whether standard error is a terminal; it is None if it was closed (`2>&-`)."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
-    """Progress over steps: a bar on a terminal, elsewhere some lines, none if `quiet`; all on standard error.
+    """Show progress over steps on standard error.
 
-    The function it gives is called with (step, done, total), as those of `Store`.
+    It is a bar on a terminal, and otherwise a few lines unless `quiet`.
+
+    The function it yields is called with (step, done, total), like the callbacks of `Store`.
     """
     if not _is_terminal():
 
-        def tell(step: int, done: int, total: int) -> None:
+        def show_line(step: int, done: int, total: int) -> None:
             every = -(-total // LINES)
             if not quiet and total and (done % every == 0 or done == total):
                 note(f"{what}: step {step} ({done} of {total})")
 
-        yield tell
+        yield show_line
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -112,7 +125,7 @@ def bytes_done(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], 
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """A sign of life on a terminal while something without steps is done; nothing elsewhere."""
+    """Show an activity on a terminal while work without steps is done; nothing elsewhere."""
     if not _is_terminal():
         yield
         return

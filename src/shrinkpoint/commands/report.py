@@ -1,4 +1,4 @@
-"""`report`: one page about a run."""
+"""`report`: write a page about a run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from .output import emit, line, note, size, steps_done
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A store, or a folder with a store in it, as demo makes.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A store, or a folder with a store in it, as the demo writes.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     step: Annotated[
         str | None, typer.Option(help="Step or tag whose histograms are shown; by default the newest intact one.")
     ] = None,
     search: Annotated[
         list[Path] | None,
-        typer.Option("--search", help="JSON of SearchResult.to_json, to be shown with its choice; repeatable."),
+        typer.Option("--search", help="JSON of SearchResult.to_json to show; repeatable."),
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a self-contained HTML page about a run.
 
-    Size and ratio of each step, where the bytes are, errors, metric, restores, what codecs chose, and the histogram of
-    any tensor with its codebook. The page loads nothing from anywhere.
+    It shows size and ratio of each step, bytes by kind of array, errors, metric, restores, choices of codecs, and the
+    histogram of any tensor with its codebook. The page loads no other file.
     """
     from ..report.collect import collect
     from ..report.page import page

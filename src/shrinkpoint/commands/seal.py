@@ -1,4 +1,4 @@
-"""`seal`: write the checksums of a checkpoint of any format; and the part of `verify` that reads them."""
+"""`seal`: write the checksums of a checkpoint of any format, for `verify`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def verify_sealed(path: Path, quiet: bool) -> list[Difference]:
 
 
 def newest_sealed(run: Path, quiet: bool) -> Path:
-    """The newest intact checkpoint in a run folder; each one passed over is noted with the reason.
+    """Return the newest intact checkpoint in a run folder, and note newer damaged ones.
 
     Checkpoints are the sealed folders and files directly in the run folder, and `.spt` files, which have checksums of
     their own. They are ordered by the last number in their names if all names have one, else by the time of sealing.
@@ -126,7 +126,7 @@ def _newest_first(run: Path) -> list[Path]:
 
 def _candidates(run: Path) -> Iterator[Path]:
     from ..integrity import SEAL, is_sealed
-    from .foreign import is_spt
+    from .interchange import is_spt
 
     unsealed = []
     names = set()

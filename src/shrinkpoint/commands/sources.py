@@ -1,4 +1,4 @@
-"""What a command is given: a store (folder or URL), a checkpoint file of ours, or files of others."""
+"""Inputs of commands: stores (folders or URLs), and checkpoint files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
-from .foreign import is_spt
+from .interchange import is_spt
 from .output import note
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def is_url(text: str) -> bool:
-    """Whether it names something that is no local path."""
+    """Whether the text is an fsspec URL rather than a local path."""
     return "://" in text or "::" in text
 
 
@@ -31,20 +31,25 @@ def is_store(text: str) -> bool:
 
 
 def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> Store:
-    """A store that holds something; with `empty`, if no step any more, files that no step needs.
+    """Open an existing store that has checkpoints.
+
+    Args:
+        url: folder or URL.
+        cfg: its configuration, or None.
+        empty: also accept a store without steps that has files to remove; default False.
 
     Raises:
-        OSError: there is no such place.
-        CorruptDataError: it is no store, or is empty.
+        OSError: the path does not exist.
+        CorruptDataError: it is not a store, or is empty.
     """
     from ..store.store import Store
 
     if not is_url(url):
-        os.stat(url)  # a place that is not there is no empty store
+        os.stat(url)  # a missing path is not an empty store
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(os.path.join(url, "steps"))  # one that may not be entered is no other thing than a store
+            os.stat(os.path.join(url, "steps"))  # a folder that may not be read could be a store
         if not is_store(url):
-            raise CorruptDataError(f"{url}: no store: it has no folder 'steps'")
+            raise CorruptDataError(f"{url}: not a store: it has no folder 'steps'")
     store = Store(url, cfg)
     if not store.steps() and not (empty and store.gc(dry_run=True)):
         raise CorruptDataError(f"{url}: holds no checkpoint")
@@ -57,7 +62,10 @@ def parse_step(text: str) -> int | str:
 
 
 def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
-    """What `read` makes of the newest step it can read, as `Store.load` counts; those skipped are told on stderr."""
+    """Return the newest intact step and the result of `read` for it.
+
+    Steps that are skipped are noted on standard error.
+    """
     skipped = []
     for step in store.candidates():
         try:
@@ -69,12 +77,12 @@ def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
 
 
 def header_of(store: Store, step: int | str) -> Checkpoint:
-    """A step's checkpoint of which only the header is read: enough for `summary`."""
+    """A step's checkpoint of which only the header is read, which is enough for `summary`."""
     return store.header(store.describe(step))
 
 
 def header_of_file(path: Path) -> Checkpoint:
-    """A checkpoint file of which only the header is read; its content hash is not computed and is "".
+    """Read only the header of a checkpoint file; its content hash is not computed and "".
 
     Raises:
         OSError, CorruptDataError, NewerFormatError: with the path.
@@ -82,8 +90,8 @@ def header_of_file(path: Path) -> Checkpoint:
     from ..codec.format.ranged import Ranged
 
     if not is_spt(path):
-        path.stat()  # a file that is not there is no foreign one
-        raise CorruptDataError(f"{path}: no shrinkpoint file")
+        path.stat()  # a missing file is an OSError
+        raise CorruptDataError(f"{path}: not a shrinkpoint file")
     with path.open("rb") as file:
 
         def fetch(start: int, stop: int) -> bytes:
@@ -97,14 +105,14 @@ def header_of_file(path: Path) -> Checkpoint:
 
 
 def read_file(path: Path) -> Checkpoint:
-    """A checkpoint file, its checksums verified; a delta is not resolved.
+    """Read a checkpoint file and verify its checksums; a delta is not resolved.
 
     Raises:
         OSError, CorruptDataError, NewerFormatError: with the path.
     """
     data = path.read_bytes()
     if not is_spt(path):
-        raise CorruptDataError(f"{path}: no shrinkpoint file")
+        raise CorruptDataError(f"{path}: not a shrinkpoint file")
     try:
         return Checkpoint.from_bytes(data)
     except (CorruptDataError, NewerFormatError) as error:
@@ -112,24 +120,27 @@ def read_file(path: Path) -> Checkpoint:
 
 
 def resolved(path: Path, parents: Sequence[Path]) -> Checkpoint:
-    """A checkpoint file, resolved with the files of its chain, which may be given in any order.
+    """Read a checkpoint file and resolve it with the files of its chain, in any order.
 
     Raises:
-        MissingParentError: one is not among them.
+        MissingParentError: a parent is not among them.
     """
     below = {ckpt.identity: ckpt for ckpt in map(read_file, parents)}
     return chain_of(read_file(path), path, below)
 
 
 def chain_of(ckpt: Checkpoint, path: Path, below: dict[str, Checkpoint]) -> Checkpoint:
-    """A checkpoint resolved with those of its chain, by identity; MissingParentError where one is not there."""
+    """Resolve a checkpoint with those of its chain, by identity.
+
+    Raises MissingParentError if one is missing.
+    """
     chain = [ckpt]
     while not chain[-1].is_resolved:
         parent = below.get(str(chain[-1].parent_id))
         if parent is None or parent in chain:
             needed = str(chain[-1].parent_id)[:16]
-            given = ", which no other file given is" if below.keys() - {ckpt.identity} else ""
-            raise MissingParentError(f"{path}: needs the checkpoint {needed}...{given}; say --parent FILE")
+            given = ", and it is not among the given files" if below.keys() - {ckpt.identity} else ""
+            raise MissingParentError(f"{path}: needs the checkpoint {needed}...{given}; use --parent FILE")
         chain.append(parent)
     found = chain.pop()
     while chain:
@@ -138,7 +149,7 @@ def chain_of(ckpt: Checkpoint, path: Path, below: dict[str, Checkpoint]) -> Chec
 
 
 def subtree(state: Any, under: str) -> Any:
-    """The part of a state at a path; its keys are matched as they are shown, joined by "/".
+    """The part of a state at a path of keys joined by "/", as they are displayed.
 
     Raises:
         BadArgumentError: there is no such part.
@@ -150,10 +161,12 @@ def subtree(state: Any, under: str) -> Any:
             items = {str(k): v for k, v in found.items()}
         elif isinstance(found, (list, tuple)):
             items = {str(i): v for i, v in enumerate(found)}
-        # A key may hold a "/" itself: the longest one that fits is meant.
+        # A key may contain "/"; the longest matching key is taken.
         fitting = [k for k in items if rest == k or rest.startswith(k + "/")]
         if not fitting:
-            raise BadArgumentError(f"--under {under!r}: there is no such part; here are {', '.join(items)[:200]}")
+            raise BadArgumentError(
+                f"--under {under!r}: there is no such part; the keys here are {', '.join(items)[:200]}"
+            )
         key = max(fitting, key=len)
         found, rest = items[key], rest[len(key) + 1 :]
     return found

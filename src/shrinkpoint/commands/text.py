@@ -1,4 +1,4 @@
-"""Names and sizes as they can be shown to people, on a terminal or a page."""
+"""Names and sizes in the form in which they are displayed on a terminal or a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def printable(text: object) -> str:
-    """Text as it can be shown: names come from files, and control characters could rewrite a terminal.
+    """Escape control characters, with which names in files could control a terminal.
 
     Example:
         >>> printable("a\\x1b[31m/b")

@@ -1,4 +1,4 @@
-"""`warm`: compile what saving and loading take, before the first save of a training has to."""
+"""`warm`: compile the kernels of saves and loads before a training needs them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from ..codec.config import Config
 
 DTYPES = ("float32", "bfloat16")
-"""Of the weights and moments that are saved."""
+"""dtypes of the weights and moments that are saved."""
 _SHAPE = (256, 512)
-"""Of a matrix: as many elements as all ways of coding take that do not depend on the size."""
+"""Shape of a matrix with enough elements for every coding method that does not depend on the size."""
 
 
 def warm(
     preset: Annotated[
         list[str] | None,
-        typer.Option(help="What for, once or more often; by default for default (with a rate, too) and lossless."),
+        typer.Option(help="Preset to compile for; repeatable; by default: default (also with a rate) and lossless."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the kernels that saves and loads take on this machine's CPU, and keep them on its disk.
+    """Compile the kernels of saves and loads for this machine's CPU, and keep them on its disk.
 
-    Otherwise the first save and the first load do it, in up to 40 s. Run it where the training will run, as
-    the same user, or while its image is built.
+    Otherwise the first save and the first load compile them, in up to 40 s. Run this on the machine of the training as
+    the same user, or when its container image is built.
     """
     from numba.core import event
 
@@ -48,11 +48,11 @@ def warm(
     if as_json:
         emit({"functions": compiled, "seconds": seconds})
     else:
-        line(f"{compiled} functions compiled in {seconds:.0f} s; those that were there are as good")
+        line(f"{compiled} functions compiled in {seconds:.0f} s; those compiled before were kept")
 
 
 def save_and_load(cfg: Config, dtype: str) -> None:
-    """A short training's checkpoints, saved and loaded in memory."""
+    """Save and load the checkpoints of a short training in memory."""
     import fsspec
     import torch
 
@@ -70,7 +70,7 @@ def save_and_load(cfg: Config, dtype: str) -> None:
 
 
 def _states(dtype: Any) -> Any:
-    """What a model with an embedding, a matrix, a norm and AdamW's moments has, again and again a little later."""
+    """Successive states of a model with an embedding, a matrix, a norm and AdamW's moments."""
     import torch
 
     random = torch.Generator().manual_seed(0)
@@ -81,7 +81,7 @@ def _states(dtype: Any) -> Any:
         "norm.weight": _SHAPE[1:],
     }
     weights = {name: torch.randn(shape, generator=random) for name, shape in names.items()}
-    # Some rows are larger than others, as in trainings: entropy coding has contexts for that.
+    # Some rows are larger than others, as in trainings, because entropy coding has contexts for that.
     moments = {name: 1e-3 * torch.randn(shape, generator=random) for name, shape in names.items()}
     for moment in moments.values():
         moment[: len(moment) // 4] *= 8

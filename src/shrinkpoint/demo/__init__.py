@@ -1,1 +1,1 @@
-"""The main job: a small GPT whose training is killed, and goes on from compressed checkpoints (`shrinkpoint demo`)."""
+"""`shrinkpoint demo`: train a small GPT that is killed and resumes from its checkpoints."""

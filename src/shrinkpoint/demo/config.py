@@ -1,4 +1,4 @@
-"""What a demo run is asked to do, checked before anything starts; sizes of model and data; names of presets."""
+"""The configuration of a demo run, and the sizes of its model and data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CHECKPOINTS = 25
-"""How many checkpoints a run takes when `every` is not given."""
+"""Number of checkpoints of a run when `every` is not given."""
 
 
 class DemoError(ShrinkpointError):
@@ -23,7 +23,7 @@ class DemoError(ShrinkpointError):
 
 @dataclass(frozen=True)
 class Size:
-    """Model, batch and held-out set of one demo size, and how long it trains by default."""
+    """Model, batch, held-out set and default duration of one demo size."""
 
     layers: int
     width: int
@@ -32,10 +32,10 @@ class Size:
     batch: int
     steps: int
     learning_rate: float
-    quick_windows: int  # held-out windows of the curve, one reading a checkpoint
-    probe_windows: int  # held-out windows that weigh a restored model against the exact one
+    quick_windows: int  # held-out windows of the curve, one reading per checkpoint
+    probe_windows: int  # held-out windows for comparing a restored model with the exact one
     final_windows: int  # held-out windows of the final comparison
-    threads: int  # more than these are of no use
+    threads: int  # more threads do not help
 
 
 SIZES = {
@@ -65,7 +65,7 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """What one trainer process is to do; without `store` it saves nothing (the baseline)."""
+    """The work of one trainer process; without `store` it saves nothing (the baseline)."""
 
     steps: int
     every: int
@@ -97,14 +97,14 @@ def demo_config(
     preset: str = "default",
     size: str = "small",
 ) -> DemoConfig:
-    """Check the arguments of a demo run and fill in what is left out.
+    """Check the arguments of a demo run and fill in the defaults.
 
     Args:
         out: folder for the store, the results and the picture.
         steps: training steps, >= 2, default by size.
-        every: steps from one checkpoint to the next, 1 ... steps, default so that there are about 25.
-        kills: how often the trainer is killed, 0 ... one less than there are checkpoints.
-        seed: of the model, the data order and the moments of the kills, 0 ... 2**32 - 1.
+        every: steps between checkpoints, 1 to steps; default: about 25 checkpoints.
+        kills: number of times the trainer is killed, from 0 to one less than the number of checkpoints.
+        seed: seed of the model, the order of the data and the times of the kills, 0 to 2**32 - 1.
         preset: a name of `preset_names()`.
         size: a name of `SIZES`.
 
@@ -121,14 +121,14 @@ def demo_config(
     every = max(1, steps // CHECKPOINTS) if every is None else every
     _check("every", every, 1 <= every <= steps, f"between 1 and steps = {steps}")
     most = len(checkpoint_steps(steps, every)) - 1
-    _check("kills", kills, 0 <= kills <= most, f"between 0 and {most}, one less than there are checkpoints")
+    _check("kills", kills, 0 <= kills <= most, f"between 0 and {most}, one less than the number of checkpoints")
     _check("seed", seed, 0 <= seed < 2**32, "between 0 and 2**32 - 1")
     _check("preset", preset, preset in preset_names(), f"one of {', '.join(preset_names())}")
     return DemoConfig(Path(out), steps, every, kills, seed, preset, size)
 
 
 def checkpoint_steps(steps: int, every: int) -> list[int]:
-    """The steps after which a checkpoint is taken: every `every` steps, and the last one.
+    """The steps after which a checkpoint is saved: every `every` steps, and the last one.
 
     Example:
         >>> checkpoint_steps(10, 4)
@@ -138,7 +138,10 @@ def checkpoint_steps(steps: int, every: int) -> list[int]:
 
 
 def presets() -> dict[str, Callable[[], Any]]:
-    """Name -> what makes its `Config`: the project's own default and every preset that needs no argument."""
+    """Preset name -> function that returns its `Config`.
+
+    These are "default", and all presets that need no arguments.
+    """
     import shrinkpoint as sp
 
     found: dict[str, Callable[[], Any]] = {"default": sp.Config}
@@ -149,12 +152,12 @@ def presets() -> dict[str, Callable[[], Any]]:
 
 
 def preset_names() -> list[str]:
-    """What `--preset` takes."""
+    """The names that `--preset` accepts."""
     return list(presets())
 
 
 def threads(size: Size) -> int:
-    """Threads of the trainer: as many as there are processors for it, and no more than this size is good for."""
+    """Number of threads of the trainer: its processors, limited by the size of the model."""
     affinity = getattr(os, "sched_getaffinity", None)
     return min(size.threads, len(affinity(0)) if affinity else os.cpu_count() or 1)
 

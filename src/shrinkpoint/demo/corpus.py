@@ -1,4 +1,4 @@
-"""Training text that every machine has: the sources of Python's own standard library."""
+"""Training text that every machine has: the source code of Python's standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import DemoError
 
-# Tests repeat themselves, code tables and help topics are no programs, and the rest is not part of the library.
+# Tests are repetitive, code tables and help topics are not programs, and the rest is not part of the library.
 _LEFT_OUT = {
     "test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__",
 }  # fmt: skip
@@ -24,7 +24,7 @@ _LEAST_BYTES = 500_000
 class Corpus:
     """Bytes to train on and bytes held out, from the same library, split by file.
 
-    Which files are held out depends on nothing but their names, so two runs agree on it.
+    Which files are held out depends only on their names, so two runs agree.
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
@@ -38,27 +38,28 @@ class Corpus:
         self.held_out = _join(parts[True])
         if len(self.train) < _LEAST_BYTES:
             raise DemoError(
-                f"the standard library's sources are missing: {root} holds {len(self.train):,} bytes of them "
+                f"the source code of the standard library is missing: {root} holds {len(self.train):,} bytes of it "
                 "(a minimal or zipped Python? the demo needs a complete one)"
             )
 
     def held_out_windows(self, count: int, context: int) -> Tensor:
-        """`count` windows spread evenly over the held-out text, int64 [count, context + 1]; the same on every call."""
+        """`count` evenly spaced windows of the held-out text, int64 [count, context + 1]."""
         starts = np.linspace(0, len(self.held_out) - context - 1, count).astype(np.int64)
         return _windows(self.held_out, starts, context)
 
 
 class Batches:
-    """Random windows in an order fixed by the seed, each visited once an epoch; knows where it stands.
+    """Random windows in an order fixed by the seed, each visited once per epoch.
 
-    The text is cut into windows, and an epoch is a permutation of them. Each batch is shifted by a few bytes drawn from
-    NumPy's global generator, so that the state of that generator matters to a resumed run.
+    The position can be saved and restored. The text is cut into windows, and an epoch is a permutation of them. Each
+    batch is shifted by a few bytes drawn from NumPy's global generator, so that the state of that generator matters to
+    a resumed run.
 
     Args:
         text: uint8 [length].
-        context: bytes to predict in a window.
-        batch: windows in a batch.
-        seed: of the permutations.
+        context: number of bytes to predict in a window.
+        batch: number of windows in a batch.
+        seed: seed of the permutations.
     """
 
     def __init__(self, text: npt.NDArray[np.uint8], context: int, batch: int, seed: int) -> None:
@@ -67,7 +68,7 @@ class Batches:
         self.seek({"epoch": 0, "window": 0})
 
     def position(self) -> dict[str, int]:
-        """Where the next batch begins: what is before it has been consumed."""
+        """The position of the next batch; windows before it have been used."""
         return {"epoch": self._epoch, "window": self._window}
 
     def seek(self, position: dict[str, int]) -> None:

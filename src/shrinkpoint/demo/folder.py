@@ -1,4 +1,4 @@
-"""The output folder: made, or cleared of what a former demo left, and never of anything else."""
+"""The output folder of the demo, cleared of a former demo's files only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = ".shrinkpoint-demo"
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a demo run keeps its files."""
+    """The files of a demo run."""
 
     root: Path
 
@@ -38,23 +38,23 @@ class Folder:
 
     @staticmethod
     def fresh(root: Path) -> Folder:
-        """An empty output folder at `root`; only files of a former demo run are removed for it.
+        """Create an empty output folder at `root`, or clear that of a former demo run.
 
         Raises:
-            DemoError: `root` is no folder, or holds something that no demo run put there; nothing is removed then.
+            DemoError: `root` is not a folder, or holds other files; nothing is removed then.
         """
         folder = Folder(root)
         own = (folder.store, folder.log, folder.results, folder.picture)
         mark = root / _MARK
         if root.exists() and not root.is_dir():
-            raise DemoError(f"{root} is a file; say --out with the name of a folder")
+            raise DemoError(f"{root} is a file; use --out with the name of a folder")
         if root.is_dir():
             found = sorted(root.iterdir())
-            foreign = [path for path in found if path not in (*own, mark)] if mark in found else found
-            if foreign:
+            others = [path for path in found if path not in (*own, mark)] if mark in found else found
+            if others:
                 raise DemoError(
-                    f"{root} holds {foreign[0].name!r}, which is not from this demo, and is left as it is; "
-                    "say --out with a new folder"
+                    f"{root} holds {others[0].name!r}, which is not from this demo and is not removed; "
+                    "use --out with a new folder"
                 )
         root.mkdir(parents=True, exist_ok=True)
         mark.touch()

@@ -1,4 +1,4 @@
-"""When to kill the trainer: at moments drawn from the seed, one of them in the middle of a save."""
+"""When to kill the trainer: at random times, once in the middle of a save."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 class Killer:
-    """Watches the trainer's events and says, after each, whether and how soon to kill it.
+    """Decide after each event of the trainer whether to kill it, and after which delay.
 
-    The run is divided into as many stretches as there are kills; each gets one, at a random step or, for one of them,
-    during a random save. How long a save takes is learnt from those before; when one ended too soon for the blow, the
-    next is aimed at, with less delay.
+    The run is divided into one interval per kill. The kill is at a random step of the interval or, for one of them,
+    during a random save. The duration of a save is estimated from those before; if a save ends before the kill, the
+    next one is tried with a shorter delay.
 
     Args:
-        kills: how many.
-        steps, every: of the run.
-        seed: of the random choice.
+        kills: number of kills.
+        steps, every: steps of the run, and steps between checkpoints.
+        seed: seed of the random choices.
     """
 
     def __init__(self, kills: int, steps: int, every: int, seed: int) -> None:
         self._random = random.Random(seed)
         saves = checkpoint_steps(steps, every)
-        # Before the first checkpoint there is nothing to come back from, and after the last no need to.
+        # Before the first checkpoint there is none to resume from, and after the last one the run is over.
         first = 1 if len(saves) > kills + 1 else 0
         room = len(saves) - 1 - first
         in_save = self._random.randrange(kills) if kills else -1
@@ -46,7 +46,7 @@ class Killer:
 
     @property
     def left(self) -> int:
-        """Kills still to come."""
+        """Number of kills left."""
         return len(self._plan)
 
     @property
@@ -55,14 +55,14 @@ class Killer:
         return bool(self._plan) and self._plan[0][1]
 
     def learn(self, event: Mapping[str, Any], seconds: float) -> None:
-        """Note how long steps and saves take; `seconds` since the event before."""
+        """Record the durations of steps and saves; `seconds` since the event before."""
         if event["event"] == "saved":
             self._save_times.append(event["ms"] / 1e3)
         if event["event"] == "step":
             self._step_time = seconds
 
     def delay(self, event: Mapping[str, Any]) -> float | None:
-        """How many seconds after this event to kill, or None: not on its account."""
+        """Seconds after this event at which to kill, or None."""
         if not self._plan or event.get("step", -1) < self._plan[0][0]:
             return None
         if not self.aims_at_save:
@@ -73,9 +73,9 @@ class Killer:
         return self._random.uniform(0.1, 0.9) * usual * (0.5**self._misses if self._misses < 3 else 0.0)
 
     def missed(self) -> None:
-        """The save ended before the blow fell."""
+        """Record that the save ended before the kill."""
         self._misses += 1
 
     def done(self) -> None:
-        """The kill was carried out."""
+        """Record that the kill was carried out."""
         self._plan.pop(0)

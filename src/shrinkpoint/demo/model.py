@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer perceptron, each behind a layer norm and beside the residual stream.
+    """Causal self-attention and a two-layer perceptron, each with a layer norm and a residual.
 
     Queries and keys are normalised and turned by their place in the window (rotary embedding): both make so short a
     training learn far more than learned places would.
@@ -69,7 +69,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
-                # What writes into the residual stream starts smaller, so that its variance does not grow with depth.
+                # Layers that add to the residual stream start smaller, so that its variance does not grow with depth.
                 residual = name.endswith(("project.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
             elif name.endswith("bias"):
@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
 
 def loss(model: GPT, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte of predicting each byte of a window from those before it.
+    """Mean cross-entropy, in nats per byte, of each byte given those before it.
 
     Args:
         windows: int64 [batch, time + 1], values 0 ... 255.

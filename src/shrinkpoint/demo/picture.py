@@ -1,4 +1,4 @@
-"""The picture of a demo run: loss and compression ratio over the steps, with the restores marked."""
+"""The picture of a demo run: loss and compression ratio by step, with restores marked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _INK, _FAINT, _RED = "#22252b", "#9aa3af", "#c8102e"
-_BLUE, _ORANGE = "#0072b2", "#e69f00"  # told apart by the colour-blind too
+_BLUE, _ORANGE = "#0072b2", "#e69f00"  # distinguishable with colour blindness
 
 
 def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
@@ -109,7 +109,7 @@ def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> 
     row, before = 0, float("-inf")
     for restore in restores:
         at, back = restore["at"], restore["resumed"] or 0
-        # A label that would run into the one before is set above it.
+        # A label that would overlap the one before is placed above it.
         row, before = (row + 1 if at - before < 0.2 * axes.get_xlim()[1] else 0), at
         axes.axvspan(back, at, color=_RED, alpha=0.10, linewidth=0)
         axes.axvline(at, color=_RED, linewidth=1.2, linestyle="--")
@@ -131,7 +131,7 @@ def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> 
 
 
 def _smooth(losses: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Exponential moving average over about a fortieth of the steps, not pulled towards its first value."""
+    """Exponential moving average over about 1/40 of the steps, corrected for its start."""
     steps, smooth, mean, weight = sorted(losses), [], 0.0, 0.0
     new = 1 / (1 + len(steps) / 40)
     for step in steps:

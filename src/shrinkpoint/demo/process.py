@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 PATIENCE = 900.0
-"""Seconds without a word after which a trainer is given up: far more than any step, save or compilation takes."""
+"""Seconds without an event after which a trainer counts as hung, far more than any step or compilation takes."""
 
 
 class TrainerProcess:
-    """Starts the trainer; use it in a `with` statement, which leaves no process behind.
+    """Start the trainer; use it in a `with` statement, which ends the process.
 
     Args:
         job: what to do.
@@ -38,7 +38,7 @@ class TrainerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                # A waiting thread that spins would make training many times slower on a machine with other work to do.
+                # Threads that wait actively would slow training down many times on a busy machine.
                 env={"OMP_WAIT_POLICY": "passive", **os.environ},
             )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
@@ -66,13 +66,13 @@ class TrainerProcess:
         return event
 
     def kill(self) -> None:
-        """End the trainer at once (SIGKILL: it cannot tidy up); what it said before can still be read."""
+        """Kill the trainer with SIGKILL; events that it sent before can still be read."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
 
     def check(self) -> None:
-        """Raise DemoError unless the trainer ended by itself and well."""
+        """Raise DemoError unless the trainer ended by itself with exit code 0."""
         code = self._process.wait()
         if code:
             tail = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]

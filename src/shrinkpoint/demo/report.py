@@ -1,4 +1,4 @@
-"""What came out of a demo run: the numbers, and the tables that show them."""
+"""The results of a demo run, as numbers and as tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from .supervisor import History
 
 LATE = 0.75
-"""Where the late part of a run begins, as a share of its steps."""
+"""Start of the late part of a run, as a share of its steps."""
 PARTS = {"weights": "weights", "optimizer": "optimizer state", "whole": "whole training state"}
 
 
 def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, Any]:
-    """The result of a demo as plain JSON: sizes in bytes, losses in nats a byte."""
+    """The result of a demo as plain JSON: sizes in bytes, losses in nats per byte."""
     saved = [run.checkpoints[step] for step in sorted(run.checkpoints)]
     late = [event for event in saved if event["delta"] and event["step"] > LATE * config.steps]
     probes = [
@@ -79,7 +79,7 @@ def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, 
 
 
 def curves(run: History, baseline: History) -> dict[str, Any]:
-    """Loss over steps of both runs: of each life every training step, and the held-out readings."""
+    """Loss by step of both runs: every training step of each life, and the held-out readings."""
     return {
         name: {"lives": history.lives, "readings": sorted(history.readings.items())}
         for name, history in (("run", run), ("baseline", baseline))
@@ -87,7 +87,7 @@ def curves(run: History, baseline: History) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """The result as two tables: sizes, and what became of the model."""
+    """The result as two tables: sizes, and the quality of the model."""
     config, saved = result["config"], result["checkpoints"]
     sizes = Table(
         title=f"{len(saved)} checkpoints of {result['parameters'] / 1e6:.2f} million parameters, "
@@ -124,7 +124,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
             f"{result['one_restore_change_percent']:+.2f} % ({low:+.2f} ... {high:+.2f})",
         )
     if result["equal_until"]:
-        outcome.add_row("losses equal to the baseline's to the bit", f"until step {result['equal_until']}")
+        outcome.add_row("losses bit-equal to the baseline", f"until step {result['equal_until']}")
     outcome.add_row("a save (median)", f"{result['save_ms']:.0f} ms")
     if result["load_ms"]:
         outcome.add_row("a load (median)", f"{result['load_ms']:.0f} ms")
@@ -158,7 +158,7 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _equal_until(run: History, baseline: History) -> int:
-    """The last step up to which every training loss of the run is the baseline's to the bit."""
+    """The last step up to which every training loss is bit-equal to the baseline's."""
     ours, theirs = run.losses(), baseline.losses()
     until = 0
     for step in sorted(theirs):

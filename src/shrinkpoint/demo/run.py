@@ -1,4 +1,4 @@
-"""The whole demo: the run that is killed, the baseline beside it, the report."""
+"""The whole demo: the run that is killed, the baseline, and the report."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def run_demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     `trainer.log`.
 
     Args:
-        config: of `demo_config`.
-        console: what is shown goes there.
+        config: as `demo_config` returns it.
+        console: for progress and results.
 
     Returns:
-        The result, plain JSON (see `report.summarize`); its `files` names what was written.
+        The result, plain JSON (see `report.summarize`); its `files` has the paths of the files written.
 
     Raises:
-        DemoError: the output folder is not ours, or the trainer failed.
+        DemoError: the output folder holds other files, or the trainer failed.
     """
     folder = Folder.fresh(config.out)
     job = Job(config.steps, config.every, config.seed, config.size, threads(SIZES[config.size]))
@@ -42,7 +42,7 @@ def run_demo(config: DemoConfig, console: Console) -> dict[str, Any]:
         view.begin("run", f"Training, with compressed checkpoints in {folder.store}")
         killer = Killer(config.kills, config.steps, config.every, config.seed)
         run = supervise(job.with_store(folder.store, config.preset), folder.log, view.event, killer)
-        view.begin("baseline", "The same without compression and without kills")
+        view.begin("baseline", "Training without compression and without kills")
         baseline = supervise(job, folder.log, view.event)
     result = summarize(config, run, baseline)
     lines = curves(run, baseline)

@@ -1,4 +1,4 @@
-"""Runs the trainer to its end, kills it on the way, starts it again, and keeps the history of it all."""
+"""Run the trainer to its end, killing and restarting it, and record its events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class History:
-    """What a run did. A *life* is one process, from its start to its kill or the end of the run."""
+    """The events of a run.
+
+    A *life* is one process, from its start to its kill or the end of the run.
+    """
 
     parameters: int = 0
     lives: list[list[tuple[int, float]]] = field(default_factory=list)  # (step, loss) of each
@@ -28,10 +31,10 @@ class History:
     restores: list[dict[str, Any]] = field(default_factory=list)
     final: float | None = None
     seconds: float = 0.0
-    saving: bool = False  # the last word was of a save that had begun
+    saving: bool = False  # the last event was the start of a save
 
     def add(self, event: Event) -> None:
-        """Take an event into the history; what a resumed run does again replaces what it did before."""
+        """Record an event; steps repeated after a resume replace the earlier ones."""
         kind = event["event"]
         if kind == "killed":
             self.restores.append({"at": event["at"], "during": event["during"]})
@@ -54,13 +57,13 @@ class History:
             self.final = event["loss"]
 
     def last_step(self) -> int:
-        """The step last reported, 0 before the first."""
+        """The last step reported, 0 before the first."""
         if self.lives and self.lives[-1]:
             return self.lives[-1][-1][0]
         return (self.restores[-1].get("resumed") or 0) if self.restores else 0
 
     def losses(self) -> dict[int, float]:
-        """step -> training loss, of the life that the run went on from."""
+        """step -> training loss, of the last life that made the step."""
         return {step: value for life in self.lives for step, value in life}
 
 
@@ -68,13 +71,13 @@ def supervise(job: Job, log: Path, watch: Callable[[Event], None], killer: Kille
     """Run a job to its end, through every kill.
 
     Args:
-        job: what the trainer is to do.
+        job: the trainer's job.
         log: file for the trainer's standard error.
-        watch: is shown every event, and `{"event": "killed", "at": last step, "during": "save" or "step"}` beside them.
-        killer: when to kill; None: never.
+        watch: called with every event, and with `{"event": "killed", "at": last step, "during": "save" or "step"}`.
+        killer: decides when to kill; None: never.
 
     Raises:
-        DemoError: the trainer failed by itself, or hangs.
+        DemoError: the trainer failed or hangs.
     """
     history = History()
     begin = time.perf_counter()
@@ -98,13 +101,13 @@ def supervise(job: Job, log: Path, watch: Callable[[Event], None], killer: Kille
 
 def _live(trainer: TrainerProcess, take: Callable[[Event], None], killer: Killer | None) -> bool:
     """Follow one process to its end; True if that was a kill."""
-    blow: float | None = None  # when to kill
+    kill_at: float | None = None
     before = time.perf_counter()
     while True:
         try:
-            event = trainer.next(PATIENCE if blow is None else blow - time.perf_counter())
+            event = trainer.next(PATIENCE if kill_at is None else kill_at - time.perf_counter())
         except TimeoutError as silence:
-            if killer is None or blow is None:
+            if killer is None or kill_at is None:
                 raise DemoError(str(silence)) from None
             trainer.kill()
             killer.done()
@@ -117,9 +120,9 @@ def _live(trainer: TrainerProcess, take: Callable[[Event], None], killer: Killer
         now = time.perf_counter()
         if killer is not None:
             killer.learn(event, now - before)
-            if blow is not None and killer.aims_at_save and event["event"] == "saved":
+            if kill_at is not None and killer.aims_at_save and event["event"] == "saved":
                 killer.missed()
-                blow = None
-            if blow is None and (delay := killer.delay(event)) is not None:
-                blow = now + delay
+                kill_at = None
+            if kill_at is None and (delay := killer.delay(event)) is not None:
+                kill_at = now + delay
         before = now

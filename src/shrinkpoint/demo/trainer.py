@@ -1,10 +1,10 @@
-"""The trainer: a process of its own that can be killed at any moment, and goes on from the newest good checkpoint.
+"""The trainer process, which can be killed at any time and resumes from its checkpoints.
 
-Started as `python -m shrinkpoint.demo.trainer JOB`, where JOB is a JSON object (`Job`). It reports by one JSON object a
-line on its standard output:
+Started as `python -m shrinkpoint.demo.trainer JOB`, where JOB is a JSON object (`Job`). It reports events on standard
+output, one JSON object per line:
 
     {"event": "start", "resumed": step or null, "warnings": [...], "parameters": n, "seconds": time to restore}
-    {"event": "step", "step": n, "loss": nats a byte, "rate": learning rate}
+    {"event": "step", "step": n, "loss": nats per byte, "rate": learning rate}
     {"event": "saving", "step": n}
     {"event": "saved", "step": n, "delta": bool, "raw": bytes, "stored": bytes, "ms": time,
      "parts": {"weights" or "optimizer" or "rest": [raw bytes, stored bytes]}}
@@ -36,11 +36,11 @@ from .model import GPT, held_out_loss, loss
 
 Send = Callable[..., None]
 PROBE_FROM = 0.8
-"""Share of the steps after which every checkpoint is loaded again and weighed against the exact model."""
+"""Share of the steps after which every checkpoint is loaded again and compared with the exact model."""
 
 
 class Training:
-    """Everything that a training run consists of, and one step of it.
+    """The objects of a training run, and one step of it.
 
     Example:
         >>> training = Training(SIZES["tiny"], steps=10, seed=0, text=np.zeros(4096, dtype=np.uint8))
@@ -93,14 +93,14 @@ class Training:
         )
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a captured state as if never stopped."""
+        """Continue from a captured state."""
         position = restore(state, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
         self.step = position["step"]
         self.batches.seek(position["data"])
 
 
 def train(job: Job, send: Send) -> None:
-    """Run the job from where its store stands to the end."""
+    """Run the job from the newest checkpoint in its store to the end."""
     size = SIZES[job.size]
     torch.set_num_threads(job.threads)
     store = _open_store(job)
@@ -111,11 +111,11 @@ def train(job: Job, send: Send) -> None:
         for count in (size.quick_windows, size.probe_windows, size.final_windows)
     )
     begin = time.perf_counter()
-    resumed, heard = _resume(training, store)
+    resumed, caught = _resume(training, store)
     send(
         "start",
         resumed=resumed,
-        warnings=heard,
+        warnings=caught,
         parameters=sum(p.numel() for p in training.model.parameters()),
         seconds=time.perf_counter() - begin,
     )
@@ -143,13 +143,13 @@ def _open_store(job: Job) -> Any:
 
 
 def _resume(training: Training, store: Any) -> tuple[int | None, list[str]]:
-    """Go on from the newest good checkpoint, if there is one: its step, and what was said about others."""
+    """Resume from the newest intact checkpoint, if any; return its step and the warnings."""
     if store is None or not store.steps():
         return None, []
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.resume(store.load())
-    return training.step, [str(warning.message) for warning in heard]
+    return training.step, [str(warning.message) for warning in caught]
 
 
 def _save(training: Training, store: Any, send: Send) -> None:
@@ -177,11 +177,11 @@ def _save(training: Training, store: Any, send: Send) -> None:
 
 
 def _probe(training: Training, job: Job, windows: torch.Tensor, send: Send) -> None:
-    """Weigh the model as it comes out of the store against the exact one, on the same held-out windows."""
+    """Compare the model restored from the store with the exact one on the same held-out windows."""
     begin = time.perf_counter()
-    state = _open_store(job).load(training.step)  # a reader of its own: the one that saves is left as it is
+    state = _open_store(job).load(training.step)  # a second Store, so that the saving one is not changed
     ms = 1e3 * (time.perf_counter() - begin)
-    restored = copy.deepcopy(training.model)  # a new GPT would draw from the random number generator
+    restored = copy.deepcopy(training.model)  # a new GPT would draw random numbers
     restored.load_state_dict(state["model"])
     send(
         "probe",
@@ -193,8 +193,8 @@ def _probe(training: Training, job: Job, windows: torch.Tensor, send: Send) -> N
 
 
 def main() -> None:
-    """Train as the first argument (JSON) says, reporting events on standard output."""
-    # Events alone may use the pipe: whatever else prints goes to standard error.
+    """Run the job in the first argument (JSON), and report events on standard output."""
+    # Only events may use the pipe; other output goes to standard error.
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as pipe:
         os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""What is shown while the demo runs: on a terminal a progress bar below the lines, elsewhere the lines alone."""
+"""The display of a running demo: lines, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _READING_EVERY = 5
 
 
 class View:
-    """Shows the events of one run after the other. Use it in a `with` statement.
+    """Show the events of one run after the other. Use it in a `with` statement.
 
     Args:
-        console: where to.
-        steps: of each run.
+        console: the output.
+        steps: number of steps of each run.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -49,14 +49,14 @@ class View:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def begin(self, name: str, says: str) -> None:
-        """A run begins: its short name, for the bar, and a line about it."""
+    def begin(self, name: str, title: str) -> None:
+        """Begin a run with its short name, for the bar, and a line about it."""
         self._name, self._smooth, self._readings, self._killed = name, None, 0, None
-        self._line(f"\n{says}", "bold")
+        self._line(f"\n{title}", "bold")
         self._task = self._progress.add_task(name, total=self._steps, loss="")
 
     def event(self, event: Event) -> None:
-        """Show what the trainer reported."""
+        """Show an event of the trainer."""
         kind = event["event"]
         if kind == "step":
             self._smooth = event["loss"] if self._smooth is None else 0.95 * self._smooth + 0.05 * event["loss"]
@@ -82,11 +82,11 @@ class View:
             again = max(0, self._killed["at"] - event["resumed"]) if self._killed else 0
             self._line(
                 f"        resumed from the checkpoint of step {event['resumed']} in {event['seconds']:.1f} s; "
-                f"{again} steps to do again",
+                f"{again} steps to repeat",
                 "bold green",
             )
         elif self._killed:
-            self._line("        there was no checkpoint yet: started anew", "bold green")
+            self._line("        there was no checkpoint yet: started from the beginning", "bold green")
         else:
             self._line(f"        {event['parameters'] / MB:.2f} million parameters")
             if self._name != "baseline":

@@ -1,1 +1,1 @@
-"""One page about a run: what is collected of a store, the charts, the page."""
+"""The HTML report about a run: collection of its data, charts, and page."""

@@ -1,8 +1,9 @@
-"""The charts of the page, as SVG to stand inside HTML; the same input gives the same text."""
+"""The charts of the report as SVG for HTML; the same input gives the same text."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _INK, _FAINT, _RED = "#22252b", "#9aa3af", "#c8102e"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7a5195", "#999999", "#44aa99")
-"""Told apart by the colour-blind too (Okabe and Ito), in the order in which they are used."""
+"""Colours distinguishable with colour blindness (Okabe and Ito), in the order of use."""
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -63,7 +64,7 @@ def sizes(run: Run) -> str:
 
 
 def parts(run: Run) -> str:
-    """Stored bytes of each step by what they are."""
+    """Stored bytes of each step by kind of array."""
     names = categories(run.steps)
 
     def draw(figure: Any) -> None:
@@ -85,31 +86,38 @@ def parts(run: Run) -> str:
 
 
 def errors(run: Run) -> str:
-    """Median and largest error of the arrays of each role; "" where every array is exact."""
-    names = sorted({name for s in run.steps for name in s.errors})
-    if not names:
+    """Median and largest error of the arrays of each role; "" if all are exact.
+
+    Each measure has a chart of its own.
+    """
+    measures: dict[str, list[str]] = {}
+    for name, measure in sorted({(name, e.measure) for s in run.steps for name, e in s.errors.items()}):
+        measures.setdefault(measure, []).append(name)
+    if not measures:
         return ""
+    colours = dict(zip((n for names in measures.values() for n in names), itertools.cycle(COLOURS), strict=False))
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for number, name in enumerate(names):
-            found = [(s.step, s.errors[name]) for s in run.steps if name in s.errors]
-            colour = COLOURS[number % len(COLOURS)]
-            steps = [step for step, _ in found]
-            axes.plot(steps, [e.median for _, e in found], color=colour, marker=".", label=f"{name}: median")
-            axes.plot(steps, [e.largest for _, e in found], color=colour, ls=":", label=f"{name}: largest")
-        if any(e.median > 0 for s in run.steps for e in s.errors.values()):
-            _log_axis(axes)
-        axes.set_ylabel("error of an array")
-        _step_axis(axes)
-        axes.set_xlabel("step")
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        charts = figure.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (measure, names) in zip(charts, measures.items(), strict=True):
+            for name in names:
+                found = [(s.step, s.errors[name]) for s in run.steps if name in s.errors]
+                steps = [step for step, _ in found]
+                medians, largest = [e.median for _, e in found], [e.largest for _, e in found]
+                axes.plot(steps, medians, color=colours[name], marker=".", label=f"{name}: median")
+                axes.plot(steps, largest, color=colours[name], ls=":", label=f"{name}: largest")
+            if any(s.errors[name].median > 0 for s in run.steps for name in names if name in s.errors):
+                _log_axis(axes)
+            axes.set_ylabel(f"{measure} error")
+            _step_axis(axes)
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        charts[-1].set_xlabel("step")
 
-    return _svg(draw, "errors", 3.4)
+    return _svg(draw, "errors", 0.6 + 2.8 * len(measures))
 
 
 def quality(run: Run) -> str:
-    """The metric of the steps, and losses measured beside; "" where there are none."""
+    """The metric of the steps, and held-out losses of the demo; "" where neither exists."""
     rated = [(s.step, s.metric) for s in run.steps if s.metric is not None]
     if not rated and not run.curves:
         return ""
@@ -138,7 +146,7 @@ def categories(steps: Sequence[StepRow]) -> list[str]:
 
 
 def _log_axis(axes: Any) -> None:
-    """A logarithmic axis with plain numbers: powers of ten need mathematical text, which is off."""
+    """Make the axis logarithmic with plain numbers, because mathematical text is disabled."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -159,7 +167,7 @@ def _mark_restores(axes: Any, run: Run) -> None:
 
 
 def _svg(draw: Callable[[Any], None], name: str, height: float) -> str:
-    """A drawn figure as an SVG element; `name` keeps the ids of several apart."""
+    """Draw a figure and return it as an SVG element, with `name` in front of its ids."""
     try:
         import matplotlib as mpl
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a page about a run shows, read from its store: headers of all steps, and the arrays of one."""
+"""Read the data of a report from a store: headers of all steps, and arrays of one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ..store.store import Store
 
 MAX_STEPS = 500
-"""Steps shown; of more, evenly spaced ones, the first and the last among them."""
+"""Maximum number of steps shown; of more steps, evenly spaced ones with the first and the last."""
 MAX_TENSORS = 300
-"""Histograms shown: those of the largest float arrays."""
+"""Maximum number of histograms shown, those of the largest float arrays."""
 MAX_NOTES = 40
-"""Different choices of codecs shown."""
+"""Maximum number of different choices of codecs shown."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 HEADER = "header and checksums"
 DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
@@ -40,8 +40,8 @@ class Error:
 
     Args:
         measure: "relative L2" or "relative".
-        median: of the arrays.
-        largest: of them.
+        median: median of the arrays' errors.
+        largest: their maximum.
     """
 
     measure: str
@@ -58,8 +58,8 @@ class StepRow:
         delta: whether it is stored as a delta.
         nbytes: stored bytes.
         raw_nbytes: bytes of the state.
-        restore_cost: of restoring it, in multiples of a base.
-        metric: how good the model is, or None.
+        restore_cost: cost of restoring it, in multiples of a base.
+        metric: quality of the model, or None.
         labels: "pinned", and tags.
         parts: category -> stored bytes; they sum to `nbytes`.
         raw_parts: category -> bytes of the arrays.
@@ -96,20 +96,20 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that a page shows.
+    """The data of a report.
 
     Args:
-        name: what the user called it.
-        steps: those shown.
-        all_steps: how many there are.
-        restored: the steps that were restored from, in order, where that is known.
-        restores: how often there was a restore.
-        tensors: largest first.
-        all_tensors: how many float arrays there are.
-        tensor_step: whose they are; None where no step is intact.
-        curves: name -> (step, value) of quality measured beside the store.
-        searches: results of configuration searches, as they were read.
-        problems: what could not be read.
+        name: the name of the run.
+        steps: the steps shown.
+        all_steps: number of steps in the store.
+        restored: the steps that were restored, in order, where known.
+        restores: number of restores.
+        tensors: arrays with histograms, largest first.
+        all_tensors: number of float arrays.
+        tensor_step: the step of these arrays; None where no step is intact.
+        curves: name -> (step, value) of the demo's held-out losses.
+        searches: results of configuration searches, with their file names.
+        problems: messages about unreadable steps.
     """
 
     name: str
@@ -134,21 +134,21 @@ def collect(
     results: Path | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Read what a page shows: of every step the header, of one the arrays.
+    """Read the data of a report: the headers of all steps, and the arrays of one.
 
     Args:
-        store: the run's.
-        name: what to call it.
-        step: step or tag whose arrays are shown; None: the newest that is intact.
+        store: the store of the run.
+        name: the name to show.
+        step: step or tag whose arrays are shown; None: the newest intact step.
         searches: files with JSON of `SearchResult.to_json`.
-        results: a file that may hold results of the demo, for its losses; passed over where there is none.
+        results: a file that may hold results of the demo, for its losses; ignored if missing.
         progress: called with (step, done, total) after each step.
 
     Raises:
-        BadArgumentError: no such step; a file that is no search result.
-        CorruptDataError, MissingParentError, NewerFormatError: the step that is asked for cannot be read.
+        BadArgumentError: the step does not exist; a file is not a search result.
+        CorruptDataError, MissingParentError, NewerFormatError: `step` cannot be read.
     """
-    # What is asked for wrongly is said before everything is read.
+    # Wrong arguments are reported before the store is read.
     found = tuple((str(path), _search(path)) for path in searches)
     if step is not None:
         store.describe(step)
@@ -185,7 +185,7 @@ def collect(
 
 
 def _spread(numbers: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, evenly spaced, with both ends.
+    """At most `most` of the numbers, evenly spaced, with both ends.
 
     Example:
         >>> _spread(range(10), 4)
@@ -197,7 +197,7 @@ def _spread(numbers: Sequence[int], most: int) -> list[int]:
 
 
 def category(record: ArrayRecord) -> str:
-    """What kind of array it is, by its name and shape."""
+    """The kind of an array, by its name and shape."""
     kind = guess(record.path, record.spec)
     if kind.role == "weight" and record.spec.dtype not in FLOATS:
         return "other state"
@@ -258,7 +258,7 @@ def _tensors(ckpt: Checkpoint | None) -> tuple[tuple[Tensor, ...], int]:
 
 
 def _curves(results: Path | None) -> dict[str, list[tuple[float, float]]]:
-    """Losses that the demo measured on held-out data; nothing where there is no such file."""
+    """Held-out losses that the demo measured; empty where the file is missing."""
     if results is None or not results.is_file():
         return {}
     try:
@@ -276,4 +276,4 @@ def _search(path: Path) -> Any:
     try:
         return SearchResult.from_json(json.loads(path.read_bytes()))
     except (ValueError, TypeError, KeyError, RecursionError, ShrinkpointError) as error:
-        raise BadArgumentError(f"{path}: no search result: {str(error)[:200]}") from None
+        raise BadArgumentError(f"{path}: not a search result: {str(error)[:200]}") from None

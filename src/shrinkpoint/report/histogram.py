@@ -1,4 +1,4 @@
-"""The distribution of one array as it is restored, and the codebook it is made of."""
+"""The distribution of the restored values of one array, and its codebook."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Histogram:
     Args:
         low: the least finite value.
         high: the largest one.
-        counts: values in each of `BINS` bins from low to high; of one only where they are equal; none where no value
-            is finite.
-        zeros: values that are zero.
-        odd: values that are not finite.
-        codebook: ascending entries; empty where the array has none.
-        uses: how often each entry is used.
-        protected: values kept beside the codebook; 0 where there is none.
-        pruned: values set to zero; 0 where there is no codebook.
+        counts: number of values in each of `BINS` bins from low to high; one bin if low equals high; empty if all
+            values are not finite.
+        zeros: number of values that are zero.
+        odd: number of values that are not finite.
+        codebook: ascending entries; empty for an array without a codebook.
+        uses: number of uses of each entry.
+        protected: number of values stored in addition to the codebook.
+        pruned: number of values set to zero by pruning.
     """
 
     low: float
@@ -45,20 +45,20 @@ class Histogram:
 
 
 def widened(flat: Any) -> Any:
-    """A flat array of numbers, NumPy or torch, as float64 (or complex128) NumPy."""
+    """Convert a flat array of numbers, NumPy or torch, to float64 (or complex128) NumPy."""
     if is_torch(flat):
         import torch
 
         return flat.to(torch.complex128 if flat.dtype.is_complex else torch.float64).numpy()
-    with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs
+    with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaNs
         return flat.astype(np.complex128 if flat.dtype.kind == "c" else np.float64)
 
 
 def histogram(memory: Memory, spec: LeafSpec) -> Histogram:
-    """The histogram of a decoded array of floats.
+    """Return the histogram of a decoded array of floats.
 
     Args:
-        memory: the array, as `Checkpoint.memory_of` gives it.
+        memory: the array, as `Checkpoint.memory_of` returns it.
         spec: its dtype and shape.
 
     Example:
@@ -81,7 +81,7 @@ def histogram(memory: Memory, spec: LeafSpec) -> Histogram:
     if low == high:
         counts = np.array([spec.size - odd])
     elif low < high:
-        # Scaled so that the width of a bin is a finite number whatever the values are.
+        # Scaled so that the width of a bin is finite for all values.
         scale = 2.0 ** -max(0, int(np.frexp(max(abs(low), abs(high)))[1]) - 1000)
         edges = np.linspace(low * scale, high * scale, BINS + 1)
         counts = np.zeros(BINS, np.int64)

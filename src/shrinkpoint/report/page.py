@@ -1,4 +1,7 @@
-"""The page: one HTML file that loads nothing. Paths, tags and notes are data: they are text wherever they stand."""
+"""The HTML file of a report, which loads no other file.
+
+Paths, tags and notes are data and are always escaped.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,8 +20,10 @@ from .collect import MAX_NOTES, MAX_STEPS, MAX_TENSORS, Run, Tensor
 from .histogram import BINS
 from .script import SCRIPT
 
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
+"""A number in a note."""
 LONGEST = 300
-"""Characters of a name that are shown."""
+"""Maximum number of characters of a name that are shown."""
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #22252b; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
@@ -35,10 +41,10 @@ select { max-width: 100%; font: inherit; }
 
 
 def page(run: Run) -> str:
-    """The page about a run, complete.
+    """Return the HTML page about a run.
 
     Args:
-        run: of `collect`.
+        run: as `collect` returns it.
 
     Raises:
         ShrinkpointError: Matplotlib is not installed.
@@ -54,7 +60,7 @@ def page(run: Run) -> str:
         *_steps(run),
     ]
     script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    # Should an escape ever be forgotten, nothing but this one script may run, and nothing may be loaded.
+    # In case an escape is forgotten: only this script may run, and nothing may be loaded.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; base-uri 'none'"
     return "\n".join(
         [
@@ -74,13 +80,13 @@ def page(run: Run) -> str:
 
 
 def shown(name: object) -> str:
-    """A name of reasonable length without control characters."""
-    told = printable(name)
-    return told if len(told) <= LONGEST else f"{told[: LONGEST - 30]}...{told[-27:]}"
+    """A name without control characters, shortened if it is very long."""
+    safe = printable(name)
+    return safe if len(safe) <= LONGEST else f"{safe[: LONGEST - 30]}...{safe[-27:]}"
 
 
 def text(name: object) -> str:
-    """The same as HTML text, or inside a quoted attribute.
+    """A name as HTML text, also inside a quoted attribute.
 
     Example:
         >>> text("<b>&'")
@@ -90,7 +96,7 @@ def text(name: object) -> str:
 
 
 def data(value: Any) -> str:
-    """JSON that may stand inside a script element: no "<" ends it early or opens a comment.
+    """JSON for a script element, with "<" escaped so that it cannot end the element.
 
     Example:
         >>> data(["</script><!--"])
@@ -116,30 +122,32 @@ def _summary(run: Run) -> list[str]:
         return ["<p>No step can be read.</p>"]
     raw, stored = (sum(getattr(s, name) for s in run.steps) for name in ("raw_nbytes", "nbytes"))
     deltas = sum(s.delta for s in run.steps)
-    told = [
+    facts = [
         f"{run.all_steps} steps, {run.steps[0].step} to {run.steps[-1].step}",
         f"bases: {len(run.steps) - deltas}, deltas: {deltas}",
         f"{size(raw)} of state in {size(stored)}, ratio {raw / stored:.2f}",
         f"restores: {run.restores}",
     ]
     if len(run.steps) + len(run.problems) < run.all_steps:
-        told.append(f"{len(run.steps)} of the steps are shown, evenly spaced (at most {MAX_STEPS}); sums are of those")
-    return [f"<p>{text('; '.join(told))}.</p>"]
+        facts.append(
+            f"{len(run.steps)} of the steps are shown, evenly spaced (at most {MAX_STEPS}); sums are over these"
+        )
+    return [f"<p>{text('; '.join(facts))}.</p>"]
 
 
 def _charts(run: Run) -> list[str]:
     if not run.steps:
         return []
-    found = [("Size and ratio", charts.sizes(run)), ("Where the bytes are", charts.parts(run) + _parts(run))]
+    found = [("Size and ratio", charts.sizes(run)), ("Bytes by kind of array", charts.parts(run) + _parts(run))]
     found += [("Error", charts.errors(run)), ("Quality", charts.quality(run))]
     notes = {
-        "Where the bytes are": "By the kind of the arrays, guessed from their names and shapes.",
-        "Error": "As the codecs measured it when they stored the arrays. Relative L2: of a whole array; relative: the "
-        "largest of any of its elements.",
+        "Bytes by kind of array": "Kinds are guessed from names and shapes.",
+        "Error": "As measured when the arrays were stored. Relative L2 is the error of a whole array; relative is the "
+        "largest error of any of its elements, which bounds the relative L2 error of the array.",
     }
     absent = {
         "Error": "Every array of every step is exact.",
-        "Quality": "None is recorded: Store.save(..., metric=) or shrinkpoint rate does so.",
+        "Quality": "No metric is recorded; Store.save(..., metric=) and `shrinkpoint rate` record one.",
     }
     return [
         f"<h2>{title}</h2>"
@@ -171,17 +179,36 @@ def _parts(run: Run) -> str:
 
 def _choices(run: Run) -> list[str]:
     arrays: Counter[tuple[str, str, str]] = Counter()
-    steps: dict[tuple[str, str, str], list[int]] = {}
+    steps: dict[tuple[str, str, str], set[int]] = {}
+    notes: dict[tuple[str, str, str], list[str]] = {}
     for step in run.steps:
-        arrays.update(step.choices)
-        for choice in step.choices:
-            steps.setdefault(choice, []).append(step.step)
-    most = arrays.most_common(MAX_NOTES)
-    rows = [(*choice, count, len(steps[choice]), _range(steps[choice])) for choice, count in sorted(most)]
+        for (kind, codec, note), count in step.choices.items():
+            choice = kind, codec, _NUMBER.sub("#", note)
+            arrays[choice] += count
+            steps.setdefault(choice, set()).add(step.step)
+            notes.setdefault(choice, []).append(note)
+    most = sorted(arrays.most_common(MAX_NOTES))
+    rows = [
+        (*choice[:2], merged(notes[choice]), count, len(steps[choice]), _range(sorted(steps[choice])))
+        for choice, count in most
+    ]
     left = len(arrays) - len(most)
-    columns = ("kind", "codec", "what it chose", ">arrays", ">in steps", "which")
-    more = [f'<p class="note">{left} rarer choices are left out (at most {MAX_NOTES}).</p>'] if left else []
-    return ["<h2>What was chosen</h2>", _table(columns, rows), *more]
+    columns = ("kind", "codec", "choice", ">arrays", ">steps", "which steps")
+    more = [f'<p class="note">{left} rarer choices are omitted (at most {MAX_NOTES} are shown).</p>'] if left else []
+    return ["<h2>Choices of the codecs</h2>", _table(columns, rows), *more]
+
+
+def merged(notes: Sequence[str]) -> str:
+    """Notes that differ in their numbers only as one note, with the range of each number.
+
+    Example:
+        >>> merged(["1.5 % changed", "20 % changed", "3 % changed"])
+        '1.5 to 20 % changed'
+    """
+    columns = zip(*(_NUMBER.findall(note) for note in notes), strict=True)
+    ranges = [sorted(set(column), key=lambda text: float(text.replace(",", ""))) for column in columns]
+    shown = iter(found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" for found in ranges)
+    return _NUMBER.sub(lambda _: next(shown), notes[0])
 
 
 def _range(steps: Sequence[int]) -> str:
@@ -195,7 +222,7 @@ def _searches(run: Run) -> list[str]:
             f"<h2>Configuration search: {text(path)}</h2>",
             f"<p>{text(result)}</p>",
             _table(
-                (">round", "configuration", ">bytes", ">quality", ">degradation", "passed", "why"),
+                (">round", "configuration", ">bytes", ">quality", ">degradation", "passed", "reason"),
                 [
                     (
                         t.round,
@@ -210,7 +237,7 @@ def _searches(run: Run) -> list[str]:
                 ],
                 scroll=True,
             ),
-            f"<details><summary>Its configuration</summary><pre>{html.escape(_json(result.config))}</pre></details>",
+            f"<details><summary>Chosen configuration</summary><pre>{html.escape(_json(result.config))}</pre></details>",
         ]
     return out
 
@@ -225,16 +252,16 @@ def _histograms(run: Run) -> list[str]:
     capped = ""
     if len(run.tensors) < run.all_tensors:
         capped = f" The largest {len(run.tensors)} of {run.all_tensors} float arrays (at most {MAX_TENSORS})."
-    told = (
-        f"Values of step {run.tensor_step} as they are restored, in up to {BINS} equal bins; an orange stem is an "
-        f"entry of the codebook, as high as it is often used.{capped}"
+    caption = (
+        f"Restored values of step {run.tensor_step} in up to {BINS} equal bins; an orange stem is an entry of the "
+        f"codebook, and its height the number of its uses.{capped}"
     )
     return [
         "<h2>Histograms</h2>",
-        f'<p class="note">{text(told)}</p>',
+        f'<p class="note">{text(caption)}</p>',
         '<p><label>Tensor <select id="tensor"></select></label></p>',
         '<div id="histogram"></div><table><tbody id="facts"></tbody></table>',
-        "<noscript><p>The histograms need JavaScript; nothing else does.</p></noscript>",
+        "<noscript><p>The histograms need JavaScript.</p></noscript>",
     ]
 
 
@@ -278,5 +305,5 @@ def _steps(run: Run) -> list[str]:
         for s in run.steps
     ]
     columns = (">step", "kind", ">state", ">stored", ">ratio", ">restore cost", ">metric", ">restored", "labels")
-    told = "Restore cost: bytes decoded to restore it, in multiples of a base."
-    return ["<h2>Steps</h2>", f'<p class="note">{told}</p>', _table(columns, rows, scroll=True)]
+    caption = "Restore cost: bytes decoded to restore the step, in multiples of a base."
+    return ["<h2>Steps</h2>", f'<p class="note">{caption}</p>', _table(columns, rows, scroll=True)]

@@ -1,4 +1,7 @@
-"""What makes the histograms of the page: it draws what the drop-down, or the address after "#tensor=", names."""
+"""The script of the page, which draws the histogram of the selected tensor.
+
+The tensor is selected by the drop-down, or by "#tensor=PATH" in the address.
+"""
 
 from __future__ import annotations
 
@@ -60,15 +63,15 @@ SCRIPT = """"use strict";
     svg.appendChild(element("text", {x: (L + W - R) / 2, y: H - 10, "text-anchor": "middle"},
       "value (height: number of elements, logarithmic)"));
     place.replaceChildren(svg);
-    var told = [["path", t.path], ["kind", t.kind], ["dtype, shape", t.dtype + " " + t.shape],
+    var facts_of = [["path", t.path], ["kind", t.kind], ["dtype, shape", t.dtype + " " + t.shape],
       ["codec", t.codec + (t.note ? " (" + t.note + ")" : "")], ["raw, stored", t.sizes],
       ["error", t.error], ["range", counts.length ? short(t.low) + " to " + short(t.high) : "no finite value"],
       ["zero, not finite", t.zeros + ", " + t.odd]];
     if (t.codebook.length) {
-      told.push(["codebook", t.codebook.length + " entries; " + t.pruned + " elements pruned, " +
-        t.protected + " kept beside it"]);
+      facts_of.push(["codebook", t.codebook.length + " entries; " + t.pruned + " elements pruned, " +
+        t.protected + " protected"]);
     }
-    var rows = told.map(function (pair) {
+    var rows = facts_of.map(function (pair) {
       var row = document.createElement("tr"), head = document.createElement("th"), cell = document.createElement("td");
       head.textContent = pair[0];
       cell.textContent = pair[1];

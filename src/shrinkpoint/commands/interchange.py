@@ -1,4 +1,4 @@
-"""Files of others: `.pt`, safetensors and DCP folders, read without running anything in them, and written."""
+"""Read and write `.pt` and safetensors files and DCP folders, executing nothing in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +14,48 @@ from ..codec.errors import BadArgumentError, CorruptDataError, UnsupportedLeafEr
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
+from .file_types import folder_contents, unreadable
 from .files import check_apart, check_free, write_file, write_folder
-from .output import note
+from .output import listed, note
 
 FORMATS = ("pt", "safetensors", "dcp")
 _TREE = "shrinkpoint.tree"
 _ENDINGS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt", ".safetensors": "safetensors"}
 
 
-def format_of(target: Path, asked: str | None) -> str:
-    """The format of an output: as asked, else by its ending."""
-    if asked is not None:
-        if asked not in FORMATS:
-            raise BadArgumentError(f"--to is {asked!r}; it must be one of {', '.join(FORMATS)}")
-        return asked
+def format_of(target: Path, requested: str | None) -> str:
+    """The format of an output: as requested, otherwise by the suffix of its name."""
+    if requested is not None:
+        if requested not in FORMATS:
+            raise BadArgumentError(f"--to is {requested!r}; it must be one of {', '.join(FORMATS)}")
+        return requested
     found = _ENDINGS.get(target.suffix)
     if found is None:
-        raise BadArgumentError(f"{target} ends in none of {', '.join(_ENDINGS)}; say --to {'|'.join(FORMATS)}")
+        raise BadArgumentError(f"{target} has none of the suffixes {', '.join(_ENDINGS)}; use --to {'|'.join(FORMATS)}")
     return found
 
 
 def load_state(path: Path) -> Any:
-    """The state in a `.pt` file, a safetensors file or a DCP folder, told apart by what they are.
+    """Load the state in a `.pt` file, a safetensors file or a DCP folder.
+
+    The type is recognized by the contents.
 
     Raises:
-        CorruptDataError: it cannot be read as one of them.
+        CorruptDataError: it is a file of another type, truncated or damaged; the message names the type.
         UnsupportedLeafError: it holds objects that only pickle can load.
-        OSError: it is not there.
+        OSError: it does not exist, or cannot be read.
     """
     if path.is_dir():
         if not is_dcp(path):
-            kind = "a store" if (path / "steps").is_dir() else "no folder of torch.distributed.checkpoint"
-            raise CorruptDataError(f"{path}: is {kind}; a .pt or safetensors file or a DCP folder is needed here")
+            kind = "a store" if (path / "steps").is_dir() else "not a folder of torch.distributed.checkpoint"
+            names = folder_contents(path)
+            raise CorruptDataError(
+                f"{path}: is {kind}; a .pt or safetensors file or a DCP folder is needed here"
+                + (f", such as its {names}" if names else "")
+            )
         return load_dcp(path)
+    if (reason := unreadable(path)) is not None:
+        raise CorruptDataError(f"{path}: cannot be read: {reason}")
     with open(path, "rb") as file:
         start = file.read(9)
     if path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[:2] != b"PK"):
@@ -63,7 +72,7 @@ def _load_safetensors(path: Path) -> Any:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
     except SafetensorError as error:
         raise CorruptDataError(f"{path}: {error}") from None
     if _TREE not in metadata:
@@ -73,7 +82,7 @@ def _load_safetensors(path: Path) -> Any:
     def place(_number: int, where: Any) -> Any:
         name = where()[0]
         if name not in arrays:
-            raise CorruptDataError(f"{path}: its tree has an array {name[:80]!r} that the file has not")
+            raise CorruptDataError(f"{path}: its tree has an array {name[:80]!r} that is not in the file")
         used.add(name)
         return arrays[name]
 
@@ -82,32 +91,38 @@ def _load_safetensors(path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"{path}: {_TREE}: {str(error)[:200]}") from None
     if not isinstance(nodes, list):
-        raise CorruptDataError(f"{path}: {_TREE} is no tree")
+        raise CorruptDataError(f"{path}: {_TREE} is not a tree")
     state = tree.unflatten(nodes, place)
     if used != set(arrays):
-        raise CorruptDataError(f"{path}: its tree leaves out {len(set(arrays) - used)} of its arrays")
+        raise CorruptDataError(f"{path}: its tree lacks {len(set(arrays) - used)} of its arrays")
     return state
 
 
 def check_target(target: Path, kind: str, force: bool, read: Iterable[str]) -> None:
-    """Refuse an output of `kind` (one of `FORMATS`) that may not be written, before the work is done.
+    """Check before the work that an output may be written.
 
     Args:
         target: the output.
-        kind: what it will be.
-        force: whether it may replace what is there; of folders only one of DCP.
-        read: files, folders and URLs that it is made from, see `check_apart`.
+        kind: its format, one of `FORMATS`.
+        force: whether it may replace an existing file or DCP folder.
+        read: its inputs, see `check_apart`.
+
+    Raises:
+        BadArgumentError: it may not be written.
     """
     check_apart(target, read)
     check_free(target, force)
     is_store = (target / "steps").is_dir()
     if target.is_dir() and (is_store or not (kind == "dcp" and (is_dcp(target) or not any(target.iterdir())))):
-        what = "a store" if is_store else "no DCP folder" if kind == "dcp" else "a folder"
-        raise BadArgumentError(f"{target} is {what}, which --force does not replace")
+        what = "a store" if is_store else "not a DCP folder" if kind == "dcp" else "a folder"
+        raise BadArgumentError(f"{target} is {what}, and --force does not replace it")
 
 
 def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
-    """Write a state as `kind` (one of `FORMATS`), whole or not at all, where `check_target` has nothing against it."""
+    """Write a state in a format of `FORMATS`, completely or not at all.
+
+    Call `check_target` first.
+    """
     if kind == "safetensors":
         arrays, metadata = _for_safetensors(state)
         from safetensors import SafetensorError
@@ -126,20 +141,24 @@ def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
         _, found = tree.flatten(state, is_array)
         foreign = sum(not isinstance(a.value, torch.Tensor) for a in found)
         if any(not isinstance(a.value, (torch.Tensor, np.ndarray, np.generic)) for a in found):
-            raise UnsupportedLeafError(f"{target}: arrays that are neither torch's nor NumPy's would be pickled")
+            raise UnsupportedLeafError(
+                f"{target}: arrays that are neither torch tensors nor NumPy arrays would have to be pickled"
+            )
         if foreign:
-            note(f"{foreign} NumPy arrays are written as such: torch.load needs weights_only=False to read them")
+            note(
+                f"{foreign} NumPy arrays are written as NumPy arrays: torch.load needs weights_only=False to read them"
+            )
         with _as_os_error(target, RuntimeError):
             write_file(target, force, lambda path: _torch_save(state, path))
 
 
 class _Remembering(io.BufferedWriter):
-    """A file that keeps what the system said of a write: torch makes a wrong position of it."""
+    """A file that keeps the error of a write, which torch replaces by another one."""
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """As any file."""
+        """Write, and keep an error."""
         try:
             return super().write(data)
         except OSError as error:
@@ -148,7 +167,7 @@ class _Remembering(io.BufferedWriter):
 
 
 def _torch_save(state: Any, path: Path) -> None:
-    """`torch.save`; of a full disk the system's error."""
+    """Call `torch.save`, and raise the system's error for a full disk."""
     import torch
 
     with _Remembering(io.FileIO(path, "wb")) as file:
@@ -162,7 +181,7 @@ def _torch_save(state: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _as_os_error(target: Path, kind: type[Exception]) -> Iterator[None]:
-    """What a library makes of a full disk is said as what it is: the output could not be written."""
+    """Raise a library's error on a full disk as an OSError with the name of the output."""
     try:
         yield
     except kind as error:
@@ -170,7 +189,7 @@ def _as_os_error(target: Path, kind: type[Exception]) -> Iterator[None]:
 
 
 def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tensors by path; the tree around them as metadata where it is more than one dict of them."""
+    """The tensors by path, and the tree around them as metadata unless it is a flat dict."""
     import numpy as np
     import torch
 
@@ -187,20 +206,20 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
             except TypeError as error:
                 raise UnsupportedLeafError(f"{node.path}: safetensors: {error}") from None
         if node.path == "__metadata__" or not _is_utf8(node.path):
-            raise BadArgumentError(f"safetensors cannot name an array {ascii(node.path)[:80]}; --to pt can")
+            raise BadArgumentError(f"safetensors does not allow the array name {ascii(node.path)[:80]}; use --to pt")
         if node.path in arrays:
-            raise BadArgumentError(f"two arrays have the path {node.path!r}, and safetensors has but one name for each")
+            raise BadArgumentError(f"two arrays have the path {node.path!r}, and names in safetensors must be unique")
         value = value.contiguous()
         if value.numel() and value.data_ptr() in pointers:
             value, tied = value.clone(), tied + 1
         pointers.add(value.data_ptr())
         arrays[node.path] = value
     if tied:
-        note(f"{tied} tied arrays are written once for each of their names")
+        note(f"{tied} tied arrays are written once per name")
     flat = type(state) is dict and all(is_array(v) for v in state.values()) and list(state) == list(arrays)
     if flat:
         return arrays, {"format": "pt"}
-    # Places of arrays are found by their paths; numbers only have to be there.
+    # Arrays are found by their paths; their numbers are not used.
     return arrays, {"format": "pt", _TREE: json.dumps(nodes)}
 
 
@@ -213,9 +232,9 @@ def _is_utf8(text: str) -> bool:
 
 
 def _check_dcp(state: Any) -> None:
-    """Refuse, or say, what a DCP folder does not keep."""
+    """Raise for a state that a DCP folder cannot hold, and note the parts that it does not keep."""
     if not isinstance(state, dict):
-        raise BadArgumentError(f"a DCP folder holds a dict, not a {type(state).__qualname__}; say --under PATH")
+        raise BadArgumentError(f"a DCP folder holds a dict, not a {type(state).__qualname__}; use --under PATH")
     lost: list[str] = []
     renamed = 0
     stack: list[tuple[str, Any]] = [("", state)]
@@ -226,24 +245,18 @@ def _check_dcp(state: Any) -> None:
                 lost.append(path)
             renamed += sum(type(k) is not str for k in value)
             if len({str(k) for k in value}) != len(value):
-                raise BadArgumentError(f"{path}: two keys become the same text, as DCP writes them")
+                raise BadArgumentError(f"{path}: two keys become the same text in DCP")
             stack.extend((f"{path}/{k}" if path else str(k), v) for k, v in value.items())
         elif isinstance(value, list):
             stack.extend((f"{path}/{i}", v) for i, v in enumerate(value))
     if renamed:
-        note(f"{renamed} keys that are no text become text: DCP has no others")
+        note(f"{renamed} keys that are not text become text, because DCP has no other keys")
     if lost:
-        note(f"DCP has no empty dicts; left out: {listed(lost)}")
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """A few names of many."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+        note(f"DCP has no empty dicts; omitted: {listed(lost)}")
 
 
 def is_spt(path: Path) -> bool:
-    """Whether a file is a checkpoint of ours."""
+    """Whether a file is a shrinkpoint checkpoint file."""
     from ..codec.format.container import MAGIC
 
     if not os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""Exit codes: what went wrong is said in one plain line, and a user's mistake never gives a traceback."""
+"""Exit codes of the command line, and errors as one line without a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..kernels.errors import BadArgumentError, ShrinkpointError
 from .output import printable
 
 WRONG, USAGE = 1, 2
-"""Something is wrong with data or storage; the command was used wrongly. Ctrl-C gives 130."""
+"""Exit codes for damaged data or failing storage, and for wrong usage; Ctrl-C gives 130."""
 
 
 class Guarded(TyperGroup):
@@ -31,21 +31,21 @@ class Guarded(TyperGroup):
             fail(str(error), USAGE)
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # whoever read our output has had enough of it
-            fail(_told(error), WRONG)
+                raise  # the reader of our output has closed it
+            fail(_text_of(error), WRONG)
         except ShrinkpointError as error:
             fail(str(error), WRONG)
         except MemoryError:
-            fail("this needs more memory than there is", WRONG)
+            fail("this needs more memory than is available", WRONG)
 
 
 def fail(message: str, code: int) -> None:
-    """Say what is wrong and exit."""
+    """Print an error message and exit."""
     typer.echo(f"shrinkpoint: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 
-def _told(error: OSError) -> str:
+def _text_of(error: OSError) -> str:
     if error.strerror is None:
         return str(error) or type(error).__name__
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -54,7 +54,7 @@ def _told(error: OSError) -> str:
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Within, a warning is one line without the place in the code that gave it."""
+    """Show warnings as one line without their place in the code."""
 
     def show(
         message: Warning | str,
