@@ -75,7 +75,7 @@ def pages() -> list[Page]:
         Page(
             "shrinkpoint",
             "shrinkpoint",
-            "What `import shrinkpoint as sp` gives, and what its functions return.",
+            "The names of `import shrinkpoint as sp`, and the types that its functions return.",
             (
                 ("codec.compress", ("compress",)),
                 ("codec.checkpoint", ("decompress", "Checkpoint", "Row", "ArrayRecord")),
@@ -108,26 +108,26 @@ def pages() -> list[Page]:
         Page(
             "presets",
             "shrinkpoint.presets",
-            "The published systems as configurations.",
+            "Quality levels and the published systems as configurations.",
             (("codec.presets", None), ("codec.embeddings.rows", ("expected_failures",))),
         ),
         Page(
             "search",
             "shrinkpoint.searching",
-            "The smallest configuration that keeps a quality threshold: `sp.search` and what it is made of.",
+            "The smallest configuration that keeps a quality threshold: `sp.search` and its parts.",
             (
-                ("search.run", ("search",)),
-                ("search.arguments", ("SearchOptions",)),
-                ("search.result", None),
-                ("search.cube", None),
-                ("search.quality", None),
-                ("search.progress", None),
+                ("searching.run", ("search",)),
+                ("searching.arguments", ("SearchOptions",)),
+                ("searching.result", None),
+                ("searching.cube", None),
+                ("searching.quality", None),
+                ("searching.progress", None),
             ),
         ),
         Page(
             "trainers",
             "shrinkpoint.trainers",
-            "Adapters, and what of them `sp` exports: `SensitivityTracker`, `RowTracker`, `save_pretrained`.",
+            "Adapters; `sp` itself exports `SensitivityTracker`, `RowTracker` and `save_pretrained`.",
             (
                 ("trainers.loop", None),
                 ("trainers.loader", None),
@@ -158,7 +158,7 @@ def pages() -> list[Page]:
         Page(
             "codec",
             "shrinkpoint.codec",
-            "For those who write a codec of their own, or read what one did.",
+            "For writing a codec of your own, or reading the records of one.",
             (
                 ("codec.base", None),
                 ("codec.weights.codebook", None),
@@ -319,8 +319,7 @@ def render(page: Page) -> str:
         if not found:
             continue
         if len(page.modules) > 1:
-            public = name.replace("search.", "searching.", 1) if name.startswith("search.") else name
-            out += [f"## shrinkpoint.{public}", ""]
+            out += [f"## shrinkpoint.{name}", ""]
             about = ast.get_docstring(module.tree) or ""
             out += [about.split("\n\n")[0].replace("\n", " "), ""]
         for node in found:
