@@ -1,4 +1,4 @@
-"""One fixture runs a kernel test body against every back end; results come back as NumPy for exact comparison."""
+"""Fixtures that run a kernel test body against every back end, with exact comparison."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class BackEnd:
         return importlib.import_module(f"shrinkpoint.kernels.{self.name}.{subject}")
 
     def array(self, x: Any, dtype: str | None = None) -> Any:
-        """x as an array of this back end's library; `dtype="bfloat16"` rounds float values to bfloat16 (torch only)."""
+        """x as an array of this back end's library.
+
+        `dtype="bfloat16"` rounds float values to bfloat16 (torch only).
+        """
         if dtype == "bfloat16" and self.library != "torch":
             pytest.skip(f"{self.library} has no bfloat16")
         x = np.asarray(x)
@@ -52,9 +55,9 @@ class BackEnd:
         return t.cuda() if self.name == "gpu" and GPU_HERE else t
 
     def sizes(self, always: list[int], *launches: str) -> list[int]:
-        """`always`, and where the GPU's programs are tested the sizes around the blocks of these launches.
+        """`always`, and for the GPU back end also sizes around the blocks of these launches.
 
-        A block has thousands of elements, so that what is small for the CPU runs in one program there. A launch is
+        A block has thousands of elements, so that small CPU sizes run in one program there. A launch is
         named by module and name, `levels.GROUP`; the interpreter takes smaller blocks of its own for small data.
         """
         blocks = {_block(name) for name in launches} if self.name == "gpu" else set()
@@ -97,13 +100,13 @@ def _param(b: BackEnd) -> Any:
 
 @pytest.fixture(params=[_param(b) for b in ALL])
 def back_end(request: pytest.FixtureRequest, poisoned: None) -> BackEnd:
-    """Every back end there is, one after another; what it forgets to write is poison."""
+    """Every back end, one after another, with poisoned memory."""
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(params=[_param(b) for b in ALL if b.name != "gpu" and b.library != "strict"])
 def sequential_back_end(request: pytest.FixtureRequest, poisoned: None) -> BackEnd:
-    """The back ends of the sequential coders: `reference` and `cpu`; what they forget to write is poison."""
+    """The back ends of the sequential coders, `reference` and `cpu`, with poisoned memory."""
     return request.param  # type: ignore[no-any-return]
 
 
@@ -117,7 +120,7 @@ def fresh() -> np.random.Generator:
 
 @pytest.fixture(params=[pytest.param("device", marks=pytest.mark.gpu if GPU_HERE else ())])
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where public functions see a GPU: without one, where torch's tensors pass for CUDA tensors."""
+    """The device on which public functions see a GPU; without one, torch tensors pass for CUDA."""
     if GPU_HERE:
         return "cuda"
     if not TRITON_HERE:
@@ -134,7 +137,7 @@ POISON = 0xA5
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a back end asks for holds bytes already, so that an element it forgets to write shows.
+    """Fill the memory that a back end allocates, so that an element it does not write shows.
 
     Numba looks functions up by identity when it compiles, so for that time the real ones are put back: compiled code
     may ask for memory of its own, and what it is compiled to is kept on the disk.
@@ -185,5 +188,5 @@ STRICT_SHAPES = [(), (0,), (7,), (2, 3), (0, 4)]
 
 
 def strict_array(x: np.ndarray[Any, Any]) -> Any:
-    """x in the library that has nothing but what the array API standard says: no method `reshape`, for one."""
+    """x in a library with only the functions of the array API standard."""
     return pytest.importorskip("array_api_strict").asarray(x)

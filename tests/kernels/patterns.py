@@ -1,4 +1,4 @@
-"""Arrays of given bit patterns, in the library of a back end: NaN payloads, -0.0 and subnormals come through."""
+"""Arrays of given bit patterns in a back end's library, NaN payloads and -0.0 included."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def _strict(x: np.ndarray[Any, Any]) -> Any:
 
 
 def over_all_octaves(rng: np.random.Generator, n: int) -> np.ndarray:
-    """n values of float32 over some thirty octaves, a dozen of them special: zeros, subnormal, huge, not finite."""
+    """n float32 values over some thirty octaves, a dozen of them special.
+
+    Zeros, subnormals, huge numbers, infinities and NaNs.
+    """
     x = (rng.normal(size=n) * np.exp(rng.normal(size=n) * 4)).astype(np.float32)
     at = rng.integers(0, max(n, 1), 12)[: min(n, 12)]
     x[at] = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e-42, 3e38, -3e38, 1, 2, 4, 1e-38], np.float32)[: at.size]

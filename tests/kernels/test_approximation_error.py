@@ -1,4 +1,4 @@
-"""Distortion: sums and the largest relative error, all dtypes, what is not finite left out."""
+"""Distortion: sums and the largest relative error, for all dtypes, over finite elements."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_shapes_must_match() -> None:
 def test_parts_add_up() -> None:
     assert Distortion(1.0, 2.0, 0.5) + Distortion(2.0, 2.0, 0.25) == Distortion(3.0, 4.0, 0.5)
     assert Distortion(0.0, 0.0, 0.0).relative_l2 == 0.0
-    assert 0.0 < Distortion(0.0, 1.0, 0.5).relative_l2 < 1e-300  # something differs, and its square is no float
+    assert 0.0 < Distortion(0.0, 1.0, 0.5).relative_l2 < 1e-300  # something differs, and its square underflows
 
 
 @pytest.mark.parametrize("shape", STRICT_SHAPES)

@@ -1,4 +1,4 @@
-"""Wrong arguments: each public function is called rightly, then with each argument replaced by what it must refuse."""
+"""Wrong arguments: each public function refuses a wrong value of each argument."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def wrong(name: str, value: Any) -> list[Any]:
     if isinstance(value, list):
         return [None, 3, X, [3, 4], [value[0], "x"], *([] if name == "xs" else [value[:1]])]
     if isinstance(value, np.ndarray):
-        # Bytes are data, None is no gradient; the rest is no array.
+        # Bytes are data and None means no gradient; the others are not arrays.
         return NO_ARRAYS if name in ("data", "extra") else [*NO_ARRAYS, b"xyz"]
     if isinstance(value, bool):
         return NO_FLAGS

@@ -52,7 +52,7 @@ def test_every_width(back_end: BackEnd, fresh: np.random.Generator, dtype: str) 
 
 @pytest.mark.parametrize(("dtype", "width"), [("uint8", 3), ("uint8", 8), ("uint16", 11), ("uint32", 32)])
 def test_sizes_around_a_block(back_end: BackEnd, fresh: np.random.Generator, dtype: str, width: int) -> None:
-    """A block of the GPU is 1,024 words or 2,048 values, in the interpreter at least 1,024 of either."""
+    """Sizes around a GPU block: 1,024 words or 2,048 values."""
     module = back_end.module("bitpack")
     packed = 1024 // width * 32
     for size in (1024, 2048, packed, 3 * packed):

@@ -1,4 +1,4 @@
-"""Compiled code on disk: found again by the next process, and never the reason why a kernel fails."""
+"""The cache of compiled code: used by the next process, and never a reason for failure."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_without_room_for_files_everything_runs(tmp_path: Path) -> None:
 
 
 def test_without_any_folder_everything_runs(tmp_path: Path) -> None:
-    """A package that cannot be written to, and no home: a file stands where the folder for compiled code would be."""
+    """Kernels run if neither the package folder nor a home can be written."""
     copy = tmp_path / "shrinkpoint"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "results", "baselines"))
     (copy / "kernels" / "cpu" / "__pycache__").touch()
@@ -137,7 +137,7 @@ def test_processes_that_compile_at_once_leave_what_both_can_use(tmp_path: Path) 
     assert (found["misses"], said) == (0, "")
 
 
-# What follows needs no process of its own: dispatchers made anew here look for their code on disk as a process does.
+# The rest needs no process of its own: new dispatchers here look for their code on disk as a process does.
 
 
 @pytest.fixture
@@ -226,14 +226,14 @@ def test_a_changed_source_is_compiled_anew_and_takes_the_place_of_the_old(
 
 
 def test_two_signatures_written_at_once_do_not_mix(twice: Callable[[], Any], tmp_path: Path) -> None:
-    """Both writers have read the cache as empty; in Numba's own one they would give their files the same number."""
+    """Two writers that both saw an empty cache do not overwrite each other."""
     first, second = twice(), twice()
     assert outcome(first, 2) == MISS
     assert outcome(second, 2.0) == (4.0, 0, 1)
     assert len(files_of(tmp_path / "kept")) == 2
     one, other = files_of(tmp_path / "kept")
     assert [outcome(twice(), x)[1:] for x in (2, 2.0)] == [(1, 0), (1, 0)]
-    shutil.copy(one, other)  # if names did agree, a file says what it holds
+    shutil.copy(one, other)  # if names did agree, a file states its contents
     assert sorted(outcome(twice(), x)[1:] for x in (2, 2.0)) == [(0, 1), (1, 0)]
 
 

@@ -1,4 +1,4 @@
-"""Magnitude categories: exact against the oracle and the definition, every width, and nothing accepted but the form."""
+"""Magnitude categories: exact against oracle and definition, for every width."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_long_runs_of_values_without_open_bits() -> None:
 
 @given(st.sampled_from(CASES), st.binary(max_size=20), st.binary(max_size=20))
 def test_any_bytes(case: tuple[str, int], first: bytes, second: bytes) -> None:
-    """What the oracle refuses is refused, what it accepts is the one form of its values."""
+    """Refuse the inputs that the oracle refuses; others are the one form of their values."""
     dtype, bits = case
     categories, extra = (np.frombuffer(b, np.uint8) for b in (first, second))
     try:

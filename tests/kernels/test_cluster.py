@@ -1,4 +1,4 @@
-"""Cluster quantization: the same bits on every back end; the map, the sums and the boundaries by definition."""
+"""Cluster quantization: equal bits on every back end; map, sums, boundaries by definition."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def samples(rng: np.random.Generator, n: int) -> list[np.ndarray[Any, Any]]:
 
 
 def cancelling(rng: np.random.Generator, n: int) -> np.ndarray[Any, Any]:
-    """Numbers of all sizes that cancel in pairs: the computed mean is the rounding errors of the order of the sum."""
+    """Numbers of all sizes that cancel in pairs, so that rounding errors dominate the mean."""
     half = (rng.standard_normal(n // 2) * 2.0 ** rng.uniform(0, 60, n // 2)).astype(f32)
     return rng.permutation(np.concatenate([half, -half, np.ones(n % 2, f32)]))
 
@@ -72,7 +72,7 @@ def test_other_floats_are_rounded_first(back_end: BackEnd, fresh: np.random.Gene
         pytest.skip("the array API standard has no 16-bit floats")
     values = fresh.standard_normal((31, 40))
     if dtype != "float64":
-        values = values.astype(f32)  # so that rounding to 16 bits happens once, whatever the library does
+        values = values.astype(f32)  # so that rounding to 16 bits happens once in any library
     rounded = torch.from_numpy(values).to(getattr(torch, dtype)).to(torch.float32).numpy()
     found = back_end.module("cluster").cluster_quantize(back_end.array(values, dtype), 16)
     for e, f in zip(oracle.cluster_quantize(rounded, 16), found, strict=True):
@@ -126,7 +126,7 @@ def test_the_dynamic_map() -> None:
 
 
 def test_look_up_finds_the_nearest_entry() -> None:
-    """At every threshold, just around it, and at the ends of every group that shares a first guess."""
+    """At every threshold, around it, and at the ends of every look-up group."""
     limits, first = thresholds()[:-1], first_code()
     groups = (np.arange(1, first.size, dtype=np.uint32) << SHIFT).view(f32)
     v = np.concatenate([limits, np.nextafter(limits, f32(2)), np.nextafter(limits, f32(-1)), dynamic_map(), groups])

@@ -1,4 +1,4 @@
-"""Exponent buckets: counts against NumPy's frexp, values against exact fractions, the same on every back end."""
+"""Exponent buckets: counts by NumPy's frexp, values by fractions, equal on every back end."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def exact(pattern: int, dtype: str) -> Fraction:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_is_the_mean_of_the_extremes(fresh: np.random.Generator, dtype: str) -> None:
-    """Nearest to the exact mean of all patterns of the format, to an even one where two are equally near."""
+    """The value nearest to the exact mean of the extremes; ties go to the even pattern."""
     u = finite(random_patterns(fresh, dtype, 400), dtype)
     fmt = FORMATS[dtype]
     promotion = promote(expected_buckets(u, dtype), 8)
@@ -162,7 +162,7 @@ def test_kept_values_keep_sign_and_exponent(values: list[float], bits: int) -> N
     if kept.any() and not kept.all():
         assert (
             float(np.abs(x[~kept]).max()) < float(np.abs(x[kept]).min()) * 2
-        )  # what is dropped is no larger by an exponent
+        )  # dropped elements are at most as large as the smallest kept exponent
     assert len(p.codebook) <= 2**bits
 
 

@@ -1,4 +1,4 @@
-"""Extrapolation: one written order of operations in float32 or float64, the same bits in every back end."""
+"""Extrapolation: one written order of operations, the same bits in every back end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_agrees_with_the_written_order(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_is_fused(back_end: BackEnd, dtype: str, fresh: np.random.Generator) -> None:
-    """Of numbers near each other, as weights are, where a product that is not rounded shows in the last bit."""
+    """A fused multiply-add would show in the last bit of numbers near each other."""
     x = fresh.normal(size=20001).astype(dtype)
     earlier = (x + fresh.normal(size=x.size) * 0.01).astype(dtype)
     found = back_end.module("extrapolation").extrapolate(back_end.array(x), back_end.array(earlier), 1.1)

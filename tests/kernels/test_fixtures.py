@@ -1,4 +1,4 @@
-"""What the kernels' tests lean on: memory that shows what was not written, and sizes that cross a GPU's blocks."""
+"""The fixtures themselves: poisoned memory, and sizes that cross a GPU's blocks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Indices = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def drawn(rng: np.random.Generator, n: int, bits: int, octaves: int, density: float = 0.9) -> Indices:
-    """Indices of as many octaves as a byte has room for, zeros and what is not finite among them."""
+    """Indices over as many octaves as a byte can hold, with zeros and not finite elements."""
     buckets = octaves << bits
     low = int(rng.integers(0, max(1, octaves - 250)))
     j = rng.integers(low << bits, min(buckets, (low + 250) << bits) + 1, n)
@@ -53,7 +53,7 @@ def beside(back_end: BackEnd, octaves: public.Octaves) -> public.Octaves:
 
 
 def finite(index: Indices, buckets: int) -> Indices:
-    """What comes back: zero's index for what is not finite."""
+    """Indices after a round trip: zero's index for elements that are not finite."""
     return np.where(index == 2 * buckets + 1, np.int32(buckets), index)
 
 
@@ -90,7 +90,7 @@ def test_strides(back_end: BackEnd, fresh: np.random.Generator) -> None:
 
 
 def test_any_bytes_are_joined_alike(back_end: BackEnd, fresh: np.random.Generator) -> None:
-    """Signs beyond 1, fractions beyond `bits`, octaves beyond J: indices out of range, the same ones everywhere."""
+    """Invalid signs, fractions and octaves give the same indices in every back end."""
     for bits in (0, 3, 11, 16):
         symbols = fresh.integers(0, 256, 3000).astype(np.uint8)
         m = int(np.count_nonzero(symbols))
@@ -160,7 +160,7 @@ def test_bad_arguments() -> None:
 
 
 def test_a_number_of_buckets_that_compares_with_nothing_is_refused() -> None:
-    # With it the two passes disagree on what is finite, and the second writes beyond what the first has counted.
+    # With it the two passes disagree on which elements are finite, and the second writes beyond the first one's count.
     index = np.arange(5, dtype=np.int32)
     octaves = public.split_octaves(index, 4, 10)
     for buckets in (float("nan"), 2.5, -1, 2**30, None, np.array([4, 5])):

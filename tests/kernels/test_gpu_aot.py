@@ -1,4 +1,4 @@
-"""The GPU kernels as machine code, without a GPU: all are listed, compile, do not spill, and round like the CPU."""
+"""GPU kernels as machine code: listed, compiled without spills, rounding like the CPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_kernel_is_listed() -> None:
 
 
 def test_only_functions_named_kernels_are_launched() -> None:
-    """So that the test above knows them: what is launched as NAME[grid](...) is called a kernel."""
+    """The test above finds kernels by their names: a function launched as NAME[grid](...)."""
     launched = 0
     for module in MODULES:
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
@@ -71,7 +71,7 @@ def test_only_functions_named_kernels_are_launched() -> None:
 
 @pytest.mark.slow
 def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: Path) -> None:
-    """All that `aot.plan()` lists, for every architecture; eight minutes of one core when Triton's cache is empty."""
+    """Compile the whole plan for every architecture (eight minutes with an empty cache)."""
     path = tmp_path / "aot.json"
     command = [sys.executable, "-m", aot.__name__, "--json", str(path)]
     result = subprocess.run(command, env=_compiling(), capture_output=True, text=True, timeout=1800)
@@ -85,7 +85,7 @@ def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: P
 
 
 def test_the_plan_covers_every_build() -> None:
-    """With aligned arguments for all architectures, and with arguments that are no multiples of 16 for one."""
+    """Aligned arguments for all architectures, and unaligned ones for one."""
     tasks, numbers = set(aot.plan()), range(len(list(aot.builds())))
     assert tasks >= {(i, arch, "aligned") for i in numbers for arch in aot.ARCHITECTURES}
     assert tasks >= {(i, aot.UNALIGNED_ARCHITECTURE, "unaligned") for i in numbers}
@@ -123,7 +123,7 @@ def test_forbidden_instructions(line: str, found: str | None) -> None:
 
 
 def test_what_must_not_be_is_found(tmp_path: Path) -> None:
-    """A fused multiply-add, an approximate division and a spill are each reported, one of unaligned data alone too."""
+    """A fused multiply-add, an approximate division and a spill are each reported."""
     script = tmp_path / "bad.py"
     script.write_text(
         textwrap.dedent("""
@@ -169,7 +169,7 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
 
 
 def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
-    """One call of every function: each kernel runs, with argument types and constants that `aot.builds()` lists."""
+    """Every launched kernel has argument types and constants that `aot.builds()` lists."""
     if not INTERPRETED:
         pytest.skip("launches are observed in the interpreter")
     interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -198,7 +198,7 @@ def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, 
 
 
 def _type(function: Any, number: int, argument: Any) -> str:
-    """Type of an argument in the notation of `aot.Build`: by annotation for numbers, by dtype for tensors."""
+    """Type of an argument in the notation of `aot.Build`."""
     if isinstance(argument, torch.Tensor):
         name = str(argument.dtype).removeprefix("torch.")
         for long, short in (("bfloat", "bf"), ("float", "fp"), ("uint", "u"), ("int", "i")):

@@ -1,4 +1,4 @@
-"""Every launch happens with the device of its data made current: kernels go to that device's current stream."""
+"""Every launch happens with the device of its data made current."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODULES = [
 
 
 class Current:
-    """Stands in for `torch.cuda.device`: notes which device is current, and puts the one before back."""
+    """A stand-in for `torch.cuda.device` that records which device is current."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = ["cuda:0"]
@@ -72,7 +72,7 @@ def test_no_launch_stands_outside_of_the_guard(module: Any) -> None:
 
 
 def test_launches_of_a_call_run_on_the_device_of_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a whole call launches sees the guard of its own data, whatever device is current before."""
+    """All launches of a call run under the guard of its data's device."""
     if not launch.INTERPRETED:
         pytest.skip("launches are observed in the interpreter")
     interpreter = importlib.import_module("triton.runtime.interpreter")

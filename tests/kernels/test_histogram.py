@@ -46,7 +46,7 @@ THRESHOLDS = [
 
 
 def sample(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray[Any, Any]:
-    """Values that dtype holds (bfloat16: as float32): mostly normal, with every special case mixed in."""
+    """Values that the dtype holds: mostly normal, with every special case mixed in."""
     with np.errstate(over="ignore", under="ignore"):
         x = rng.standard_normal(n) * 10.0 ** rng.integers(-3, 2, n)
         special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e-8, 1e-5, 1e-320, -1e-310, 6e4, 3e38, -1e308]
@@ -139,7 +139,7 @@ def test_strided_and_shaped(back_end: BackEnd, fresh: np.random.Generator) -> No
 
 
 def tensors(rng: np.random.Generator, back_end: BackEnd) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """Dtypes and values of a model: every dtype that the library has, sizes 0, 1 and around a block, none sorted."""
+    """Dtypes and values of a model: every dtype, sizes 0, 1 and around a block."""
     dtypes = {"numpy": ["float16", "float32", "float64"], "strict": ["float32", "float64"]}.get(
         back_end.library, DTYPES
     )
@@ -159,7 +159,7 @@ def test_many_equal_one_by_one(back_end: BackEnd, fresh: np.random.Generator, si
 
 
 def test_many_with_gradients_equal_one_by_one(back_end: BackEnd, fresh: np.random.Generator) -> None:
-    """Of another dtype than the weights, of none for every third; thresholds that differ from tensor to tensor."""
+    """Gradients of another dtype, none for every third, and different thresholds."""
     model = tensors(fresh, back_end)
     other = {dtype: name for (dtype, _), (name, _) in itertools.pairwise(model)}
     pairs = [(d, x, None if i % 3 == 2 else sample(fresh, other[d], x.size)) for i, (d, x) in enumerate(model)]
@@ -178,7 +178,7 @@ def test_many_with_gradients_equal_one_by_one(back_end: BackEnd, fresh: np.rando
 
 @pytest.mark.parametrize("limit", ["SLICE", "COPIES", "COPIED_COUNTERS", "COUNTERS"])
 def test_launches_on_a_gpu(limit: str, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
-    """One for all tensors of a dtype; parts of a tensor, copies of a histogram, and several launches change nothing."""
+    """One launch for all tensors of a dtype; parts and copies change nothing."""
     gpu = pytest.importorskip("shrinkpoint.kernels.gpu.histogram")
     launches: list[tuple[int, int]] = []
     launch = gpu._launch
@@ -218,7 +218,7 @@ def test_launches_on_a_gpu(limit: str, monkeypatch: pytest.MonkeyPatch, fresh: n
 def test_both_ways_of_counting(
     few: bool, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator, poisoned: None
 ) -> None:
-    """In four lanes and in the buckets at once, which the number of elements decides, whatever the data."""
+    """Counting in four lanes and directly in buckets gives the same counts."""
     asked: list[int] = []
     monkeypatch.setattr(compiled, "is_few", lambda size, lanes: asked.append(size) or few)
     cpu = BackEnd("cpu", "torch")

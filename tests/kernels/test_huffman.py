@@ -1,4 +1,4 @@
-"""Huffman codes: exact against the oracle, optimal against exhaustive search, and nothing hostile gets through."""
+"""Huffman codes: exact against the oracle, optimal, and safe against hostile data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fibonacci(size: int) -> Array:
 
 
 def outcome(decode: Any, *args: Any, **keywords: Any) -> list[int] | None:
-    """What a decoder makes of hostile input: values, or None for CorruptDataError; anything else fails the test."""
+    """Result of a decoder for hostile input: values, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(*args, **keywords)).tolist())
     except CorruptDataError:
@@ -248,7 +248,7 @@ def test_any_symbols(symbols: list[int], limit: int, streams: int) -> None:
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize(("size", "dtype"), [(5, "uint8"), (300, "uint16")])
 def test_truncated_and_flipped(fresh: np.random.Generator, streams: int, size: int, dtype: str) -> None:
-    """Every truncation, flip and extension of a small stream: refused or read as the oracle reads it, and no other."""
+    """Every truncation, flip and extension is refused or read as the oracle reads it."""
     n = 41
     symbols = skewed(fresh, n, size, 1.0, dtype)
     lengths = lengths_for(symbols, size)

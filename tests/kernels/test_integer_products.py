@@ -1,4 +1,4 @@
-"""Low-rank products: exact against 64-bit NumPy, for every phase, and where sums of 32 bits would not hold."""
+"""Low-rank products: exact against 64-bit NumPy, for every phase, beyond 32-bit sums."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_phase(fresh: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("columns", [SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 5, 3, 1])
 def test_rows_longer_than_a_part(fresh: np.random.Generator, columns: int) -> None:
-    """Rows are summed a part at a time, and many rows are: each place counts once, wherever the first one stands."""
+    """Rows are summed in parts; each position counts once, for every phase."""
     values, across = small(fresh, 3 * SHORT + 77), small(fresh, columns, 2)
     for phase in {0, columns // 2, columns - 1}:
         matrix = padded(values, columns, phase)
@@ -89,7 +89,7 @@ def test_rows_longer_than_a_part(fresh: np.random.Generator, columns: int) -> No
 
 @pytest.mark.parametrize("other", [-128, 127])
 def test_sums_beyond_thirty_two_bits(other: int) -> None:
-    """The largest products there are, of both signs, more than fit: 2**17 of 2**14 are one more than an int32 holds."""
+    """Sums of 2**17 products of 2**14, of both signs, exceed an int32."""
     n = 1 << 18
     values = np.full(n, -128, np.int8)
     for columns in (1, n):
@@ -126,7 +126,7 @@ def test_any_layout(fresh: np.random.Generator) -> None:
 
 
 def test_strict_arrays(fresh: np.random.Generator) -> None:
-    """The oracle, and what is compiled, on a library that has nothing but what the standard says."""
+    """Oracle and compiled version on a library with only the standard's functions."""
     strict = pytest.importorskip("array_api_strict")
     values, rows, across = small(fresh, 50), small(fresh, 8, 3), small(fresh, 7, 3)
     v, r, a = (strict.asarray(x) for x in (values, rows, across))

@@ -1,4 +1,4 @@
-"""Codebooks: bit-equal on every back end, optimal where they promise it, safe at every scale."""
+"""Codebooks: bit-equal on every back end, optimal where promised, safe at every scale."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_many_equals_one_by_one(back_end: BackEnd, fresh: np.random.Generator, m
 def test_problems_that_keep_too_many_cuts_take_several_launches(
     starts: bool, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator
 ) -> None:
-    """On a GPU: of the problems in between one has as many codes as centers, and with `starts` one is only iterated."""
+    """Problems that keep too many cuts take several launches on a GPU."""
     gpu = pytest.importorskip("shrinkpoint.kernels.gpu.kmeans")
     problems = [(np.sort(fresh.standard_normal(m)), 0.1 + fresh.random(m)) for m in (64, 40, 3, 90, 51)]
     ks = [8, 5, 3, 6, 4]
@@ -287,7 +287,7 @@ def test_centers_that_lie_alone_take_one_part_each(fresh: np.random.Generator) -
 
 @pytest.mark.parametrize("kind", ["normal", "atoms", "heavy", "narrow"])
 def test_what_coarser_centers_lose_is_bounded(kind: str, fresh: np.random.Generator) -> None:
-    """By the loss of putting together, whatever the data; their parts are found again from whole weights."""
+    """The loss of merging centers stays within its bound."""
     m, k = 3000, int(fresh.integers(1, 9))
     x, w = np.sort(fresh.standard_normal(m)), fresh.integers(1, 50, m).astype(np.float64)
     if kind == "atoms":
@@ -422,7 +422,7 @@ def test_numbers_of_other_kinds() -> None:
 
 
 def test_what_has_no_weight_has_no_loss(back_end: BackEnd) -> None:
-    """Not even where its squared distance is no float64."""
+    """Not even where its squared distance underflows."""
     x, w = np.array([0.0, 1.0, 1e300]), np.array([1.0, 2.0, 0.0])
     module = back_end.module("kmeans")
     assert module.quantization_loss(back_end.array(x), back_end.array(w), back_end.array(np.array([0.5]))) == 0.75

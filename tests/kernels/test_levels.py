@@ -1,4 +1,4 @@
-"""Level differences, grouping and pair counts, against the oracle; every level out of range is refused."""
+"""Level differences, grouping and pair counts against the oracle; bad levels are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of every library in, arrays of the same library out, on the same device; what cannot be read is refused."""
+"""Arrays of every library in, arrays of the same library and device out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ON_THE_HOST = {
 HOST_RESULTS = {"boundaries", "factor_sums", "log_histogram", "kept_histogram", "exponent_buckets", "bucket_weights"}
 HOST_RESULTS |= {"coarsen", "prepare", "split_octaves", "log_histogram_many", "kept_histogram_many"}
 HOST_AFTER_THE_FIRST = {"grid_symbols", "residual_symbols"}
-"""Functions whose results, or all but the first, are NumPy whatever is given."""
+"""Functions whose results, or all but the first, are NumPy for every library."""
 GPU_SUBJECTS = {p.stem for p in (Path(k.__file__).parent / "gpu").glob("*.py")} & set(k._MODULE_OF.values())
 LISTS = {"problems", "xs", "gradients"}
 """Arguments that are lists of arrays, or of tuples of them."""
@@ -143,7 +143,7 @@ def test_jax_arrays(function: Callable[..., Any], arguments: dict[str, Any]) -> 
 
 
 class Foreign:
-    """An array as CuPy's: it never becomes NumPy by itself, only by `get`; and it has nothing that kernels need not."""
+    """An array like CuPy's: it becomes NumPy only by `get`."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -205,7 +205,7 @@ def test_a_codebook_that_forbids_numpy(foreign: Callable[[Any], Foreign]) -> Non
 
 
 class Elsewhere:
-    """An array on GPU `number`, of which nothing is read: whatever is wrong about it is said before."""
+    """An array on GPU `number` whose data are never read."""
 
     def __init__(self, like: np.ndarray[Any, Any], number: int) -> None:
         self.shape, self.dtype, self.number = like.shape, like.dtype, number

@@ -1,4 +1,4 @@
-"""Bit masks: exact against NumPy's own packing and boolean indexing; nothing hostile gets through."""
+"""Bit masks: exact against NumPy's packing and boolean indexing; hostile data is refused."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_mixed_dense_and_sparse_words(back_end: BackEnd, fresh: np.random.Genera
 
 @pytest.mark.parametrize("length", [64, 100, 200])
 def test_no_index_leaves_its_array(fresh: np.random.Generator, length: int) -> None:
-    """The compiled loops check no index; run as plain Python on arrays of the exact size, NumPy does."""
+    """Run the compiled loops as plain Python, where NumPy checks every index."""
     mask = fresh.random(length) < 0.9
     mask[-3:] = False
     words = np.zeros((length + 63) // 64, "<u8")

@@ -1,4 +1,4 @@
-"""Byte planes and lossless differences: exact against big-integer arithmetic, for every pattern there is."""
+"""Byte planes and lossless differences: exact against big-integer arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METHODS = ["arithmetic", "xor"]
 
 
 def expected_difference(c: int, p: int, width: int, *, is_float: bool, method: str) -> int:
-    """The definition on Python's integers: values on a number line, a signed distance, folded to unsigned."""
+    """The definition of a difference on Python's integers."""
     if method == "xor":
         return c ^ p
 

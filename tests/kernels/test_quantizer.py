@@ -1,4 +1,4 @@
-"""Assignment and dequantization: exact to the last unit in the last place, on every back end."""
+"""Assignment and dequantization: exact to the last bit on every back end."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.parametrize("prune", [0.0, 0.15])
 def test_without_codes_the_gradient_still_prunes(back_end: BackEnd, prune: float) -> None:
-    """Kept elements become protected where there is no codebook; pruned ones stay pruned."""
+    """With an empty codebook kept elements become protected; pruned ones stay pruned."""
     x = back_end.array(np.array([1.0, 2.0, 3.0, -4.0, np.nan]), "float32")
     gradient = back_end.array(np.array([0.1, 0.01, 5.0, 0.0, 0.0]), "float32")
     thresholds = Thresholds(prune_sensitivity=prune)
@@ -294,7 +294,7 @@ def test_without_codes_the_gradient_still_prunes(back_end: BackEnd, prune: float
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_nearest_among_the_smallest_subnormals(back_end: BackEnd, dtype: str) -> None:
-    """Half-way between two codes an odd number of smallest units apart lies no value of the dtype."""
+    """The midpoint of two codes an odd number of smallest units apart is not in the dtype."""
     units = np.arange(-9, 10)
     smallest = np.finfo(dtype).smallest_subnormal
     codes = np.array([-5, 2, 3, 8])

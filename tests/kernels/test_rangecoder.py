@@ -1,4 +1,4 @@
-"""Tables and rare changes have one form: whatever an encoder may be made to say, both readers take or refuse it."""
+"""Tables and sparse changes have one form each: both readers agree on every input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAWS = 300
 
 
 class Liar(oracle._Encoder):
-    """An encoder that now and then says something else than it is asked to, and goes on from there like a reader."""
+    """An encoder that sometimes writes another value than asked, and continues like a reader."""
 
     def __init__(self, rng: np.random.Generator, lies: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Liar(oracle._Encoder):
 
 
 def said(rng: np.random.Generator, walk: Callable[..., object], *given: Any) -> bytes:
-    """What a liar writes of a walk, to its end or to where the oracle would have stopped reading."""
+    """Bytes that a liar writes of a walk, up to where the oracle stops reading."""
     liar = Liar(rng, float(rng.choice([0.0, 0.01, 0.05, 0.3])))
     with suppress(CorruptDataError, IndexError):  # a lie that cannot be followed
         walk(oracle._Walk(liar), *given)

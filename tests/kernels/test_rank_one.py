@@ -1,4 +1,4 @@
-"""Residuals of a rank-one estimate: the oracle, the bounds, what has no cell."""
+"""Residuals of a rank-one estimate: the oracle, the bounds, elements without a cell."""
 
 from __future__ import annotations
 

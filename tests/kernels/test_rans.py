@@ -1,4 +1,4 @@
-"""Asymmetric numeral systems: exact against the oracle, as small as the entropy says, and nothing hostile gets in."""
+"""Asymmetric numeral systems: exact against the oracle, near the entropy, safe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 
 def levels(rng: np.random.Generator, n: int, size: int, change: float) -> tuple[Array, Array]:
-    """Symbols that are mostly their own context, else near it, as levels of successive checkpoints are."""
+    """Symbols that mostly equal their context, as levels of successive checkpoints do."""
     contexts = rng.integers(0, size, n)
     steps = np.where(rng.random(n) < change, rng.choice([-2, -1, 1, 2], n, p=[0.05, 0.45, 0.45, 0.05]), 0)
     return np.clip(contexts + steps, 0, size - 1).astype(np.uint8), contexts.astype(np.uint8)
@@ -42,7 +42,7 @@ def joint(symbols: Array, contexts: Array, size: int) -> Array:
 
 
 def any_counts(rng: np.random.Generator, rows: int, columns: int) -> Array:
-    """Counts of every kind: empty rows, lone symbols, ties, rare beside frequent ones."""
+    """Counts of every kind: empty rows, lone symbols, ties, rare and frequent ones."""
     counts = rng.integers(0, rng.choice([2, 3, 50, 10**9]), (rows, columns))
     counts *= rng.random((rows, columns)) < rng.choice([0.1, 0.5, 1.0])
     counts[rng.random(rows) < 0.1] = 0
@@ -52,7 +52,7 @@ def any_counts(rng: np.random.Generator, rows: int, columns: int) -> Array:
 
 
 def outcome(decode: Any, *args: Any) -> list[Any] | None:
-    """What a decoder makes of hostile input: values, or None for CorruptDataError; anything else fails the test."""
+    """Result of a decoder for hostile input: values, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(*args)).tolist())
     except CorruptDataError:
@@ -90,13 +90,13 @@ def test_exact_frequencies_cost_least(fresh: np.random.Generator) -> None:
 
 
 def test_the_peak_stays_the_peak() -> None:
-    """127 would be rounded to 128 and tie with what is left for the peak, which then would be another."""
+    """Rounding 127 to 128 would tie with the rest and move the peak."""
     assert rans_frequencies(np.asarray([[127, 129]]), 8).tolist() == [[127, 129]]
     assert rans_frequencies(np.asarray([[129, 127]]), 8).tolist() == [[128, 128]]
 
 
 def test_short_frequencies_pay_for_themselves(fresh: np.random.Generator) -> None:
-    """What rounding adds to the symbols is less than what it takes from the table, but for a few bytes."""
+    """Rounding costs the symbols less than it saves in the table, up to a few bytes."""
     for n in (3_000, 100_000, 3_000_000):
         for change in (0.01, 0.1, 0.5):
             counts = joint(*levels(fresh, 100_000, 34, change), 34) * n // 100_000
@@ -130,7 +130,7 @@ def test_cost(sequential_back_end: BackEnd, fresh: np.random.Generator) -> None:
 
 
 def test_entropy(sequential_back_end: BackEnd, fresh: np.random.Generator) -> None:
-    """That of the oracle; what the best table costs is no less, and of whole powers of two no more."""
+    """The entropy equals the oracle's and is a lower bound of the best table's cost."""
     module = sequential_back_end.module("rans")
     for rows, columns in ((1, 1), (1, 256), (7, 19), (3, 0)):
         counts = any_counts(fresh, rows, columns) if columns else np.zeros((rows, 0), np.int64)
@@ -168,7 +168,7 @@ def test_bytes_and_back(sequential_back_end: BackEnd, fresh: np.random.Generator
 
 @pytest.mark.parametrize("change", [0.002, 0.1, 0.9])
 def test_quiet_and_busy_loops(fresh: np.random.Generator, change: float) -> None:
-    """More than a block, with a rate that changes on the way, against the oracle and against the entropy."""
+    """More than a block, with a changing rate, against the oracle and the entropy."""
     n = cpu.BLOCK + 4001 + int(fresh.integers(4))
     symbols, contexts = levels(fresh, n, 18, change)
     symbols[: n // 8], contexts[: n // 8] = levels(fresh, n // 8, 18, 0.5)
@@ -213,7 +213,7 @@ def test_rare_symbols(fresh: np.random.Generator) -> None:
 
 
 def test_reciprocals_are_exact(fresh: np.random.Generator) -> None:
-    """x // f by multiplication, at the multiples of f where it would go wrong first, for every f of some precisions."""
+    """Division by multiplication is exact at the critical multiples of every f."""
     for precision in (8, 12, 16):
         f = np.unique(np.concatenate([np.arange(1, 400), fresh.integers(1, 1 << precision, 500), [1 << precision]]))
         f = f[f <= 1 << precision].astype(np.uint64)
@@ -261,7 +261,7 @@ def test_any_symbols(pairs: list[tuple[int, int]], precision: int, exact: bool) 
 
 @pytest.mark.parametrize("change", [0.1, 1.0])
 def test_truncated_and_flipped(fresh: np.random.Generator, change: float) -> None:
-    """Every truncation, flip and extension of a small stream: refused or read as the oracle reads it, and no other."""
+    """Every truncation, flip and extension is refused or read as the oracle reads it."""
     n = 61
     symbols, contexts = levels(fresh, n, 6, change)
     table = rans_frequencies(joint(symbols, contexts, 6), 8)
@@ -304,7 +304,7 @@ def test_other_contexts_and_empty_rows(fresh: np.random.Generator, change: float
 @pytest.mark.parametrize("n", [3, 4, 8])
 @pytest.mark.parametrize("with_contexts", [False, True])
 def test_a_table_without_symbols_decodes_nothing(n: int, with_contexts: bool) -> None:
-    """The states and words are such that symbols of no frequency would bring every state back to its start."""
+    """Symbols of frequency 0 must not bring every state back to its start."""
     groups = -(-n // 4)
     states = np.full(4, START + 1, "<u4")
     states[n - 4 * groups + 4 :] = START

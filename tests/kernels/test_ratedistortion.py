@@ -1,4 +1,4 @@
-"""Rate-distortion levels: the oracle, the limits lambda = 0 and infinity, and the bound on what it may cost."""
+"""Rate-distortion levels: the oracle, the limits lambda = 0 and infinity, the cost bound."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_every_back_end_finds_the_same_elements(
 def test_what_is_settled_keeps_its_level_at_all_prices_within_the_slack(
     k: int, unit: float, fresh: np.random.Generator
 ) -> None:
-    """Values on the bounds themselves and beside them, codes far apart and nearly equal, nearest levels and others."""
+    """Values on the bounds and next to them, with codes far apart and nearly equal."""
     codebook = np.sort(fresh.normal(size=k) ** fresh.integers(1, 6)).astype(np.float32)
     codebook[k // 2 :] += codebook[k // 2] * np.float32(1e-6)
     codebook = np.sort(codebook * np.float32(unit))
@@ -165,7 +165,7 @@ def test_what_is_settled_keeps_its_level_at_all_prices_within_the_slack(
 
 
 def test_most_elements_are_settled(fresh: np.random.Generator) -> None:
-    """Of weights that mostly stay where they are, at prices of a few bits: all that stay, and many of the others."""
+    """Weights that mostly stay: all of these are settled, and many of the others."""
     x = fresh.normal(size=50_000).astype(np.float32)
     codebook = np.linspace(-3, 3, 25, dtype=np.float32)
     previous = assign(x, Thresholds(), codebook)

@@ -1,4 +1,4 @@
-"""Row quantization: the same bits on every back end, checked against the definition written out on scalars."""
+"""Row quantization: equal bits on every back end, against a scalar definition."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_other_floats_are_rounded_first(back_end: BackEnd, fresh: np.random.Gene
     module = back_end.module("rows")
     values = fresh.standard_normal((5, 40))
     if dtype != "float64":
-        values = values.astype(f32)  # so that rounding to 16 bits happens once, whatever the library does
+        values = values.astype(f32)  # so that rounding to 16 bits happens once in any library
     if dtype == "float64":
         values[2, 3] = 1e300  # infinite as float32
     x = back_end.array(values, dtype)
@@ -114,7 +114,7 @@ def test_empty_and_strided(back_end: BackEnd, fresh: np.random.Generator) -> Non
 def scalar_quantize(
     row: np.ndarray[Any, Any], bits: int, num_bins: int, steps: int
 ) -> tuple[list[int], np.float32, np.float32]:
-    """The adaptive method as its documentation says it, one scalar float32 operation after another."""
+    """The adaptive method as documented, in scalar float32 operations."""
     top = f32(2**bits - 1)
     lo, hi = row.min(), row.max()
     width = hi - lo
@@ -165,7 +165,7 @@ def mean_l2(x: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> float:
 
 
 def test_the_order_of_the_methods(fresh: np.random.Generator) -> None:
-    """Figure 9 of the paper: symmetric is worst, the search beats the plain range, and never loses to it."""
+    """Figure 9 of the paper: symmetric is worst; the search is never worse than the plain range."""
     x = (fresh.standard_t(4, (400, 64)) + 1.0).astype(f32)
     for bits in (2, 3, 4):
         errors = [mean_l2(x, row_dequantize(*row_quantize(x, bits, method))) for method in METHODS]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Run lengths: exact against the oracle and against `itertools.groupby`; what is no such stream is refused."""
+"""Run lengths: exact against the oracle and `itertools.groupby`; other tokens are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def sticky(rng: np.random.Generator, n: int, change: float) -> Bytes:
-    """n values, each with probability `change` drawn afresh instead of repeated; the ends of the range occur."""
+    """n values that repeat and change with probability `change`."""
     drawn = rng.choice(np.asarray([0, 1, 2, 17, 254, 255], np.uint8), n)
     keep = np.maximum.accumulate(np.where(rng.random(n) < change, np.arange(n), 0))
     return drawn[keep]
@@ -43,7 +43,7 @@ def grouped(values: Bytes, longest: int = LONGEST) -> list[int]:
 
 
 def outcome(decode: Any, *args: Any) -> list[int] | None:
-    """What a decoder makes of hostile input: values, or None for CorruptDataError; anything else fails the test."""
+    """Result of a decoder for hostile input: values, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(*args)).tolist())
     except CorruptDataError:
@@ -104,7 +104,7 @@ def test_the_longest_length_token() -> None:
 
 
 def mutations(tokens: list[int]) -> list[list[int]]:
-    """Every token left out, doubled, swapped with the next, or replaced by each of several values."""
+    """Every token left out, doubled, swapped with the next, or replaced."""
     out = [tokens[:k] for k in range(len(tokens))]
     out += [[*tokens, extra] for extra in (0, 1, 2, -1, tokens[-1])]
     for k, token in enumerate(tokens):

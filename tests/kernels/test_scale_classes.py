@@ -1,4 +1,4 @@
-"""Row, column and pattern classes: exact against the definition at every place, for every phase."""
+"""Row, column and pattern classes: exact against the definition for every phase."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sums_beyond_thirty_two_bits() -> None:
 
 @pytest.mark.parametrize("columns", [SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 5, 3])
 def test_rows_longer_than_a_part(fresh: np.random.Generator, columns: int) -> None:
-    """Rows are summed a part at a time, and many rows are: each place counts once, wherever the first one stands."""
+    """Rows are summed in parts; each position counts once, for every phase."""
     n = 3 * SHORT + 77
     values, beside = fresh.integers(0, 256, (2, n)).astype(np.uint8)
     for phase in (0, columns - 1, columns // 2):

@@ -1,4 +1,4 @@
-"""Rare changes: exact against the oracle, within the logarithm of their arrangements; nothing else is accepted."""
+"""Sparse changes: exact against the oracle, near the bound on size, one form only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_oracle_on_strict(fresh: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(4_000_000, 3), (4_000_000, 1000), (300_000, 100), (32_768, 275), (5_120, 37)])
 def test_size_is_that_of_the_arrangements(fresh: np.random.Generator, n: int, k: int) -> None:
-    """log2 of the ways to choose the places, a bit for each direction, and a few bytes: no cost that grows with n."""
+    """The size is log2 of the ways to place the changes, plus a few bytes."""
     symbols, expected = changed(fresh, n, k, 40, 1.0)
     arrangements = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
     size = rare_encode(symbols, expected).size
@@ -86,7 +86,7 @@ def test_strided_and_read_only(fresh: np.random.Generator) -> None:
 
 
 def outcome(decode: Any, data: bytes, expected: Bytes) -> list[int] | None:
-    """What a decoder makes of hostile bytes: symbols, or None for CorruptDataError; anything else fails the test."""
+    """Result of a decoder for hostile bytes: symbols, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(np.frombuffer(data, np.uint8), expected)).tolist())
     except CorruptDataError:
@@ -94,7 +94,7 @@ def outcome(decode: Any, data: bytes, expected: Bytes) -> list[int] | None:
 
 
 def test_every_other_form_is_refused(fresh: np.random.Generator) -> None:
-    """Cut, longer or with a bit flipped: refused, or exactly what would be written for other symbols."""
+    """Cut, extended or flipped bytes are refused, or are the form of other symbols."""
     symbols, expected = changed(fresh, 60, 9, 40, 0.6)
     data = bytes(rare_encode(symbols, expected))
     others = [data[:k] for k in range(1, len(data))] + [data + b"\0", data + b"\1"]
@@ -106,7 +106,7 @@ def test_every_other_form_is_refused(fresh: np.random.Generator) -> None:
         if found is not None:
             accepted += 1
             assert bytes(rare_encode(np.asarray(found, np.uint8), expected)) == other
-    assert accepted < len(others)  # how many depends on what is drawn
+    assert accepted < len(others)  # how many depends on the random draws
 
 
 @given(data=st.binary(max_size=40), expected=st.binary(max_size=40))

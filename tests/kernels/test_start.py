@@ -1,4 +1,4 @@
-"""What a start costs, and that compiled code runs beside Python."""
+"""Costs of importing, and that compiled code runs in parallel with Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ jit = pytest.mark.skipif(
 
 
 def test_the_import_adds_less_than_a_third_of_a_second_to_that_of_torch() -> None:
-    """Processor time, not that of a clock; the least of several, for what else the machine does only adds to it.
+    """The import adds little processor time to that of torch; least of several runs.
 
     With what `compress` needs, for the package alone imports nothing. A slow machine may take longer, as long as torch
     does too. Python may keep its bytecode, as that of an installed package is kept: the first of the starts compiles a
@@ -52,7 +52,7 @@ def test_the_import_adds_less_than_a_third_of_a_second_to_that_of_torch() -> Non
 
 
 def test_the_package_alone_imports_nothing_of_its_own() -> None:
-    """Where Python may keep no bytecode, its hundred modules take a third of a second on a slow machine."""
+    """Importing the package imports none of its hundred modules."""
     code = "import sys, shrinkpoint; print([n for n in sys.modules if n.startswith(('shrinkpoint', 'numpy', 'numba'))])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "['shrinkpoint']\n"
@@ -79,7 +79,7 @@ print(json.dumps([at_import, len(seen.buffer)]))
     assert process.returncode == 0, said[-2000:]
     at_import, with_a_call = json.loads(printed)
     assert at_import == 0
-    assert with_a_call > 0  # the recorder does see what is compiled
+    assert with_a_call > 0  # the recorder does see compilations
 
 
 def dispatchers() -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_every_compiled_function_releases_the_lock_and_is_exact() -> None:
 
 
 def turns_beside(work: Callable[[], object]) -> int:
-    """How often this thread looks at the clock in the middle half of the time that another one works."""
+    """Number of clock readings of this thread while another one works."""
     times: list[float] = []
 
     def timed() -> None:
