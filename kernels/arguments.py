@@ -83,10 +83,10 @@ def array(
     Raises BadArgumentError otherwise.
 
     Args:
-        name: of the argument.
-        x: the argument's value.
+        name: name of the argument, for messages.
+        x: value of the argument.
         dtypes: names of the allowed dtypes.
-        shape: or the number of axes alone; None: any.
+        shape: shape, or number of axes; None: any.
         host: whether an array on a GPU is refused (not copied), for functions that run on the CPU only.
     """
     if not isinstance(x, np.ndarray):

@@ -55,7 +55,7 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
 
 
 def _tree_sum(values: np.ndarray[Any, Any]) -> float:
-    """Sum of float64 by the fixed tree, level after level."""
+    """Sum float64 values by the fixed tree, level after level."""
     while values.size > 1:
         sums = np.empty(-(-values.size // SUM_BLOCK), np.float64)
         _block_sums(values, sums)
@@ -65,7 +65,7 @@ def _tree_sum(values: np.ndarray[Any, Any]) -> float:
 
 @njit
 def _fold(s: Any) -> Any:
-    """Sum of a block by halves."""
+    """Sum a block of 1024 by repeated halving."""
     half = s.size // 2
     while half:
         for i in range(half):

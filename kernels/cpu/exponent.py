@@ -55,7 +55,7 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
 
 @njit
 def _count(u: Any, mantissa: Any, counts: Any, lowest: Any, highest: Any) -> None:
-    """Counts by lane and bucket; the last bucket takes the zeros."""
+    """Count patterns by lane and bucket; the last bucket counts the zeros."""
     kind = u.dtype.type
     magnitude_mask = kind(kind(1) << kind(8 * u.itemsize - 1)) - kind(1)
     zeros = counts.shape[1] - 1

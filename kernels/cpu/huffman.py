@@ -92,7 +92,7 @@ def _codes(lengths: NumPy, codes: NumPy) -> None:
 
 @njit_inline
 def _load(data: NumPy, at: Any) -> Any:
-    """Eight bytes from `at` on, the first the most significant (LLVM makes one load of it)."""
+    """Load eight bytes from `at` on, most significant first (LLVM makes one load of it)."""
     return (
         (U64(data[at]) << U64(56))
         | (U64(data[at + U64(1)]) << U64(48))
@@ -107,7 +107,7 @@ def _load(data: NumPy, at: Any) -> Any:
 
 @njit_inline
 def _store(data: NumPy, at: Any, word: Any) -> None:
-    """The inverse of `_load` (one store)."""
+    """Store eight bytes from `at` on, most significant first (LLVM makes one store of it)."""
     data[at] = U8(word >> U64(56))
     data[at + U64(1)] = U8((word >> U64(48)) & U64(255))
     data[at + U64(2)] = U8((word >> U64(40)) & U64(255))

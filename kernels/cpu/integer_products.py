@@ -43,7 +43,7 @@ def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int,
 
 
 def _by_component(factor: Array) -> NumPy:
-    """int32 [r, lines]: each component's numbers side by side."""
+    """Transpose a factor to int32 [r, lines], so that each component is contiguous."""
     return np.ascontiguousarray(to_numpy(factor).T, np.int32)
 
 

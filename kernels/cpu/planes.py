@@ -31,7 +31,7 @@ def patterns(x: Array) -> np.ndarray[Any, Any]:
 
 
 def as_values(bits: np.ndarray[Any, Any], x: Array) -> Array:
-    """Patterns as values of x's dtype in the library of x."""
+    """View patterns as values of x's dtype in the library of x."""
     if is_torch(x):
         return like(bits, x).view(x.dtype)
     if isinstance(x, np.ndarray):
@@ -113,7 +113,7 @@ def _byte(source: Any, shift: Any, target: Any) -> None:
 
 @njit
 def _split(u: Any, rotation: Any, out: Any) -> None:
-    """out[p, i] = byte p of u[i]: one plane after another over a block that stays in cache."""
+    """Write out[p, i] = byte p of u[i], one plane after another over a cached block."""
     rotated = np.empty(BLOCK, u.dtype)
     for start in range(0, u.size, BLOCK):
         stop = min(start + BLOCK, u.size)

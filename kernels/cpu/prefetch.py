@@ -20,7 +20,7 @@ _READ, _KEEP, _DATA = 0, 3, 1
 
 
 def _prefetch(typing: Any, array: Any, index: Any) -> Any:
-    """Code for `llvm.prefetch` at the address of an element, which need not lie in the array."""
+    """Generate `llvm.prefetch` for the address of an element, which may lie outside the array."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -35,7 +35,7 @@ def _prefetch(typing: Any, array: Any, index: Any) -> Any:
 
 
 def _nothing(array: Any, index: Any) -> None:
-    """Without compiling there is nothing to hint at."""
+    """Do nothing: uncompiled code has no prefetch."""
 
 
 prefetch: Any = _nothing if config.DISABLE_JIT else intrinsic(_prefetch)  # type: ignore[attr-defined]

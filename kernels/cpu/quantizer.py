@@ -66,7 +66,9 @@ def _look_up_32(u: Any, table: Any, out: Any) -> None:
 
 @njit
 def _merge(cuts: Any, negative: int, codes: int, low: Any, high: Any, sign: Any, starts: Any, levels: Any) -> int:
-    """Number of steps of the step function over all patterns, written to `starts` and `levels`.
+    """Merge step functions into one over all patterns; return its number of steps.
+
+    Steps go to `starts` and `levels`.
 
     cuts: uint64, patterns of the boundaries' magnitudes, the first `negative` of them of boundaries <= 0, descending.
     low, high: magnitudes below `low` are pruned (level 0), those from `high` on protected (level 1).

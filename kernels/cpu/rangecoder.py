@@ -164,7 +164,7 @@ def _near(
 
 @njit
 def _width(value: Int) -> Int:
-    """Bits of `value`; 0 for 0."""
+    """Number of binary digits of `value`; 0 for 0."""
     bits = np.int64(0)
     while value >> bits:
         bits += 1

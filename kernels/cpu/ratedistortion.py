@@ -62,7 +62,7 @@ def _choose(x: Any, levels: Any, previous: Any, codebook: Any, prices: Any, impo
 
 @njit_inline
 def _next(x: Any) -> Any:
-    """A float32 above x (float64), no more than two steps; infinities stay."""
+    """Round a float64 up to a float32, at most two steps above it; infinities stay."""
     return np.nextafter(np.float32(x), _INFINITY) if x > -np.inf else -_INFINITY
 
 

@@ -79,7 +79,7 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
 
 @njit
 def _ends(row: Any) -> Any:
-    """Minimum, maximum and whether all of the row is finite; zeros lose their sign."""
+    """Minimum and maximum of a row, and whether all of it is finite; zeros lose their sign."""
     lowest, highest = np.float32(np.inf), np.float32(-np.inf)
     finite = True
     for d in range(row.size):
@@ -114,7 +114,7 @@ def _cost(y: Any, top: Any, bins: Any, i: Any, j: Any) -> Any:
 
 @njit
 def _search(y: Any, top: Any, bins: Any, steps: Any) -> Any:
-    """The greedy search; returns how many bins to cut off below and above."""
+    """Run the greedy search; return how many bins to cut off below and above."""
     i, j = 0, 0
     best, best_i, best_j = _cost(y, top, bins, 0, 0), 0, 0
     for _ in range(steps):

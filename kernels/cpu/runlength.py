@@ -25,7 +25,7 @@ SHORT = 16
 
 @njit
 def _write_run(tokens: NumPy, at: Int, value: Int, run: Int, longest: Int) -> Int:
-    """The tokens of one run; returns where the next go."""
+    """Write the tokens of one run; return the next position."""
     while run > longest:
         tokens[at] = -value
         tokens[at + 1] = longest
@@ -38,7 +38,7 @@ def _write_run(tokens: NumPy, at: Int, value: Int, run: Int, longest: Int) -> In
 
 @njit
 def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: Int) -> Int:
-    """Fills `tokens` and returns how many; `starts` is scratch for the starts of a block's runs."""
+    """Fill `tokens` and return their number; `starts` is scratch space for run starts."""
     n = values.size
     if n == 0:
         return 0
@@ -65,7 +65,7 @@ def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: Int) -> Int:
 
 @njit
 def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
-    """Fills `out`; whether the tokens are those that `_encode` would write for it."""
+    """Fill `out`; whether the tokens are those that `_encode` would write for it."""
     n = np.int64(out.size)
     m = np.int64(tokens.size)
     at = np.int64(0)

@@ -85,7 +85,7 @@ class Build:
 
     @property
     def name(self) -> str:
-        """Module, kernel, types of its arguments, constants."""
+        """Name of the build: module, kernel, types of its arguments, constants."""
         module = self.kernel.fn.__module__.rsplit(".", 1)[-1]
         constants = ",".join(f"{k}={v}" for k, v in self.constants.items() if k != "BLOCK")
         return f"{module}.{self.kernel.fn.__name__}({self.types}; {constants})"

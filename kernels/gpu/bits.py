@@ -60,7 +60,7 @@ def pattern_of(x):
 
 @triton.jit
 def widened(x, DOUBLE: tl.constexpr):
-    """x as float32, or as float64 with DOUBLE: exact for every narrower format."""
+    """Convert x to float32, or to float64 with DOUBLE: exact for every narrower format."""
     if x.dtype == tl.bfloat16:  # the upper half of a float32
         y = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.float16:
@@ -74,7 +74,7 @@ def widened(x, DOUBLE: tl.constexpr):
 
 @triton.jit
 def single(x):
-    """x as float32: exact for the 16-bit formats, rounded to nearest from float64."""
+    """Convert x to float32: exact for 16-bit formats, rounded to nearest from float64."""
     if x.dtype == tl.float64:
         y = x.to(tl.float32)
     else:

@@ -70,7 +70,7 @@ def fold_kernel(values_ptr, n: tl.int64, blocks: tl.int64, sums_ptr, ROWS: tl.co
 
 
 def _sums(x: torch.Tensor) -> tuple[float, float]:
-    """S1 and S2 of all elements; the host waits for them."""
+    """Sums S1 and S2 of all elements; the host waits for them."""
     values, kernel = x, moments_kernel
     n = x.numel()
     while n > 1 or kernel is moments_kernel:
@@ -130,7 +130,7 @@ def encode_kernel(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Nearest entry of the dynamic map to each element's place in its cluster's range."""
+    """Map each element's position in its cluster's range to the nearest map entry."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     x = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
@@ -202,7 +202,7 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
 
 
 def _order_keys(patterns: torch.Tensor) -> torch.Tensor:
-    """`bits.order_key` of int32 patterns, its own inverse."""
+    """Map int32 patterns by `bits.order_key`; its own inverse."""
     return torch.where(patterns < 0, patterns ^ 0x7FFFFFFF, patterns)
 
 

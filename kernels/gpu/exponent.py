@@ -29,7 +29,7 @@ UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 @triton.jit
 def bucket_number(pattern, WIDTH: tl.constexpr, M: tl.constexpr):
-    """`sign * E + field`: the pattern shifted right past its mantissa."""
+    """Bucket number `sign * E + field`: the pattern shifted right past its mantissa."""
     return (pattern >> M).to(tl.int32) & ((1 << (WIDTH - M)) - 1)
 
 

@@ -21,7 +21,7 @@ ELEMENTS = Launch(block=4096, warps=8)
 def extrapolate_kernel(
     x_ptr, earlier_ptr, n: tl.int64, factor: tl.float64, out_ptr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out = x + (x - earlier) * factor, or x where that is not finite."""
+    """Compute x + (x - earlier) * factor, or x where that is not finite."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     x = widened(tl.load(x_ptr + offsets, mask=inside, other=0.0), DOUBLE)

@@ -85,7 +85,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
 
 @triton.jit
 def values_kernel(symbols_ptr, square_ptr, table_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
-    """out = table[symbol] * sqrt(square)."""
+    """Compute table[symbol] * sqrt(square) for each element."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     symbol = tl.load(symbols_ptr + offsets, mask=inside, other=0).to(tl.int32)

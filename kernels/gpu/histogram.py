@@ -220,7 +220,10 @@ def _launches(parts: Sequence[_Part], size: int) -> Iterator[tuple[int, Sequence
 def _launch(
     parts: Sequence[_Part], size: int, copies: int, bits: int, constants: dict[str, Any]
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Counters of each part, on the host: int32 holds a slice's."""
+    """Launch the counting of some parts; return their counters on the host.
+
+    A slice's counts fit int32.
+    """
     first = parts[0]
     longest = max(p.x.numel() for p in parts)
     table, programs = _table(parts, longest)

@@ -461,7 +461,7 @@ def _prefix(values: Vector) -> Vector:
 
 
 def _hosted(arrays: Sequence[Array]) -> list[Vector]:
-    """float64 host copies, fetched from the device at once."""
+    """Copy float64 arrays from the device to the host in one transfer."""
     flat = [tensor(a).to(torch.float64) for a in arrays]
     whole = torch.cat(flat).cpu().numpy()
     return np.split(whole, np.cumsum([t.numel() for t in flat])[:-1])
@@ -598,7 +598,7 @@ def _launch_exact(
     scratch: int,
     codes: torch.Tensor,
 ) -> None:
-    """Solve the problems of these numbers; `rows` is the table as the device has it."""
+    """Launch the exact solution of the given problems; `rows` is their table on the device."""
     for some, cuts in _launches(table, numbers):
         mine = rows[some]
         mine[:, 7] = torch.tensor(np.cumsum([0, *cuts[:-1]]), device=x.device)

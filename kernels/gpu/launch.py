@@ -81,7 +81,7 @@ def tensor(x: Array) -> torch.Tensor:
 
 
 def like(t: torch.Tensor, x: Array) -> Array:
-    """The result t in the library of x, on the same device."""
+    """Return the result t in the library of x, on the same device."""
     if is_torch(x):
         return t
     return importlib.import_module("array_api_compat").array_namespace(x).from_dlpack(t)
@@ -92,7 +92,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_view(t: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of a contiguous tensor as integers of the same width, flat, no copy."""
+    """View a contiguous tensor as integers of the same width, flat, without a copy."""
     return t.reshape(-1).view(INTEGERS[t.element_size()])
 
 

@@ -89,7 +89,7 @@ def count_keys_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """counts[key, block] = elements of each key below size in each block."""
+    """Count the elements of each key below size in each block: counts[key, block]."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -134,7 +134,7 @@ def regroup_kernel(
     FIELD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move each value to (SPLIT) or from its place among the elements of its key.
+    """Move each value to its place among the elements of its key (SPLIT), or back.
 
     `ends[key, block]` is the number of elements that come, in grouped order, before the end of this key's part of this
     block.

@@ -1,4 +1,4 @@
-"""Bit masks of what changed, and the changed values, on the GPU: pack, count, scan, move."""
+"""Bit masks of changed elements and their values on the GPU: pack, count, scan, move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOVE = Launch(block=4096, warps=8)
 
 @triton.jit
 def pack_kernel(current_ptr, previous_ptr, n: tl.int64, bits_ptr, COMPARE: tl.constexpr, BLOCK: tl.constexpr):
-    """Bit i: whether current[i] differs from previous[i] (COMPARE), or from zero."""
+    """Set bit i if current[i] differs from previous[i] (COMPARE), or from zero."""
     block = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, BLOCK // 8)
     place = tl.arange(0, 8)
@@ -68,7 +68,7 @@ def pack_mask(mask: Array) -> Array:
 
 @triton.jit
 def unpack_kernel(bits_ptr, n: tl.int64, flags_ptr, BLOCK: tl.constexpr):
-    """flags[i] = bit i."""
+    """Expand bits into flags: flags[i] = bit i."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     byte = tl.load(bits_ptr + (offsets >> 3), mask=inside, other=0).to(tl.int32)
@@ -97,7 +97,7 @@ def unpack_mask(data: Array, n: int) -> Array:
 
 @triton.jit
 def count_kernel(bits_ptr, size: tl.int64, counts_ptr, BYTES: tl.constexpr):
-    """Set bits of each block of BYTES bytes."""
+    """Count the set bits of each block of BYTES bytes."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BYTES + tl.arange(0, BYTES)
     byte = tl.load(bits_ptr + offsets, mask=offsets < size, other=0).to(tl.int32)

@@ -25,7 +25,7 @@ UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 def split_kernel(
     patterns_ptr, n: tl.int64, planes_ptr, ITEMSIZE: tl.constexpr, ROTATION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """planes[p, i] = byte p of pattern i rotated to the left."""
+    """Split patterns into planes: planes[p, i] = byte p of pattern i rotated to the left."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
@@ -63,7 +63,7 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
 def merge_kernel(
     planes_ptr, n: tl.int64, patterns_ptr, ITEMSIZE: tl.constexpr, ROTATION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Pattern i = sum over p of planes[p, i] << 8 p, rotated to the right."""
+    """Merge planes into patterns, rotated to the right."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     kind: tl.constexpr = tl.int64 if ITEMSIZE == 8 else tl.int32
@@ -160,7 +160,7 @@ def undifference_kernel(
 
 @triton.jit
 def xor_kernel(a_ptr, b_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
-    """out = a ^ b on patterns, which is its own inverse."""
+    """Compute a ^ b on patterns, which is its own inverse."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     a = tl.load(a_ptr + offsets, mask=inside, other=0)
@@ -185,7 +185,7 @@ def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dt
 def _combine(
     kernel: triton.JITFunction, first: torch.Tensor, second: torch.Tensor, method: str, dtype: str
 ) -> torch.Tensor:
-    """Patterns of `first` and `second` through the arithmetic `kernel`, or exclusive or; flat."""
+    """Combine patterns of two arrays by the arithmetic `kernel`, or by exclusive or; flat."""
     a, b = bit_view(first), bit_view(second)
     out = torch.empty_like(a)
     if a.numel() == 0:

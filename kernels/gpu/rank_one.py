@@ -148,7 +148,7 @@ def values_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = (rows[i] * columns[j]) * table[symbol]."""
+    """Compute (rows[i] * columns[j]) * table[symbol] for each element."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n

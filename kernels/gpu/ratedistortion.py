@@ -23,7 +23,7 @@ SETTLE = Launch(block=1024, warps=4)
 
 @triton.jit
 def cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable):
-    """weight * (value - code)**2 + price, each operation rounded."""
+    """Cost of a level: weight * (value - code)**2 + price, each operation rounded."""
     d = value - tl.load(codebook_ptr + (candidate - 2), mask=usable, other=0.0)
     square = weight * (d * d)
     return square + tl.load(prices_ptr + (row + candidate), mask=usable, other=0.0)
@@ -45,7 +45,10 @@ def choose_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cheapest of the nearest level, its neighbours and the previous level; the first of equals."""
+    """Choose the cheapest of nearest level, its neighbours and previous level.
+
+    Of equal costs the first.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
@@ -128,7 +131,7 @@ def unsettled_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """1 where an element is not within its pair's bounds, else 0."""
+    """Mark elements outside their pair's bounds by 1, others by 0."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))

@@ -34,7 +34,7 @@ METHODS = {"symmetric": 0, "asymmetric": 1, "adaptive": 2}
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """How a matrix is cut: `rows` x `columns` a tile, `down` x `across` tiles."""
+    """Tiling of a matrix: `rows` x `columns` a tile, `down` x `across` tiles."""
 
     rows: int
     columns: int
@@ -72,7 +72,10 @@ def row_ends(x_ptr, row, exists, width, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def candidate_range(i, j, bins, top):
-    """a, scale and its inverse of the candidate that cuts i of the bins off below and j above."""
+    """Range of a search candidate that cuts i bins off below and j above.
+
+    Returns a, scale and its inverse.
+    """
     n = tl.zeros_like(i).to(tl.float32) + bins.to(tl.float32)
     a = tl.div_rn(i.to(tl.float32), n)
     r = tl.div_rn((bins - j).to(tl.float32), n) - a
@@ -108,7 +111,7 @@ def candidate_costs(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """E of two candidates a row, in one pass over the row."""
+    """Errors E of two search candidates per row, in one pass over the row."""
     up_a, up_scale, up_inverse = candidate_range(up_i, up_j, bins, top)
     down_a, down_scale, down_inverse = candidate_range(down_i, down_j, bins, top)
     up = tl.zeros((ROWS,), tl.int64)
@@ -250,7 +253,7 @@ def dequantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out = codes * scale + minimum, two roundings."""
+    """Compute codes * scale + minimum, two roundings."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile // across * ROWS + tl.arange(0, ROWS)
     column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -400,7 +403,7 @@ def kmeans_kernel(
 
 
 def kmeans_rows(columns: int, entries: int) -> int:
-    """Rows of a k-means tile: as many as the tile has room for, and their counters."""
+    """Number of rows in a k-means tile: as many as fit, with their counters."""
     return max(min(KMEANS.block // columns, COUNTERS // entries), 1)
 
 
@@ -449,7 +452,7 @@ def lookup_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out = codebook[row, code]; `highest` becomes the highest code that has no entry."""
+    """Look up codebook[row, code]; `highest` becomes the highest code without an entry."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile // across * ROWS + tl.arange(0, ROWS)
     column = tile % across * COLUMNS + tl.arange(0, COLUMNS)

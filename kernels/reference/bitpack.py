@@ -37,14 +37,14 @@ def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
 
 
 def _bits(x: Array, width: int) -> Array:
-    """Each number of x as `width` bits, the lowest first."""
+    """Expand each number of x into `width` bits, the lowest first."""
     xp = array_namespace(x)
     columns = xp.arange(width, dtype=xp.int64)
     return xp.reshape((xp.expand_dims(x, axis=1) >> xp.expand_dims(columns, axis=0)) & 1, (-1,))
 
 
 def _numbers(bits: Array, width: int) -> Array:
-    """The inverse of `_bits`."""
+    """Join bits into numbers: the inverse of `_bits`."""
     xp = array_namespace(bits)
     table = xp.reshape(bits, (bits.shape[0] // width, width))
     weights = xp.asarray(1, dtype=xp.int64) << xp.arange(width, dtype=xp.int64)

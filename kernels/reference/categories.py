@@ -1,4 +1,4 @@
-"""Oracle of the categories: one value after another, on Python's integers."""
+"""Oracle of the magnitude categories: one value at a time on Python's integers."""
 
 from __future__ import annotations
 

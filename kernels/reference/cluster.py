@@ -51,7 +51,7 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
 
 
 def _tree_sum(xp: Any, values: Array) -> float:
-    """Sum of float64 by the fixed tree."""
+    """Sum float64 values by the fixed tree."""
     if values.shape[0] == 0:
         return 0.0
     while values.shape[0] > 1:

@@ -40,7 +40,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
 
 
 def _codes(lengths: list[int], error: type[Exception]) -> dict[int, str]:
-    """The code of each symbol that has one, as a string of bits."""
+    """Code of each symbol that has one, as a string of bits."""
     present = sorted((length, s) for s, length in enumerate(lengths) if length)
     lone = len(present) == 1 and present[0][0] == 1
     if any(length > LIMIT for length, _ in present):
@@ -131,7 +131,7 @@ def _varint(value: int) -> list[int]:
 
 
 def _read_varint(data: list[int], at: int) -> tuple[int, int]:
-    """A size and where it ends."""
+    """Read a size; return it and the position after it."""
     for end in range(at, min(at + 9, len(data))):
         if data[end] < 128:
             if data[end] == 0 and end > at:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _matrix(xp: Any, values: Array, columns: int, phase: int) -> Array:
-    """The part as rows, zeros where it has no values; int64."""
+    """Arrange a part of a matrix in rows, with zeros where it has no values; int64."""
     n = values.shape[0]
     after = xp.zeros(-(phase + n) % columns, dtype=xp.int64)
     padded = xp.concat([xp.zeros(phase, dtype=xp.int64), xp.astype(values, xp.int64), after])

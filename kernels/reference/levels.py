@@ -41,7 +41,7 @@ def undelta(previous: Array, delta: Array, size: int) -> Array:
 
 
 def _counts(x: Array, size: int) -> Array:
-    """How often each of 0 ... size - 1 occurs in x (int64)."""
+    """Count how often each of 0 ... size - 1 occurs in x (int64)."""
     xp = array_namespace(x)
     ordered = xp.sort(x)
     every = xp.arange(size, dtype=xp.int64)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def numbers(x: Array) -> list[int]:
-    """The elements of an integer array, row by row."""
+    """Return the elements of an integer array as a list, row by row."""
     xp = array_namespace(x)
     flat = xp.reshape(xp.astype(x, xp.int64), (-1,))
     if hasattr(flat, "tolist"):  # not in the standard, but faster where it is
@@ -20,6 +20,6 @@ def numbers(x: Array) -> list[int]:
 
 
 def array(values: list[int], dtype: str, like: Array) -> Array:
-    """`values` as a one-dimensional array in the library of `like`."""
+    """Return `values` as a one-dimensional array in the library of `like`."""
     xp = array_namespace(like)
     return xp.astype(xp.asarray(values, dtype=xp.int64), getattr(xp, dtype))

@@ -93,7 +93,7 @@ def unsigned(u: Array, width: int) -> Array:
 
 
 def with_dtype_of(u: Array, x: Array) -> Array:
-    """Flat int64 patterns as values of x's dtype."""
+    """View flat int64 patterns as values of x's dtype."""
     name = dtype_name(x)
     width = width_of(name)
     xp = array_namespace(u)
@@ -130,7 +130,7 @@ def _top_bit(u: Array, width: int) -> Array:
 
 
 def _key(u: Array, dtype: str) -> Array:
-    """The order map, its own inverse."""
+    """Map patterns to an order of integers; its own inverse."""
     if not ordered_by_sign(dtype):
         return u
     width = width_of(dtype)

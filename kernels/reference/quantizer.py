@@ -21,14 +21,14 @@ _TINY = 2.0**-1000
 
 
 def product(x: Array, gradient: Array, name: str) -> Array:
-    """gradient * x, one rounded multiplication in the format `name`."""
+    """Product gradient * x, one rounded multiplication in the format `name`."""
     xp = array_namespace(x)
     wide = getattr(xp, name)
     return xp.astype(gradient, wide) * xp.astype(x, wide)
 
 
 def _decide(x: Array, thresholds: Thresholds, gradient: Array | None) -> tuple[Array, Array]:
-    """(protected, pruned), bool; protected wins."""
+    """Decide which elements are protected and which pruned; protection wins."""
     xp = array_namespace(x)
     magnitude = xp.abs(xp.astype(x, xp.float64))
     protected = ~xp.isfinite(magnitude) | (magnitude >= thresholds.protect_magnitude)

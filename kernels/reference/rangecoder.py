@@ -213,14 +213,14 @@ def _walk_frequencies(walk: _Walk, table: list[list[int]], precision: int) -> li
 
 
 def pack_lengths(lengths: list[int], highest: int) -> bytes:
-    """Lengths of a complete code, each at most `highest`, as bytes."""
+    """Encode lengths of a complete code, each at most `highest`, as bytes."""
     coder = _Encoder()
     _walk_lengths(_Walk(coder), lengths, highest)
     return coder.done()
 
 
 def unpack_lengths(data: bytes, size: int, highest: int) -> list[int]:
-    """The inverse of `pack_lengths`."""
+    """Decode code lengths: the inverse of `pack_lengths`."""
     out = _walk_lengths(_Walk(_Decoder(data)), [0] * size, highest)
     if pack_lengths(out, highest) != data:
         raise CorruptDataError("a table is not written as it has to be")
@@ -228,14 +228,14 @@ def unpack_lengths(data: bytes, size: int, highest: int) -> list[int]:
 
 
 def pack_frequencies(table: list[list[int]], precision: int) -> bytes:
-    """Rows of frequencies that sum to 0 or 2**precision, as bytes."""
+    """Encode rows of frequencies that sum to 0 or 2**precision, as bytes."""
     coder = _Encoder()
     _walk_frequencies(_Walk(coder), table, precision)
     return coder.done()
 
 
 def unpack_frequencies(data: bytes, rows: int, columns: int, precision: int) -> list[list[int]]:
-    """The inverse of `pack_frequencies`."""
+    """Decode frequencies: the inverse of `pack_frequencies`."""
     out = _walk_frequencies(_Walk(_Decoder(data)), [[0] * columns for _ in range(rows)], precision)
     if pack_frequencies(out, precision) != data:
         raise CorruptDataError("a table is not written as it has to be")
@@ -269,7 +269,7 @@ def pack_changes(symbols: list[int], usual: list[int]) -> bytes:
 
 
 def unpack_changes(data: bytes, usual: list[int]) -> list[int]:
-    """The inverse of `pack_changes`."""
+    """Decode changes: the inverse of `pack_changes`."""
     if not data:
         return list(usual)
     out = _walk_changes(_Walk(_Decoder(data)), list(usual), usual)

@@ -103,7 +103,7 @@ def _clip(xp: Any, t: Array, top: float) -> Array:
 
 
 def _cost(xp: Any, y: Array, top: float, bins: int, i: Array, j: Array) -> Array:
-    """E(i, j) for every row; i, j float32 [R, 1] whole numbers."""
+    """Error E(i, j) of every row; i, j float32 [R, 1] whole numbers."""
     a = i / float(bins)
     r = (float(bins) - j) / float(bins) - a
     scale = r / top
@@ -116,7 +116,7 @@ def _cost(xp: Any, y: Array, top: float, bins: int, i: Array, j: Array) -> Array
 
 
 def _search(xp: Any, y: Array, top: float, bins: int, steps: int) -> tuple[Array, Array]:
-    """The greedy search of every row: the bins to cut off below and above."""
+    """Run the greedy search of every row; return the bins cut off below and above."""
     i = xp.zeros((y.shape[0], 1), dtype=xp.float32)
     j, best_i, best_j = i, i, i
     best = _cost(xp, y, top, bins, i, j)

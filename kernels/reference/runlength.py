@@ -24,7 +24,7 @@ def rle_decode(tokens: Array, n: int) -> Array:
 
 
 def encode(values: Array, longest: int) -> Array:
-    """The tokens of `values`, with runs cut at `longest`."""
+    """Return the tokens of `values`, with runs cut at `longest`."""
     xp = array_namespace(values)
     n = values.shape[0]
     if n == 0:
@@ -47,7 +47,7 @@ def encode(values: Array, longest: int) -> Array:
 
 
 def decode(tokens: Array, n: int, longest: int) -> Array:
-    """The n values of `tokens`, with runs cut at `longest`."""
+    """Return the n values of `tokens`, with runs cut at `longest`."""
     xp = array_namespace(tokens)
     t = xp.astype(tokens, xp.int64)
     wrong = CorruptDataError(f"the tokens are not the run lengths of {n} values")
