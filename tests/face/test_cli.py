@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -665,6 +666,29 @@ def test_mistakes_are_told_plainly(
     assert out == ""
     after = [p for p in sorted(str(p) for p in tmp_path.rglob("*")) if "/locks" not in p and "/lock" not in p]
     assert [p for p in after if p not in before] == []
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (r"stroe: No such file or directory; did you mean 'store'\?", "ls stroe"),
+        (r"stroe/: No such file or directory; did you mean 'store'\?", "info stroe/"),
+        (r"a\.pth: No such file or directory; did you mean 'a\.pt'\?", "compress a.pth x.spt"),
+        (r"--paths 'modle/\*': no array matches; did you mean 'model'\?", "info store --paths 'modle/*'"),
+        (r"--paths 'optimiser/state\*': no array matches; did you mean 'optimizer/state'\?",
+         "info store --paths 'optimiser/state*'"),
+        (r"--under 'modle': there is no such part; did you mean 'model'\?", "restore store o.pt --under modle"),
+        (r"--preset is 'losless'; it must be one of .*; did you mean 'lossless'\?",
+         "compress a.pt x.spt --preset losless"),
+        (r"zzz: No such file or directory$", "verify zzz"),
+    ],
+)  # fmt: skip
+def test_the_nearest_name_is_said(says: str, words: str, store: sp.Store, tmp_path: Path) -> None:
+    save_pt(state(), tmp_path / "a.pt")
+    with contextlib.chdir(tmp_path):
+        code, _, err = run(*shlex.split(words))
+    assert code in (1, 2)
+    assert re.search(says, err.strip()), err
 
 
 def test_wrong_options_are_usage() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
 from ..demo.config import presets
+from .text import nearest
 
 
 def config(
@@ -33,7 +34,8 @@ def config(
     else:
         known = presets()
         if (preset or "default") not in known:
-            raise BadArgumentError(f"--preset is {preset!r}; it must be one of {', '.join(known)}")
+            near = nearest(str(preset), known)
+            raise BadArgumentError(f"--preset is {preset!r}; it must be one of {', '.join(known)}{near}")
         found = known[preset or "default"]()
     return replace(
         found,

@@ -51,12 +51,12 @@ def compress(
     """
     from .configs import config
     from .interchange import load_state
-    from .sources import subtree
+    from .sources import check_exists, subtree
 
     cfg = config(coding.preset, coding.config, coding.rate, coding.max_rel_error)
     numbered = _placed(sources, target, in_store, parents)
     for source in sources:
-        os.stat(source)
+        check_exists(str(source))
 
     def load(source: Path) -> Any:
         with busy(f"reading {source}"):

@@ -74,7 +74,7 @@ def diff(
     A file is a .spt, .pt or safetensors file, or a DCP folder. The restored values are compared.
     """
     from ..codec.errors import BadArgumentError
-    from .interchange import is_spt
+    from .files import is_spt
     from .sources import open_store, parse_step
 
     with busy("reading"):
@@ -153,7 +153,8 @@ def _json(value: Any) -> Any:
 
 
 def _of_path(path: Path, parents: list[Path]) -> Side:
-    from .interchange import is_spt, load_state
+    from .files import is_spt
+    from .interchange import load_state
     from .sources import resolved
 
     return _of_checkpoint(resolved(path, parents)) if is_spt(path) else _of_state(load_state(path))

@@ -115,3 +115,13 @@ def _temporary(target: Path) -> Path:
     local.make_folder(str(target.parent.absolute()))
     names = (target.parent / f"{TEMPORARY}{os.getpid()}-{n}-{target.name}" for n in itertools.count())
     return next(name for name in names if not os.path.lexists(name))
+
+
+def is_spt(path: Path) -> bool:
+    """Whether a file is a shrinkpoint checkpoint file."""
+    from ..codec.format.container import MAGIC
+
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC

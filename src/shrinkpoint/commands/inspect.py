@@ -119,12 +119,14 @@ def _matching(rows: list[Row], paths: list[str] | None) -> list[Row]:
     import fnmatch
 
     from ..codec.errors import BadArgumentError
+    from .text import nearest, parts_of
 
     if not paths:
         return rows
     for pattern in paths:
         if not any(fnmatch.fnmatchcase(row.path, pattern) for row in rows):
-            raise BadArgumentError(f"--paths {pattern!r}: no array matches")
+            near = nearest(pattern, parts_of(row.path for row in rows))
+            raise BadArgumentError(f"--paths {pattern!r}: no array matches{near}")
     return [row for row in rows if any(fnmatch.fnmatchcase(row.path, pattern) for pattern in paths)]
 
 
@@ -140,24 +142,27 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     The last line has two sums: the bytes of the files of the steps listed, and all bytes in the folder, which also
     holds files that only removed steps or older generations need. `compact` and `gc` free these.
     """
-    from .sources import open_store
+    from ..store import labels
+    from ..store import restores as counter
+    from ..store.catalog import Catalog
+    from .sources import open_listing
 
-    opened = open_store(store)
-    pins, tags = set(opened.pins()), opened.tags()
+    files = open_listing(store)
+    pins, tags = labels.pins(files), labels.tags(files)
     found: list[dict[str, Any]] = []
-    manifests, problems = opened.manifests()
-    for step in sorted(manifests.keys() | problems.keys()):
-        labels = [name for name, number in tags.items() if number == step]
-        entry: dict[str, Any] = {"step": step, "pinned": step in pins, "tags": labels}
+    entries, problems = Catalog(files).readable()
+    for step in sorted(entries.keys() | problems.keys()):
+        names = [name for name, number in tags.items() if number == step]
+        entry: dict[str, Any] = {"step": step, "pinned": step in pins, "tags": names}
         if step in problems:
             found.append(entry | {"problem": problems[step]})
             continue
-        m = manifests[step]
+        m = entries[step].manifest
         entry |= {"delta": m.is_delta, "nbytes": m.nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
-    restores = opened.restores()
-    occupied = folder_nbytes(opened.url)
+    restores = counter.count(files)
+    occupied = folder_nbytes(store)
     if as_json:
         emit({"store": store, "restores": restores, "folder_nbytes": occupied, "steps": found})
     else:
@@ -265,7 +270,7 @@ def verify(
 def _is_checkpoint_file(source: str) -> bool:
     """Whether it is a checkpoint file, or should be one by its name."""
     from ..integrity import is_sealed
-    from .interchange import is_spt
+    from .files import is_spt
 
     path = Path(source)
     return is_spt(path) or (path.suffix == ".spt" and not is_sealed(path))
@@ -275,10 +280,11 @@ def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
     from ..codec.errors import CorruptDataError
     from ..integrity import is_sealed
     from .seal import report_differences, verify_sealed
+    from .sources import check_exists
 
     path = Path(source)
     if not is_sealed(path):
-        path.stat()
+        check_exists(source)
         raise CorruptDataError(
             f"{source}: neither a store nor a checkpoint file, and it has no seal; "
             f"`shrinkpoint seal {source}` writes one while it is intact"
@@ -293,7 +299,7 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
     """Print the newest intact checkpoint of a run folder, or the newest intact step of a store."""
     from ..codec.errors import BadArgumentError
     from .seal import newest_sealed
-    from .sources import is_store, newest_intact, open_store
+    from .sources import check_exists, is_store, newest_intact, open_store
 
     if len(sources) != 1:
         raise BadArgumentError(f"--newest takes one run folder, not {len(sources)}")
@@ -305,7 +311,7 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
         found = {"store": run, "step": step}
     else:
         if not Path(run).is_dir():
-            Path(run).stat()
+            check_exists(run)
             raise BadArgumentError(f"--newest: {run} is not a folder")
         found = {"path": str(newest_sealed(Path(run), as_json))}
     if as_json:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -253,13 +252,3 @@ def _check_dcp(state: Any) -> None:
         note(f"{renamed} keys that are not text become text, because DCP has no other keys")
     if lost:
         note(f"DCP has no empty dicts; omitted: {listed(lost)}")
-
-
-def is_spt(path: Path) -> bool:
-    """Whether a file is a shrinkpoint checkpoint file."""
-    from ..codec.format.container import MAGIC
-
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC

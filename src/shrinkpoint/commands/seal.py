@@ -31,10 +31,10 @@ def seal(
     from ..integrity import make_seal, seal_path, to_bytes
     from ..kernels.errors import BadArgumentError
     from .files import check_free, write_file
-    from .sources import is_store
+    from .sources import check_exists, is_store
 
     for path in paths:
-        os.stat(path)
+        check_exists(str(path))
         if is_store(str(path)):
             raise BadArgumentError(f"{path} is a store, which has checksums of its own: `shrinkpoint verify {path}`")
         check_free(seal_path(path), force)
@@ -126,7 +126,7 @@ def _newest_first(run: Path) -> list[Path]:
 
 def _candidates(run: Path) -> Iterator[Path]:
     from ..integrity import SEAL, is_sealed
-    from .interchange import is_spt
+    from .files import is_spt
 
     unsealed = []
     names = set()

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
-from .interchange import is_spt
+from .files import is_spt
 from .output import note
+from .text import nearest
 
 if TYPE_CHECKING:
+    from ..codec.checkpoint import Checkpoint
     from ..codec.config import Config
+    from ..store.files import Files
     from ..store.store import Store
 
 T = TypeVar("T")
@@ -44,16 +46,54 @@ def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> S
     """
     from ..store.store import Store
 
-    if not is_url(url):
-        os.stat(url)  # a missing path is not an empty store
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(os.path.join(url, "steps"))  # a folder that may not be read could be a store
-        if not is_store(url):
-            raise CorruptDataError(f"{url}: not a store: it has no folder 'steps'")
+    _check_store(url)
     store = Store(url, cfg)
     if not store.steps() and not (empty and store.gc(dry_run=True)):
         raise CorruptDataError(f"{url}: holds no checkpoint")
     return store
+
+
+def open_listing(url: str) -> Files:
+    """The files of an existing store that has checkpoints, for listings that do not need the codecs.
+
+    Raises:
+        OSError: the path does not exist.
+        CorruptDataError: it is not a store, or is empty.
+    """
+    from ..store.catalog import Catalog
+    from ..store.files import opened
+
+    _check_store(url)
+    files = opened(url)
+    if not Catalog(files).steps():
+        raise CorruptDataError(f"{url}: holds no checkpoint")
+    return files
+
+
+def _check_store(url: str) -> None:
+    if not is_url(url):
+        check_exists(url)  # a missing path is not an empty store
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(os.path.join(url, "steps"))  # a folder that may not be read could be a store
+        if not is_store(url):
+            raise CorruptDataError(f"{url}: not a store: it has no folder 'steps'")
+
+
+def check_exists(path: str) -> None:
+    """Raise FileNotFoundError for a missing path, with the name in its folder that is most like it.
+
+    Raises:
+        OSError: the path does not exist, or cannot be reached.
+    """
+    try:
+        os.stat(path)
+    except FileNotFoundError as error:
+        folder, name = os.path.split(path.rstrip("/"))
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = os.listdir(folder or ".")
+        found = nearest(name, names)
+        raise FileNotFoundError(error.errno, f"{error.strerror}{found}", path) from None
 
 
 def parse_step(text: str) -> int | str:
@@ -87,6 +127,7 @@ def header_of_file(path: Path) -> Checkpoint:
     Raises:
         OSError, CorruptDataError, NewerFormatError: with the path.
     """
+    from ..codec.checkpoint import Checkpoint
     from ..codec.format.ranged import Ranged
 
     if not is_spt(path):
@@ -110,6 +151,8 @@ def read_file(path: Path) -> Checkpoint:
     Raises:
         OSError, CorruptDataError, NewerFormatError: with the path.
     """
+    from ..codec.checkpoint import Checkpoint
+
     data = path.read_bytes()
     if not is_spt(path):
         raise CorruptDataError(f"{path}: not a shrinkpoint file")
@@ -134,6 +177,8 @@ def chain_of(ckpt: Checkpoint, path: Path, below: dict[str, Checkpoint]) -> Chec
 
     Raises MissingParentError if one is missing.
     """
+    from ..codec.checkpoint import Checkpoint
+
     chain = [ckpt]
     while not chain[-1].is_resolved:
         parent = below.get(str(chain[-1].parent_id))
@@ -164,9 +209,8 @@ def subtree(state: Any, under: str) -> Any:
         # A key may contain "/"; the longest matching key is taken.
         fitting = [k for k in items if rest == k or rest.startswith(k + "/")]
         if not fitting:
-            raise BadArgumentError(
-                f"--under {under!r}: there is no such part; the keys here are {', '.join(items)[:200]}"
-            )
+            near = nearest(rest, items) or f"; the keys here are {', '.join(items)[:200]}"
+            raise BadArgumentError(f"--under {under!r}: there is no such part{near}")
         key = max(fitting, key=len)
         found, rest = items[key], rest[len(key) + 1 :]
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 
 def printable(text: object) -> str:
@@ -29,3 +31,28 @@ def size(nbytes: float) -> str:
     if abs(value) >= 999.5 and unit < 5:
         value, unit = value / 1000, unit + 1
     return f"{value:#.3g}".rstrip(".") + f" {'kMGTP'[unit - 1]}B"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at the known name that is most like a mistyped one, for the end of a message; "" if none is alike.
+
+    Example:
+        >>> nearest("modle/*", ["model", "optimizer"]), nearest("x", ["model"])
+        ("; did you mean 'model'?", '')
+    """
+    found = difflib.get_close_matches(name.rstrip("*").rstrip("/"), list(known), n=1)
+    return f"; did you mean {printable(found[0])!r}?" if found else ""
+
+
+def parts_of(paths: Iterable[str]) -> list[str]:
+    """Paths with all their parents, each once.
+
+    Example:
+        >>> parts_of(["model/a", "model/b"])
+        ['model/a', 'model', 'model/b']
+    """
+    found: dict[str, None] = {}
+    for path in paths:
+        keys = path.split("/")
+        found |= dict.fromkeys("/".join(keys[:n]) for n in range(len(keys), 0, -1))
+    return list(found)
