@@ -70,6 +70,14 @@ if TYPE_CHECKING:
     from .runlength import rle_decode, rle_encode
     from .scale_classes import class_sums, pattern_classes, row_column_sums
     from .sparse_changes import rare_decode, rare_encode
+    from .sparse_delta import (
+        SparseDelta,
+        apply_changes,
+        collect_changes,
+        join_changes,
+        locate_changes,
+        split_changes,
+    )
 
 _SUBJECTS = {
     "approximation_error": "Distortion distortion",
@@ -98,6 +106,7 @@ _SUBJECTS = {
     "runlength": "rle_decode rle_encode",
     "scale_classes": "class_sums pattern_classes row_column_sums",
     "sparse_changes": "rare_decode rare_encode",
+    "sparse_delta": "SparseDelta apply_changes collect_changes join_changes locate_changes split_changes",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
 
@@ -113,8 +122,10 @@ __all__ = [
     "Octaves",
     "Promotion",
     "ShrinkpointError",
+    "SparseDelta",
     "Thresholds",
     "Unsettled",
+    "apply_changes",
     "assign",
     "bits_for",
     "boundaries",
@@ -127,6 +138,7 @@ __all__ = [
     "cluster_quantize",
     "coarsen",
     "coding_cost",
+    "collect_changes",
     "column_products",
     "delta",
     "dequantize",
@@ -146,10 +158,12 @@ __all__ = [
     "huffman_encode",
     "huffman_lengths",
     "join_categories",
+    "join_changes",
     "join_octaves",
     "joint_counts",
     "kept_histogram",
     "kept_histogram_many",
+    "locate_changes",
     "log_histogram",
     "log_histogram_many",
     "magnitude_bits",
@@ -188,6 +202,7 @@ __all__ = [
     "settled_bounds",
     "split_by_level",
     "split_categories",
+    "split_changes",
     "split_octaves",
     "split_planes",
     "undelta",

@@ -9,8 +9,10 @@ A chunk's first byte names the method:
     4 scaled       floats alone: `codec.lossless.scaled`
     5 sizes        floats against their parent: `codec.lossless.differences`
     6 xor          planes of the exclusive or with the parent's bit patterns: flags, packed fields, flipped signs
+    7 sparse       what changed since the parent, where that is little: `codec.lossless.sparse`
 
-Which of them a large chunk takes against its parent, or a large chunk of floats at all, is found on a sample of it.
+A chunk is compared with its parent's while its changes are collected; where there are too many it is coded whole. Which
+of the other methods a large chunk takes against its parent, or a large chunk of floats at all, is found on a sample.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .differences import decode_differences, difference_bits, difference_of, encode_differences
 from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
+from .sparse import encode_sparse, read_sparse
 
-PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR = range(7)
+PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR, SPARSE = range(8)
 _CHANGES: dict[int, Method] = {DIFFERENCE: "arithmetic", XOR: "xor"}
 _SMALL = 64
 _REDUNDANT = 0.5
 _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
 _EARLY = 1 << 12
+_BOTH = 1 << 17
+"""Bytes up to which a chunk with few changes is also coded whole: there a table of symbols decides."""
 _PART, _LIKELY = 4, 1.15
 _NEAR = 1.06
 """Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
@@ -75,9 +80,35 @@ class Exact:
 
     def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
-        # A copy from the start: what is stored and what is remembered are the same bytes, whoever writes meanwhile.
-        data = as_bytes(leaf.flat).copy()
-        return Stored("bytes", {}, pieces_of(data, leaf.spec, parent), BytesMemory(data))
+        pieces, data = copied_pieces(as_bytes(leaf.flat), leaf.spec, parent)
+        return Stored("bytes", {}, pieces, BytesMemory(data))
+
+
+def copied_pieces(source: NpArray, spec: LeafSpec, parent: Memory | None) -> tuple[list[Writer], NpArray]:
+    """The pieces of an array given as its bytes, and bytes of its own for the next delta.
+
+    What is stored and what is remembered are the same bytes, whoever writes to the array meanwhile: each part is copied
+    before it is coded, or found to be the parent's, whose bytes are then remembered. Where nothing changed, the
+    parent's memory is shared.
+    """
+    before = parent_bytes(parent, spec)
+    if before is None:
+        data = source.copy()
+        return pieces_of(data, spec, None), data
+    data, step = np.empty_like(source), CHUNK * 4
+
+    def one(start: int) -> tuple[Writer, bool]:
+        part = slice(start, start + step)
+        return _encode(source[part], spec, before[part], start // spec.itemsize, data[part])
+
+    starts = range(0, source.size, step)
+    done = map_chunks(one, starts)
+    if not any(copied for _, copied in done):
+        return [piece for piece, _ in done], before
+    for start, (_, copied) in zip(starts, done, strict=True):
+        if not copied:
+            data[start : start + step] = before[start : start + step]
+    return [piece for piece, _ in done], data
 
 
 def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[Writer]:
@@ -141,14 +172,36 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: i
         before: the parent's bytes of the same items, or None.
         start: number of the first item in the array, where they are a stretch of it; None where they are not.
     """
+    return _encode(data, spec, before, start, None)[0]
+
+
+def _encode(
+    data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None, copy_to: NpArray | None
+) -> tuple[Writer, bool]:
+    """See `encode_chunk`; and whether `copy_to` received the bytes, which it does not where nothing changed."""
     out = Writer()
-    if before is not None and _same(data, before):
+    found = encode_sparse(data, before, spec, copy_to) if before is not None and data.size > _SMALL else None
+    if found is not None and found.changes == 0:
         out.byte(UNCHANGED)
-        return out
+        return out, False
+    sparse = None if found is None else found.coded
+    if sparse is not None and data.size > _BOTH:
+        out.byte(SPARSE)
+        out.raw(sparse)
+        return out, True
+    if copy_to is not None:
+        if found is None:
+            copy_to[:] = data
+        data = copy_to
+    if found is None and before is not None and _same(data, before):
+        out.byte(UNCHANGED)
+        return out, True
     method, coded = _smallest(data, spec, before, start)
+    if sparse is not None and len(sparse) < len(coded):
+        method, coded = SPARSE, sparse
     out.byte(method)
     out.raw(coded)
-    return out
+    return out, True
 
 
 def _same(data: NpArray, before: NpArray) -> bool:
@@ -285,10 +338,12 @@ def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArra
     if method == PLAIN:
         out[:] = entropy.decode(data.rest(), out.size)
         return
-    if method in (UNCHANGED, DIFFERENCE, XOR) and before is None:
+    if method in (UNCHANGED, DIFFERENCE, XOR, SPARSE) and before is None:
         raise CorruptDataError("exact: a difference without a parent")
     if method == UNCHANGED:
         out[:] = before
+    elif method == SPARSE and before is not None:
+        read_sparse(data, out.size, spec).apply(before, out)
     elif method in (PLANES, DIFFERENCE, XOR):
         patterns = _patterns(out, spec)
         if patterns is None:

@@ -51,6 +51,7 @@ from . import (
     rank_one,
     ratedistortion,
     rows,
+    sparse_delta,
 )
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def builds() -> Iterator[Build]:
     yield from _levels()
     yield from _elementwise()
     yield from _mask()
+    yield from _sparse_delta()
     yield from _bitpack()
     yield from _octaves()
     yield from _kmeans()
@@ -211,6 +213,27 @@ def _mask() -> Iterator[Build]:
         yield Build(mask.pack_kernel, f"*{kind} *{kind} i64 *u8", mask.PACK, {"COMPARE": True})
         yield Build(mask.gather_kernel, f"*{kind} *u8 *i64 *i32 i64 *{kind}", mask.MOVE)
         yield Build(mask.scatter_kernel, f"*{kind} *{kind} *u8 *i64 *i32 i64 *{kind}", mask.MOVE)
+
+
+def _sparse_delta() -> Iterator[Build]:
+    for width, kind in ((8, "u8"), (16, "i16"), (32, "i32"), (64, "i64")):
+        for edges in (0, sparse_delta.CLASSES - 1):
+            shared = {"WIDTH": width, "EDGES": edges}
+            for compare in (False, True):
+                types = f"*{kind} *{kind} *i64 i64 i64 *i32"
+                yield Build(sparse_delta.count_kernel, types, sparse_delta.COLLECT, {**shared, "COMPARE": compare})
+            types = f"*{kind} *i64 *u8 *i64 i64 i64 *i32"
+            yield Build(sparse_delta.flag_count_kernel, types, sparse_delta.APPLY, shared)
+            for floating, xor in ((True, False), (False, True)):
+                shared = {"WIDTH": width, "FLOAT": floating, "XOR": xor, "EDGES": edges}
+                types = f"*{kind} *{kind} *i64 *i64 i64 i64 *i64 *{kind}"
+                yield Build(sparse_delta.collect_kernel, types, sparse_delta.COLLECT, shared)
+                for emit in (False, True):
+                    types = f"*{kind} *i64 *u8 *i64 *i64 *{kind} i64 i64 *{kind} *i64"
+                    yield Build(sparse_delta.apply_kernel, types, sparse_delta.APPLY, {**shared, "EMIT": emit})
+    for classes in (1, sparse_delta.CLASSES):
+        types = "*i64 *i64 *i64 *i64 i64 *u8 *i32"
+        yield Build(sparse_delta.mark_kernel, types, sparse_delta.APPLY, {"CLASSES": classes})
 
 
 def _bitpack() -> Iterator[Build]:

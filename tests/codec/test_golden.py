@@ -70,7 +70,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
     finally:
         sp.set_threads(with_sp)
     assert formats == set(streams.STREAMS)
-    assert methods == set(range(7))
+    assert methods == set(range(8))
     every = set(range(entropy.PRODUCTS + 1))
     assert used == every, f"no golden file uses {sorted(every - used)}"
 

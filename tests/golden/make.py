@@ -209,6 +209,27 @@ def flipped(t: int) -> dict[str, Any]:
     }
 
 
+def sparse(t: int) -> dict[str, Any]:
+    """Arrays of which few elements change, by little, by much, in some rows only; and some that do not change."""
+    n = 40000
+    w, chosen = np.tile(bell(5000, 61), 8) * np.repeat(np.ldexp(1.0, -np.arange(8)), 5000), uniform(n, 63 + t)
+    some, rare = (chosen < 0.1).astype(float), chosen < 0.01
+    words = (np.tile(uniform(5000, 62), 8) * 2**32).astype(np.uint32)
+    step = 1e-3 * t * some * np.where(uniform(n, 73 + t) < 0.5, 1.0, -1.0)
+    return {
+        "single": torch.from_numpy((w + 1e-4 * step * rare).astype(np.float32)),
+        "brain": torch.from_numpy(w + step).bfloat16(),
+        "half": torch.from_numpy(w + step).half(),
+        "double": w + step * rare,
+        "complex": (w[: n // 2] + 1j * w[n // 2 :] + step[: n // 2] * rare[: n // 2]).astype(np.complex64),
+        "eighth": torch.from_numpy(w + step).to(torch.float8_e4m3fn),
+        "nibbles": torch.from_numpy(((words >> 8 & 0xFF) ^ t * 16 * rare).astype(np.uint8)),
+        "counts": words + (t * rare).astype(np.uint32),
+        "flags": (words & 1 == 1) ^ (rare & (t > 0)),
+        "same": torch.from_numpy(w).bfloat16(),
+    }
+
+
 def cases() -> dict[str, tuple[Any, sp.Config, int]]:
     """Name -> (state at moment t, configuration, length of the chain)."""
     quantize = sp.Quantize(bins=12, prune=0.2, protect=0.02, policy="refit", coder="published")
@@ -239,6 +260,7 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "everything": (everything, sp.presets.lossless(), 3),
         "floats": (floats, sp.presets.lossless(), 2),
         "flipped": (flipped, sp.presets.lossless(), 3),
+        "sparse": (sparse, sp.presets.lossless(), 3),
         "subclass": (lambda t: {"state": {0: {"exp_avg": coded(t), "step": t}}}, sp.Config(), 2),
     }
 

@@ -1,0 +1,321 @@
+"""Arrays of which little changed, to the bit: where, and by how much; one pass over both, and a few bits a change.
+
+Elements are in classes of their parent's magnitude (`kernels.sparse_delta`), and changes are coded class by class: the
+gap since the change before it in its class and a small difference are one symbol, the low digits of large gaps are
+stored as they are, and large differences follow as categories and digits.
+
+    byte: 0 arithmetic differences, 1 exclusive or; varint number of edges, varints: the edges;
+    varints: changes in each class; for each class that has any, a block: its symbols;
+    block: the open bits of the gaps; varint number L of large differences;
+    if L > 0, items of one byte: block: symbols; others: block: categories in the context of the class,
+    their extra bits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.categories import join_categories, most_bits, split_categories
+from ...kernels.sparse_delta import (
+    GAP_BITS,
+    MOST_EDGES,
+    SMALL,
+    SparseDelta,
+    apply_changes,
+    collect_changes,
+    join_changes,
+    locate_changes,
+    split_changes,
+)
+from .. import entropy
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
+from ..state.leaves import LeafSpec, NpArray
+from .scaled import LAYOUTS
+
+MOST = 4
+"""At most one of so many elements may have changed; a reader refuses more."""
+LONGEST = 1 << GAP_BITS
+"""Elements of one stream at most, for the gaps."""
+_LIKELY = 0.17
+"""Share in a sample from which on changes are not even collected."""
+_FEW = 1 << 11
+"""Expected changes a class, fewer than which do not pay for the class's table of symbols."""
+_METHODS: tuple[Any, Any] = ("arithmetic", "xor")
+_MANTISSA = {
+    **{name: layout.mantissa for name, layout in LAYOUTS.items()},
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz"), 3),
+    **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz"), 2),
+}
+_ORDERED = {1: "float8_e5m2", 2: "float16", 4: "float32", 8: "float64"}
+"""A dtype of each width whose patterns have the order of all floats of that width: sign and magnitude."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patterns:
+    """How the items of an array are compared.
+
+    Args:
+        width: bytes; of a complex number, of its parts.
+        dtype: whose order the patterns have.
+        mantissa: bits below the exponent; None for integers.
+    """
+
+    width: int
+    dtype: str
+    mantissa: int | None
+
+    @staticmethod
+    def of(spec: LeafSpec) -> Patterns | None:
+        """None for items of a width that no number has."""
+        width = spec.itemsize // 2 if spec.dtype.startswith("complex") else spec.itemsize
+        if width not in _ORDERED:
+            return None
+        mantissa = _MANTISSA.get(spec.dtype)
+        return Patterns(width, f"uint{8 * width}" if mantissa is None else _ORDERED[width], mantissa)
+
+    def view(self, data: NpArray) -> NpArray:
+        """Bytes as unsigned patterns."""
+        return data.view(f"<u{self.width}")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a comparison found.
+
+    Args:
+        changes: their number; None where there were too many to collect.
+        coded: what `decode_sparse` reads; None where nothing changed, or too much.
+    """
+
+    changes: int | None
+    coded: Writer | None
+
+
+def encode_sparse(data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArray | None = None) -> Found | None:
+    """Code bytes against as many of the parent by their changes.
+
+    Args:
+        data: uint8, items of an array of `spec.dtype`.
+        before: as many of the parent.
+        spec: says the dtype.
+        copy_to: as many bytes, which receive `data` in the same pass unless nothing changed.
+
+    Returns:
+        None where the items have no width that is supported, or a sample has too many changes: then nothing was copied.
+    """
+    how = Patterns.of(spec)
+    if how is None:
+        return None
+    new, old = how.view(data), how.view(before)
+    if new.size > LONGEST:
+        return None
+    some = entropy.sample(new.size)
+    sampled = some(old)
+    share = np.count_nonzero(some(new) != sampled) / max(sampled.size, 1)
+    if share > _LIKELY:
+        return None
+    edges = _edges(sampled, how, float(share), new.size)
+    target = None if copy_to is None else how.view(copy_to)
+    delta = collect_changes(new, old, edges, limit=new.size // MOST, copy_to=target, dtype=how.dtype)
+    if delta is None:
+        return Found(None, None)
+    if not delta.ranks.size:
+        return Found(0, None)
+    xor = False
+    if how.mantissa is None:
+        delta, xor = _shorter(delta, new if target is None else target, old)
+    return Found(int(delta.ranks.size), _written(delta, edges, xor))
+
+
+def _edges(sampled: NpArray, how: Patterns, share: float, n: int) -> tuple[int, ...]:
+    """Edges of classes by exponents, as many as so many changes pay for."""
+    most = min(int(share * n / _FEW), MOST_EDGES + 1)
+    if how.mantissa is None or most < 2:
+        return ()
+    low = sampled.dtype.type((1 << (8 * how.width - 1)) - 1)
+    fields = ((sampled & low) >> sampled.dtype.type(how.mantissa)).astype(np.int64)
+    return tuple(field << how.mantissa for field in best_edges(fields, share, most))
+
+
+def best_edges(fields: NpArray, share: float, most: int) -> tuple[int, ...]:
+    """The exponents at which classes begin, so that steps of one size are coded in the fewest bits.
+
+    Such a step changes an element with a probability that halves with each exponent, up to 1. The sum of the classes'
+    binary entropies is made least by dynamic programming over the exponents that occur.
+
+    Args:
+        fields: int64, exponent fields of a sample.
+        share: of elements that change.
+        most: classes, at least 1.
+
+    Example:
+        >>> best_edges(np.repeat(np.arange(100, 104), [10, 20, 40, 80]), 0.01, 3)
+        (101, 102)
+    """
+    exponents, counts = np.unique(fields, return_counts=True)
+    halved = np.exp2((exponents[0] - exponents).astype(np.float64))
+    low, high = 0.0, 1 / halved[-1]
+    for _ in range(60):  # the scale of the steps, by halves
+        middle = (low + high) / 2
+        below = (counts * np.minimum(1, middle * halved)).sum() < share * fields.size
+        low, high = (middle, high) if below else (low, middle)
+    hits = np.concatenate([[0.0], np.cumsum(counts * np.minimum(1, high * halved))])
+    sums = np.concatenate([[0], np.cumsum(counts)])
+    number = (sums[None, :] - sums[:, None]).astype(np.float64)
+    p = np.clip((hits[None, :] - hits[:, None]) / np.maximum(number, 1), 1e-12, 1 - 1e-12)
+    cost = np.where(number > 0, -number * (p * np.log2(p) + (1 - p) * np.log2(1 - p)), np.inf)
+    least, cuts = cost[0], []
+    for _ in range(min(most, exponents.size) - 1):
+        ways = least[:, None] + cost
+        cuts.append(ways.argmin(axis=0))
+        least = ways.min(axis=0)
+    edges, at = [], exponents.size
+    for cut in reversed(cuts):
+        at = int(cut[at])
+        edges.append(int(exponents[at]))
+    return tuple(reversed(edges))
+
+
+def _shorter(delta: SparseDelta, new: NpArray, old: NpArray) -> tuple[SparseDelta, bool]:
+    """Integers' changes as differences or as exclusive or, whichever has fewer bits: packed fields are no numbers."""
+    xor = new[delta.ranks] ^ old[delta.ranks]
+    if not xor.all():  # another thread wrote to an array that was not copied
+        return delta, False
+    if _bits(xor) < _bits(delta.changes):
+        return delta._replace(changes=xor), True
+    return delta, False
+
+
+def _bits(changes: NpArray) -> float:
+    """Bits that these changes take, about: the entropy of one byte, the width of others."""
+    if changes.dtype.itemsize == 1:
+        counts = np.bincount(changes, minlength=256)
+        shares = counts[counts > 0] / changes.size
+        return float(-(shares * np.log2(shares)).sum() * changes.size)
+    return float(np.log2(changes.astype(np.float64) + 1).sum())
+
+
+def _written(delta: SparseDelta, edges: tuple[int, ...], xor: bool) -> Writer:
+    symbols, extra, large = split_changes(delta)
+    out = Writer()
+    out.byte(int(xor))
+    out.varint(len(edges))
+    for edge in edges:
+        out.varint(edge)
+    for count in delta.counts:
+        out.varint(int(count))
+    at = 0
+    for count in delta.counts.tolist():
+        if count:
+            out.block(entropy.coded(symbols[at : at + count]))
+            at += count
+    out.block(extra)
+    out.varint(large.size)
+    if large.size and large.dtype.itemsize == 1:
+        out.block(entropy.coded(large))
+    elif large.size:
+        categories, digits = split_categories(large, most_bits(8 * large.dtype.itemsize))
+        context, contexts = _context(delta.counts, symbols)
+        out.block(entropy.in_context(categories, context, contexts)[0])
+        out.raw(digits)
+    return out
+
+
+def _context(counts: Any, symbols: NpArray) -> tuple[NpArray, int]:
+    """The class of each large change, and a number of contexts for it."""
+    ends = np.cumsum(counts)
+    classes = [symbols[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    large = [int(entropy.counts_of(own)[SMALL :: SMALL + 1].sum()) for own in classes]
+    return np.repeat(np.arange(len(large), dtype=np.uint8), large), max(2, len(large))
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """A sparse stream that was read, each of its numbers checked but those that take the parent to check.
+
+    Args:
+        delta: the changes.
+        edges: between the classes.
+        method: of the changes.
+        how: the items are compared.
+    """
+
+    delta: SparseDelta
+    edges: tuple[int, ...]
+    method: Any
+    how: Patterns
+
+    def apply(self, before: NpArray, out: NpArray) -> None:
+        """Fill `out` (bytes) with those of the parent and the changes; in place where they are the same memory.
+
+        Raises:
+            CorruptDataError: a rank is beyond the last element of its class.
+        """
+        view = self.how.view
+        apply_changes(view(before), self.delta, self.edges, method=self.method, out=view(out), dtype=self.how.dtype)
+
+    def positions(self, before: NpArray) -> tuple[NpArray, NpArray]:
+        """Where the changes are, and the new patterns there; raises CorruptDataError as `apply` does."""
+        positions, values = locate_changes(
+            self.how.view(before), self.delta, self.edges, method=self.method, dtype=self.how.dtype
+        )
+        return positions, values
+
+
+def read_sparse(data: Reader, nbytes: int, spec: LeafSpec) -> Changes:
+    """Read what `encode_sparse` wrote.
+
+    Args:
+        data: where it begins; all of it is read.
+        nbytes: bytes of the items.
+        spec: says the dtype.
+
+    Raises:
+        CorruptDataError: it is not such a stream, or not of so many items.
+    """
+    how = Patterns.of(spec)
+    if how is None:
+        raise CorruptDataError(f"exact: items of {spec.itemsize} bytes have no sparse changes")
+    n, form = nbytes // how.width, data.byte()
+    if n > LONGEST:
+        raise CorruptDataError(f"exact: sparse changes of {n} items; at most {LONGEST}")
+    if form >= len(_METHODS):
+        raise CorruptDataError(f"exact: changes of form {form}")
+    number = data.varint()
+    if number > (0 if how.mantissa is None else MOST_EDGES):
+        raise CorruptDataError(f"exact: {number} edges for {spec.dtype}")
+    edges = tuple(data.varint() for _ in range(number))
+    top = 1 << (8 * how.width - 1)
+    if any(not a < b < top for a, b in zip((0, *edges), edges, strict=False)):
+        raise CorruptDataError("exact: edges that do not ascend")
+    counts = [data.varint() for _ in range(number + 1)]
+    if sum(counts) > n // MOST:
+        raise CorruptDataError(f"exact: {sum(counts)} changes of {n} items")
+    symbols = [entropy.decode(data.block(), count) for count in counts if count]
+    joined = np.concatenate([np.empty(0, np.uint8), *symbols])
+    extra = np.frombuffer(data.block(), np.uint8)
+    many = data.varint()
+    if many > joined.size:
+        raise CorruptDataError(f"exact: {many} large changes of {joined.size}")
+    totals = np.asarray(counts, np.int64)
+    large = _large(data, many, how, totals, joined)
+    return Changes(join_changes(totals, n, joined, extra, large), edges, _METHODS[form], how)
+
+
+def _large(data: Reader, many: int, how: Patterns, counts: Any, symbols: NpArray) -> NpArray:
+    if many and how.width == 1:
+        large: NpArray = entropy.decode(data.block(), many)
+    elif many:
+        context, contexts = _context(counts, symbols)
+        if context.size != many:
+            raise CorruptDataError(f"exact: {many} large changes, {context.size} symbols for them")
+        categories = entropy.decode(data.block(), many, context, contexts)
+        large = join_categories(categories, data.rest(), most_bits(8 * how.width), f"uint{8 * how.width}")
+    else:
+        large = np.empty(0, f"uint{8 * how.width}")
+    data.end()
+    return large
