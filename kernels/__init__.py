@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         SparseDelta,
         apply_changes,
         collect_changes,
+        gap_shifts,
         join_changes,
         locate_changes,
         split_changes,
@@ -106,7 +107,7 @@ _SUBJECTS = {
     "runlength": "rle_decode rle_encode",
     "scale_classes": "class_sums pattern_classes row_column_sums",
     "sparse_changes": "rare_decode rare_encode",
-    "sparse_delta": "SparseDelta apply_changes collect_changes join_changes locate_changes split_changes",
+    "sparse_delta": "SparseDelta apply_changes collect_changes gap_shifts join_changes locate_changes split_changes",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
 
@@ -150,6 +151,7 @@ __all__ = [
     "exponent_quantize",
     "extrapolate",
     "factor_sums",
+    "gap_shifts",
     "gather",
     "grid_symbols",
     "grid_values",

@@ -198,17 +198,41 @@ def apply_changes(
     return found
 
 
-def split_changes(delta: SparseDelta) -> tuple[Array, Array, Array]:
+def gap_shifts(delta: SparseDelta) -> tuple[int, ...]:
+    """Choose how many low bits of the gaps of each class to leave open, so that the gaps of all classes are alike.
+
+    Args:
+        delta: as `collect_changes` gives it, on the host.
+
+    Returns:
+        For each class a number from 0 to 24: what is left of its gaps then is about 4 to 8 on average, or the gap.
+
+    Example:
+        >>> import numpy as np
+        >>> ranks = np.asarray([0, 1, 2, 999, 2999])
+        >>> gap_shifts(SparseDelta(np.asarray([3, 2]), ranks, np.ones(5, np.uint16)))
+        (0, 8)
+    """
+    counts, ranks, _ = _parts(delta, host=True)
+    shifts = []
+    for count, end in zip(counts.tolist(), np.cumsum(counts).tolist(), strict=True):
+        mean = (int(ranks[end - 1]) + 1 - count) // count if count else 0
+        shifts.append(min(max(mean.bit_length() - 3, 0), GAP_BITS - 1))
+    return tuple(shifts)
+
+
+def split_changes(delta: SparseDelta, shifts: Sequence[int]) -> tuple[Array, Array, Array]:
     """Split changes into symbols, the low bits of their gaps, and what is too large for a symbol.
 
-    The gap g of a change is the number of unchanged elements of its class since the change before. With L the bit
-    length of `g | 2` and `k = L - 2`, its category is `2 k + (g >> k)` and its k lowest bits are left open. A change d
-    is small if it is at most 4:
+    The gap g of a change is the number of unchanged elements of its class since the change before, and s the shift of
+    its class. With L the bit length of `(g >> s) | 2` and `k = s + L - 2`, its category is `2 (k - s) + (g >> k)` and
+    its k lowest bits are left open. A change d is small if it is at most 4:
 
         symbol = 5 category + d - 1   if d is small,   else 5 category + 4, and d - 5 is one of `large`
 
     Args:
         delta: as `collect_changes` gives it, on the host; gaps below 2**25.
+        shifts: of each class, 0 to 24, as `gap_shifts` chooses them.
 
     Returns:
         (uint8 [m] symbols, in the order of the changes; uint8 open bits: change after change, the lowest bit first,
@@ -222,22 +246,26 @@ def split_changes(delta: SparseDelta) -> tuple[Array, Array, Array]:
         >>> before = np.arange(100, dtype=np.uint16)
         >>> after = before.copy()
         >>> after[[2, 50]] += np.asarray([1, 100], np.uint16)
-        >>> symbols, extra, large = split_changes(collect_changes(after, before))
+        >>> symbols, extra, large = split_changes(collect_changes(after, before), [0])
         >>> symbols.tolist(), extra.tolist(), large.tolist()  # gaps 2 and 47 = 32 + 15; changes 2 and 200
-        ([11, 54], [15], [195])
+        ([11, 49], [15], [195])
     """
     counts, ranks, changes = _parts(delta, host=True)
+    given = _shifts(shifts, counts)
     found: tuple[Array, Array, Array] = back_end(ranks, "sparse_delta").split_changes(
-        SparseDelta(counts, ranks, changes)
+        SparseDelta(counts, ranks, changes), given
     )
     return found
 
 
-def join_changes(counts: Any, n: int, symbols: Array | bytes, extra: Array | bytes, large: Array) -> SparseDelta:
+def join_changes(
+    counts: Any, shifts: Sequence[int], n: int, symbols: Array | bytes, extra: Array | bytes, large: Array
+) -> SparseDelta:
     """Join what `split_changes` has split.
 
     Args:
         counts: NumPy int64 [classes], number of changes in each class.
+        shifts: as given to `split_changes`.
         n: elements of the array, at most 2**25.
         symbols: uint8 [sum of counts], or bytes.
         extra: uint8, or bytes.
@@ -253,20 +281,21 @@ def join_changes(counts: Any, n: int, symbols: Array | bytes, extra: Array | byt
 
     Example:
         >>> import numpy as np
-        >>> symbols, extra = np.asarray([11, 54], np.uint8), bytes([15])
-        >>> found = join_changes(np.asarray([2]), 100, symbols, extra, np.asarray([195], np.uint16))
+        >>> symbols, extra = np.asarray([11, 49], np.uint8), bytes([15])
+        >>> found = join_changes(np.asarray([2]), [0], 100, symbols, extra, np.asarray([195], np.uint16))
         >>> found.ranks.tolist(), found.changes.tolist()
         ([2, 50], [2, 200])
     """
     n = integer("n", n, 0, 1 << GAP_BITS)
     array("large", large, ("uint8", *LARGE), 1, host=True)
     given = _counts(counts)
+    bits = _shifts(shifts, given)
     symbols, extra = stored_bytes(symbols), stored_bytes(extra)
     if int(given.sum()) != symbols.shape[0]:
         raise CorruptDataError(f"{symbols.shape[0]} symbols for {int(given.sum())} changes")
     if int(given.max(initial=0)) > n:
         raise CorruptDataError(f"{int(given.max())} changes among {n} elements")
-    found: SparseDelta = back_end(symbols, "sparse_delta").join_changes(given, n, symbols, extra, large)
+    found: SparseDelta = back_end(symbols, "sparse_delta").join_changes(given, bits, n, symbols, extra, large)
     return found
 
 
@@ -316,6 +345,13 @@ def _counts(counts: Any) -> Any:
     if counts.size > MOST_EDGES + 1 or (counts.size and int(counts.min()) < 0):
         raise BadArgumentError(f"counts are {counts.tolist()[:9]}; at most {MOST_EDGES + 1}, none below 0")
     return counts.astype(np.int64, copy=False)
+
+
+def _shifts(shifts: Sequence[int], counts: Any) -> Any:
+    found = [integer("a shift", s, 0, GAP_BITS - 1) for s in sequence("shifts", shifts)]
+    if len(found) != counts.size:
+        raise BadArgumentError(f"{len(found)} shifts for {counts.size} classes")
+    return np.asarray(found, np.int64)
 
 
 def _parts(delta: SparseDelta, *, host: bool = False) -> SparseDelta:

@@ -45,7 +45,7 @@ _REDUNDANT = 0.5
 _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
 _EARLY = 1 << 12
-_BOTH = 1 << 17
+_BOTH = 1 << 18
 """Bytes up to which a chunk with few changes is also coded whole: there a table of symbols decides."""
 _PART, _LIKELY = 4, 1.15
 _NEAR = 1.06

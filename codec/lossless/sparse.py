@@ -5,7 +5,8 @@ gap since the change before it in its class and a small difference are one symbo
 stored as they are, and large differences follow as categories and digits.
 
     byte: 0 arithmetic differences, 1 exclusive or; varint number of edges, varints: the edges;
-    varints: changes in each class; for each class that has any, a block: its symbols;
+    varints: changes in each class; a byte for each class: the shift of its gaps;
+    block: the symbols, class after class, in the context of the class, with one class without;
     block: the open bits of the gaps; varint number L of large differences;
     if L > 0, items of one byte: block: symbols; others: block: categories in the context of the class,
     their extra bits
@@ -26,6 +27,7 @@ from ...kernels.sparse_delta import (
     SparseDelta,
     apply_changes,
     collect_changes,
+    gap_shifts,
     join_changes,
     locate_changes,
     split_changes,
@@ -42,8 +44,8 @@ LONGEST = 1 << GAP_BITS
 """Elements of one stream at most, for the gaps."""
 _LIKELY = 0.17
 """Share in a sample from which on changes are not even collected."""
-_FEW = 1 << 11
-"""Expected changes a class, fewer than which do not pay for the class's table of symbols."""
+_FEW = 1 << 8
+"""Expected changes a class, fewer than which may not pay for the class's edge, number and shift."""
 _METHODS: tuple[Any, Any] = ("arithmetic", "xor")
 _MANTISSA = {
     **{name: layout.mantissa for name, layout in LAYOUTS.items()},
@@ -157,7 +159,7 @@ def best_edges(fields: NpArray, share: float, most: int) -> tuple[int, ...]:
         (101, 102)
     """
     exponents, counts = np.unique(fields, return_counts=True)
-    halved = np.exp2((exponents[0] - exponents).astype(np.float64))
+    halved = np.exp2(np.maximum(exponents[0] - exponents, -1000).astype(np.float64))
     low, high = 0.0, 1 / halved[-1]
     for _ in range(60):  # the scale of the steps, by halves
         middle = (low + high) / 2
@@ -200,7 +202,8 @@ def _bits(changes: NpArray) -> float:
 
 
 def _written(delta: SparseDelta, edges: tuple[int, ...], xor: bool) -> Writer:
-    symbols, extra, large = split_changes(delta)
+    shifts = gap_shifts(delta)
+    symbols, extra, large = split_changes(delta, shifts)
     out = Writer()
     out.byte(int(xor))
     out.varint(len(edges))
@@ -208,29 +211,44 @@ def _written(delta: SparseDelta, edges: tuple[int, ...], xor: bool) -> Writer:
         out.varint(edge)
     for count in delta.counts:
         out.varint(int(count))
-    at = 0
-    for count in delta.counts.tolist():
-        if count:
-            out.block(entropy.coded(symbols[at : at + count]))
-            at += count
+    for shift in shifts:
+        out.byte(shift)
+    out.block(_in_class(symbols, delta.counts))
     out.block(extra)
     out.varint(large.size)
     if large.size and large.dtype.itemsize == 1:
-        out.block(entropy.coded(large))
+        out.block(_in_class(large, _large_counts(delta.counts, symbols)))
     elif large.size:
         categories, digits = split_categories(large, most_bits(8 * large.dtype.itemsize))
-        context, contexts = _context(delta.counts, symbols)
-        out.block(entropy.in_context(categories, context, contexts)[0])
+        out.block(_in_class(categories, _large_counts(delta.counts, symbols)))
         out.raw(digits)
     return out
 
 
-def _context(counts: Any, symbols: NpArray) -> tuple[NpArray, int]:
-    """The class of each large change, and a number of contexts for it."""
+def _in_class(symbols: NpArray, counts: Any) -> Writer:
+    """Symbols that are ordered by class, of each so many; coded in the context of the class where that is smaller."""
+    if counts.size == 1:
+        return entropy.coded(symbols)
+    return entropy.in_context(symbols, _classes(counts), counts.size)[0]
+
+
+def _from_class(data: memoryview, counts: Any) -> NpArray:
+    """What `_in_class` wrote."""
+    total = int(counts.sum())
+    if counts.size == 1:
+        return entropy.decode(data, total)
+    return entropy.decode(data, total, _classes(counts), counts.size)
+
+
+def _classes(counts: Any) -> NpArray:
+    return np.repeat(np.arange(counts.size, dtype=np.uint8), counts)
+
+
+def _large_counts(counts: Any, symbols: NpArray) -> Any:
+    """Number of large changes in each class."""
     ends = np.cumsum(counts)
     classes = [symbols[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    large = [int(entropy.counts_of(own)[SMALL :: SMALL + 1].sum()) for own in classes]
-    return np.repeat(np.arange(len(large), dtype=np.uint8), large), max(2, len(large))
+    return np.asarray([int(entropy.counts_of(own)[SMALL :: SMALL + 1].sum()) for own in classes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,27 +313,20 @@ def read_sparse(data: Reader, nbytes: int, spec: LeafSpec) -> Changes:
     counts = [data.varint() for _ in range(number + 1)]
     if sum(counts) > n // MOST:
         raise CorruptDataError(f"exact: {sum(counts)} changes of {n} items")
-    symbols = [entropy.decode(data.block(), count) for count in counts if count]
-    joined = np.concatenate([np.empty(0, np.uint8), *symbols])
-    extra = np.frombuffer(data.block(), np.uint8)
-    many = data.varint()
-    if many > joined.size:
-        raise CorruptDataError(f"exact: {many} large changes of {joined.size}")
+    shifts = [data.byte() for _ in counts]
+    if max(shifts) >= GAP_BITS:
+        raise CorruptDataError(f"exact: a shift of {max(shifts)} bits")
     totals = np.asarray(counts, np.int64)
-    large = _large(data, many, how, totals, joined)
-    return Changes(join_changes(totals, n, joined, extra, large), edges, _METHODS[form], how)
-
-
-def _large(data: Reader, many: int, how: Patterns, counts: Any, symbols: NpArray) -> NpArray:
+    symbols = _from_class(data.block(), totals)
+    extra = np.frombuffer(data.block(), np.uint8)
+    many, large_counts = data.varint(), _large_counts(totals, symbols)
+    if many != int(large_counts.sum()):
+        raise CorruptDataError(f"exact: {many} large changes, {int(large_counts.sum())} symbols for them")
+    large = np.empty(0, f"uint{8 * how.width}")
     if many and how.width == 1:
-        large: NpArray = entropy.decode(data.block(), many)
+        large = _from_class(data.block(), large_counts)
     elif many:
-        context, contexts = _context(counts, symbols)
-        if context.size != many:
-            raise CorruptDataError(f"exact: {many} large changes, {context.size} symbols for them")
-        categories = entropy.decode(data.block(), many, context, contexts)
+        categories = _from_class(data.block(), large_counts)
         large = join_categories(categories, data.rest(), most_bits(8 * how.width), f"uint{8 * how.width}")
-    else:
-        large = np.empty(0, f"uint{8 * how.width}")
     data.end()
-    return large
+    return Changes(join_changes(totals, shifts, n, symbols, extra, large), edges, _METHODS[form], how)

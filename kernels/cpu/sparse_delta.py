@@ -85,27 +85,27 @@ def apply_changes(
     return as_values(target.reshape(tuple(previous.shape)), previous) if out is None else out
 
 
-def split_changes(delta: SparseDelta) -> tuple[Array, Array, Array]:
+def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]:
     """See `shrinkpoint.kernels.sparse_delta.split_changes`."""
     ranks, changes = compiled(delta.ranks), compiled(delta.changes)
     symbols, large = np.empty(ranks.size, np.uint8), np.empty(ranks.size, changes.dtype)
-    words = np.empty(ranks.size * (GAP_BITS - 2) // 64 + 2, np.uint64)
+    words = np.empty(ranks.size * (GAP_BITS - 1) // 64 + 2, np.uint64)
     state = np.zeros(3, np.int64)
-    if not _split(delta.counts, ranks, changes, symbols, words, large, state):
+    if not _split(delta.counts, shifts, ranks, changes, symbols, words, large, state):
         raise wrong_gap(int(state[0]))
     extra = words.view(np.uint8)[: (int(state[1]) + 7) // 8].copy()
     out = delta.ranks
     return like(symbols, out), like(extra, out), like(large[: int(state[2])].copy(), out)
 
 
-def join_changes(counts: Any, n: int, symbols: Array, extra: Array, large: Array) -> SparseDelta:
+def join_changes(counts: Any, shifts: Any, n: int, symbols: Array, extra: Array, large: Array) -> SparseDelta:
     """See `shrinkpoint.kernels.sparse_delta.join_changes`."""
     own, data, wide = compiled(symbols), to_numpy(extra), compiled(large)
     words = np.zeros((data.size + 7) // 8 + 2, np.uint64)
     words.view(np.uint8)[: data.size] = data
     ranks, changes = np.empty(own.size, np.int64), np.empty(own.size, wide.dtype)
     state = np.zeros(2, np.int64)
-    problem = int(_join(counts, n, own, words, 8 * data.size, wide, ranks, changes, state))
+    problem = int(_join(counts, shifts, n, own, words, 8 * data.size, wide, ranks, changes, state))
     if problem:
         raise wrong_changes(_PROBLEMS[problem])
     used = int(state[0])
@@ -611,11 +611,11 @@ def _put_classes(
                 top[4], top[5], top[6], top[7] = t3 - t4, t4 - t5, t5 - t6, t6
                 d = zero
                 while hit != zero:
-                    c = np.int64(zeros_below(hit))
+                    own = np.int64(zeros_below(hit))
                     hit &= hit - one
-                    members = reach[c] & ~reach[c + 1]
-                    below = before[c] - before[c + 1]
-                    rank, j, end, limit = waiting[c], at[c], ends[c], top[c]
+                    members = reach[own] & ~reach[own + 1]
+                    below = before[own] - before[own + 1]
+                    rank, j, end, limit = waiting[own], at[own], ends[own], top[own]
                     while rank < limit:
                         b = _select(members, np.uint64(rank - below))
                         y, z = previous[i + np.int64(b)], changes[j]
@@ -638,7 +638,7 @@ def _put_classes(
                         if following <= rank:
                             return False
                         rank = following
-                    waiting[c], at[c] = rank, j
+                    waiting[own], at[own] = rank, j
                 w0, w1, w2, w3 = waiting[0], waiting[1], waiting[2], waiting[3]
                 w4, w5, w6, w7 = waiting[4], waiting[5], waiting[6], waiting[7]
                 while d != zero:
@@ -655,7 +655,7 @@ def _put_classes(
 
 
 @njit
-def _split(counts: Any, ranks: Any, changes: Any, symbols: Any, words: Any, large: Any, state: Any) -> Any:
+def _split(counts: Any, shifts: Any, ranks: Any, changes: Any, symbols: Any, words: Any, large: Any, state: Any) -> Any:
     """Symbols, open bits and large changes; `state` is the gap that does not fit, the open bits, the large changes."""
     one, two, sixty = np.uint64(1), np.uint64(2), np.uint64(63)
     kind = changes.dtype.type
@@ -663,7 +663,7 @@ def _split(counts: Any, ranks: Any, changes: Any, symbols: Any, words: Any, larg
     word, fill, at = np.uint64(0), np.uint64(0), np.int64(0)
     k, far = np.int64(0), np.int64(0)
     for c in range(counts.size):
-        last = np.int64(-1)
+        last, shift = np.int64(-1), np.uint64(shifts[c])
         for _ in range(counts[c]):
             gap = ranks[k] - last - 1
             last = ranks[k]
@@ -671,8 +671,10 @@ def _split(counts: Any, ranks: Any, changes: Any, symbols: Any, words: Any, larg
                 state[0] = gap
                 return False
             g = np.uint64(gap)
-            bits = np.uint64(62) - zeros_above(g | two)
-            category = two * bits + (g >> bits)
+            bits = np.uint64(62) - zeros_above((g >> shift) | two)
+            category = two * bits
+            bits += shift
+            category += g >> bits
             z = changes[k]
             if z <= most:
                 symbols[k] = np.uint8(np.uint64(SMALL + 1) * category + np.uint64(z) - one)
@@ -697,7 +699,16 @@ def _split(counts: Any, ranks: Any, changes: Any, symbols: Any, words: Any, larg
 
 @njit
 def _join(
-    counts: Any, n: Any, symbols: Any, words: Any, bits_given: Any, large: Any, ranks: Any, changes: Any, state: Any
+    counts: Any,
+    shifts: Any,
+    n: Any,
+    symbols: Any,
+    words: Any,
+    bits_given: Any,
+    large: Any,
+    ranks: Any,
+    changes: Any,
+    state: Any,
 ) -> Any:
     """Ranks and changes; 0, or the number of what is wrong. `state`: open bits and large changes that were used."""
     one, two, sixty, six = np.uint64(1), np.uint64(2), np.uint64(63), np.uint64(6)
@@ -707,7 +718,7 @@ def _join(
     at = np.uint64(0)
     k, far = np.int64(0), np.int64(0)
     for c in range(counts.size):
-        last = np.int64(-1)
+        last, shift = np.int64(-1), np.uint64(shifts[c])
         for _ in range(counts[c]):
             symbol = np.uint64(symbols[k])
             if symbol >= np.uint64(SYMBOLS):
@@ -716,12 +727,14 @@ def _join(
             small = symbol - np.uint64(SMALL + 1) * category
             half = category >> one
             bits = half - np.uint64(half > 0)
+            category -= two * bits
+            bits += shift
             if at + bits > top:
                 return 2
-            shift = at & sixty
+            part = at & sixty
             w = np.int64(at >> six)
-            x = (words[w] >> shift) | ((words[w + 1] << one) << (sixty - shift))
-            gap = ((category - two * bits) << bits) + (x & ((one << bits) - one))
+            x = (words[w] >> part) | ((words[w + 1] << one) << (sixty - part))
+            gap = (category << bits) + (x & ((one << bits) - one))
             at += bits
             last += np.int64(gap) + 1
             if last >= n:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 CLASSES = 8
-COLLECT = Launch(block=2048, warps=8)
-APPLY = Launch(block=2048, warps=8)
+COLLECT = Launch(block=2048, warps=8, registers=255)
+APPLY = Launch(block=2048, warps=8, registers=255)
 
 
 @triton.jit

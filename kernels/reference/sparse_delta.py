@@ -111,21 +111,22 @@ def apply_changes(
     return out
 
 
-def split_changes(delta: SparseDelta) -> tuple[Array, Array, Array]:
+def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]:
     """See `shrinkpoint.kernels.sparse_delta.split_changes`."""
     ranks, changes = numbers(delta.ranks), to_numpy(delta.changes).tolist()
     symbols, large, number, filled, at = [], [], 0, 0, 0
-    for count in delta.counts.tolist():
+    for count, shift in zip(delta.counts.tolist(), shifts.tolist(), strict=True):
         last = -1
         for rank, change in zip(ranks[at : at + count], changes[at : at + count], strict=True):
             gap, last = rank - last - 1, rank
             if not 0 <= gap < 1 << GAP_BITS or change == 0:
                 raise wrong_gap(gap)
-            bits = (gap | 2).bit_length() - 2
+            above = (gap >> shift | 2).bit_length() - 2
+            bits = shift + above
             number |= (gap & (1 << bits) - 1) << filled
             filled += bits
             small = change <= SMALL
-            symbols.append((SMALL + 1) * (2 * bits + (gap >> bits)) + (change - 1 if small else SMALL))
+            symbols.append((SMALL + 1) * (2 * above + (gap >> bits)) + (change - 1 if small else SMALL))
             large += [] if small else [change - SMALL - 1]
         at += count
     xp = array_namespace(delta.ranks)
@@ -134,22 +135,23 @@ def split_changes(delta: SparseDelta) -> tuple[Array, Array, Array]:
     return array(symbols, "uint8", delta.ranks), array(extra, "uint8", delta.ranks), wide
 
 
-def join_changes(counts: Any, n: int, symbols: Array, extra: Array, large: Array) -> SparseDelta:
+def join_changes(counts: Any, shifts: Any, n: int, symbols: Array, extra: Array, large: Array) -> SparseDelta:
     """See `shrinkpoint.kernels.sparse_delta.join_changes`."""
     number, left, wide = int.from_bytes(bytes(numbers(extra)), "little"), 8 * extra.shape[0], to_numpy(large).tolist()
     top = 1 << width_of(dtype_name(large))
     given, ranks, changes, filled, far = iter(numbers(symbols)), [], [], 0, 0
-    for count in counts.tolist():
+    for count, shift in zip(counts.tolist(), shifts.tolist(), strict=True):
         last = -1
         for _ in range(count):
             symbol = next(given)
             if symbol >= SYMBOLS:
                 raise wrong_changes("a symbol does not exist")
             category, small = divmod(symbol, SMALL + 1)
-            bits = max(category // 2 - 1, 0)
+            above = max(category // 2 - 1, 0)
+            bits = shift + above
             if filled + bits > left:
                 raise wrong_changes("too few bits for the gaps")
-            last += 1 + ((category - 2 * bits) << bits) + (number >> filled & (1 << bits) - 1)
+            last += 1 + ((category - 2 * above) << bits) + (number >> filled & (1 << bits) - 1)
             filled += bits
             if last >= n:
                 raise wrong_changes("a rank is beyond the last element")

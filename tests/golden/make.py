@@ -210,23 +210,27 @@ def flipped(t: int) -> dict[str, Any]:
 
 
 def sparse(t: int) -> dict[str, Any]:
-    """Arrays of which few elements change, by little, by much, in some rows only; and some that do not change."""
-    n = 40000
-    w, chosen = np.tile(bell(5000, 61), 8) * np.repeat(np.ldexp(1.0, -np.arange(8)), 5000), uniform(n, 63 + t)
-    some, rare = (chosen < 0.1).astype(float), chosen < 0.01
-    words = (np.tile(uniform(5000, 62), 8) * 2**32).astype(np.uint32)
-    step = 1e-3 * t * some * np.where(uniform(n, 73 + t) < 0.5, 1.0, -1.0)
+    """Arrays of which few patterns change, small numbers more often; and one that stays as it is."""
+    n = 270_000
+    w = np.rint(8 * np.resize(bell(900, 61), n)) / 8 * np.ldexp(1.0, -(np.arange(n) % 5))
+    chosen, small = uniform(n, 63 + t), np.where(np.arange(n) % 5 > 2, 0.012, 0.002)
+    steps = (chosen < small) * (1 + (chosen < small / 9) * (90 * chosen / small).astype(int)) * min(t, 1)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        patterns = x.view(getattr(torch, f"int{8 * x.element_size()}"))
+        return (patterns + torch.from_numpy(steps[: patterns.numel()]).to(patterns.dtype)).view(x.dtype)
+
+    plain = torch.from_numpy(w)
     return {
-        "single": torch.from_numpy((w + 1e-4 * step * rare).astype(np.float32)),
-        "brain": torch.from_numpy(w + step).bfloat16(),
-        "half": torch.from_numpy(w + step).half(),
-        "double": w + step * rare,
-        "complex": (w[: n // 2] + 1j * w[n // 2 :] + step[: n // 2] * rare[: n // 2]).astype(np.complex64),
-        "eighth": torch.from_numpy(w + step).to(torch.float8_e4m3fn),
-        "nibbles": torch.from_numpy(((words >> 8 & 0xFF) ^ t * 16 * rare).astype(np.uint8)),
-        "counts": words + (t * rare).astype(np.uint32),
-        "flags": (words & 1 == 1) ^ (rare & (t > 0)),
-        "same": torch.from_numpy(w).bfloat16(),
+        "single": moved(plain[:70_000].float()),
+        "brain": moved(plain[:140_000].bfloat16()),
+        "half": moved(plain[:140_000].half()),
+        "double": moved(plain[:35_000]),
+        "complex": torch.view_as_complex(moved(plain[:70_000].float()).reshape(-1, 2)),
+        "eighth": moved(plain.to(torch.float8_e4m3fn)),
+        "nibbles": (8 * plain).to(torch.int8).view(torch.uint8) ^ torch.from_numpy(16 * (steps != 0).astype(np.uint8)),
+        "counts": moved((8 * plain[:70_000]).to(torch.int32)).numpy(),
+        "same": plain[:140_000].bfloat16(),
     }
 
 

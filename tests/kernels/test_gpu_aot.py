@@ -275,6 +275,15 @@ def _call_everything(rng: np.random.Generator) -> None:
         octaves = back_end("float_split").split_octaves(index, bits, FORMATS["float32"].buckets(bits))
         streams = {x: torch.tensor(getattr(octaves, x)) for x in ("symbols", "negative", "fraction")}
         back_end("float_split").join_octaves(replace(octaves, **streams), bits, FORMATS["float32"].buckets(bits))
+    for width in (8, 16, 32, 64):
+        old = torch.from_numpy(rng.integers(0, 99, 600).astype(f"uint{width}"))
+        new = torch.from_numpy(old.numpy() ^ (rng.random(600) < 0.1).astype(f"uint{width}"))
+        for edges in ((), (1, 2, 3, 4, 5, 6, 7)):
+            for kind, method in (("float8_e5m2" if width == 8 else f"float{width}", "arithmetic"), ("uint8", "xor")):
+                name = kind if method == "arithmetic" else f"uint{width}"
+                found = back_end("sparse_delta").collect_changes(new, old, edges, 600, method, None, name)
+                back_end("sparse_delta").apply_changes(old, found, edges, method, None, name)
+                back_end("sparse_delta").locate_changes(old, found, edges, method, name)
     for size in (5, 40):
         keys = torch.from_numpy(rng.integers(0, size, 600).astype(np.uint8))
         back_end("levels").undelta(keys, back_end("levels").delta(keys, keys.flip(0), size), size)

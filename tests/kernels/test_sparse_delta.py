@@ -17,6 +17,7 @@ from shrinkpoint.kernels.sparse_delta import (
     SparseDelta,
     apply_changes,
     collect_changes,
+    gap_shifts,
     join_changes,
     locate_changes,
     split_changes,
@@ -138,11 +139,12 @@ def test_split_and_join(sequential_back_end: BackEnd, fresh: np.random.Generator
         changes = np.asarray([1, 2, 3, 4, 5, 6, top, top - 1, 1, 4, 5, 9, 2, 3, top, 1], dtype)
         counts = np.asarray([13, 0, 1, 2])
         given = SparseDelta(counts, library.array(ranks), library.array(changes))
-        symbols, extra, large = module.split_changes(given)
+        shifts = np.asarray([0, 0, 1, 24])
+        symbols, extra, large = module.split_changes(given, shifts)
         assert library.numpy(large).tolist() == [int(c) - 5 for c in changes if c > 4]
         reference = [0, 1, 2, 3, 4, 4, 5, 5, 6]
         assert (library.numpy(symbols)[: len(reference)] // 5).tolist() == reference
-        joined = module.join_changes(counts, 1 << 25, symbols, extra, large)
+        joined = module.join_changes(counts, shifts, 1 << 25, symbols, extra, large)
         np.testing.assert_array_equal(library.numpy(joined.ranks), ranks)
         np.testing.assert_array_equal(library.numpy(joined.changes), changes)
 
@@ -153,8 +155,10 @@ def test_back_ends_write_the_same_bytes(fresh: np.random.Generator) -> None:
     new, old = pair(fresh, "float16", 4000, 0.2)
     found = collect_changes(new, old, (3000, 9000), dtype="float16")
     assert found is not None
-    for mine, theirs in zip(split_changes(found), oracle.split_changes(found), strict=True):
-        np.testing.assert_array_equal(mine, theirs, strict=True)
+    for shifts in (gap_shifts(found), (0, 24, 3)):
+        theirs = oracle.split_changes(found, np.asarray(shifts))
+        for mine, other in zip(split_changes(found, shifts), theirs, strict=True):
+            np.testing.assert_array_equal(mine, other, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +188,8 @@ def test_a_class_without_members_has_no_changes(back_end: BackEnd) -> None:
 def test_no_index_leaves_its_array(fresh: np.random.Generator) -> None:
     """The compiled loops check no index; run as plain Python on arrays of the exact size, NumPy does."""
     symbols, extra, large = split_changes(
-        SparseDelta(np.asarray([3, 1]), np.asarray([2, 700, 9000, 4]), np.asarray([1, 9, 2, 70], np.uint16))
+        SparseDelta(np.asarray([3, 1]), np.asarray([2, 700, 9000, 4]), np.asarray([1, 9, 2, 70], np.uint16)),
+        [2, 0],
     )
     words = np.zeros((extra.size + 7) // 8 + 2, np.uint64)
     words.view(np.uint8)[: extra.size] = extra
@@ -192,7 +197,16 @@ def test_no_index_leaves_its_array(fresh: np.random.Generator) -> None:
     if hasattr(compiled._join, "py_func"):
         with np.errstate(over="ignore"):
             done = compiled._join.py_func(
-                np.asarray([3, 1]), 1 << 14, symbols, words, 8 * extra.size, large, ranks, changes, state
+                np.asarray([3, 1]),
+                np.asarray([2, 0]),
+                1 << 14,
+                symbols,
+                words,
+                8 * extra.size,
+                large,
+                ranks,
+                changes,
+                state,
             )
         assert done == 0
         assert ranks.tolist() == [2, 700, 9000, 4]
@@ -206,11 +220,12 @@ def test_any_parts_are_refused_or_joined(data: st.DataObject) -> None:
     )
     extra, wide = data.draw(st.binary(max_size=9)), data.draw(st.lists(st.integers(0, 255), max_size=9))
     n = data.draw(st.integers(0, 3000))
+    shifts = data.draw(st.lists(st.integers(0, 24), min_size=len(counts), max_size=len(counts)))
     try:
-        found = join_changes(counts, n, symbols, extra, np.asarray(wide, np.uint8))
+        found = join_changes(counts, shifts, n, symbols, extra, np.asarray(wide, np.uint8))
     except CorruptDataError:
         return
-    again = split_changes(found)
+    again = split_changes(found, shifts)
     for mine, given_ in zip(again, (symbols, np.frombuffer(extra, np.uint8), np.asarray(wide, np.uint8)), strict=True):
         np.testing.assert_array_equal(mine, given_)
     if len(counts) == 1:
@@ -242,6 +257,11 @@ def test_public_functions_on_a_device(device: str, fresh: np.random.Generator) -
     assert torch.equal(y.view(torch.int16), x.view(torch.int16))
 
 
+def joined(counts: list[int], symbols: bytes, extra: bytes = b"", large: list[int] = [], n: int = 9) -> Any:  # noqa: B006
+    """Changes of one class and four bytes."""
+    return join_changes(np.asarray(counts), [0], n, symbols, extra, np.asarray(large, np.uint32))
+
+
 EIGHT, ONE = np.zeros(8, np.float32), np.zeros(1, np.int64)
 GOOD = SparseDelta(np.asarray([1]), ONE, np.ones(1, np.uint32))
 
@@ -264,17 +284,43 @@ GOOD = SparseDelta(np.asarray([1]), ONE, np.ones(1, np.uint32))
         (lambda: apply_changes(EIGHT, GOOD._replace(changes=np.ones(1, np.uint16))), BadArgumentError, "uint32"),
         (lambda: apply_changes(EIGHT, GOOD, out=EIGHT.reshape(2, 4)), BadArgumentError, "out"),
         (lambda: apply_changes(EIGHT, None), BadArgumentError, "SparseDelta"),
-        (lambda: split_changes(GOOD._replace(ranks=ONE - 1)), BadArgumentError, "gap"),
-        (lambda: split_changes(GOOD._replace(ranks=ONE + (1 << 25))), BadArgumentError, "gap"),
-        (lambda: split_changes(GOOD._replace(changes=np.zeros(1, np.uint32))), BadArgumentError, "gap"),
-        (lambda: join_changes(np.asarray([1]), 1 << 26, b"\0", b"", EIGHT[:0].view("u4")), BadArgumentError, "n is"),
-        (lambda: join_changes(np.asarray([2]), 9, b"\0", b"", EIGHT[:0].view("u4")), CorruptDataError, "symbols"),
-        (lambda: join_changes(np.asarray([1]), 9, b"\xff", b"", EIGHT[:0].view("u4")), CorruptDataError, "exist"),
-        (lambda: join_changes(np.asarray([1]), 9, b"\x04", b"", EIGHT[:0].view("u4")), CorruptDataError, "too few"),
-        (lambda: join_changes(np.asarray([1]), 9, b"\x04", b"", EIGHT[:1].view("u4") - 1), CorruptDataError, "wider"),
-        (lambda: join_changes(np.asarray([1]), 9, b"\x00", b"\x01", EIGHT[:0].view("u4")), CorruptDataError, "bits"),
-        (lambda: join_changes(np.asarray([1]), 9, b"\x00", b"", EIGHT[:1].view("u4")), CorruptDataError, "1 large"),
-        (lambda: join_changes(np.asarray([10]), 9, bytes(10), b"", EIGHT[:0].view("u4")), CorruptDataError, "among 9"),
+        (lambda: split_changes(GOOD._replace(ranks=ONE - 1), [0]), BadArgumentError, "gap"),
+        (lambda: split_changes(GOOD._replace(ranks=ONE + (1 << 25)), [0]), BadArgumentError, "gap"),
+        (lambda: split_changes(GOOD._replace(changes=np.zeros(1, np.uint32)), [0]), BadArgumentError, "gap"),
+        (
+            lambda: joined([1], b"\0", n=1 << 26),
+            BadArgumentError,
+            "n is",
+        ),
+        (lambda: joined([2], b"\0", b""), CorruptDataError, "symbols"),
+        (lambda: joined([1], b"\xff", b""), CorruptDataError, "exist"),
+        (
+            lambda: joined([1], b"\x04", b""),
+            CorruptDataError,
+            "too few",
+        ),
+        (
+            lambda: joined([1], b"\x04", b"", [2**32 - 1]),
+            CorruptDataError,
+            "wider",
+        ),
+        (
+            lambda: joined([1], b"\x00", b"\x01"),
+            CorruptDataError,
+            "bits",
+        ),
+        (
+            lambda: joined([1], b"\x00", b"", [0]),
+            CorruptDataError,
+            "1 large",
+        ),
+        (lambda: split_changes(GOOD, [25]), BadArgumentError, "a shift is 25"),
+        (lambda: split_changes(GOOD, []), BadArgumentError, "0 shifts for 1"),
+        (
+            lambda: joined([10], bytes(10), b""),
+            CorruptDataError,
+            "among 9",
+        ),
     ],
 )
 def test_bad_arguments(call: Any, error: type[Exception], message: str) -> None:

@@ -1,0 +1,226 @@
+"""Arrays of which little changed: every bit, few bytes, the parent's memory shared; and hostile streams."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec.base import CHUNK
+from shrinkpoint.codec.errors import CorruptDataError
+from shrinkpoint.codec.format.fields import Reader
+from shrinkpoint.codec.lossless import exact, sparse
+from shrinkpoint.codec.lossless.exact import SPARSE, UNCHANGED, BytesMemory, copied_pieces, decode_chunk
+from shrinkpoint.codec.state.leaves import LeafSpec
+
+DTYPES = ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint8", "int64"]
+
+
+def moved(dtype: str, n: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray, LeafSpec]:
+    """Bytes of an array, those of it with a share of its elements changed, mostly by a unit, and its spec."""
+    rng = np.random.default_rng(seed)
+    spec = LeafSpec("torch", dtype, (n,))
+    made = torch.from_numpy(rng.normal(size=2 * n)).mul(40)
+    kind = getattr(torch, dtype)
+    old = (torch.view_as_complex(made.reshape(-1, 2)).to(kind) if kind.is_complex else made[:n].to(kind)).contiguous()
+    before = old.view(torch.uint8).numpy()
+    how = sparse.Patterns.of(spec)
+    assert how is not None
+    after = before.copy()
+    patterns = how.view(after)
+    at = np.flatnonzero(rng.random(patterns.size) < share)
+    patterns[at] += rng.choice(np.asarray([1, 1, 1, 2, 7, 100], patterns.dtype), at.size)
+    return after, before, spec
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "share"), [(70, 0.05), (5000, 0.002), (30000, 0.03), (30000, 0.12)])
+def test_every_bit_comes_back(dtype: str, n: int, share: float) -> None:
+    after, before, spec = moved(dtype, n, share)
+    found = sparse.encode_sparse(after, before, spec)
+    assert found is not None
+    assert found.coded is not None
+    how = sparse.Patterns.of(spec)
+    assert how is not None
+    assert found.changes == int((how.view(after) != how.view(before)).sum())
+    piece = found.coded.done()
+    changes = sparse.read_sparse(Reader(piece, "x"), after.size, spec)
+    out = np.zeros_like(before)
+    changes.apply(before, out)
+    np.testing.assert_array_equal(out, after)
+    positions, values = changes.positions(before)
+    width = values.dtype
+    np.testing.assert_array_equal(positions, np.flatnonzero(after.view(width) != before.view(width)))
+    np.testing.assert_array_equal(values, after.view(width)[positions])
+    place = before.copy()
+    changes.apply(place, place)
+    np.testing.assert_array_equal(place, after)
+
+
+def test_a_few_bits_a_change() -> None:
+    """Within two percent of the entropy of where and what, for steps that say nothing of the magnitude."""
+    n, share = 1 << 20, 0.01
+    rng = np.random.default_rng(1)
+    old = torch.from_numpy(rng.normal(size=n)).bfloat16()
+    at = torch.from_numpy(np.flatnonzero(rng.random(n) < share))
+    new = old.clone().view(torch.int16)
+    new[at] += torch.from_numpy(rng.choice([-1, 1], at.numel())).short()
+    base = sp.compress({"w": old}, cfg=sp.presets.lossless())
+    delta = sp.compress({"w": new.view(torch.bfloat16)}, base, sp.presets.lossless())
+    p = at.numel() / n
+    bits = n * -(p * np.log2(p) + (1 - p) * np.log2(1 - p)) + at.numel()
+    assert 8 * delta.records[0].nbytes < 1.02 * bits
+    assert next(iter(delta.pieces_of(delta.records[0])))[0] == SPARSE
+    assert torch.equal(sp.decompress(delta)["w"].view(torch.int16), new)
+
+
+def test_steps_of_one_size_are_coded_by_magnitude() -> None:
+    rng = np.random.default_rng(2)
+    w = torch.from_numpy(rng.normal(size=1 << 19)).float()
+    old, new = w.bfloat16(), (w + 1e-4 * torch.from_numpy(rng.normal(size=w.numel()))).bfloat16()
+    spec = LeafSpec("torch", "bfloat16", (w.numel(),))
+    after, before = (x.view(torch.uint8).numpy() for x in (new, old))
+    found = sparse.encode_sparse(after, before, spec)
+    assert found is not None
+    assert found.coded is not None
+    changes = sparse.read_sparse(Reader(found.coded.done(), "x"), after.size, spec)
+    assert len(changes.edges) >= 4
+    dense = exact._smallest(after, spec, before, 0)[1]
+    assert len(found.coded) < 1.03 * len(dense)
+
+
+def test_too_many_changes_are_not_collected() -> None:
+    after, before, spec = moved("bfloat16", 40000, 0.6)
+    assert sparse.encode_sparse(after, before, spec) is None
+    # Past what a sample shows: the second half differs.
+    after, before, spec = moved("float32", 1 << 19, 0.0)
+    after.view(np.uint32)[1::7] ^= 1
+    after.view(np.uint32)[2::7] ^= 1
+    copy = np.zeros_like(after)
+    found = sparse.encode_sparse(after, before, spec, copy)
+    assert found is None or found.coded is None
+    if found is not None:
+        np.testing.assert_array_equal(copy, after)
+
+
+def test_an_unchanged_array_shares_its_parents_memory() -> None:
+    cfg = sp.presets.lossless()
+    w = torch.randn(300, 300)
+    base = sp.compress({"w": w}, cfg=cfg)
+    delta = sp.compress({"w": w.clone()}, base, cfg)
+    old, new = (c.memory_of(c.records[0]) for c in (base, delta))
+    assert isinstance(old, BytesMemory)
+    assert isinstance(new, BytesMemory)
+    assert new.data is old.data
+    back = sp.decompress(delta)["w"]
+    back.zero_()  # what a caller does with it does not reach the memory
+    assert torch.equal(sp.decompress(delta)["w"], w)
+    assert torch.equal(sp.decompress(base)["w"], w)
+
+
+@pytest.mark.parametrize("changed", [[], [0], [1], [2], [0, 2], [0, 1, 2]])
+def test_parts_that_changed_and_parts_that_did_not(changed: list[int]) -> None:
+    step = 4 * CHUNK
+    before = np.random.default_rng(3).integers(0, 256, 2 * step + 1000, dtype=np.uint8)
+    after = before.copy()
+    for part in changed:
+        after[part * step + 77 :: step * 3] ^= 3
+    spec = LeafSpec("torch", "float32", (before.size // 4,))
+    pieces, data = copied_pieces(after, spec, BytesMemory(before))
+    np.testing.assert_array_equal(data, after)
+    assert (data is before) == (not changed)
+    assert not np.shares_memory(data, after)
+    assert [piece.done()[0] == UNCHANGED for piece in pieces] == [part not in changed for part in range(3)]
+
+
+def test_any_damage_is_refused_or_decoded() -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    rng = random.Random(seed)
+    sources = []
+    for dtype in ("bfloat16", "float64", "uint8", "complex64"):
+        after, before, spec = moved(dtype, 4000, 0.02, seed)
+        found = sparse.encode_sparse(after, before, spec)
+        assert found is not None
+        assert found.coded is not None
+        sources.append((bytes([SPARSE]) + found.coded.done(), before, spec))
+    for _ in range(3000):
+        piece, before, spec = rng.choice(sources)
+        bad = bytearray(piece)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            at = rng.randrange(1, min(len(bad), rng.choice([8, 24, 10**9])))
+            bad[at] = rng.choice([0, 1, 2, 127, 128, 255, bad[at] ^ (1 << rng.randrange(8))])
+        if rng.random() < 0.2:
+            bad = bad[: rng.randrange(1, len(bad))]
+        out, kept = np.empty_like(before), before.copy()
+        try:
+            decode_chunk(memoryview(bytes(bad)), out, spec, before)
+        except CorruptDataError:
+            pass
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {type(e).__name__}: {e}") from e
+        np.testing.assert_array_equal(before, kept)
+
+
+def piece(edges: list[int], counts: list[int], shifts: list[int], symbols: bytes, rest: bytes = b"\0\0") -> bytes:
+    """A stream by hand; numbers are below 128."""
+    return bytes([SPARSE, 0, len(edges), *edges, *counts, *shifts, len(symbols), *symbols]) + rest
+
+
+STORED = 9
+HOSTILE: dict[str, bytes] = {
+    "nothing": bytes([SPARSE]),
+    "form": bytes([SPARSE, 2, 0, 0, 0, 0, 0, 0]),
+    "edges for integers": piece([5], [0, 0], [0, 0], b"\0\0"),
+    "too many edges": piece(list(range(1, 9)), [0] * 9, [0] * 9, b"\0\0"),
+    "edges that descend": piece([7, 5], [1, 0, 0], [0, 0, 0], b"\0\0"),
+    "an edge of 0": piece([0], [1, 0], [0, 0], b"\0\0"),
+    "more changes than a quarter": piece([], [26], [0], b"\0\0"),
+    "a shift of 25": piece([], [1], [25], b"\0\0"),
+    "a symbol that does not exist": piece([], [1], [0], bytes([STORED, 250])),
+    "a rank beyond the end": piece([], [1], [0], bytes([STORED, 235]), bytes([3, 255, 255, 127, 0])),
+    "too few open bits": piece([], [1], [0], bytes([STORED, 30])),
+    "too many open bits": piece([], [1], [0], bytes([STORED, 0]), bytes([1, 1, 0])),
+    "large changes that no symbol has": piece([], [1], [0], bytes([STORED, 0]), bytes([0, 1, 2, STORED, 0])),
+    "large changes that are missing": piece([], [1], [0], bytes([STORED, 4])),
+    "a rank beyond its class": piece([1], [0, 1], [0, 0], bytes([STORED, 0])),
+    "something after the end": piece([], [1], [0], bytes([STORED, 0]), bytes([0, 0, 0])),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_streams(name: str) -> None:
+    spec = LeafSpec("torch", "int32" if name == "edges for integers" else "float32", (100,))
+    before = np.zeros(400, np.uint8)
+    with pytest.raises(CorruptDataError):
+        decode_chunk(memoryview(HOSTILE[name]), np.empty(400, np.uint8), spec, before)
+    good = piece([], [1], [0], bytes([STORED, 0]))
+    out = np.empty(400, np.uint8)
+    decode_chunk(memoryview(good), out, LeafSpec("torch", "int32", (100,)), before)
+    assert out.view(np.int32).tolist() == [-1] + [0] * 99
+    with pytest.raises(CorruptDataError, match="without a parent"):
+        decode_chunk(memoryview(good), out, spec, None)
+    with pytest.raises(CorruptDataError, match="no sparse changes"):
+        decode_chunk(memoryview(good), np.empty(300, np.uint8), LeafSpec("numpy", "|S3", (100,)), before[:300])
+
+
+def test_the_array_may_change_while_it_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored and what is remembered are the same bytes, whoever writes to the array meanwhile."""
+    after, before, spec = moved("bfloat16", 300_000, 0.02)
+    real = sparse.collect_changes
+
+    def writing(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        after[:] = 0
+        return found
+
+    monkeypatch.setattr(sparse, "collect_changes", writing)
+    wanted = after.copy()
+    pieces, data = copied_pieces(after, spec, BytesMemory(before))
+    np.testing.assert_array_equal(data, wanted)
+    out = np.empty_like(before)
+    decode_chunk(memoryview(pieces[0].done()), out, spec, before)
+    np.testing.assert_array_equal(out, wanted)
