@@ -142,7 +142,7 @@ def collect_kernel(
     number = class_of(y, edges_ptr, WIDTH, EDGES)
     changed = inside & (x != y)
     z = step_of(x, y, WIDTH, FLOAT, XOR).to(changes_ptr.dtype.element_ty)
-    for c in tl.static_range(EDGES + 1):
+    for c in range(EDGES + 1):  # not unrolled: predicates of all classes at once would spill
         own = (inside & (number == c)).to(tl.int32)
         hit = own * changed.to(tl.int32)
         rank = tl.load(starts_ptr + c * blocks + block) + (tl.cumsum(own, axis=0) - own)
@@ -202,7 +202,7 @@ def flag_count_kernel(
     inside = offsets < n
     number = class_of(tl.load(previous_ptr + offsets, mask=inside, other=0), edges_ptr, WIDTH, EDGES)
     total = tl.zeros((), dtype=tl.int32)
-    for c in tl.static_range(EDGES + 1):
+    for c in range(EDGES + 1):  # not unrolled: predicates of all classes at once would spill
         own = (inside & (number == c)).to(tl.int32)
         rank = tl.load(starts_ptr + c * blocks + block) + (tl.cumsum(own, axis=0) - own)
         marked = tl.sum(tl.load(marks_ptr + rank, mask=own > 0, other=0).to(tl.int32), axis=0)
@@ -238,7 +238,7 @@ def apply_kernel(
     number = class_of(y, edges_ptr, WIDTH, EDGES)
     at = tl.zeros((BLOCK,), dtype=tl.int64)
     hit = tl.zeros((BLOCK,), dtype=tl.int32)
-    for c in tl.static_range(EDGES + 1):
+    for c in range(EDGES + 1):  # not unrolled: predicates of all classes at once would spill
         own = (inside & (number == c)).to(tl.int32)
         rank = tl.load(starts_ptr + c * blocks + block) + (tl.cumsum(own, axis=0) - own)
         marked = tl.load(marks_ptr + rank, mask=own > 0, other=0).to(tl.int32)
