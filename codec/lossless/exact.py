@@ -46,7 +46,7 @@ _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
 _EARLY = 1 << 12
 _BOTH = 1 << 18
-"""Bytes up to which a chunk with few changes is also coded whole: there a table of symbols decides."""
+"""Bytes up to which a chunk with few changes is also coded whole, for there a table of symbols decides."""
 _PART, _LIKELY = 4, 1.15
 _NEAR = 1.06
 """Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
@@ -185,7 +185,7 @@ def _encode(
         out.byte(UNCHANGED)
         return out, False
     sparse = None if found is None else found.coded
-    if sparse is not None and data.size > _BOTH:
+    if found is not None and sparse is not None and found.is_number and data.size > _BOTH:
         out.byte(SPARSE)
         out.raw(sparse)
         return out, True

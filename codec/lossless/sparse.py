@@ -90,11 +90,14 @@ class Found:
 
     Args:
         changes: their number; None where there were too many to collect.
-        coded: what `decode_sparse` reads; None where nothing changed, or too much.
+        coded: what `read_sparse` reads; None where nothing changed, or too much.
+        is_number: whether the differences are those of numbers, whose size says most. Wide integers may be sets of bits,
+            of which the exclusive or in planes takes less.
     """
 
     changes: int | None
     coded: Writer | None
+    is_number: bool = True
 
 
 def encode_sparse(data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArray | None = None) -> Found | None:
@@ -130,7 +133,8 @@ def encode_sparse(data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArr
     xor = False
     if how.mantissa is None:
         delta, xor = _shorter(delta, new if target is None else target, old)
-    return Found(int(delta.ranks.size), _written(delta, edges, xor))
+    is_number = how.mantissa is not None or how.width == 1
+    return Found(int(delta.ranks.size), _written(delta, edges, xor), is_number)
 
 
 def _edges(sampled: NpArray, how: Patterns, share: float, n: int) -> tuple[int, ...]:
