@@ -91,7 +91,7 @@ class Found:
     Args:
         changes: their number; None where there were too many to collect.
         coded: what `read_sparse` reads; None where nothing changed, or too much.
-        is_number: whether the differences are those of numbers, whose size says most. Wide integers may be sets of bits,
+        is_number: whether differences are those of numbers, whose size says most. Wide integers may be sets of bits,
             of which the exclusive or in planes takes less.
     """
 
