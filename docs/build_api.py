@@ -170,7 +170,7 @@ def pages() -> list[Page]:
             "kernels",
             "shrinkpoint.kernels",
             "Pure array functions; they know nothing of checkpoints. [kernels.md](../kernels.md) is the map.",
-            folder("kernels", "arguments", "arrays", "errors", "coder_arguments"),
+            folder("kernels", "arguments", "arrays", "errors", "coder_arguments", "gradient_products"),
         ),
     ]
 

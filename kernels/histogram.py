@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arguments import (
-    array,
     check_arrays,
     check_field,
     check_table,
@@ -28,12 +27,13 @@ from .arguments import (
 from .arrays import back_end, dtype_name
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
+from .gradient_products import check_gradient, product_format
+from .quantizer import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .arrays import Array
-    from .quantizer import Thresholds
 
 MAX_BITS = 12
 """Most sub-bucket bits of a histogram: 2**-13 relative error, 9 MiB of counters for a float32 magnitude histogram."""
@@ -153,28 +153,11 @@ def target(x: Array, gradient: Array | None, bits: int) -> tuple[FloatFormat, in
     return fmt, min(int(bits), fmt.mantissa)
 
 
-def product_format(x: Array, gradient: Array) -> str:
-    """Format in which `gradient * x` is formed: float64 if either is, else float32."""
-    return "float64" if "float64" in (dtype_name(x), dtype_name(gradient)) else "float32"
-
-
-def check_gradient(x: Array, gradient: Array) -> None:
-    """Raise BadArgumentError if the shape, dtype or device of a gradient does not fit x."""
-    array("gradient", gradient, FORMATS, x.shape)
-    same_device("gradient", gradient, "x", x)
-
-
 def _check_values(x: Array, gradient: Array | None) -> None:
     check_arrays(x=x)
     format_named(dtype_name(x))
     if gradient is not None:
         check_gradient(x, gradient)
-
-
-def _check_thresholds(thresholds: Thresholds) -> None:
-    from .quantizer import Thresholds
-
-    instance("thresholds", thresholds, Thresholds)
 
 
 def _check_options(bits: int, signed: bool, *, with_gradient: bool) -> tuple[int, bool]:
@@ -293,7 +276,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
     """
     _check_values(x, gradient)
     bits = integer("bits", bits, 0, MAX_BITS)
-    _check_thresholds(thresholds)
+    instance("thresholds", thresholds, Thresholds)
     result: Histogram = back_end(x, "histogram").kept_histogram(x, thresholds, bits, gradient=gradient)
     return result
 
@@ -335,7 +318,7 @@ def kept_histogram_many(
     if len(limits) != len(arrays):
         raise BadArgumentError(f"{len(arrays)} arrays, but {len(limits)} thresholds")
     for one in limits:
-        _check_thresholds(one)
+        instance("thresholds", one, Thresholds)
     if not arrays:
         return []
     result: list[Histogram] = back_end(arrays[0], "histogram").kept_histogram_many(

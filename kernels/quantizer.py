@@ -12,7 +12,7 @@ from .arguments import array, check_arrays, check_field, instance, number, same_
 from .arrays import back_end, dtype_name, is_torch, to_host
 from .errors import BadArgumentError
 from .floats import FORMATS, FloatFormat, format_named
-from .histogram import check_gradient
+from .gradient_products import check_gradient
 from .planes import WIDTHS
 
 if TYPE_CHECKING:

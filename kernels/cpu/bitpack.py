@@ -22,7 +22,7 @@ U64 = np.uint64
 
 @njit
 def _pack(values: NumPy, width: Int, out: NumPy) -> None:
-    """Pack values of a fixed width; `out` needs eight spare bytes at its end."""
+    """Pack values of a fixed width; `out` needs eight extra bytes at its end."""
     w = U64(width)
     whole = U64(values.size // 8 if width <= 8 else 0)  # groups of eight values, which take `width` bytes
     for g in range(whole):
@@ -51,7 +51,7 @@ def _pack(values: NumPy, width: Int, out: NumPy) -> None:
 
 @njit
 def _unpack(data: NumPy, width: Int, out: NumPy) -> None:
-    """Unpack values of a fixed width; `data` needs eight spare bytes at its end."""
+    """Unpack values of a fixed width; `data` needs eight extra bytes at its end."""
     w = U64(width)
     mask = (U64(1) << w) - U64(1)
     whole = U64(out.size // 8 if width <= 8 else 0)

@@ -15,7 +15,8 @@ import numpy as np
 
 from ..arrays import bit_view, dtype_name, to_numpy
 from ..floats import FloatFormat, format_named
-from ..histogram import Histogram, product_format, target
+from ..gradient_products import product_format
+from ..histogram import Histogram, target
 from ..quantizer import magnitude_bits
 from .jit import njit, njit_inline
 from .prefetch import AHEAD, prefetch

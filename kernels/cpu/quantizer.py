@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import bit_view, dtype_name, like, to_numpy
 from ..errors import CorruptDataError
 from ..floats import FloatFormat, format_named
-from ..histogram import product_format
+from ..gradient_products import product_format
 from ..quantizer import FIRST_CODE, PROTECTED, Thresholds, boundaries
 from .histogram import keep_range, product_blocks
 from .jit import njit

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from ..arrays import dtype_name
 from ..floats import FORMATS
-from ..histogram import Histogram, product_format, target
+from ..gradient_products import product_format
+from ..histogram import Histogram, target
 from ..quantizer import magnitude_bits as threshold_bits
 from .bits import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from .launch import Launch, on, tensor

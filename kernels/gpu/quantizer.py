@@ -12,7 +12,7 @@ import triton.language as tl
 from ..arrays import dtype_name
 from ..errors import CorruptDataError
 from ..floats import FORMATS
-from ..histogram import product_format
+from ..gradient_products import product_format
 from ..quantizer import boundaries
 from .bits import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from .histogram import threshold_patterns

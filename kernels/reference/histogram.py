@@ -9,7 +9,8 @@ from array_api_compat import array_namespace
 
 from ..arrays import Array
 from ..floats import format_named
-from ..histogram import Histogram, product_format, target
+from ..gradient_products import product_format
+from ..histogram import Histogram, target
 from .logbucket import bucket_index
 from .quantizer import kept, product
 

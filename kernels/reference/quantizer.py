@@ -9,7 +9,7 @@ from array_api_compat import array_namespace
 
 from ..arrays import Array
 from ..errors import CorruptDataError
-from ..histogram import product_format
+from ..gradient_products import product_format
 
 if TYPE_CHECKING:
     import numpy as np
