@@ -21,6 +21,7 @@ from ..store.saver import Saver, SaveResult
 from ..store.store import Saved, Store
 from . import model_state as models
 from .auxiliary_state import at, label
+from .frozen_parameters import ONCE, Frozen, digest_of, load_frozen, store_once
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .save_timing import timed, wait_for_saves
@@ -51,6 +52,7 @@ def save(
     loader: Stateful | None = None,
     generators: Mapping[str, Generator] | None = None,
     more: Mapping[str, Stateful] | None = None,
+    frozen: str | None = None,
     tracker: RowTracker | None = None,
     sensitivity: SensitivityTracker | None = None,
     grads: Mapping[str, Any] | None = None,
@@ -66,8 +68,8 @@ def save(
     Args:
         saver: a Saver: returns as soon as training may go on; or a Store: returns when the checkpoint is durable.
         step: training steps done, 0 or more; also an integer of NumPy's or torch's.
-        model: the module, or a `TrainingState` with all parts of the run; then leave out the next seven.
-        optimizer, scheduler, scaler, ema, loader, generators, more: see `TrainingState`.
+        model: the module, or a `TrainingState` with all parts of the run; then leave out the next eight.
+        optimizer, scheduler, scaler, ema, loader, generators, more, frozen: see `TrainingState`.
         tracker: of the bare model's embedding rows: the rows it has marked go with the save, and it is informed of the
             result. Only rank 0's counts.
         sensitivity: its gradient averages go with the save; `step` must be in the unit of its `every`.
@@ -96,7 +98,7 @@ def save(
 
     Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
     """
-    state = _state_of(model, optimizer, scheduler, scaler, ema, loader, generators, more)
+    state = _state_of(model, optimizer, scheduler, scaler, ema, loader, generators, more, frozen)
 
     def averages() -> Mapping[str, Any] | None:
         _store_of(saver)
@@ -111,6 +113,8 @@ def save(
         found, _ = on_all(averages, lambda _: None)
         found = models.gathered(found)
         tree: Any = state.tree(step)
+        if state.frozen == ONCE:
+            store_once(_store_of(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), lambda f: f, "nothing"))
 
     def write() -> Future[SaveResult] | Saved:
         marked = None if tracker is None else tracker.kinds(state.optimizers or None)
@@ -198,7 +202,9 @@ def resume(
         named = f": step {state['step']}" if isinstance(state, dict) and "step" in state else ""
         where = f"{store.url}{named}"
         _check_parts(state, where, into)
-        lines = models.mismatches(into.model, state["model"])
+        kept_out = Frozen.of_tree(state)
+        elsewhere = dict.fromkeys(() if kept_out is None else kept_out.names)
+        lines = models.mismatches(into.model, state["model"] | elsewhere)
         if optimizers:
             classes = state["optimizers"]
             lines += models.optimizer_mismatches(into.model, optimizers, state["optimizer"], classes)
@@ -218,6 +224,19 @@ def resume(
     state = on_rank_0(load, light, "nothing was resumed")
     if state is None:
         return 0
+    kept_out = Frozen.of_tree(state)
+    if kept_out is not None:
+        digest = digest_of(into.model, [name for name in kept_out.names if name in models.names_of(into.model)])
+
+        def add_frozen() -> None:
+            """Read the frozen parameters where the model does not have them, on rank 0."""
+            if digest != kept_out.digest:
+                found = load_frozen(_store_of(saver), kept_out)
+                lines = [line for line in models.mismatches(into.model, found) if not line.endswith("checkpoint")]
+                models.refuse_or_warn(lines, strict, _store_of(saver).url, stacklevel=5)
+                state["model"] = state["model"] | found
+
+        on_rank_0(add_frozen, lambda _: None, "nothing was resumed")
     resized = models.resized(into.model, state.get("model", {}))
     models.set_model(into.model, state.get("model", {}))
     rates = models.LearningRates.of(optimizers, into.scheduler) if "lr" in keep else None

@@ -109,9 +109,16 @@ def refuse_unplaced(model: nn.Module) -> None:
         )
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers by name; whole on rank 0, and empty on others, under several processes."""
-    state: dict[str, Any] = plain(_held(model, _options()))
+def model_state(model: nn.Module, *, frozen: bool = True) -> dict[str, Any]:
+    """Return parameters and buffers by name; with several processes whole on rank 0, and empty on the others.
+
+    Args:
+        model: wrapped or not.
+        frozen: whether to include parameters that do not require a gradient.
+    """
+    options = _options()
+    options.ignore_frozen_params = not frozen
+    state: dict[str, Any] = plain(_held(model, options))
     return state
 
 
@@ -220,6 +227,11 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     """What a saved model state and a model do not agree on, a line each, and nothing where they fit."""
     return differences(saved, _held(model), dtypes=True)
+
+
+def names_of(model: nn.Module) -> set[str]:
+    """Return the names of the model's parameters and buffers."""
+    return set(_held(model))
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -16,6 +16,7 @@ from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
 from .auxiliary_state import AuxiliaryState, Place, has, put
+from .frozen_parameters import check_frozen, record
 from .model_state import (
     kinds_of,
     model_state,
@@ -46,6 +47,9 @@ class TrainingState:
         loader: position in the data: a `Loader`.
         generators: name -> generator that training draws from, in addition to the global ones.
         more: name -> any other object with a state.
+        frozen: where the model's frozen parameters (those that do not require a gradient) are kept. None (default): in
+            each checkpoint. "once": once in the run's store. Any other text: nowhere; it names where they come from, a
+            folder or a hub model with its revision. Their hash is in each checkpoint and is compared on resume.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -64,6 +68,7 @@ class TrainingState:
     loader: Stateful | None = None
     generators: Mapping[str, Generator] | None = None
     more: Mapping[str, Stateful] | None = None
+    frozen: str | None = None
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -79,6 +84,7 @@ class TrainingState:
         """Raise BadArgumentError if a part has the wrong type."""
         if not isinstance(self.model, nn.Module):
             raise BadArgumentError(f"model must be a torch.nn.Module, not {type(self.model).__qualname__}")
+        check_frozen(self.frozen)
         auxiliary = self.auxiliary
         for module in (self.model, *(module for _, module in auxiliary.modules)):
             refuse_flat(module)
@@ -118,7 +124,10 @@ class TrainingState:
             raise ShrinkpointError(
                 "nothing was saved: the ranks have different sharded tensors in scheduler, scaler, ema or more"
             )
-        state: dict[str, Any] = {"step": number, "model": model_state(self.model)}
+        kept_out = record(self.model, self.frozen)
+        state: dict[str, Any] = {"step": number, "model": model_state(self.model, frozen=kept_out is None)}
+        if kept_out is not None:
+            state["frozen"] = kept_out.to_tree()
         if optimizers:
             state["optimizers"] = [type(one).__qualname__ for one in optimizers]
             state["optimizer"] = optimizer_state(self.model, optimizers)

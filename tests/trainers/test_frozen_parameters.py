@@ -1,0 +1,147 @@
+"""Checkpoints without frozen parameters: stored once or named by reference, and verified by a hash on resume."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint import trainers
+from shrinkpoint.trainers.frozen_parameters import digest_of, frozen_names, frozen_store
+
+
+def built(seed: int = 0) -> nn.Module:
+    """A frozen base of 1 MB with a trained head."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 8))
+    model[0].requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 512)).square().mean().backward()
+        optimizer.step()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.parametrize("frozen", ["once", "org/base@1a2b3c"])
+def test_each_step_holds_only_what_is_trained(tmp_path: Path, frozen: str) -> None:
+    store, model = sp.Store(tmp_path / "a", sp.presets.lossless()), built()
+    optimizer = optimizer_of(model)
+    for step in (1, 2):
+        train(model, optimizer)
+        saved = trainers.save(store, step, model, optimizer, frozen=frozen)
+        assert saved is not None
+        assert saved.raw_nbytes < 200_000 < 512 * 512 * 4  # type: ignore[union-attr]
+    assert frozen_names(model) == ["0.weight", "0.bias"]
+    assert len(frozen_store(store).steps()) == (1 if frozen == "once" else 0)
+    assert store.steps() == [1, 2]
+    store.gc(sp.Retention(last=1))
+    again = built()
+    assert trainers.resume(sp.Store(tmp_path / "a"), again, optimizer_of(again)) == 2
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_another_base_is_replaced_by_the_stored_one(tmp_path: Path) -> None:
+    store, model = sp.Store(tmp_path), built()
+    trainers.save(store, 1, model, frozen="once")
+    other = built(seed=1)
+    assert trainers.resume(store, other) == 1
+    assert torch.equal(other[0].weight, model[0].weight)  # type: ignore[index]
+
+
+def test_another_base_is_refused_by_reference(tmp_path: Path) -> None:
+    store, model = sp.Store(tmp_path), built()
+    trainers.save(store, 1, model, frozen="org/base@1a2b3c")
+    other = built(seed=1)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(sp.MissingParentError, match="build the model from org/base@1a2b3c"):
+        trainers.resume(store, other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_base_that_changed_is_hashed_again(tmp_path: Path) -> None:
+    model, store = built(), sp.Store(tmp_path)
+    names = frozen_names(model)
+    first = digest_of(model, names)
+    assert digest_of(model, names) == first
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1  # type: ignore[index, operator]
+    assert digest_of(model, names) != first
+    trainers.save(store, 1, model, frozen="once")
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1  # type: ignore[index, operator]
+    trainers.save(store, 2, model, frozen="once")
+    assert len(frozen_store(store).steps()) == 2
+
+
+@pytest.mark.parametrize("frozen", ["", 3])
+def test_bad_arguments(tmp_path: Path, frozen: object) -> None:
+    with pytest.raises(sp.BadArgumentError, match="frozen is"):
+        trainers.save(sp.Store(tmp_path), 1, built(), frozen=frozen)  # type: ignore[arg-type]
+
+
+def test_a_saver_in_the_background(tmp_path: Path) -> None:
+    model = built()
+    optimizer = optimizer_of(model)
+    with sp.Saver(sp.Store(tmp_path), mode="thread") as saver:
+        train(model, optimizer)
+        trainers.save(saver, 1, model, optimizer, frozen="once")
+    again = built(seed=2)
+    assert trainers.resume(sp.Store(tmp_path), again, optimizer_of(again)) == 1
+    assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index]
+
+
+# ---- settings that are kept on resume
+
+
+def test_new_settings_are_kept(tmp_path: Path) -> None:
+    store, model = sp.Store(tmp_path), nn.Linear(4, 4)
+    trainers.save(store, 1, model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    new = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.25, eps=1e-3)
+    trainers.resume(store, model, new, keep=("lr", "weight_decay"))
+    group = new.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["eps"]) == (0.02, 0.25, 1e-8)
+
+
+def test_a_schedule_goes_on_with_the_new_base_rate(tmp_path: Path) -> None:
+    def run(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+
+    model, optimizer, scheduler = run(1.0)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    trainers.save(sp.Store(tmp_path), 3, model, optimizer, scheduler=scheduler)
+    model, optimizer, scheduler = run(8.0)
+    trainers.resume(sp.Store(tmp_path), model, optimizer, scheduler=scheduler, keep=("lr",))
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 2.0  # 8 / 4
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1.6  # 8 / 5
+
+
+@pytest.mark.parametrize(
+    ("keep", "why"),
+    [
+        ("lr", "must be a sequence"),
+        (("learning_rate",), "'learning_rate' is not"),
+        (("weight_deca",), "nearest is 'weight_decay'"),
+    ],
+)
+def test_unknown_settings_are_refused(tmp_path: Path, keep: object, why: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(sp.BadArgumentError, match=why):
+        trainers.resume(sp.Store(tmp_path), model, torch.optim.AdamW(model.parameters()), keep=keep)  # type: ignore[arg-type]
