@@ -14,7 +14,9 @@ from ..kernels.errors import BadArgumentError
 from ..store.saver import Saver
 from ..store.store import Store
 from .background import Background
+from .frozen_parameters import Frozen, check_frozen, digest_of, load_frozen, record, store_once, without
 from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
+from .preemption import Preemption
 from .state import plain
 from .state_mismatch import group_differences, load_models, refuse
 
@@ -26,10 +28,11 @@ _STAND_IN = 1 << 12
 class CompressedStates:
     """The hooks of one Accelerator; `remove` takes them off again. Made by `compress_states`."""
 
-    def __init__(self, accelerator: Any, saver: Saver | Store) -> None:
+    def __init__(self, accelerator: Any, saver: Saver | Store, frozen: str | None = None) -> None:
         self.accelerator = accelerator
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
+        self.frozen = check_frozen(frozen)
         self._failed: Exception | None = None
         self._strict = True
         self._stand_ins: list[tuple[Any, str]] = []
@@ -90,6 +93,29 @@ class CompressedStates:
             self._strict = True
             self._clear()
 
+    def _frozen_of(self, model: Any, tree: Any) -> dict[str, Any]:
+        """Return the frozen parameters that belong to a checkpoint: the model's own, if they are the same."""
+        found = Frozen.of_tree({"frozen": tree})
+        if found is None:
+            return {}
+        if digest_of(model, found.names) != found.digest:
+            return load_frozen(self.store, found)
+        own = model.state_dict()
+        return {name: own[name] for name in found.names if name in own}
+
+    def check(self, preemption: Preemption, step: int, output_dir: str | None = None) -> None:
+        """Save and exit if a scheduler's signal has come: one line at the end of each training step.
+
+        Args:
+            preemption: signals, grace and exit code.
+            step: training steps done.
+            output_dir: as for `save_state`.
+
+        Raises:
+            Preempted: a SystemExit, once the checkpoint that was chosen is durable.
+        """
+        preemption.finish(self.store, step, lambda: self.accelerator.save_state(output_dir), self.wait)
+
     def _once(self, thing: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Let the next call of a method be answered by something else; Accelerate's hooks cover models alone."""
 
@@ -114,11 +140,17 @@ class CompressedStates:
                 "Megatron save their states themselves (use their own formats), or another hook took the weights"
             )
         optimizers = self.accelerator._optimizers
+        kept_out = [record(model, self.frozen) for model in self.accelerator._models]
+        for model, found in zip(self.accelerator._models, kept_out, strict=True):
+            if found is not None:
+                store_once(self.store, model, found)
         if self.accelerator.is_main_process:
             state = {
-                "models": [plain(one) for one in weights],
+                "models": [plain(without(*pair)) for pair in zip(weights, kept_out, strict=True)],
                 "optimizers": [plain(one.state_dict()) for one in optimizers],
             }
+            if any(found is not None for found in kept_out):
+                state["frozen"] = [None if found is None else found.to_tree() for found in kept_out]
             path = os.path.join(output_dir, POINTER)
             if self._background is None:
                 save_at(path, self.store, state)
@@ -157,13 +189,19 @@ class CompressedStates:
         for number, (one, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
             lines += [f"optimizer {number}: {line}" for line in group_differences(saved, one.state_dict())]
         refuse(lines, path)
-        load_models(models, state["models"], path, strict=self._strict)
+        saved = [
+            one | self._frozen_of(model, found)
+            for model, one, found in zip(
+                models, state["models"], state.get("frozen", [None] * len(models)), strict=True
+            )
+        ]
+        load_models(models, saved, path, strict=self._strict)
         models.clear()
         for one, saved in zip(optimizers, state["optimizers"], strict=True):
             self._once(one, "load_state_dict", lambda _file, one=one, saved=saved: one.load_state_dict(saved))
 
 
-def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
+def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | None = None) -> CompressedStates:
     """Let an Accelerator's `save_state` put weights and optimizers into a store, and `load_state` take them from it.
 
     The folder that `save_state` writes then holds a pointer to a step of the store, and what is small (schedulers,
@@ -176,6 +214,7 @@ def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
         saver: where to, not inside the folder `checkpoints` of an automatically named project. A Store: `save_state`
             returns when the checkpoint is durable. A Saver: as soon as training may go on; the pointer appears when the
             checkpoint is durable, and the next `save_state` waits for that before Accelerate removes older folders.
+        frozen: where frozen parameters are kept, see `TrainingState`; default None: in each checkpoint.
 
     Returns:
         The hooks, to be removed by `remove()`; `wait()` waits until what was saved is durable.
@@ -200,7 +239,7 @@ def compress_states(accelerator: Any, saver: Saver | Store) -> CompressedStates:
     project = accelerator.project_configuration
     if isinstance(saver, Saver) and project.automatic_checkpoint_naming and project.total_limit == 1:
         raise BadArgumentError("total_limit is 1; with a Saver it must be at least 2, for the old folder goes first")
-    return CompressedStates(accelerator, saver)
+    return CompressedStates(accelerator, saver, frozen)
 
 
 def _folders(home: str) -> list[str]:

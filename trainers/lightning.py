@@ -34,6 +34,7 @@ from ..searching.result import SearchResult
 from ..store.store import Store
 from ..store.trail import aims
 from .background import Background, check_compact
+from .hyperparameters import plain_form
 from .lightning_strategies import of_both, plugins, watch
 from .loop import RanksChangedWarning
 from .model_state import gathered
@@ -50,7 +51,9 @@ from .pointers import (
     read_pointer,
     save_at,
     store_of,
+    wait_for_files,
 )
+from .preemption import Preemption
 from .processes import from_all, rank, world
 from .replica_search import agreed, of_first
 from .sensitivity import SensitivityTracker
@@ -65,8 +68,11 @@ else:
     Callback = new_class("Callback", of_both("lightning.pytorch", "callbacks", "Callback"))
 
 FOLDER = "shrinkpoint"
+PREEMPTED = "last-preempted.ckpt"
+"""Lightning finds files that begin with `last` by `ckpt_path="last"`."""
 _TEMPORARY = re.compile(r"\.((lr_find|scale_batch_size)_[0-9a-f-]{36}|temp)\.ckpt")
 """Files by which Lightning puts a model back as it was: learning-rate and batch-size finder, spawned processes."""
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 Module = TypeVar("Module")
 
 
@@ -96,8 +102,9 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         BadArgumentError: `compact` without `background`, or out of range.
         BadArgumentError: when fitting begins, in an `FSDPStrategy`, a `DeepSpeedStrategy`, or a `ModelParallelStrategy`
             that saves distributed checkpoints.
-        UnsupportedLeafError: on saving, hyperparameters or a callback's state that cannot be stored without pickle;
-            the path is named.
+        BadArgumentError: when fitting begins, hyperparameters that cannot be stored without pickle; all are named.
+            Enums, dataclasses and paths are stored as values, dicts and strings.
+        UnsupportedLeafError: on saving, a callback's state that cannot be stored without pickle; the path is named.
 
     Example:
         >>> CompressedIO().cfg == Config()
@@ -131,7 +138,8 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
             fs.makedirs(os.path.dirname(name), exist_ok=True)
             fs.pipe_file(name, compress(plain(checkpoint), cfg=lossless()).to_bytes())
             return
-        store, state = self._store(path), plain(checkpoint)
+        hyperparameters = {key: plain_form(checkpoint[key]) for key in _HYPERPARAMETERS if key in checkpoint}
+        store, state = self._store(path), plain(checkpoint | hyperparameters)
         grads = self.gradients(state)
         if self.background and store.url not in self._savers:
             self._savers[store.url] = Background(store, compact=self.compact)
@@ -260,6 +268,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             talk to the others. Where the plugin's configuration is for it (`Config.ahead`, a rate) and it does not save
             in the background, `earlier` is given, too: trials and checkpoints are coded ahead of the weights' drift.
             None (default): all are compressed as `CompressedIO` says.
+        preemption: save `last-preempted.ckpt` next to the checkpoints and exit when a scheduler's signal has come; then
+            `fit(ckpt_path="last")` resumes from it. Its handlers replace those of Lightning. None (default): none.
 
     Raises:
         BadArgumentError: when fitting begins, `search` without `CompressedIO`, or with it in an `AsyncCheckpointIO`,
@@ -273,12 +283,18 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, rng: bool = True, sensitivity: int | None = None, search: Callable[..., SearchResult] | None = None
+        self,
+        *,
+        rng: bool = True,
+        sensitivity: int | None = None,
+        search: Callable[..., SearchResult] | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
         super().__init__()
         self.rng = rng
         self.sensitivity = sensitivity
         self.search = search
+        self.preemption = preemption
         self.found: SearchResult | None = None
         self._tracker: SensitivityTracker | None = None
         self._restored: Any = None
@@ -317,6 +333,9 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called by Lightning, once a checkpoint is loaded."""
+        if self.preemption is not None:
+            # Lightning's handler of SIGTERM talks to the other processes, which may not have got the signal.
+            self.preemption.install()
         if self.sensitivity is not None:
             self._tracker = SensitivityTracker(pl_module, self.sensitivity, done=trainer.global_step)
 
@@ -326,6 +345,18 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         """Called by Lightning, which counts a step that AMP skips, too."""
         if self._tracker is not None:
             self._tracker.at(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Called by Lightning."""
+        if self.preemption is None:
+            return
+        io_plugin = self._io(trainer)
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        path = os.path.join(folder, PREEMPTED)
+        store = Store(os.path.join(folder, FOLDER)) if io_plugin is None else io_plugin._store(path)
+        self.preemption.finish(store, trainer.global_step, lambda: trainer.save_checkpoint(path), wait_for_files)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

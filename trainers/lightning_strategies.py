@@ -13,6 +13,7 @@ import torch
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.extras import install
+from .hyperparameters import unstorable
 from .pointers import PathLike, read_pointer
 
 _OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
@@ -71,12 +72,30 @@ def watch(plugin: type) -> None:
 
         setattr(cls, name, method)
 
+    for cls in of_both("lightning.pytorch", "strategies", "Strategy"):
+        wrap(cls, "connect", _connect)
     for name in _SHARDED:
         for cls in of_both("lightning.pytorch", "strategies", name):
             wrap(cls, "setup", _setup)
             if name == "ModelParallelStrategy":
                 wrap(cls, "load_checkpoint", _load)
                 wrap(cls, "teardown", _teardown)
+
+
+def _connect(connect: Callable[..., None], strategy: Any, model: Any) -> None:
+    """Report hyperparameters that cannot be stored now, and not at the first save."""
+    connect(model)
+    trainer = getattr(model, "_trainer", None)
+    if trainer is None or trainer.state.fn != "fit":
+        return
+    lines = []
+    for owner in (model, trainer.datamodule):
+        lines += unstorable(getattr(owner, "hparams", None) or {})
+    if lines:
+        shown = "\n  ".join(lines)
+        raise BadArgumentError(
+            f"hyperparameters that cannot be stored (leave them out by save_hyperparameters(ignore=...)):\n  {shown}"
+        )
 
 
 def _setup(setup: Callable[..., None], strategy: Any, trainer: Any) -> None:

@@ -235,9 +235,12 @@ class Preemption:
             return save(saver, step, model, optimizer, tracker=tracker, sensitivity=sensitivity, grads=grads)
 
         store = saver.store if isinstance(saver, Saver) else saver
-        self.finish(store, step, write, saver.wait if isinstance(saver, Saver) else lambda: None)
+        wait = saver.wait if isinstance(saver, Saver) else lambda: None
+        self.finish(store, step, write, wait, same=True)
 
-    def finish(self, store: Store, step: int, save: Callable[[], object], wait: Callable[[], object]) -> None:
+    def finish(
+        self, store: Store, step: int, save: Callable[[], object], wait: Callable[[], object], *, same: bool = False
+    ) -> None:
         """Do the same as `check` with other ways to save: for adapters and training loops of one's own.
 
         Args:
@@ -245,6 +248,7 @@ class Preemption:
             step: training steps done.
             save: saves the state; called on all processes, or on none.
             wait: waits until no save is in flight; called on rank 0.
+            same: whether the store counts by training steps, so that a state that is saved already is recognised.
 
         Raises:
             Preempted: as `check`.
@@ -252,7 +256,7 @@ class Preemption:
         left = self.agreed()
         if left is None:
             return
-        choice = self.choice(store, step, left)
+        choice = self.choice(store, step if same else None, left)
         if choice.what == "save":
             save()
         self.leave(store, step, choice, wait)

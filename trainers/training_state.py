@@ -16,7 +16,7 @@ from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
 from .auxiliary_state import AuxiliaryState, Place, has, put
-from .frozen_parameters import check_frozen, record
+from .frozen_parameters import check_frozen, record, without
 from .model_state import (
     kinds_of,
     model_state,
@@ -125,7 +125,9 @@ class TrainingState:
                 "nothing was saved: the ranks have different sharded tensors in scheduler, scaler, ema or more"
             )
         kept_out = record(self.model, self.frozen)
-        state: dict[str, Any] = {"step": number, "model": model_state(self.model, frozen=kept_out is None)}
+        # torch leaves out one name of a frozen parameter with several: `without` leaves out all.
+        weights = without(model_state(self.model, frozen=kept_out is None), kept_out)
+        state: dict[str, Any] = {"step": number, "model": weights}
         if kept_out is not None:
             state["frozen"] = kept_out.to_tree()
         if optimizers:

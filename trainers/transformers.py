@@ -12,7 +12,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,19 @@ from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
 from ..store.store import Store
 from .background import Background, check_compact
-from .pointers import PathLike, drop, load_at, read_pointer, save_at, steps_in_use, store_of
+from .frozen_parameters import Frozen, digest_of, load_frozen, record, store_once, without
+from .pointers import (
+    PathLike,
+    Pointer,
+    drop,
+    load_at,
+    read_pointer,
+    save_at,
+    steps_in_use,
+    store_of,
+    wait_for_files,
+)
+from .preemption import Choice, Preemption
 from .state import plain
 from .state_mismatch import differences, refuse
 
@@ -41,6 +53,9 @@ FOLDER = "shrinkpoint"
 POINTER = "shrinkpoint.json"
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 _WEIGHTS = "model.safetensors"
+_MODEL = "[mf]*/*"
+"""Paths below `model`, and below `frozen` where a checkpoint has that: a glob that matches nothing is an error."""
+_ADAPTER = "adapter_model.safetensors"
 _PARTS = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt"}
 
 
@@ -49,8 +64,11 @@ class CompressedCheckpoints:
 
     The rest of a folder (configuration, tokenizer, trainer state, random number generators) is as Trainer writes it;
     `trainer.train(resume_from_checkpoint=...)`, `save_total_limit`, `load_best_model_at_end` and `save_only_model`
-    work. `save_model()` outside a checkpoint writes an ordinary model. Not for DeepSpeed, FSDP or PEFT, whose states
-    Trainer does not hold itself: these are refused.
+    work. `save_model()` outside a checkpoint writes an ordinary model. DeepSpeed and FSDP, whose states Trainer does
+    not hold itself, are refused.
+
+    With a PEFT model each checkpoint holds the adapters and their optimizer; the base model is named by its hub name or
+    folder, and its hash is compared on resume.
 
     With `background = True` a `Saver` takes a copy of the state, and training goes on at once. A folder is complete
     once the pointer is in it, and only then is removed what `save_total_limit` lets go. When `train` returns, all is
@@ -60,6 +78,8 @@ class CompressedCheckpoints:
         compression: how to compress, a class attribute or one set before training; default `Config()`.
         background: whether training goes on meanwhile; default False.
         compact: in the background, shorten chains between saves, see `Saver`; default None: never.
+        frozen: where frozen parameters are kept, see `TrainingState`; default None: in each checkpoint, but for a PEFT
+            model by reference.
 
     Raises:
         BadArgumentError: when training begins, `compact` without `background`, or out of range.
@@ -73,6 +93,7 @@ class CompressedCheckpoints:
     compression: Config = Config()
     background: bool = False
     compact: float | None = None
+    frozen: str | None = None
 
     args: Any
     state: Any
@@ -83,6 +104,7 @@ class CompressedCheckpoints:
 
     _store: Store | None = None
     _weights: dict[str, Any] | None = None
+    _frozen: Frozen | None = None
     _saver: Background | None = None
     _limit: int | None = None
 
@@ -125,8 +147,6 @@ class CompressedCheckpoints:
     def _refuse_foreign(self) -> None:
         trainer: Any = self
         found = [name for name in ("deepspeed", "fsdp") if getattr(trainer, f"is_{name}_enabled", False)]
-        if hasattr(self._bare(), "peft_config"):
-            found.append("PEFT")
         if found:
             raise BadArgumentError(f"compressed checkpoints do not work with {', '.join(found)}; use Trainer's own")
 
@@ -141,14 +161,25 @@ class CompressedCheckpoints:
         self._settle()
         os.makedirs(output_dir, exist_ok=True)
         model = self._bare()
-        beside: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
-        for part in [*beside, self._processing()]:
+        configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+        for part in [*configs, *getattr(model, "peft_config", {}).values(), self._processing()]:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(output_dir)
         torch.save(self._args_as_given(), os.path.join(output_dir, "training_args.bin"))
-        self._weights = plain(model.state_dict() if state_dict is None else state_dict)
+        self._frozen = record(model, self._frozen_source(model))
+        if self._frozen is not None:
+            store_once(self._the_store(output_dir), model, self._frozen)
+        self._weights = plain(without(model.state_dict() if state_dict is None else state_dict, self._frozen))
         if self.args.save_only_model:
             self._finish(output_dir, {})
+
+    def _frozen_source(self, model: Any) -> str | None:
+        """Return where frozen parameters are kept: as asked for, else a PEFT model's base by its name."""
+        if self.frozen is not None or not hasattr(model, "peft_config"):
+            return self.frozen
+        config = next(iter(model.peft_config.values()))
+        revision = getattr(config, "revision", None)
+        return f"{config.base_model_name_or_path or 'the base model'}{f'@{revision}' if revision else ''}"
 
     def _args_as_given(self) -> Any:
         """The arguments, with the limit that is kept from Trainer while it saves."""
@@ -177,6 +208,10 @@ class CompressedCheckpoints:
         table = kinds(self._bare(), optimizer if rest else None)
         pointer, store = os.path.join(output_dir, POINTER), self._the_store(output_dir)
         state = {"model": model, **rest}
+        if self._frozen is not None:
+            state["frozen"] = self._frozen.to_tree()
+            if hasattr(self._bare(), "peft_config"):
+                state["adapter"] = _adapter_names(self._bare(), model or {})
         if not self.background:
             save_at(pointer, store, state, kinds=table)
             return
@@ -221,13 +256,20 @@ class CompressedCheckpoints:
             return
         target = self._bare() if model is None else self.accelerator.unwrap_model(model, keep_torch_compile=False)
         store = self._the_store(resume_from_checkpoint)
-        self._load_weights(target, load_at(pointer, "model/*", store=store), pointer)
+        self._load_weights(target, load_at(pointer, _MODEL, store=store), pointer, store)
 
-    def _load_weights(self, model: Any, state: Any, pointer: str) -> None:
-        """As Trainer does: of names that only one side has it warns."""
-        refuse(differences(state["model"], model.state_dict(), names=False), pointer)
+    def _load_weights(self, model: Any, state: Any, pointer: str, store: Store) -> None:
+        """Load as Trainer does: it warns of names that only one side has."""
+        weights, found = state["model"], Frozen.of_tree(state)
+        if found is not None and digest_of(model, found.names) != found.digest:
+            weights = weights | load_frozen(store, found)
+        refuse(differences(weights, model.state_dict(), names=False), pointer)
+        result = model.load_state_dict(weights, False)
+        for name in () if found is None else found.names:
+            if name in result.missing_keys:  # it has its value already
+                result.missing_keys.remove(name)
         trainer: Any = self
-        trainer._issue_warnings_after_load(model.load_state_dict(state["model"], False))
+        trainer._issue_warnings_after_load(result)
 
     def _load_best_model(self) -> None:
         """Called by Trainer, on all processes."""
@@ -238,7 +280,8 @@ class CompressedCheckpoints:
         if read_pointer(pointer) is None:
             super()._load_best_model()  # type: ignore[misc]
             return
-        self._load_weights(self._bare(), load_at(pointer, "model/*"), pointer)
+        store = self._the_store(self.state.best_model_checkpoint)
+        self._load_weights(self._bare(), load_at(pointer, _MODEL), pointer, store)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Called by Trainer."""
@@ -370,15 +413,84 @@ def expand(folder: PathLike) -> str:
     seen: set[int] = set()
     # Tied weights once, as Transformers writes them.
     tensors = {}
-    for name, tensor in state["model"].items():
+    # The names by which PEFT reads an adapter; a model without one keeps its own.
+    names, weights = state.get("adapter"), state["model"]
+    if names is None and (found := Frozen.of_tree(state)) is not None:
+        weights = weights | load_frozen(store_of(path / POINTER, _pointer(path)), found)
+    for name, tensor in weights.items():
+        if names is not None and name not in names:
+            continue
+        name = name if names is None else names[name]
         if tensor.numel() == 0 or tensor.data_ptr() not in seen:
             tensors[name] = tensor.contiguous()
         seen.add(tensor.data_ptr())
-    save_file(tensors, path / _WEIGHTS, {"format": "pt"})
+    save_file(tensors, path / (_WEIGHTS if names is None else _ADAPTER), {"format": "pt"})
     for part, name in _PARTS.items():
         if part in state:
             torch.save(state[part], path / name)
     return str(path)
+
+
+def _pointer(folder: Path) -> Pointer:
+    found = read_pointer(folder / POINTER)
+    if found is None:
+        raise BadArgumentError(f"{folder}: not a compressed checkpoint")
+    return found
+
+
+def _adapter_names(model: Any, weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that PEFT gives the weights of the first adapter in its own files."""
+    from peft import get_peft_model_state_dict
+
+    numbered = dict(weights)
+    names = {id(value): name for name, value in numbered.items()}
+    adapter = next(iter(model.peft_config))
+    written = get_peft_model_state_dict(model, numbered, adapter_name=adapter, save_embedding_layers=False)
+    return {names[id(value)]: name for name, value in written.items() if id(value) in names}
+
+
+class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves and exits at the end of a step after a scheduler's signal, with or without the mixin.
+
+    The checkpoint is the next `checkpoint-N` of Trainer, and `newest_complete` finds it.
+
+    Args:
+        preemption: signals, grace and exit code.
+
+    Raises:
+        Preempted: a SystemExit, once the checkpoint that was chosen is durable.
+
+    Example:
+        >>> from shrinkpoint.trainers import Preemption
+        >>> with Preemption(("SIGUSR2",)) as preemption:
+        ...     PreemptionCallback(preemption).preemption is preemption
+        True
+    """
+
+    def __init__(self, preemption: Preemption) -> None:
+        self.preemption = preemption
+        self._choice: Choice | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
+        """Called by Trainer."""
+        left = self.preemption.agreed()
+        if left is None:
+            return control
+        choice = self.preemption.choice(self._store(args), None, left)
+        if choice.what != "save":
+            self.preemption.leave(self._store(args), state.global_step, choice, wait_for_files)
+        self._choice = choice
+        control.should_save, control.should_evaluate, control.should_log = True, False, False
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        """Called by Trainer, after a checkpoint was written or handed over."""
+        if self._choice is not None:
+            self.preemption.leave(self._store(args), state.global_step, self._choice, wait_for_files)
+
+    @staticmethod
+    def _store(args: Any) -> Store:
+        return Store(os.path.join(os.path.abspath(args.output_dir), FOLDER))
 
 
 def drop_unreferenced(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import os
 import re
@@ -242,8 +243,8 @@ def test_the_same_path_saved_again(tmp_path: Path) -> None:
         found = plugin.load_checkpoint(tmp_path / "last.ckpt", map_location="cpu")
         assert found["state_dict"]["a"].tolist() == [value] * 99
     assert len(sp.Store(tmp_path / "shrinkpoint").steps()) == 1
-    with pytest.raises(sp.UnsupportedLeafError, match="hyper_parameters/path"):
-        plugin.save_checkpoint({"hyper_parameters": {"path": Path("x")}}, tmp_path / "bad.ckpt")
+    with pytest.raises(sp.UnsupportedLeafError, match="hyper_parameters/names"):
+        plugin.save_checkpoint({"hyper_parameters": {"names": {"x"}}}, tmp_path / "bad.ckpt")
     assert not (tmp_path / "bad.ckpt").exists()
 
 
@@ -672,3 +673,49 @@ def test_a_copy_by_another_name_keeps_its_step(tmp_path: Path) -> None:
     assert plugin.load_checkpoint(tmp_path / "best")["state_dict"]["a"].tolist() == list(range(99))
     plugin.remove_checkpoint(tmp_path / "best")
     assert sp.Store(tmp_path / "shrinkpoint").steps() == []
+
+
+class _Order(enum.Enum):
+    FIRST = "first"
+
+
+@dataclasses.dataclass
+class _Part:
+    rate: float
+    where: Path
+
+
+def _fitted(tmp_path: Path, **parameters: Any) -> Path:
+    class Net(pl.LightningModule):
+        def __init__(self, **parameters: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 8)), batch_size=4)
+    trainer = pl.Trainer(
+        max_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        enable_checkpointing=False, plugins=[CompressedIO()],
+    )  # fmt: skip
+    trainer.fit(Net(**parameters), data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    return tmp_path / "a.ckpt"
+
+
+def test_hyperparameters_with_an_obvious_plain_form_get_it(tmp_path: Path) -> None:
+    path = _fitted(tmp_path, order=_Order.FIRST, part=_Part(0.1, Path("x/y")), data=Path("a"), rates=(0.1, 2))
+    found = CompressedIO().load_checkpoint(path)["hyper_parameters"]
+    assert found == {"order": "first", "part": {"rate": 0.1, "where": "x/y"}, "data": "a", "rates": (0.1, 2)}
+
+
+def test_hyperparameters_that_cannot_be_stored_are_reported_when_fitting_begins(tmp_path: Path) -> None:
+    with pytest.raises(sp.BadArgumentError, match=r"(?s)names.*dtype") as raised:
+        _fitted(tmp_path, names={"x"}, dtype=torch.float32, rate=0.1)
+    assert "rate" not in str(raised.value)
+    assert not (tmp_path / "shrinkpoint").exists()
