@@ -289,7 +289,7 @@ class Preemption:
             "last": "no save was begun",
         }[choice.what]
         newest = _newest(store)
-        kept = "no checkpoint is durable" if newest is None else f"the newest durable checkpoint is {newest}"
+        kept = "nothing is durable" if newest is None else f"number {newest} is the newest durable one"
         return (
             f"preempted by {signalled} after {step} steps: {what} ({choice.why}); {kept} in {store.url}; "
             f"exit code {self.code}"
