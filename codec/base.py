@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
+    from .evidence.entries import Entry
+    from .evidence.kind import Kind
     from .format.fields import Piece
-    from .state.kinds import Kind
     from .state.leaves import LeafSpec
 
 Array = Any
@@ -41,6 +42,7 @@ class Leaf:
         earlier: of a weight, the values it had some time ago, flat, where they were given.
         lead: part of the way from there that it would still go, were its first moment restored as it is.
         touched: packed bits, 1 for each row that may have changed since the parent; None: not known.
+        entry: the optimizer entry that the array is, or None.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Leaf:
     earlier: Array | None = None
     lead: float = 0.0
     touched: Array | None = None
+    entry: Entry | None = None
 
 
 class Memory(Protocol):

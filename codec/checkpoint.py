@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +14,7 @@ from .arithmetic import own_arithmetic
 from .base import Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
+from .format.fields import Piece
 from .format.ranged import Ranged
 from .parallel import map_arrays, map_chunks
 from .state import tree
@@ -40,6 +41,8 @@ class ArrayRecord:
         note: what the codec has to say, or "".
         delta: whether decoding needs the parent's memory of the same array.
         sibling: number of the array whose values decoding needs, or None.
+        codec: id of the codec that was chosen for it.
+        why: the rule or the evidence that chose the codec, or why the array is exact.
     """
 
     path: str
@@ -54,6 +57,8 @@ class ArrayRecord:
     note: str
     delta: bool
     sibling: int | None
+    codec: str
+    why: str
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +81,8 @@ class Row:
 
     Args:
         path: keys joined by "/".
-        codec: stream format ("bytes", "levels", "log-buckets").
+        codec: the codec that was chosen for it ("quantize", "exact", "first moment"), as a rule may name it.
+        stream: the stream format that the codec wrote ("levels", "bytes", "grid").
         raw_bytes: bytes of the array.
         stored_bytes: bytes in the file, without header and checksums.
         bits_per_element: stored bits an element; 0 for an empty array.
@@ -86,10 +92,12 @@ class Row:
         shape: its shape.
         note: what the codec has to say: why a codebook was refit, why an array is exact though it was not asked, that
             next to nothing of it is restored (a relative L2 error of 0.9 or more).
+        why: the rule or the evidence that chose the codec, or why the array is exact.
     """
 
     path: str
     codec: str
+    stream: str
     raw_bytes: int
     stored_bytes: int
     bits_per_element: float
@@ -98,6 +106,7 @@ class Row:
     dtype: str
     shape: tuple[int, ...]
     note: str
+    why: str
 
     def keys(self) -> tuple[str, ...]:
         """Names of the columns, so that `dict(row)` is a row of a table."""
@@ -123,7 +132,9 @@ def _lost(record: ArrayRecord) -> str:
 
 def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[ArrayRecord, ...]:
     """The array records of a header; `keys` are (path, key) in the order of the array nodes."""
-    rows = header.get("arrays")
+    rows, reasons = header.get("arrays"), header.get("why", [])
+    if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
+        raise CorruptDataError("header: its reasons are malformed")
     if not isinstance(rows, list) or len(rows) != len(keys):
         raise CorruptDataError("header: arrays and tree do not fit")
     records = []
@@ -133,6 +144,7 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
             raise CorruptDataError(f"header: {path}: no record")
         stream, meta, lengths = row.get("f", ""), row.get("m", {}), row.get("b", 0)
         error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
+        reason, codec = row.get("y"), row.get("c")
         ok = (
             isinstance(stream, str)
             and stream in STREAMS
@@ -142,6 +154,8 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
             and type(error) is float
             and isinstance(measure, str)
             and isinstance(note, str)
+            and (reason is None or (type(reason) is int and 0 <= reason < len(reasons)))
+            and isinstance(codec, str | None)
             and _sibling_fits(row.get("v"), stream, rows)
         )
         if not ok:
@@ -161,6 +175,8 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
                 note,
                 bool(row.get("p")),
                 row.get("v"),
+                STREAMS[stream].codec if codec is None else codec,
+                "" if reason is None else reasons[reason],
             )
         )
         offset += sum(lengths)
@@ -201,15 +217,10 @@ class Checkpoint:
     def __init__(self, data: bytes | Ranged, memory: dict[str, Memory] | None, claimed: str = "") -> None:
         """Use `compress` or `from_bytes`; this only takes bytes apart.
 
-        Of a file that is not all at hand nobody can compute the content hash: it has the one that is claimed.
+        The content hash of a file that is only partly available cannot be computed: it is the one that is claimed.
         """
         view = data if isinstance(data, Ranged) else memoryview(data)
         where = container.layout(view)
-        self._data = data
-        self._header = where.header
-        self._body = container.Body(view, where)
-        self._id = claimed if isinstance(data, Ranged) else blake3(data).hexdigest()
-        self._memory = memory
         nodes = where.header.get("tree")
         raw, parent = where.header.get("raw"), where.header.get("parent")
         if not isinstance(nodes, list) or type(raw) is not int or raw < 0:
@@ -227,15 +238,47 @@ class Checkpoint:
         tree.unflatten(nodes, note)
         if set(keys) != set(range(len(keys))):
             raise CorruptDataError("header: arrays are missing from the tree")
-        self._nodes = nodes
-        self._records = _records(where.header, [keys[i] for i in range(len(keys))])
-        self._by_key = {r.key: r for r in self._records}
+        self._set(data, where, _records(where.header, [keys[i] for i in range(len(keys))]), memory, claimed)
         if sum(r.nbytes for r in self._records) != self._body.nbytes:
             raise CorruptDataError("header: the pieces do not fill the file")
         if parent is None and any(r.delta for r in self._records):
             raise CorruptDataError("header: a delta array in a base")
         if sum(r.spec.nbytes for r in self._records) != raw:
             raise CorruptDataError("header: the arrays are not as large as it says")
+
+    def _set(
+        self,
+        data: bytes | Ranged,
+        where: container.Layout,
+        records: tuple[ArrayRecord, ...],
+        memory: dict[str, Memory] | None,
+        claimed: str = "",
+    ) -> None:
+        self._data = data
+        self._header = where.header
+        self._body = container.Body(data if isinstance(data, Ranged) else memoryview(data), where)
+        self._id = claimed if isinstance(data, Ranged) else blake3(data).hexdigest()
+        self._memory = memory
+        self._nodes = where.header["tree"]
+        self._records = records
+        self._by_key = {r.key: r for r in records}
+
+    @staticmethod
+    def written(
+        header: dict[str, Any], keys: list[tuple[str, str]], pieces: Iterable[Piece], memory: dict[str, Memory]
+    ) -> Checkpoint:
+        """Write a checkpoint, and return it without reading its header again.
+
+        Args:
+            header: as `docs/format.md` has it.
+            keys: path and key of each array.
+            pieces: of all arrays, in order.
+            memory: what later deltas need, by key.
+        """
+        data, where = container.write(header, pieces)
+        made = Checkpoint.__new__(Checkpoint)
+        made._set(data, where, _records(header, keys), memory)
+        return made
 
     @staticmethod
     def from_bytes(data: bytes | bytearray | memoryview, prev: Checkpoint | None = None) -> Checkpoint:
@@ -330,6 +373,7 @@ class Checkpoint:
         return [
             Row(
                 r.path,
+                r.codec,
                 r.stream,
                 r.spec.nbytes,
                 r.nbytes,
@@ -339,6 +383,7 @@ class Checkpoint:
                 r.spec.dtype,
                 r.spec.shape,
                 "; ".join(filter(None, (r.note, _lost(r)))),
+                r.why,
             )
             for r in self._records
         ]

@@ -1,26 +1,18 @@
-"""`compress`: a state, maybe its parent, and a configuration, to a checkpoint. Pure: same input, same bytes."""
+"""`compress`: inputs -> plan -> encode -> container. Pure: same input, same bytes."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from .arithmetic import own_arithmetic
-from .base import Codec, Leaf, Memory, Prepare, Stored, rounded_error
+from .base import Codec, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config, check_config
-from .copies import copies, keeps_promise, store_copy
-from .format import container
-from .format.fields import parts_of
-from .matching import matched, overlooked, with_importance
-from .moments.firstmoment import FirstMoment, square_of
-from .moments.siblings import siblings
-from .opened import Opened
-from .parallel import map_arrays
+from .encode import encode
+from .inputs import Inputs
+from .plan import ArrayPlan, plan, remark
 from .streams import STREAMS
-from .weights.drift import with_lead
-from .weights.quantize import Quantize
 
 
 def compress(
@@ -67,110 +59,64 @@ def compress(
         (True, True)
     """
     cfg = Config() if cfg is None else check_config(cfg)
-    return compressed(Opened.of(state, prev, kinds, grads, earlier), cfg)
+    return compress_inputs(Inputs.of(state, prev, kinds, grads, earlier), cfg)
 
 
 @own_arithmetic()
-def compressed(opened: Opened, cfg: Config, prepare: Mapping[Codec, Prepare] | None = None) -> Checkpoint:
-    """`compress`, of a state that is open.
+def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare] | None = None) -> Checkpoint:
+    """Compress inputs that are taken apart already.
 
     Args:
-        opened: the state.
+        inputs: the arguments of `compress`.
         cfg: as `compress` has it.
-        prepare: what plans arrays in place of a codec's own `prepare`, where that would have to know more than this
+        prepare: what prepares arrays in place of a codec's own `prepare`, where that needs to know more than this
             state.
     """
-    prev, kinds = opened.prev, opened.kinds
-    leaves, codecs = matched(opened, cfg)
-    leaves = with_lead(leaves, codecs, opened.earlier)
-    leaves = with_importance(leaves, [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs])
-    parents = opened.parents(leaves)
-    stored = _encode(leaves, codecs, parents, prepare or {})
-    for i, (leaf, codec) in enumerate(zip(leaves, codecs, strict=True)):
-        if not stored[i].note and (why := overlooked(leaf, codec, cfg, kinds)):
-            stored[i] = dataclasses.replace(stored[i], note=why)
+    planned = plan(inputs, cfg)
+    encoded = encode(planned, prepare or {})
+    notes = [stored.note or remark(one, cfg, inputs.kinds) for one, stored in zip(planned, encoded, strict=True)]
+    reasons = list(dict.fromkeys(one.why for one in planned))
     header = {
-        "parent": None if prev is None else prev.identity,
-        "raw": sum(leaf.spec.nbytes for leaf in leaves),
-        "tree": opened.nodes,
-        "arrays": [_record(a, s, p is not None) for a, s, p in zip(leaves, stored, parents, strict=True)],
+        "parent": None if inputs.prev is None else inputs.prev.identity,
+        "raw": sum(one.leaf.spec.nbytes for one in planned),
+        "tree": inputs.nodes,
+        "why": reasons,
+        "arrays": [
+            _record(one, stored, note, reasons.index(one.why))
+            for one, stored, note in zip(planned, encoded, notes, strict=True)
+        ],
     }
-    data = container.write(header, [piece for s in stored for piece in s.pieces])
     memory = {
-        leaf.key: s.memory
-        for leaf, s in zip(leaves, stored, strict=True)
-        if s.memory is not None and STREAMS[s.stream].has_deltas
+        one.leaf.key: stored.memory
+        for one, stored in zip(planned, encoded, strict=True)
+        if stored.memory is not None and STREAMS[stored.stream].has_deltas
     }
-    return Checkpoint(data, memory)
+    keys = [(one.leaf.path, one.leaf.key) for one in planned]
+    return Checkpoint.written(header, keys, [piece for stored in encoded for piece in stored.pieces], memory)
 
 
-def _encode(
-    leaves: list[Leaf], codecs: list[Codec], parents: list[Memory | None], prepare: Mapping[Codec, Prepare]
-) -> list[Stored]:
-    plans: list[Any] = [None] * len(leaves)
-    for codec in dict.fromkeys(codecs):
-        group = [i for i, c in enumerate(codecs) if c == codec]
-        prepared = prepare.get(codec, codec.prepare)([leaves[i] for i in group], [parents[i] for i in group])
-        for i, plan in zip(group, prepared, strict=True):
-            plans[i] = plan
-
-    def one(i: int) -> Stored:
-        return codecs[i].encode(leaves[i], parents[i], plans[i])
-
-    firsts = {j: i for i, j in siblings(leaves).items() if isinstance(codecs[i], FirstMoment)}
-    second = set(firsts.values())
-
-    def work(i: int) -> list[tuple[int, Stored]]:
-        """Encode an array, and the first moment that stands beside it while its decoded values are at hand."""
-        stored = one(i)
-        done = [(i, dataclasses.replace(stored, decoded=None))]
-        if i in firsts:
-            beside = firsts[i]
-            square = square_of(_decoded(leaves[i], stored, parents[i]), leaves[i].spec)
-            leaf = dataclasses.replace(leaves[beside], sibling=square)
-            first = codecs[beside].encode(leaf, parents[beside], plans[beside])
-            done.append((beside, dataclasses.replace(first, sibling=i) if STREAMS[first.stream].beside else first))
-        return done
-
-    copied = copies(leaves, codecs)
-    order = [i for i in range(len(leaves)) if i not in second and i not in copied]
-    results = {i: stored for done in map_arrays(work, order, lambda i: leaves[i].spec.size) for i, stored in done}
-    for i, j in copied.items():
-        exact = results[j].measure == "exact"
-        copy = store_copy(leaves[i], leaves[j], j, None if exact else _decoded(leaves[j], results[j], parents[j]))
-        results[i] = copy if keeps_promise(copy, leaves[i], leaves[j], codecs[i]) else one(i)
-    return [results[i] for i in range(len(leaves))]
-
-
-def _decoded(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
-    """An array as a reader of the file will see it, flat on the host."""
-    if stored.decoded is not None:
-        return stored.decoded()
-    memory = stored.memory
-    if memory is None:
-        pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
-        memory = STREAMS[stored.stream].decode(leaf.spec, stored.meta, pieces, parent, None)
-    return memory.values(leaf.spec)
-
-
-def _record(leaf: Leaf, stored: Stored, has_parent: bool) -> dict[str, Any]:
-    """A leaf's header record; what has its default value is left out."""
+def _record(planned: ArrayPlan, stored: Stored, note: str, reason: int) -> dict[str, Any]:
+    """The header record of an array; fields that have their default value are left out."""
+    spec, stream = planned.leaf.spec, STREAMS[stored.stream]
     record: dict[str, Any] = {
-        "d": leaf.spec.dtype,
-        "s": list(leaf.spec.shape),
+        "d": spec.dtype,
+        "s": list(spec.shape),
         "f": stored.stream,
         "b": [len(p) for p in stored.pieces],
+        "y": reason,
     }
-    if leaf.spec.library != "torch":
-        record["l"] = leaf.spec.library
+    if spec.library != "torch":
+        record["l"] = spec.library
+    if planned.codec.id != stream.codec:
+        record["c"] = planned.codec.id
     if stored.meta:
         record["m"] = stored.meta
     if stored.measure != "exact":
         record["q"] = stored.measure
         record["e"] = rounded_error(stored.error, up=True)
-    if stored.note:
-        record["n"] = stored.note
-    if has_parent and STREAMS[stored.stream].has_deltas:
+    if note:
+        record["n"] = note
+    if planned.parent is not None and stream.has_deltas:
         record["p"] = True
     if stored.sibling is not None:
         record["v"] = stored.sibling

@@ -14,13 +14,14 @@ from ..kernels.floats import FORMATS
 from .base import Codec, from_json, to_json
 from .embeddings.rows import Rows
 from .errors import BadArgumentError, ShrinkpointWarning
+from .evidence.gather import Evidence
+from .evidence.kind import LAYERS, ROLES, Kind
 from .lossless.changed import Changed
 from .lossless.exact import Exact
 from .moments.clusters import Clusters
 from .moments.firstmoment import FirstMoment
 from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment
-from .state.kinds import LAYERS, ROLES, TINY, TINY_MOMENT, Kind
 from .state.leaves import LeafSpec
 from .weights.exponent import ExponentDelta
 from .weights.quantize import Quantize
@@ -120,6 +121,11 @@ class ChainPolicy:
         check_field(self, "only_smaller", flag)
 
 
+def is_lossless(codec: Codec) -> bool:
+    """Whether a codec keeps every bit of any array."""
+    return isinstance(codec, Exact) or (isinstance(codec, Rows) and codec.lossless)
+
+
 _EXACT = Exact()
 _WEIGHTS = Quantize()
 _FIRST = FirstMoment()
@@ -185,24 +191,18 @@ class Config:
                 "ahead is True and chain.against 'base'; it must be 'previous', or ahead None or False"
             )
 
-    def codec_for(self, path: str, spec: LeafSpec, kind: Kind) -> Codec:
-        """The codec for one array."""
-        lossless_only = (
-            spec.library == "numpy scalar"
-            or spec.dtype not in FORMATS
-            or spec.size < (TINY if kind.role == "weight" else TINY_MOMENT)
-            or (kind.role == "weight" and kind.layer in ("norm", "bias"))
-            or (kind.role == "state")
-        )
-        asked = next((r.codec for r in self.rules if r.matches(path, spec, kind)), None)
-        if lossless_only:
-            lossless = isinstance(asked, Exact) or (isinstance(asked, Rows) and asked.lossless)
-            return asked if asked is not None and lossless else _EXACT
-        if asked is not None:
-            return asked
-        if kind.role == "weight":
-            return _WEIGHTS
-        return _FIRST if kind.role == "first moment" else _SECOND
+    def codec_for(self, path: str, spec: LeafSpec, evidence: Evidence) -> tuple[Codec, str]:
+        """Return the codec for one array, and why it is this one.
+
+        A rule that names the array by its path is evidence itself; a rule by kind, and the default, need some.
+        """
+        rule = next((r for r in self.rules if r.matches(path, spec, evidence.kind)), None)
+        if rule is not None and (is_lossless(rule.codec) or not evidence.is_bound):
+            return rule.codec, f"rule {rule.match!r}"
+        if not evidence.may_be_lossy:
+            return _EXACT, evidence.why
+        role = evidence.kind.role
+        return _WEIGHTS if role == "weight" else _FIRST if role == "first moment" else _SECOND, evidence.why
 
     def for_restores(self, restores: int) -> Config:
         """The configuration of a run that has resumed from a checkpoint so often: codecs that have an estimate of that

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base import Memory
-from .copies import decode_copy
-from .embeddings.rows import decode_rows, restate_rows
+from .deduplication import decode_copy
+from .embeddings.rows import Rows, decode_rows, restate_rows
 from .format.fields import Piece
-from .lossless.changed import decode_changed, restate_changed
-from .lossless.exact import decode_bytes, restate_bytes
-from .moments.clusters import decode_clusters
-from .moments.firstmoment import decode_grid, square_of
-from .moments.logbuckets import decode_log_buckets
-from .moments.secondmoment import decode_rank_one, restate_rank_one
+from .lossless.changed import Changed, decode_changed, restate_changed
+from .lossless.exact import Exact, decode_bytes, restate_bytes
+from .moments.clusters import Clusters, decode_clusters
+from .moments.firstmoment import FirstMoment, decode_grid, square_of
+from .moments.logbuckets import LogBuckets, decode_log_buckets
+from .moments.secondmoment import SecondMoment, decode_rank_one, restate_rank_one
 from .state.leaves import Array, LeafSpec
-from .weights.exponent import decode_exponent, restate_exponent
+from .weights.exponent import ExponentDelta, decode_exponent, restate_exponent
 from .weights.levels import decode_levels, restate_levels
 from .weights.multiples import decode_multiples, restate_multiples
+from .weights.quantize import Quantize
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
 """From spec, metadata, pieces, the parent's memory, and the sibling as `Stream.beside` gives it."""
@@ -33,6 +34,7 @@ class Stream:
 
     Args:
         decode: makes an array's memory of its pieces.
+        codec: id of the codec that writes it, unless the record names another.
         restate: states a memory over another parent, or over none. None: no delta is coded against such an array, so
             that a resolved checkpoint does not keep its memory.
         beside: what the decoder gets of the array of the same checkpoint that the record names, from its decoded
@@ -41,6 +43,7 @@ class Stream:
     """
 
     decode: Decoder
+    codec: str
     restate: Restater | None = None
     beside: Callable[[Array, LeafSpec], Array] | None = None
     is_wide: bool = False
@@ -56,15 +59,15 @@ def _as_it_is(values: Array, _: LeafSpec) -> Array:
 
 
 STREAMS: dict[str, Stream] = {
-    "bytes": Stream(decode_bytes, restate_bytes, is_wide=True),
-    "levels": Stream(decode_levels, restate_levels),
-    "multiples": Stream(decode_multiples, restate_multiples, is_wide=True),
-    "log-buckets": Stream(decode_log_buckets),
-    "rank-one": Stream(decode_rank_one, restate_rank_one),
-    "grid": Stream(decode_grid, beside=square_of),
-    "copy": Stream(decode_copy, beside=_as_it_is),
-    "exponent": Stream(decode_exponent, restate_exponent, is_wide=True),
-    "changed": Stream(decode_changed, restate_changed, is_wide=True),
-    "clusters": Stream(decode_clusters),
-    "rows": Stream(decode_rows, restate_rows),
+    "bytes": Stream(decode_bytes, Exact.id, restate_bytes, is_wide=True),
+    "levels": Stream(decode_levels, Quantize.id, restate_levels),
+    "multiples": Stream(decode_multiples, Quantize.id, restate_multiples, is_wide=True),
+    "log-buckets": Stream(decode_log_buckets, LogBuckets.id),
+    "rank-one": Stream(decode_rank_one, SecondMoment.id, restate_rank_one),
+    "grid": Stream(decode_grid, FirstMoment.id, beside=square_of),
+    "copy": Stream(decode_copy, Exact.id, beside=_as_it_is),
+    "exponent": Stream(decode_exponent, ExponentDelta.id, restate_exponent, is_wide=True),
+    "changed": Stream(decode_changed, Changed.id, restate_changed, is_wide=True),
+    "clusters": Stream(decode_clusters, Clusters.id),
+    "rows": Stream(decode_rows, Rows.id, restate_rows),
 }

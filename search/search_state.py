@@ -14,13 +14,12 @@ import xxhash
 
 from ..codec.base import Array, Leaf, Memory
 from ..codec.checkpoint import Checkpoint, decompress
-from ..codec.compress import compress
+from ..codec.compress import compress_inputs
 from ..codec.config import Config
-from ..codec.matching import matched, with_importance
-from ..codec.opened import Opened, tie
+from ..codec.inputs import Inputs, tie
 from ..codec.parallel import map_chunks
+from ..codec.plan import gathered, plan, with_importance
 from ..codec.state import tree
-from ..codec.state.kinds import kinds_for
 from ..codec.state.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
 from ..codec.weights.drift import Earlier
 from ..codec.weights.levels import beneath
@@ -46,14 +45,14 @@ class SearchInputs:
 
     state: Any
     grads: Any
-    opened: Opened
+    opened: Inputs
 
     @staticmethod
     def of(
         state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None, earlier: Any = None
     ) -> SearchInputs:
         """The arguments are those of `compress`, and so are the errors."""
-        return SearchInputs(state, grads, Opened.of(state, prev, kinds, grads, earlier))
+        return SearchInputs(state, grads, Inputs.of(state, prev, kinds, grads, earlier))
 
     @property
     def is_sharded(self) -> bool:
@@ -69,7 +68,7 @@ class SearchInputs:
 
         Values of sharded arrays are not hashed, because each process has its own part.
         """
-        prev, earlier, kinds = self.opened.prev, self.opened.earlier, self.opened.kinds or {}
+        prev, earlier, kinds = self.opened.prev, self.opened.past_weights, self.opened.kinds or {}
         layers = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in kinds.items()}
         return {
             "state": _hashed(watched.state.shared),
@@ -204,7 +203,7 @@ class SearchState:
         others: the configuration of all other arrays except for its rate; the same at every point.
     """
 
-    opened: Opened
+    opened: Inputs
     is_sharded: bool
     quantized: tuple[int, ...]
     small: tuple[int, ...]
@@ -225,28 +224,30 @@ class SearchState:
         """
         cfg = point.config()
         whole = [dataclasses.replace(node, value=_whole(node.value)) for node in inputs.opened.arrays]
-        opened = dataclasses.replace(inputs.opened, arrays=whole)
-        leaves, codecs = matched(opened, cfg)
+        opened = gathered(dataclasses.replace(inputs.opened, arrays=whole))
+        planned = plan(opened, cfg)
+        leaves, codecs = [one.leaf for one in planned], [one.codec for one in planned]
         numbers = tuple(i for i, codec in enumerate(codecs) if isinstance(codec, Quantize))
         leaves = with_importance(leaves, [rated and isinstance(codec, Quantize) for codec in codecs])
         small = tuple(i for i, x in enumerate(leaves) if x.spec.nbytes <= _SMALL and "moment" not in x.kind.role)
         chosen = [leaves[i] for i in numbers]
         own = {x.path: x.gradient.reshape(x.spec.shape) for x in chosen if x.gradient is not None}
         earlier = None
-        if opened.earlier is not None:
+        if opened.past_weights is not None:
             were = {x.path: x.earlier.reshape(x.spec.shape) for x in chosen if x.earlier is not None}
-            earlier = Earlier(were, opened.earlier.steps)
-        parents, opened = opened.parents(chosen), dataclasses.replace(opened, grads=own, earlier=earlier)
+            earlier = Earlier(were, opened.past_weights.steps)
+        parents = [planned[i].parent for i in numbers]
+        opened = dataclasses.replace(opened, grads=own, past_weights=earlier)
         return SearchState(opened, inputs.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg)
 
     def config(self, point: Point) -> Config:
         """The configuration of a point, with which the state is stored as it was evaluated."""
-        return point.config(ahead=self.opened.earlier is not None)
+        return point.config(ahead=self.opened.past_weights is not None)
 
     def without_drift(self) -> SearchState:
         """The same without past values: weights are coded where they are."""
         leaves = [dataclasses.replace(leaf, earlier=None) for leaf in self.leaves]
-        return dataclasses.replace(self, leaves=leaves, opened=dataclasses.replace(self.opened, earlier=None))
+        return dataclasses.replace(self, leaves=leaves, opened=dataclasses.replace(self.opened, past_weights=None))
 
     @property
     def leads(self) -> bool:
@@ -283,16 +284,13 @@ class SearchState:
         made = map_chunks(one, self.opened.arrays)
         return tree.unflatten(self.opened.nodes, lambda number, _place: made[number], rebuild=True)
 
-    def _kinds(self, numbers: Sequence[int]) -> Mapping[str, Any] | None:
-        """The kinds of a part of the state."""
-        return kinds_for(self.opened.kinds, (self.opened.arrays[i].path for i in numbers))
-
     def _rest(self, rate: float) -> tuple[Checkpoint, list[int]]:
         """Compress the arrays that are the same at every point with this rate; with their numbers."""
         chosen = set(self.quantized)
         numbers = [i for i in range(len(self.opened.arrays)) if i not in chosen]
         cfg = dataclasses.replace(self.others, rate=rate)
-        return compress(self._part(numbers), self.opened.prev, cfg, kinds=self._kinds(numbers)), numbers
+        part = dataclasses.replace(self.opened.part(numbers), grads={}, past_weights=None)
+        return compress_inputs(part, cfg), numbers
 
     @cached_property
     def _taken_over(self) -> tuple[Checkpoint, dict[int, Array]]:
@@ -322,10 +320,9 @@ class SearchState:
         # With a rate the encoder reads second moments together with the weights, and moments follow the rate; the drift
         # prediction depends on first moments.
         opened = self.opened
-        whole = opened.earlier is not None or cfg.rate > 0
+        whole = opened.past_weights is not None or cfg.rate > 0
         numbers = list(range(len(opened.arrays))) if whole else [*self.quantized, *sorted(self._small_others)]
-        part_kinds, grads = self._kinds(numbers), opened.grads or None
-        ckpt = compress(self._part(numbers), opened.prev, cfg, grads=grads, kinds=part_kinds, earlier=opened.earlier)
+        ckpt = compress_inputs(opened.part(numbers), cfg)
         made = self._by_number(decompress(ckpt), numbers)
         nbytes = ckpt.nbytes
         if not whole:
@@ -336,23 +333,10 @@ class SearchState:
         state = tree.unflatten(opened.nodes, lambda number, _place: made[number], rebuild=True)
         return Restored(state, nbytes)
 
-    def _part(self, numbers: Sequence[int]) -> Any:
-        """The state with None in place of all other arrays.
-
-        The chosen arrays keep their keys, by which their parents are found.
-        """
-        chosen = set(numbers)
-        nodes = [None if _number(n) is not None and _number(n) not in chosen else n for n in self.opened.nodes]
-        return tree.unflatten(nodes, lambda number, _place: self.opened.arrays[number].value)
-
     def _by_number(self, part: Any, numbers: Sequence[int]) -> dict[int, Array]:
         _, found = tree.flatten(part, is_array)
         by_key = {node.key: node.value for node in found}
         return {i: by_key[self.opened.arrays[i].key] for i in numbers}
-
-
-def _number(node: Any) -> int | None:
-    return node["a"] if isinstance(node, dict) and "a" in node else None
 
 
 def _whole(value: Array) -> Array:

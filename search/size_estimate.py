@@ -53,7 +53,7 @@ def nbytes_of_header(leaves: Sequence[Leaf], limits: Limits, is_delta: bool) -> 
 
     empty = {"tree": [None for _ in leaves], "arrays": []}
     full = {"tree": [{"a": i} for i, _ in enumerate(leaves)], "arrays": [record(*x) for x in enumerate(leaves)]}
-    return len(container.write(full, [])) - len(container.write(empty, []))
+    return len(container.write(full, [])[0]) - len(container.write(empty, [])[0])
 
 
 def nbytes_of_codebook(codebook: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> int:

@@ -3,7 +3,7 @@
 A chain of n deltas takes n decodes to restore its last step. Compaction gives each step another parent: number its
 steps 0 (the base), 1, 2, ... and write i in base g; the parent of i is i with its lowest non-zero digit cleared. No
 step is then farther from the base than it has non-zero digits, at most D for n <= g**D, and most deltas still span few
-steps. The least g that meets the bound is taken. A delta whose parent changes is *stated anew* (`codec.restate`: a
+steps. The least g that meets the bound is taken. A delta whose parent changes is *stated anew* (`codec.rebase`: a
 super-step where it spans several); the others stay as they are, for a checkpoint that was stated anew answers to its
 old identity.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, ShrinkpointError
 from ..codec.parallel import give_way
-from ..codec.restate import restate
+from ..codec.rebase import rebase
 from ..codec.state.leaves import as_bytes
 from .catalog import Catalog, Entry
 from .chain import FOLDER, Node, carried_by, forest, opener, walk
@@ -213,7 +213,7 @@ class Compaction:
         carried = parent.carried if parent is not None else 0
         if ckpt.parent_id == (parent.checkpoint.identity if parent is not None else None):
             return replace(manifest, parents=chain, carried=carried)
-        new = restate(ckpt, parent.checkpoint if parent is not None else None)
+        new = rebase(ckpt, parent.checkpoint if parent is not None else None)
         _check_same(ckpt, Checkpoint.from_bytes(new.to_bytes(), parent.checkpoint if parent is not None else None))
         file = data_name(manifest.step, new.id)
         self._files.write(f"{FOLDER}/{file}", new.to_bytes())

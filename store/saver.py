@@ -20,9 +20,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
-from ..codec.opened import by_weights
+from ..codec.evidence.kind import check_kinds, check_used
+from ..codec.inputs import by_weights
 from ..codec.state import tree
-from ..codec.state.kinds import check_kinds, check_used
 from ..codec.state.leaves import is_array
 from ..kernels.arguments import choice, instance, integer, number, or_none
 from . import copying

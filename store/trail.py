@@ -18,8 +18,8 @@ import numpy as np
 from ..codec.base import CHUNK
 from ..codec.checkpoint import Checkpoint, check_resolved
 from ..codec.config import Config
-from ..codec.matching import beside
-from ..codec.moments.steps import steps_taken
+from ..codec.moments.optimizer_steps import steps_taken
+from ..codec.plan import to_place_of
 from ..codec.state.leaves import is_array, is_sharded, read_leaf
 from ..codec.state.tree import flatten
 from ..codec.weights.drift import Earlier
@@ -153,7 +153,7 @@ class Trail:
             if record.stream == "levels" and _shape(arrays.get(record.path)) == record.spec.shape:
                 flat = read_leaf(arrays[record.path], record.path)[1]
                 mean = means.get(record.path)
-                now = _copied(flat) if mean is None else _moved(beside(mean.reshape(-1), flat), flat)
+                now = _copied(flat) if mean is None else _moved(to_place_of(mean.reshape(-1), flat), flat)
                 self._means[record.path] = now.reshape(record.spec.shape)
 
     def _fitting(self, arrays: Mapping[str, Array]) -> dict[str, Array]:

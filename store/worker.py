@@ -40,7 +40,7 @@ def kinds_tree(kinds: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _kinds(tree: Mapping[str, Any]) -> dict[str, Any] | None:
-    from ..codec.state.kinds import Kind
+    from ..codec.evidence.kind import Kind
 
     return {path: kind if isinstance(kind, str) else Kind(**kind) for path, kind in tree.items()} or None
 

@@ -25,8 +25,8 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
+from ..codec.evidence.module import kinds
 from ..codec.presets import lossless
-from ..codec.state.kinds import kinds
 from ..codec.weights.drift import Earlier
 from ..searching.arguments import SearchOptions
 from ..searching.process_group import ProcessGroup

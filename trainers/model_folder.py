@@ -132,7 +132,7 @@ def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
         arrays.append({"d": spec.dtype, "s": list(spec.shape), "f": "bytes", "b": []})
         total += spec.nbytes
     header = {"parent": None, "as": digest.hexdigest(), "raw": total, "tree": nodes, "arrays": arrays}
-    return Checkpoint(container.write(header, []), dict(memory))
+    return Checkpoint(container.write(header, [])[0], dict(memory))
 
 
 def sort_of(tensor: torch.Tensor) -> Sort:

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ..codec.state.kinds import Kind, kinds
+from ..codec.evidence.kind import Kind
+from ..codec.evidence.module import kinds
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from .broadcast import broadcast_entries, redistributed
 from .processes import rank, world

@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError
-from ..codec.state.kinds import kinds_for
+from ..codec.evidence.kind import kinds_for
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..codec.state.kinds import Kind
-from ..codec.state.kinds import kinds as kinds_of
+from ..codec.evidence.kind import Kind
+from ..codec.evidence.module import kinds as kinds_of
 from ..kernels.errors import BadArgumentError
 from ..kernels.mask import pack_mask
 from .optimizer_hooks import Nesting, closure_of, remove, weak

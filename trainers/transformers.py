@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..codec.config import Config, check_config
+from ..codec.evidence.module import kinds
 from ..codec.extras import install
-from ..codec.state.kinds import kinds
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
 from ..store.store import Store

@@ -46,8 +46,19 @@ def _digest(*parts: Bytes) -> bytes:
     return bytes(h.digest())
 
 
-def write(header: dict[str, Any], pieces: Iterable[Piece]) -> bytes:
-    """The bytes of a file with this header and these pieces."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything in a file is: the header, and each chunk's offset, length and checksum."""
+
+    header: dict[str, Any]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    total: int
+
+
+def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layout]:
+    """Return the bytes of a file with this header and these pieces, and its layout."""
     plain = json.dumps(header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
     if len(plain) > MAX_HEADER:
         raise BadArgumentError(
@@ -70,21 +81,13 @@ def write(header: dict[str, Any], pieces: Iterable[Piece]) -> bytes:
     if size:
         chunks.append(group)
         sizes.append(size)
-    table = b"".join(_ENTRY.pack(n, _digest(*c)) for n, c in zip(sizes, chunks, strict=True))
+    digests = tuple(_digest(*c) for c in chunks)
+    table = b"".join(_ENTRY.pack(n, digest) for n, digest in zip(sizes, digests, strict=True))
     prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), 0)
-    # Nothing is put together before this: the bytes of a large state are copied once.
-    return b"".join([prefix, _digest(prefix, stored, table), stored, table, *itertools.chain.from_iterable(chunks)])
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where everything in a file is: the header, and each chunk's offset, length and checksum."""
-
-    header: dict[str, Any]
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    digests: tuple[bytes, ...]
-    total: int
+    # The pieces are joined here for the first time: the bytes of a large state are copied once.
+    data = b"".join([prefix, _digest(prefix, stored, table), stored, table, *itertools.chain.from_iterable(chunks)])
+    ends = itertools.accumulate(sizes, initial=len(data) - sum(sizes))
+    return data, Layout(header, tuple(ends)[:-1], tuple(sizes), digests, len(data))
 
 
 def _need(data: Source, n: int, what: str) -> None:

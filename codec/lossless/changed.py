@@ -135,7 +135,7 @@ def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: i
 def restate_changed(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
 ) -> tuple[dict[str, Any], list[Writer]]:
-    """The same bytes against another parent, see `codec.restate`."""
+    """The same bytes against another parent, see `codec.rebase`."""
     data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
     return meta, [c.piece for c in _chunks(data, spec, parent, "smallest")]
 

@@ -127,7 +127,7 @@ def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[Writ
 def restate_bytes(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
 ) -> tuple[dict[str, Any], list[Writer]]:
-    """The same bytes against another parent, see `codec.restate`."""
+    """The same bytes against another parent, see `codec.rebase`."""
     data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
     return meta, pieces_of(data, spec, parent)
 

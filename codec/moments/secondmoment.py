@@ -233,7 +233,7 @@ def _rank_one_pieces(
 def restate_rank_one(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """The same symbols and factors against another parent, see `codec.restate`."""
+    """The same symbols and factors against another parent, see `codec.rebase`."""
     if not isinstance(memory, RankOneMemory):
         raise BadArgumentError("rank one: the memory of another stream cannot be restated")
     return meta, _rank_one_pieces(memory, _rank_one(parent, spec))

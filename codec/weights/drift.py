@@ -11,7 +11,7 @@ from typing import Any
 from ...kernels.arguments import check_field, number, or_none
 from ..base import Codec, Leaf
 from ..moments.firstmoment import FirstMoment
-from ..moments.siblings import siblings
+from ..moments.moment_pairs import moment_pairs
 from .importance import second_moments
 
 _COASTING = 9.0
@@ -59,7 +59,7 @@ def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: Earlier | No
     steps = None if earlier is None else earlier.steps
     if steps is None or all(leaf.earlier is None for leaf in leaves):
         return leaves
-    firsts = {second: first for first, second in siblings(leaves).items()}
+    firsts = {second: first for first, second in moment_pairs(leaves).items()}
     found = list(leaves)
     for weight, second in second_moments(leaves).items():
         codec = codecs[firsts[second]] if second in firsts else None

@@ -403,7 +403,7 @@ def decode_exponent(
 def restate_exponent(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
 ) -> tuple[dict[str, Any], list[Piece]]:
-    """The same restored array and code tables against another parent, see `codec.restate`."""
+    """The same restored array and code tables against another parent, see `codec.rebase`."""
     if not isinstance(memory, BytesMemory):
         raise BadArgumentError("exponent: the memory of another stream cannot be restated as exponent buckets")
     tables = memory.tables if isinstance(memory, ExponentMemory) else ()

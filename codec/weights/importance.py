@@ -16,7 +16,6 @@ import numpy as np
 from ...kernels.arrays import is_torch, on_gpu, to_numpy
 from ...kernels.histogram import log_histogram
 from ..base import Array, Leaf
-from ..state.kinds import moment_place
 
 FLOOR = 0.05
 """Least importance, in means of its array: no weight may wander, however small its gradients were."""
@@ -35,8 +34,8 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
     seconds: dict[tuple[str, str], int] = {}
     for i, leaf in enumerate(leaves):
         # Of several (amsgrad's maximum) the first.
-        if leaf.kind.role == "second moment":
-            seconds.setdefault(moment_place(leaf.path).owner, i)
+        if leaf.kind.role == "second moment" and leaf.entry is not None:
+            seconds.setdefault(leaf.entry.owner, i)
     by_tail: dict[str, list[int]] = {}
     for i in weights:
         parts = leaves[i].path.split("/")
@@ -44,8 +43,8 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
             by_tail.setdefault("/".join(parts[cut:]), []).append(i)
     found: dict[int, int] = {}
     unnamed: list[int] = []
-    for (above, below), j in seconds.items():
-        named = leaves[j].kind.parameter or below or _name(above)
+    for (above, parameter), j in seconds.items():
+        named = leaves[j].kind.parameter or parameter or _name(above)
         candidates = [i for i in by_tail.get(named, []) if leaves[i].spec.shape == leaves[j].spec.shape]
         if len(candidates) == 1:
             found.setdefault(candidates[0], j)

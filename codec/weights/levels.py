@@ -115,7 +115,7 @@ def level_chunks(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | No
 def restate_levels(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """The same levels, codebook and protected values against another parent, see `codec.restate`."""
+    """The same levels, codebook and protected values against another parent, see `codec.rebase`."""
     if not isinstance(memory, LevelsMemory):
         raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
     before = beneath(parent, spec)

@@ -121,7 +121,7 @@ def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored 
 def restate_multiples(
     spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
 ) -> tuple[dict[str, Any], list[Writer]]:
-    """The same multiples against another parent, see `codec.restate`."""
+    """The same multiples against another parent, see `codec.rebase`."""
     if not isinstance(memory, MultiplesMemory):
         raise BadArgumentError("multiples: the memory of another stream cannot be restated")
     width = memory.numbers.itemsize

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
         ShrinkpointWarning,
         UnsupportedLeafError,
     )
+    from .codec.evidence.gather import Evidence
+    from .codec.evidence.kind import Kind
+    from .codec.evidence.module import kinds
     from .codec.lossless.changed import Changed
     from .codec.lossless.exact import Exact
     from .codec.moments.clusters import Clusters
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from .codec.moments.logbuckets import LogBuckets
     from .codec.moments.secondmoment import SecondMoment
     from .codec.parallel import set_threads, threads
-    from .codec.state.kinds import Kind, kinds
+    from .codec.plan import UnknownArraysWarning
     from .codec.weights.drift import Earlier
     from .codec.weights.exponent import ExponentDelta
     from .codec.weights.quantize import Quantize
@@ -70,7 +73,10 @@ _SUBJECTS = {
     "codec.moments.logbuckets": "LogBuckets",
     "codec.moments.secondmoment": "SecondMoment",
     "codec.parallel": "set_threads threads",
-    "codec.state.kinds": "Kind kinds",
+    "codec.evidence.gather": "Evidence",
+    "codec.evidence.kind": "Kind",
+    "codec.evidence.module": "kinds",
+    "codec.plan": "UnknownArraysWarning",
     "codec.weights.drift": "Earlier",
     "codec.weights.exponent": "ExponentDelta",
     "codec.weights.quantize": "Quantize",
@@ -102,6 +108,7 @@ __all__ = [
     "Config",
     "CorruptDataError",
     "Earlier",
+    "Evidence",
     "Exact",
     "ExponentDelta",
     "FirstMoment",
@@ -130,6 +137,7 @@ __all__ = [
     "Store",
     "StoreWarning",
     "Trail",
+    "UnknownArraysWarning",
     "UnmatchedRuleWarning",
     "UnsupportedLeafError",
     "compress",

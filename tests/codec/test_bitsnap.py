@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.lossless.changed import FULL, MASKED
-from shrinkpoint.codec.restate import restate
+from shrinkpoint.codec.rebase import rebase as restate
 from shrinkpoint.kernels.cluster import cluster_dequantize, cluster_quantize
 
 from .common import bits, difference, put_together, small_chunks, take_apart, through_bytes
@@ -249,7 +249,7 @@ def mixed(t: int) -> dict[str, Any]:
 def test_the_preset_takes_each_array_as_the_paper_does() -> None:
     cfg = sp.presets.bitsnap(max_cached_iteration=4)
     base = sp.compress(mixed(0), cfg=cfg)
-    codecs = {r.path: r.codec for r in sp.compress(mixed(1), base, cfg).summary()}
+    codecs = {r.path: r.stream for r in sp.compress(mixed(1), base, cfg).summary()}
     assert codecs == {
         "model/fc.weight": "changed",
         "model/head.weight": "changed",  # not half precision, and yet model state: exact
@@ -260,7 +260,7 @@ def test_the_preset_takes_each_array_as_the_paper_does() -> None:
         "optimizer/fp32_from_fp16_params/0/0": "clusters",
     }
     exact_masters = sp.compress(mixed(1), base, sp.presets.bitsnap(master=())).summary()
-    assert {r.codec for r in exact_masters if "fp32_from" in r.path} == {"changed"}
+    assert {r.stream for r in exact_masters if "fp32_from" in r.path} == {"changed"}
 
 
 NAMES = ("webmaster_proj.weight", "master.weight", "optimus.weight", "optimizer.weight")

@@ -108,7 +108,7 @@ def test_moments_keep_their_relative_bound(
     row = ckpt.summary()[0]
     met = float((abs(b - a)[a != 0] / abs(a)[a != 0]).max()) if (a != 0).any() else 0.0
     assert met * (1 - 0.006) <= row.error <= 1.01 * alpha  # reported with three digits, rounded up
-    if row.codec == "bytes":
+    if row.stream == "bytes":
         assert bits(x) == bits(y)
     assert ckpt.to_bytes() == sp.compress({"x": as_torch(x) if torches else x}, cfg=cfg).to_bytes() or chunk == 500
 
@@ -169,7 +169,7 @@ def test_pruned_protected_quantized(
         ckpt = sp.compress({"w": as_torch(x) if torches else x}, cfg=sp.Config([("*", codec)]))
         y = as_numpy(through_bytes(ckpt)["w"])
         row = ckpt.summary()[0]
-        memory = levels_of(ckpt) if row.codec == "levels" else None
+        memory = levels_of(ckpt) if row.stream == "levels" else None
     assert y.dtype == x.dtype
     assert math.isfinite(row.error)
     if memory is None:
@@ -309,7 +309,7 @@ def test_thresholds_are_global_for_protection_and_by_layer_type_for_pruning() ->
     cfg = sp.Config([("weight", sp.Quantize(prune=0.5, protect=0.01, embedding_bins=100, bins=7, solver="exact"))])
     ckpt = sp.compress(state, cfg=cfg, kinds=kinds)
     rows = {row.path: row for row in ckpt.summary()}
-    assert rows["norm"].codec == "bytes"
+    assert rows["norm"].stream == "bytes"
     memory = {r.path: levels_of(ckpt, i) for i, r in enumerate(ckpt.records) if r.path != "norm"}
     pruned = {k: float((m.levels == 0).mean()) for k, m in memory.items()}
     assert pruned["wte"] == 0
@@ -346,7 +346,7 @@ def test_small_integer_norm_and_bias_arrays_are_exact_whatever_the_rules_say() -
         y = through_bytes(ckpt)
         for name, x in state.items():
             assert bits(x) == bits(y[name]), name
-        assert {row.codec for row in ckpt.summary()} == {"bytes"}
+        assert {row.stream for row in ckpt.summary()} == {"bytes"}
 
 
 @settings(max_examples=20)
@@ -365,7 +365,7 @@ def test_the_error_target_holds(target: float, name: str, seed: int) -> None:
         row = prev.summary()[0]
         assert error <= target
         assert row.error == pytest.approx(error, rel=0.01)
-        assert row.codec == "levels" or "exact" in row.note or (target <= 0.1 and "by a common step" in row.note)
+        assert row.stream == "levels" or "exact" in row.note or (target <= 0.1 and "by a common step" in row.note)
 
 
 def test_the_default_states_and_keeps_a_small_error() -> None:

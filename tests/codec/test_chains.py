@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.restate import restate
+from shrinkpoint.codec.rebase import rebase as restate
 
 from .common import bits, difference, small_chunks
 
@@ -136,8 +136,8 @@ def test_decoded_levels_are_encoded_levels(seed: int, plan: list[Any], linear: b
             assert difference(y, sp.decompress(ckpt)) == ""
             assert difference(shape_of(state), shape_of(y)) == ""
             assert difference([state["step"], state["k"]], [y["step"], y["k"]]) == ""
-            assert [(r.path, r.codec, r.error) for r in found.summary()] == [
-                (r.path, r.codec, r.error) for r in ckpt.summary()
+            assert [(r.path, r.stream, r.error) for r in found.summary()] == [
+                (r.path, r.stream, r.error) for r in ckpt.summary()
             ]
             for parent in (None, first):
                 anew = restate(found, parent)

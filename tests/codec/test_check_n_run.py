@@ -109,7 +109,7 @@ def test_rows_are_the_kernels_rows(
     ckpt = save(x, None, config)
     got = through_bytes(ckpt)["emb"]
     (row,) = ckpt.summary()
-    assert row.codec == "rows"
+    assert row.stream == "rows"
     assert difference({"emb": got}, sp.decompress(ckpt)) == ""
     if row.note:
         assert width == 8 or method == "kmeans"
@@ -435,7 +435,7 @@ def test_more_restores_than_expected_fall_back_to_eight_bits() -> None:
     config = sp.presets.check_n_run("auto", expected_restores=3)
     assert config.for_restores(3) == config
     later = config.for_restores(4)
-    assert [r.codec.width for r in later.rules if isinstance(r.codec, sp.Rows)] == [8, None, None, None]
+    assert [r.stream.width for r in later.rules if isinstance(r.stream, sp.Rows)] == [8, None, None, None]
     assert later.chain == config.chain
     assert sp.Config().for_restores(100) == sp.Config()
     assert sp.presets.check_n_run(2).for_restores(100) == sp.presets.check_n_run(2)
@@ -533,7 +533,7 @@ def test_what_has_no_rows_is_exact() -> None:
     kinds = dict.fromkeys(("emb", "cube", "flat", "narrow", "ids"), "embedding")
     ckpt = sp.compress(state, cfg=config, kinds=kinds)
     rows = {r.path: r for r in ckpt.summary()}
-    assert rows["emb"].codec == "rows"
+    assert rows["emb"].stream == "rows"
     assert rows["cube"].note == "exact: 3 dimensions, no rows to quantize"
     assert rows["flat"].note == "exact: 1 dimensions, no rows to quantize"
     assert rows["narrow"].note == "exact: rows this short are not smaller quantized"
@@ -564,7 +564,7 @@ def test_a_table_that_is_not_known_for_one_says_so() -> None:
     for ckpt in (base, sp.compress(state, base, config)):
         assert {r.path: r.note for r in ckpt.summary() if r.note} == {"user_table.weight": why, "table.weight": why}
     known = sp.compress(state, cfg=config, kinds={"user_table.weight": "embedding", "table.weight": "linear"})
-    assert {r.path: (r.codec, r.note) for r in known.summary()}["user_table.weight"] == ("rows", "")
+    assert {r.path: (r.stream, r.note) for r in known.summary()}["user_table.weight"] == ("rows", "")
     assert not any(r.note for r in known.summary())
     assert not any(r.note for r in sp.compress(state, cfg=sp.presets.lossless()).summary())
 

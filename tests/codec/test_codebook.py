@@ -90,7 +90,7 @@ def test_few_values_are_kept_to_the_bit(values: list[float], torches: bool) -> N
     for factor in (1.0, 1.0, 1.7):
         x = np.resize(np.float32(values), (64, 64)) * np.float32(factor)
         prev = sp.compress({"w": torch.from_numpy(x) if torches else x}, prev)
-        assert prev.summary()[0].codec == "levels"
+        assert prev.summary()[0].stream == "levels"
         assert prev.summary()[0].error == 0.0
         np.testing.assert_array_equal(np.asarray(sp.decompress(prev)["w"]), x)
 
@@ -167,7 +167,7 @@ def test_no_part_of_an_array_is_lost_beside_a_larger_one(kind: str, cfg: sp.Conf
         found = through_bytes(ckpt, base if ckpt.is_delta else None)["w"]
         assert float((found[small] - stored[small]).norm() / stored[small].norm()) < 0.15
         (row,) = ckpt.summary()
-        if row.codec != "levels":  # outliers alone may be protected
+        if row.stream != "levels":  # outliers alone may be protected
             assert "by a common step" in row.note
             assert row.error <= (cfg.max_rel_error or 0.125)
 
@@ -192,7 +192,7 @@ def test_a_chain_of_levels_does_not_change_its_coding_at_the_half() -> None:
     for small in (90, 110, 90):
         ckpt = sp.compress(state(small), ckpt, cfg)
         (row,) = ckpt.summary()
-        assert row.codec == "levels"
+        assert row.stream == "levels"
         sizes.append(ckpt.nbytes)
     assert "of it are as good as zero" in sp.compress(state(110), ckpt, cfg).summary()[0].note
     (far,) = sp.compress(state(170), ckpt, cfg).summary()
@@ -204,13 +204,13 @@ def test_bins_of_embeddings_count_for_embeddings() -> None:
     w, _ = _uneven("large rows")
     cfg = sp.Config([("*", sp.Quantize(bins=6, embedding_bins=24))])
     rows = sp.compress({"a": w, "b": w * 2}, cfg=cfg, kinds={"a": "embedding", "b": "linear"}).summary()
-    assert [row.codec for row in rows] == ["log-buckets", "levels"]
+    assert [row.stream for row in rows] == ["log-buckets", "levels"]
 
 
 def test_of_few_bins_it_is_said_what_is_lost() -> None:
     w, _ = _uneven("large rows")
     (row,) = sp.compress({"w": w}, cfg=sp.Config([("weight", sp.Quantize(bins=6))])).summary()
-    assert row.codec == "levels"
+    assert row.stream == "levels"
     assert re.search(r"[89]\d% of it are as good as zero", row.note)
 
 
@@ -234,7 +234,7 @@ def test_a_rate_leaves_levels_alone_that_float32_does_not_hold(cfg: sp.Config, l
     for found in (through_bytes(base)["w"], through_bytes(delta, base)["w"]):
         assert np.isfinite(found).all()
         assert abs(found[3, 4] / largest - 1) < 0.01
-    assert base.summary()[0].codec == "levels"
+    assert base.summary()[0].stream == "levels"
 
 
 @pytest.mark.parametrize("bins", [2, 12, 24])
@@ -252,7 +252,7 @@ def test_zeros_have_no_weight_where_only_magnitudes_count(solver: str, bins: int
 def test_earlier_weights_of_another_dtype_make_no_warning() -> None:
     w = np.random.default_rng(0).standard_normal((64, 64)) * 1e-150
     earlier = sp.Earlier({"w": np.ones((64, 64), np.float32)}, 10)
-    assert sp.compress({"w": w}, cfg=sp.Config(rate=0.002), earlier=earlier).summary()[0].codec == "levels"
+    assert sp.compress({"w": w}, cfg=sp.Config(rate=0.002), earlier=earlier).summary()[0].stream == "levels"
 
 
 @pytest.mark.parametrize("kind", ["worn", "filled"])
@@ -263,5 +263,5 @@ def test_what_is_negligible_stays_levels_and_is_told(kind: str) -> None:
     else:  # more than are protected
         w[:16] = -1e9
     (row,) = sp.compress({"w": w}).summary()
-    assert row.codec == "levels"
+    assert row.stream == "levels"
     assert re.search(r"(8|9|10)\d% of it are as good as zero", row.note)

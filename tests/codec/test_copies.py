@@ -28,9 +28,9 @@ def test_a_cast_is_stored_as_a_reference(cfg: sp.Config, dtype: torch.dtype) -> 
     state = mixed(dtype=dtype)
     ckpt = sp.compress(state, cfg=cfg)
     rows = {row.path: row for row in ckpt.summary()}
-    assert (rows["model/fc"].codec, rows["model/fc"].stored_bytes) == ("copy", 0)
+    assert (rows["model/fc"].stream, rows["model/fc"].stored_bytes) == ("copy", 0)
     assert rows["model/fc"].note == "a copy of master/fc"
-    assert rows["master/fc"].codec != "copy"
+    assert rows["master/fc"].stream != "copy"
     back = through_bytes(ckpt)
     assert difference(back["model"], {k: v.to(dtype) for k, v in back["master"].items()}) == ""
     met = float(
@@ -45,7 +45,7 @@ def test_a_cast_is_stored_as_a_reference(cfg: sp.Config, dtype: torch.dtype) -> 
 def test_one_bit_of_difference_is_no_copy() -> None:
     state = mixed()
     state["model"]["out"].view(torch.int16)[-1, -1] ^= 1
-    rows = {row.path: row.codec for row in sp.compress(state).summary()}
+    rows = {row.path: row.stream for row in sp.compress(state).summary()}
     assert rows["model/fc"] == "copy"
     assert rows["model/out"] == "levels"
 
@@ -54,10 +54,10 @@ def test_a_copy_never_loses_what_its_own_codec_would_keep() -> None:
     w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
     state = {"a": w, "b": w.copy()}
     exact_b = sp.compress(state, cfg=sp.Config([("b", sp.Exact())]))
-    assert [row.codec for row in exact_b.summary()] == ["levels", "bytes"]
+    assert [row.stream for row in exact_b.summary()] == ["levels", "bytes"]
     assert difference(through_bytes(exact_b)["b"], w) == ""
     exact_a = sp.compress(state, cfg=sp.Config([("a", sp.Exact())]))
-    assert [row.codec for row in exact_a.summary()] == ["bytes", "copy"]
+    assert [row.stream for row in exact_a.summary()] == ["bytes", "copy"]
     assert difference(through_bytes(exact_a), state) == ""
 
 
@@ -65,7 +65,7 @@ def test_clones_come_back_as_arrays_of_their_own_and_may_part_later() -> None:
     w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
     for cfg in (sp.Config(), sp.presets.lossless()):
         base = sp.compress({"w": w, "ema": w.copy()}, cfg=cfg)
-        assert [row.codec for row in base.summary()][1] == "copy"
+        assert [row.stream for row in base.summary()][1] == "copy"
         back = through_bytes(base)
         assert not np.shares_memory(back["w"], back["ema"])
         assert difference(back["w"], back["ema"]) == ""
@@ -80,7 +80,7 @@ def test_clones_come_back_as_arrays_of_their_own_and_may_part_later() -> None:
 def test_torch_clones_come_back_as_tensors_of_their_own() -> None:
     w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     ckpt = sp.compress({"w": w, "ema": w.clone()})
-    assert [row.codec for row in ckpt.summary()][1] == "copy"
+    assert [row.stream for row in ckpt.summary()][1] == "copy"
     for back in (sp.decompress(ckpt), through_bytes(ckpt)):
         kept = back["ema"].clone()
         back["w"].zero_()
@@ -91,7 +91,7 @@ def test_moments_and_tied_arrays_are_not_taken_for_copies() -> None:
     w = torch.randn(64, 64)
     m = torch.rand(64, 64)
     state = {"w": w, "tied": w, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": m.clone()}}}}
-    codecs = [row.codec for row in sp.compress(state).summary()]
+    codecs = [row.stream for row in sp.compress(state).summary()]
     assert codecs == ["levels", "grid", "rank-one"]
 
 

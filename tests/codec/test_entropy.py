@@ -11,10 +11,10 @@ import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.base import Codec, Leaf
 from shrinkpoint.codec.entropy import table
+from shrinkpoint.codec.evidence.kind import Kind
 from shrinkpoint.codec.format.fields import Reader, Writer, parts_of
 from shrinkpoint.codec.lossless import exact
 from shrinkpoint.codec.lossless.changed import Changed
-from shrinkpoint.codec.state.kinds import Kind
 from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.codec.streams import STREAMS
 from shrinkpoint.kernels.levels import joint_counts

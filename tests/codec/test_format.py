@@ -19,7 +19,7 @@ import zstandard
 from blake3 import blake3
 
 import shrinkpoint as sp
-from shrinkpoint.codec.restate import restate
+from shrinkpoint.codec.rebase import rebase as restate
 
 from ..golden.make import cases
 from ..golden.subclass import Coded

@@ -32,7 +32,7 @@ def test_golden_file(name: str) -> None:
     entry = json.loads(INDEX.read_text())[name]
     ckpt = load(name)
     assert ckpt.id == entry["id"]
-    assert sorted({row.codec for row in ckpt.summary()}) == entry["streams"]
+    assert sorted({row.stream for row in ckpt.summary()}) == entry["streams"]
     assert fingerprint(sp.decompress(ckpt)) == entry["state"]
     stem, t = name.removesuffix(".spt").rsplit("-", 1)
     make, _, _ = cases()[stem]
@@ -66,7 +66,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
         for name in FILES:
             ckpt = load(name)
             sp.decompress(ckpt)
-            formats |= {row.codec for row in ckpt.summary()}
+            formats |= {row.stream for row in ckpt.summary()}
     finally:
         sp.set_threads(with_sp)
     assert formats == set(streams.STREAMS)

@@ -241,8 +241,8 @@ def test_copies_are_compared_on_the_device(device: str, crossed: list[tuple[str,
     state["model"]["2.weight"][-1, -1] = 7.0
     crossed.clear()
     found = sp.compress(to(state, device), cfg=sp.presets.lossless())
-    codecs = {row.path: row.codec for row in found.summary()}
-    assert {row.path for row in expected.summary() if row.codec == "copy"} == {f"model/{i}.weight" for i in range(3)}
+    codecs = {row.path: row.stream for row in found.summary()}
+    assert {row.path for row in expected.summary() if row.stream == "copy"} == {f"model/{i}.weight" for i in range(3)}
     assert [codecs[f"model/{i}.weight"] == "copy" for i in range(3)] == [True, True, False]
     assert sorted(x for x in crossed if x[1] == 3 * 64) == [("torch.bfloat16", 3 * 64), ("torch.float32", 3 * 64)]
     assert [x for x in crossed if x[0] == "torch.bfloat16" and x[1] > 3 * 64] == [("torch.bfloat16", 5600)]

@@ -10,7 +10,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
-from shrinkpoint.codec.state.kinds import kinds_of
+from shrinkpoint.codec.evidence.kind import kinds_of
 from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.codec.weights.importance import FLOOR, mean_root, second_moments, weights_of
 

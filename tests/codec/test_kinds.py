@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.state.kinds import Kind
+from shrinkpoint.codec.evidence.kind import Kind
 
 from .common import difference, through_bytes
 
@@ -91,7 +91,7 @@ def test_optax_adam_is_told_from_its_centered_rmsprop() -> None:
         nu = {"w": entry["nu"]["w"].copy()}
         nu["w"][3, 4] *= np.float32(factor)
         rows = sp.compress({"opt_state": [{**more, "mu": entry["mu"], "nu": nu}]}).summary()
-        assert next(r.codec for r in rows if "/nu/" in r.path) == codec
+        assert next(r.stream for r in rows if "/nu/" in r.path) == codec
 
 
 def test_the_summary_says_why() -> None:
@@ -132,7 +132,7 @@ def test_centered_rmsprop_goes_on(rate: float) -> None:
 )  # fmt: skip
 def test_weights_are_not_taken_for_moments(path: str) -> None:
     (row,) = sp.compress(nested(path, drawn())).summary()
-    assert row.codec == "levels"
+    assert row.stream == "levels"
     assert row.error < 0.1
 
 
@@ -160,7 +160,7 @@ def test_a_layer_called_mu_is_no_moment(name: str, root: Any) -> None:
 def test_below_a_number_alone_moments_are_told_by_what_stands_beside_them(more: dict[str, Any]) -> None:
     """The state of Optax beside the parameters, in a tuple."""
     state = ({"w": drawn(2)}, ({**more, "mu": {"w": drawn(1)}},))
-    codecs = {row.path: row.codec for row in sp.compress(state).summary()}
+    codecs = {row.path: row.stream for row in sp.compress(state).summary()}
     assert codecs["1/0/mu/w"] in ("grid", "log-buckets")
     assert codecs.get("1/0/nu/w", "rank-one") == "rank-one"
 
@@ -168,7 +168,7 @@ def test_below_a_number_alone_moments_are_told_by_what_stands_beside_them(more: 
 def test_a_kind_told_by_hand_is_kept_below_a_number() -> None:
     state = ({"w": drawn(2)}, ({"mu": {"w": drawn(1)}},))
     told = {"mu/w": Kind("linear", "first moment")}
-    assert {r.path: r.codec for r in sp.compress(state, kinds=told).summary()}["1/0/mu/w"] == "log-buckets"
+    assert {r.path: r.stream for r in sp.compress(state, kinds=told).summary()}["1/0/mu/w"] == "log-buckets"
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -181,7 +181,7 @@ def test_kinds_of_one_model_say_nothing_of_another_whose_layers_are_called_alike
     state = {"one": one.state_dict(), "other": other.state_dict(), "average": one.state_dict()}
     rows = {row.path: row for row in sp.compress(state, kinds=given).summary()}
     assert rows["other/0.weight"].measure == "exact"
-    assert rows["one/0.weight"].codec == "levels"
+    assert rows["one/0.weight"].stream == "levels"
 
 
 def test_a_copy_of_a_model_is_of_its_kinds() -> None:
@@ -214,13 +214,13 @@ def test_what_is_negative_is_no_second_moment(path: str) -> None:
 )  # fmt: skip
 def test_optimizers_by_many_names(path: str) -> None:
     (row,) = sp.compress(nested(path, drawn() ** 2 + np.float32(1e-9))).summary()
-    assert row.codec == "rank-one"
+    assert row.stream == "rank-one"
 
 
 @pytest.mark.parametrize("path", ["optimizer/state/0/momentum", "opt/momentum/w0/momentum", "state/w/momentum"])
 def test_momentum_below_an_optimizer_is_a_first_moment(path: str) -> None:
     (row,) = sp.compress(nested(path, drawn())).summary()
-    assert row.codec == "log-buckets"
+    assert row.stream == "log-buckets"
 
 
 def test_kinds_of_another_state_are_refused() -> None:
@@ -262,14 +262,14 @@ def test_names_of_moments_on_dtypes_that_have_no_order(path: str, dtype: torch.d
 
 def test_what_stands_beside_a_word_of_optimizers_in_a_model_is_not_exact() -> None:
     (first, second) = sp.compress({"net": {"mg": drawn(), "kernel": drawn(1)}}).summary()
-    assert (first.codec, second.codec) == ("levels", "levels")
+    assert (first.stream, second.stream) == ("levels", "levels")
 
 
 def test_a_weight_that_a_name_takes_for_a_moment_has_its_gradient() -> None:
     weights = {"layers": [{"nu": {"weight": drawn()}}]}
     gradients = {"layers": [{"nu": {"weight": drawn(1)}}]}
     cfg = sp.Config([("*", sp.Quantize(prune=0.2, prune_metric="sensitivity"))])
-    assert sp.compress(weights, cfg=cfg, grads=gradients).summary()[0].codec == "levels"
+    assert sp.compress(weights, cfg=cfg, grads=gradients).summary()[0].stream == "levels"
 
 
 def test_gradients_of_subnormal_size() -> None:

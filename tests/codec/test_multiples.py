@@ -38,7 +38,7 @@ def test_the_target_is_met_in_fewer_bytes_than_all_bits_take(target: float, dtyp
     w = weights(dtype=dtype)
     ckpt = sp.compress({"w": w}, cfg=config(target))
     (row,) = ckpt.summary()
-    assert (row.codec, row.measure) == ("multiples", "relative L2")
+    assert (row.stream, row.measure) == ("multiples", "relative L2")
     met = relative(w, sp.decompress(ckpt)["w"])
     assert 0.8 * target < met <= row.error <= target
     # The entropy of a normal variable in steps of that size, and half a bit for what is coded byte by byte.

@@ -11,9 +11,9 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
+from shrinkpoint.codec.evidence.kind import Kind
 from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.moments.secondmoment import decode_rank_one, matrix_shape
-from shrinkpoint.codec.state.kinds import Kind
 from shrinkpoint.codec.state.leaves import LeafSpec, as_bytes
 from shrinkpoint.codec.streams import STREAMS
 
@@ -44,7 +44,7 @@ def test_bounds_and_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     entry = adam(shape, dtype)
     ckpt = sp.compress(state(entry))
     rows = rows_of(ckpt)
-    assert (rows["exp_avg"].codec, rows["exp_avg_sq"].codec) == ("grid", "rank-one")
+    assert (rows["exp_avg"].stream, rows["exp_avg_sq"].stream) == ("grid", "rank-one")
     got = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["optimizer"]["state"][0]
     m, v = entry["exp_avg"].double(), entry["exp_avg_sq"].double()
     m2, v2 = got["exp_avg"].double(), got["exp_avg_sq"].double()
@@ -140,8 +140,8 @@ def test_without_a_sibling_or_a_matrix() -> None:
     assert rows_of(sp.compress(state(entry)))["exp_avg"].codec == "log-buckets"
     flat = {k: v.reshape(-1) if v.ndim else v for k, v in adam((64, 64)).items()}
     rows = rows_of(sp.compress(state(flat)))
-    assert rows["exp_avg_sq"].codec == "log-buckets"
-    assert rows["exp_avg"].codec == "grid"
+    assert rows["exp_avg_sq"].stream == "log-buckets"
+    assert rows["exp_avg"].stream == "grid"
     assert matrix_shape(LeafSpec("torch", "float32", (1, 50))) is None
     assert matrix_shape(LeafSpec("torch", "float64", (5, 50))) is None
 
@@ -208,7 +208,7 @@ def test_an_error_target_is_met_by_the_smallest_coding(target: float) -> None:
         assert rows[name].measure == "relative L2"
         assert rows[name].stored_bytes <= plain[name].stored_bytes
     if 0.02 <= target <= 0.1:
-        assert rows["exp_avg"].codec == "grid"
+        assert rows["exp_avg"].stream == "grid"
         assert rows["exp_avg"].stored_bytes < 0.85 * plain["exp_avg"].stored_bytes
 
 
@@ -218,7 +218,7 @@ def test_a_target_chooses_between_rank_one_log_buckets_and_exact() -> None:
     assert found == ["rank-one", "log-buckets"]
     for row in sp.compress(state(entry), cfg=sp.Config(max_rel_error=1e-6)).summary():
         if row.path.endswith(("exp_avg", "exp_avg_sq")):
-            assert (row.codec, row.error) == ("bytes", 0.0)
+            assert (row.stream, row.error) == ("bytes", 0.0)
             assert row.note == "exact: log buckets miss the error target 1e-06"
 
 
@@ -230,7 +230,7 @@ def test_a_codecs_own_target_comes_before_the_configurations() -> None:
         for r in sp.compress(state(entry), cfg=sp.Config(own, max_rel_error=0.01)).summary()
     }
     assert 0.05 < rows["exp_avg"].error <= 0.3
-    assert rows["exp_avg_sq"].codec == "rank-one"
+    assert rows["exp_avg_sq"].stream == "rank-one"
 
 
 @pytest.mark.parametrize("exponent", [-700, -565, 509, 700])
@@ -244,7 +244,7 @@ def test_an_error_target_where_squares_leave_the_range_of_a_float64(exponent: in
     error = np.linalg.norm(near - exact) / np.linalg.norm(exact)
     (row,) = ckpt.summary()
     assert got[7] == np.inf
-    assert row.codec == "log-buckets"
+    assert row.stream == "log-buckets"
     assert 0 < error <= row.error <= 0.05
 
 
@@ -256,7 +256,7 @@ def test_narrower_cells_are_tried_where_the_widest_cannot_keep_to_the_target() -
     for octaves in (1, 2, 3, 16):
         rules = [("*/exp_avg_sq", sp.SecondMoment(octaves=octaves, max_error=0.08))]
         (row,) = sp.compress({"opt": {"state": {"0": {"exp_avg_sq": v}}}}, cfg=sp.Config(rules)).summary()
-        assert row.codec == "rank-one"
+        assert row.stream == "rank-one"
         assert row.error <= 0.08
         sizes.add(row.stored_bytes)
     assert len(sizes) == 1
@@ -308,7 +308,7 @@ def test_resuming_hardly_changes_a_run() -> None:
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     moments = optimizer.state_dict()
     restored = sp.decompress(sp.compress({"optimizer": moments}))["optimizer"]
-    codecs = {r.codec for r in sp.compress({"optimizer": moments}).summary()}
+    codecs = {r.stream for r in sp.compress({"optimizer": moments}).summary()}
     assert {"grid", "rank-one"} <= codecs
     ends = []
     for resumed in (moments, restored):
@@ -363,7 +363,7 @@ def test_the_stated_error_of_bfloat16_first_moments_holds_after_rounding() -> No
         v = (torch.rand(64, 64, generator=g) * 1e-6 + 1e-7).bfloat16()
         ckpt = sp.compress(state({"exp_avg": m, "exp_avg_sq": v}))
         row = rows_of(ckpt)["exp_avg"]
-        assert row.codec == "grid"
+        assert row.stream == "grid"
         assert relative(m, sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]) <= row.error
 
 
@@ -387,7 +387,7 @@ def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: st
     entry = adam((64, 100))
     tree = {"optimizer": {"w": {"momentum": entry["exp_avg"], "velocity": entry["exp_avg_sq"]}}}
     rows = rows_of(sp.compress(tree, kinds=kinds))
-    assert (rows["momentum"].codec, rows["velocity"].codec) == (codec, "rank-one")
+    assert (rows["momentum"].stream, rows["velocity"].stream) == (codec, "rank-one")
 
 
 def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> None:
@@ -399,16 +399,16 @@ def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> No
     }
     ckpt = sp.compress({"opt_state": [{"count": torch.tensor(3), **optax}]})
     usual = sp.compress({"optimizer": {"state": dict(enumerate(entries.values()))}})
-    streams = sorted(row.codec for row in ckpt.summary())
+    streams = sorted(row.stream for row in ckpt.summary())
     assert streams == ["bytes", "grid", "grid", "rank-one", "rank-one"]
-    moments_of = [sum(r.stored_bytes for r in c.summary() if r.codec != "bytes") for c in (ckpt, usual)]
+    moments_of = [sum(r.stored_bytes for r in c.summary() if r.stream != "bytes") for c in (ckpt, usual)]
     assert moments_of[0] == moments_of[1]
     back = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["opt_state"][0]
     kept = sp.decompress(usual)["optimizer"]["state"]
     for at, name in enumerate(("dense", "out")):
         assert torch.equal(back["mu"][name]["kernel"], kept[at]["exp_avg"])
     lone = sp.compress({"opt_state": [{"mu": optax["mu"]}, {"nu": optax["nu"]}]})
-    assert {row.codec for row in lone.summary() if "/mu/" in row.path} == {"log-buckets"}
+    assert {row.stream for row in lone.summary() if "/mu/" in row.path} == {"log-buckets"}
 
 
 @pytest.mark.parametrize("spread", [6.0, 8.0, 10.0, 12.0])
@@ -433,7 +433,7 @@ def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
         m = size * torch.randn(4096, generator=g)
         ckpt = sp.compress(state({"exp_avg": m, "exp_avg_sq": v}), cfg=sp.Config(rate=rate))
         row = rows_of(ckpt)["exp_avg"]
-        assert row.codec == codec
+        assert row.stream == codec
         if codec == "log-buckets":
             assert relative(m, sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]) <= 0.25
     # What is zero for the most part, with a few large ones, is on the grid as before.

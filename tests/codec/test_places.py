@@ -21,7 +21,7 @@ from shrinkpoint.codec.entropy.places import Places, classes_of, columns_of, off
 from shrinkpoint.codec.entropy.table import Table
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
-from shrinkpoint.codec.restate import restate
+from shrinkpoint.codec.rebase import rebase as restate
 from shrinkpoint.kernels.cpu import rans
 from shrinkpoint.kernels.levels import joint_counts
 from shrinkpoint.kernels.rans import entropy_bits, pack_frequencies

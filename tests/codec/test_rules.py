@@ -16,7 +16,7 @@ X = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
 
 
 def codec(cfg: sp.Config, x: Any) -> str:
-    return sp.compress({"a": {"w": x}}, cfg=cfg).summary()[0].codec
+    return sp.compress({"a": {"w": x}}, cfg=cfg).summary()[0].stream
 
 
 def test_a_rule_is_for_its_dtypes_and_the_next_for_the_rest() -> None:

@@ -195,7 +195,7 @@ def test_a_value_projection_is_no_second_moment(path: str, kinds: str | None) ->
     for key in reversed(path.split("/")):
         x = {int(key) if key.isdigit() else key: x}
     (row,) = sp.compress(x, kinds=None if kinds is None else {path: kinds}).summary()
-    assert row.codec == "levels"
+    assert row.stream == "levels"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_short_names_below_an_optimizer_are_moments(path: str) -> None:
     for key in reversed(path.split("/")):
         x = {int(key) if key.isdigit() else key: x}
     (row,) = sp.compress(x).summary()
-    assert row.codec == "rank-one"
+    assert row.stream == "rank-one"
 
 
 def test_biases_by_any_name_are_exact() -> None:

@@ -260,7 +260,7 @@ def test_a_rate_that_the_target_has_no_room_for_costs_no_bytes(target: float, as
             x = weights[0] + np.float32(0.01 * i) * weights[i]
             prev = sp.compress({"w": x}, prev, sp.Config(rules, max_rel_error=target, rate=rate))
             rows.append(row(prev))
-        assert all(r.codec == "levels" and r.error <= target for r in rows)
+        assert all(r.stream == "levels" and r.error <= target for r in rows)
         stored.append(sum(r.stored_bytes for r in rows))
     assert stored[1] < 1.05 * stored[0]
 
@@ -303,7 +303,7 @@ def test_chunks_and_libraries_do_not_matter(library: str) -> None:
 def test_published_solvers_choose_among_bins_alone() -> None:
     x = drawn(np.random.default_rng(8), "normal", (100, 100)).astype("f4")
     preset = sp.presets.inshrinkerator(16)
-    rules = [dataclasses.replace(r, codec=dataclasses.replace(r.codec, max_error=0.05)) for r in preset.rules[:1]]
+    rules = [dataclasses.replace(r, codec=dataclasses.replace(r.stream, max_error=0.05)) for r in preset.rules[:1]]
     found = row(sp.compress({"w": x}, cfg=sp.Config(rules)))
     assert found.error <= 0.05
     assert found.note == "codebook new"

@@ -285,7 +285,7 @@ def encode() -> tuple[dict[str, Any], dict[str, bytes]]:
                 "id": ckpt.id,
                 "state": fingerprint(state),
                 "exact": fingerprint(make(t)) == fingerprint(state),
-                "streams": sorted({row.codec for row in ckpt.summary()}),
+                "streams": sorted({row.stream for row in ckpt.summary()}),
             }
             prev = ckpt
     return index, blobs

@@ -571,10 +571,10 @@ def test_gradients_and_kinds_go_to_the_codec(root: Path) -> None:
     w = torch.randn(64, 64)
     store = sp.Store(root)
     saved = store.save(1, {"w": w}, kinds={"w": "norm"})
-    assert saved.summary()[0].codec == "bytes"
+    assert saved.summary()[0].stream == "bytes"
     with pytest.raises(sp.BadArgumentError, match="grads/x"):
         store.save(2, {"w": w}, grads={"x": w})
-    assert store.save(2, {"w": w}, grads={"w": w}).summary()[0].codec == "levels"
+    assert store.save(2, {"w": w}, grads={"w": w}).summary()[0].stream == "levels"
 
 
 def test_what_is_loaded_may_be_changed(root: Path) -> None:

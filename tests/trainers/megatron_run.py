@@ -75,7 +75,7 @@ def both(folder: Path, rank: int) -> None:
         print("delta: smaller")
         name = Reader(folder / "rough-1").read_metadata().storage_data.files[1].chain[0][0]
         rows = {
-            r.path: r.codec for r in sp.Checkpoint.from_bytes((folder / "rough-1/data" / name).read_bytes()).summary()
+            r.path: r.stream for r in sp.Checkpoint.from_bytes((folder / "rough-1/data" / name).read_bytes()).summary()
         }
         assert rows["decoder.weight"] == "levels", rows
         assert rows["optimizer/state/decoder.weight/exp_avg"] == "grid", rows

@@ -400,11 +400,11 @@ def test_optimizer_entries_are_known_by_their_names(tmp_path: Path, form: str) -
     (name,) = os.listdir(tmp_path / "data")
     rows = {r.path: r for r in sp.Checkpoint.from_bytes((tmp_path / "data" / name).read_bytes()).summary()}
     entries = "state/0.weight" if form == "bare" else "optim/state/0.weight"
-    assert rows["model/0.weight"].codec == "levels"
-    assert rows["model/1.weight"].codec == "bytes"
-    assert rows[f"{entries}/exp_avg_sq"].codec == "rank-one"
-    assert rows[f"{entries}/exp_avg"].codec == "grid"
-    assert rows[f"{entries}/factor"].codec == "bytes"
+    assert rows["model/0.weight"].stream == "levels"
+    assert rows["model/1.weight"].stream == "bytes"
+    assert rows[f"{entries}/exp_avg_sq"].stream == "rank-one"
+    assert rows[f"{entries}/exp_avg"].stream == "grid"
+    assert rows[f"{entries}/factor"].stream == "bytes"
 
 
 def test_rules_and_kinds_are_heeded(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_rules_and_kinds_are_heeded(tmp_path: Path) -> None:
     save(state_of(model, optimizer), tmp_path, Writer(cfg=cfg, kinds={"0.weight": "embedding"}))
     (name,) = os.listdir(tmp_path / "data")
     rows = {r.path: r for r in sp.Checkpoint.from_bytes((tmp_path / "data" / name).read_bytes()).summary()}
-    assert rows["model/0.weight"].codec == rows["model/2.weight"].codec == "bytes"
+    assert rows["model/0.weight"].stream == rows["model/2.weight"].stream == "bytes"
 
 
 @pytest.mark.parametrize("how", ["nested", "flat"])

@@ -463,7 +463,7 @@ def test_averages_are_compressed_as_the_weights_that_they_are_of(tmp_path: Path)
     rows = {row.path: row for row in store.read(store.steps()[-1]).summary()}
     for name in ("first", "last"):
         both = [rows[f"{place}/{name}.weight"] for place in ("state_dict", "current_model_state")]
-        assert [row.codec for row in both] == ["levels", "levels"]
+        assert [row.stream for row in both] == ["levels", "levels"]
     averages = load_from_checkpoint(Normed, checkpoints(tmp_path, 1)[0])
     stored = store.load(store.steps()[-1], count=False)["state_dict"]
     assert all(torch.equal(tensor, stored[name]) for name, tensor in averages.state_dict().items())

@@ -183,7 +183,7 @@ def test_lossy_by_default_and_smaller_than_what_orbax_writes(tmp_path: Path) -> 
         manager.save(30, args=ocp.args.StandardSave(state))
     store = sp.Store(tmp_path / "small" / "shrinkpoint")
     rows = {row.path: row for row in header_of(store, store.steps()[-1]).summary()}
-    codecs = {path: row.codec for path, row in rows.items()}
+    codecs = {path: row.stream for path, row in rows.items()}
     assert codecs["params/first/kernel"] == "levels"
     assert codecs["opt/1/mu/first/kernel"] in ("grid", "log-buckets")
     assert codecs["opt/1/nu/first/kernel"] == "rank-one"

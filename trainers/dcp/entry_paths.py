@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...codec.errors import BadArgumentError, UnsupportedLeafError
-from ...codec.state.kinds import Kind, by_path, check_used, guess, kinds_for
-from ...codec.state.leaves import LeafSpec, is_array
+from ...codec.evidence.kind import Kind, by_path, check_used, kinds_for
+from ...codec.state.leaves import is_array
 from ...codec.state.tree import flatten
 
 Place = tuple[str, ...]
@@ -96,14 +97,9 @@ def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapp
     Raises:
         UnsupportedLeafError: a distributed tensor inside of what is no tensor: its ranks cannot be told apart there.
     """
-    # A rank holds shards of some arrays only, and `compress` refuses kinds of which it has none.
-    table = kinds_for(given, map("/".join, shards)) or {}
-    for keys, tensor in shards.items():
-        path = "/".join(keys)
-        if by_path(table, path) is None and _is_entry(keys):
-            spec = LeafSpec("torch", "", tuple(tensor.shape))
-            kind = guess(path, spec)
-            table[path] = Kind(kind.layer, "state" if kind.role == "weight" else kind.role, keys[-2])
+    # A rank holds shards of some arrays only, and `compress` refuses kinds of which it has none. A shard has a shape of
+    # its own.
+    table = {path: _of_shard(kind) for path, kind in (kinds_for(given, map("/".join, shards)) or {}).items()}
     for node in flatten({VALUES: dict(values)}, is_array)[1]:
         if hasattr(node.value, "device_mesh"):
             raise UnsupportedLeafError(f"{node.path}: a DTensor inside of a tuple or list of values; put it in a dict")
@@ -129,9 +125,8 @@ def check_named(given: Mapping[str, Any] | None, names: Iterable[str]) -> None:
         check_used(given, paths)
 
 
-def _is_entry(keys: Place) -> bool:
-    """Whether a place is that of an optimizer's entry: `.../state/<parameter>/<entry>`; weights have other names."""
-    return len(keys) >= 3 and keys[-3] == "state" and keys[-1] not in ("weight", "bias")
+def _of_shard(kind: Any) -> Any:
+    return replace(kind, shape=None) if isinstance(kind, Kind) else kind
 
 
 __all__ = ["VALUES", "Place", "check_named", "insert", "key_of", "kinds_of", "numbered", "place"]

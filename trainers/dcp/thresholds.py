@@ -20,8 +20,8 @@ from ...codec.base import Codec, Leaf, Memory, Prepare
 from ...codec.checkpoint import Checkpoint
 from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
-from ...codec.matching import matched
-from ...codec.opened import Opened
+from ...codec.inputs import Inputs
+from ...codec.plan import ArrayPlan, plan
 from ...codec.weights.partition import Sketch, magnitudes
 from ...codec.weights.planning import Limits, Plan, check_gradients, limits, plans, sketched, thresholds_before
 from ...codec.weights.quantize import Quantize
@@ -56,18 +56,19 @@ class Weights:
     """
 
     def __init__(self, state: Any, cfg: Config, kinds: Mapping[str, Any], parent: Checkpoint | None) -> None:
-        opened = Opened.of(state, parent, kinds)
-        groups: dict[Quantize, list[Leaf]] = {}
-        for leaf, codec in zip(*matched(opened, cfg), strict=True):
-            if isinstance(codec, Quantize) and (codec.protect or codec.prune):
-                groups.setdefault(codec, []).append(leaf)
+        planned = plan(Inputs.of(state, parent, kinds), cfg)
+        groups: dict[Quantize, list[ArrayPlan]] = {}
+        for one in planned:
+            if isinstance(one.codec, Quantize) and (one.codec.protect or one.codec.prune):
+                groups.setdefault(one.codec, []).append(one)
         self.sketches: dict[Quantize, dict[str, Sketch]] = {}
         self.summaries: dict[Quantize, Summary] = {}
-        for codec, group in groups.items():
+        for codec, plans_of_codec in groups.items():
+            group = [one.leaf for one in plans_of_codec]
             check_gradients(codec, group)
             found = sketched(codec, group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
-            self.summaries[codec] = Summary(_by_layer(found), thresholds_before(opened.parents(group)))
+            self.summaries[codec] = Summary(_by_layer(found), thresholds_before([one.parent for one in plans_of_codec]))
 
     def under(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
         """What plans these weights under those thresholds, in place of each codec's own `prepare`."""

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ...codec.checkpoint import Checkpoint
-from ...codec.compress import compressed
+from ...codec.compress import compress_inputs
 from ...codec.config import ChainPolicy, Config, check_config
 from ...codec.errors import (
     BadArgumentError,
@@ -29,8 +29,8 @@ from ...codec.errors import (
     ShrinkpointWarning,
     UnsupportedLeafError,
 )
-from ...codec.opened import Opened
-from ...codec.state.kinds import check_kinds
+from ...codec.evidence.kind import check_kinds
+from ...codec.inputs import Inputs
 from ...store.chain import carried_by
 from ...store.files import TEMPORARY, Files
 from ...store.manifest import Manifest
@@ -262,7 +262,7 @@ class Writer(StorageWriter):
             earlier = None if trail is None else trail.earlier(state)
 
             def against(prev: Checkpoint | None) -> Checkpoint:
-                return compressed(Opened.of(state, prev, kinds, earlier=earlier), self.cfg, prepare)
+                return compress_inputs(Inputs.of(state, prev, kinds, earlier=earlier), self.cfg, prepare)
 
             ckpt, whole = against(parent), None
             if head is not None:

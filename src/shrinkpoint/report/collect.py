@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..codec.checkpoint import ArrayRecord, Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
+from ..codec.evidence.moments import guess
 from ..codec.parallel import map_chunks
-from ..codec.state.kinds import guess
 from ..store import restores
 from ..store.files import open_files
 from .histogram import Histogram, histogram

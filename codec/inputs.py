@@ -1,23 +1,24 @@
-"""A state opened to be compressed: taken apart into its arrays, with what was given beside it checked against these."""
+"""The arguments of `compress` taken apart: the arrays of a state, and gradients and kinds checked against them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .base import Array, Leaf, Memory
 from .checkpoint import Checkpoint, check_resolved
 from .errors import BadArgumentError, UnsupportedLeafError
+from .evidence.gather import Evidence
+from .evidence.kind import by_path, check_kinds, check_used, kinds_for
 from .state import tree
-from .state.kinds import by_path, check_kinds, check_used
 from .state.leaves import is_array, same_storage_key
 from .weights.drift import Earlier
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """The arguments of `compress` but for the configuration, taken apart.
+class Inputs:
+    """The arguments of `compress` without the configuration, taken apart.
 
     Args:
         nodes: the tree in preorder; array nodes refer to `arrays`.
@@ -25,7 +26,8 @@ class Opened:
         prev: the parent, resolved, or None.
         kinds: as given.
         grads: gradients by path.
-        earlier: the weights as they were, by path; None: not given.
+        past_weights: earlier values of the weights by path; None: not given.
+        evidence: of each array, where it was gathered from a larger state than this one; None: not gathered yet.
     """
 
     nodes: list[Any]
@@ -33,12 +35,13 @@ class Opened:
     prev: Checkpoint | None
     kinds: Mapping[str, Any] | None
     grads: dict[str, Array]
-    earlier: Earlier | None
+    past_weights: Earlier | None
+    evidence: Sequence[Evidence] | None = None
 
     @staticmethod
     def of(
         state: Any, prev: Checkpoint | None, kinds: Mapping[str, Any] | None, grads: Any = None, earlier: Any = None
-    ) -> Opened:
+    ) -> Inputs:
         """Take a state apart; the arguments are those of `compress`, and so are the errors."""
         if prev is not None:
             check_resolved(prev)
@@ -49,15 +52,34 @@ class Opened:
         if earlier is not None:
             before = Earlier.of(earlier)
             earlier = Earlier(by_weights(before.weights, found, "earlier"), before.steps)
-        return Opened(*tie(nodes, found), prev, kinds, gradients, earlier)
+        return Inputs(*tie(nodes, found), prev, kinds, gradients, earlier)
 
     def parents(self, leaves: Sequence[Leaf]) -> list[Memory | None]:
-        """What a delta of each of these arrays is coded against."""
+        """Return what a delta of each of these arrays is coded against."""
         return [None if self.prev is None else self.prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
+
+    def part(self, numbers: Sequence[int]) -> Inputs:
+        """Return some of the arrays, each with the evidence that the whole state gives; the others become None.
+
+        Args:
+            numbers: of the arrays, ascending.
+        """
+        place = {number: at for at, number in enumerate(numbers)}
+        nodes = [_renumbered(node, place) for node in self.nodes]
+        arrays = [self.arrays[i] for i in numbers]
+        kinds = kinds_for(self.kinds, (node.path for node in arrays))
+        evidence = None if self.evidence is None else [self.evidence[i] for i in numbers]
+        return replace(self, nodes=nodes, arrays=arrays, kinds=kinds, evidence=evidence)
+
+
+def _renumbered(node: Any, place: Mapping[int, int]) -> Any:
+    if not (isinstance(node, dict) and "a" in node):
+        return node
+    return {"a": place[node["a"]]} if node["a"] in place else None
 
 
 def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
-    """Let array nodes that are the same memory refer to one array."""
+    """Return the tree and its arrays with each array once: nodes that are the same memory refer to one."""
     first: dict[Any, int] = {}
     number: list[int] = []
     unique: list[tree.ArrayNode] = []
@@ -75,8 +97,10 @@ def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[
 
 
 def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, Any]:
-    """A tree of arrays beside the weights, by path; each must belong to an array of the state, if only to the second
-    name of a tied one. An entry that is the whole path of an array is for that one, and for no other whose tail it is.
+    """Return the arrays of a tree that is given along with the weights, by path.
+
+    Each must belong to an array of the state, if only to the second name of a tied one. An entry that is the whole
+    path of an array is for that one, and for no other whose tail it is.
 
     Args:
         given: the tree, or None.
@@ -99,6 +123,6 @@ def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, 
 
 
 def entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], tuple[str, Any] | None]:
-    """A look-up by path: the entry of this path, else that of its longest tail that is no array's own path."""
+    """Return a look-up by path: the entry of this path, else of its longest tail that is not an array's own path."""
     others = {path: table[path] for path in table.keys() - {node.path for node in found}}
     return lambda path: (path, table[path]) if path in table else by_path(others, path) if others else None

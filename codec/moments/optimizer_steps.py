@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from ..state.kinds import MomentPlace, moment_place, role_of
+from ..evidence.entries import Entry, Outline, entries_of
+from ..evidence.moments import role_of
 
 _BESIDE = ("step", "count")
 """Names of the count beside a second moment: PyTorch's, Optax's."""
@@ -25,15 +26,17 @@ def counting(paths: Iterable[str]) -> list[str]:
         >>> counting(["optimizer/adam/iteration", "data/iteration"])
         ['optimizer/adam/iteration']
     """
-    named = [(path, moment_place(path)) for path in paths]
-    places = {place.above for path, place in named if role_of(path) == "second moment"}
+    paths = list(paths)
+    named = [(path, entry) for path, entry in zip(paths, entries_of(paths, Outline()), strict=True) if entry]
+    moments = [entry for _, entry in named if role_of(entry) == "second moment"]
+    places = {entry.owner for entry in moments} | {(entry.above, "") for entry in moments}
 
-    def counts(place: MomentPlace) -> bool:
-        if place.name in _BELOW and "optimizer" in place.above.split("/"):
+    def counts(entry: Entry) -> bool:
+        if entry.name in _BELOW and "optimizer" in entry.above.split("/"):
             return True
-        return place.name in _BESIDE and place.above in places
+        return entry.name in _BESIDE and entry.owner in places
 
-    return [path for path, place in named if counts(place)]
+    return [path for path, entry in named if counts(entry)]
 
 
 def steps_taken(paths: Iterable[str], value: Callable[[str], float | None]) -> float | None:

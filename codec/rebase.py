@@ -1,4 +1,4 @@
-"""The same checkpoint stated anew: as a base, or as a delta over another parent. What compaction and super-steps do."""
+"""`rebase`: the same checkpoint as a base, or as a delta over another parent, for compaction and super-steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 from .arithmetic import own_arithmetic
 from .base import Memory
 from .checkpoint import ArrayRecord, Checkpoint, check_resolved
-from .format import container
 from .format.fields import Piece
 from .parallel import map_chunks
 
 
 @own_arithmetic()
-def restate(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
-    """State a resolved checkpoint anew over another parent; nothing is quantized again.
+def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
+    """Return a resolved checkpoint as a delta over another parent, or as a base; nothing is quantized again.
 
     The result restores to the same bits, and leaves the same memory, so deltas over `ckpt` decode over it too: it
     answers to the same `identity`.
@@ -36,7 +35,7 @@ def restate(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
         >>> import shrinkpoint as sp
         >>> base = sp.compress({"n": np.arange(5000)})
         >>> delta = sp.compress({"n": np.arange(5000) + 1}, prev=base)
-        >>> alone = restate(delta)
+        >>> alone = rebase(delta)
         >>> alone.is_delta, alone.identity == delta.id, bool((sp.decompress(alone)["n"] == np.arange(1, 5001)).all())
         (False, True, True)
 
@@ -71,6 +70,8 @@ def restate(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
         "tree": ckpt.header["tree"],
         "arrays": rows,
     }
-    data = container.write(header, [piece for _, pieces, _, _ in stated for piece in pieces])
+    if "why" in ckpt.header:
+        header["why"] = ckpt.header["why"]
     memories = {r.key: m for r, (_, _, _, m) in zip(ckpt.records, stated, strict=True) if m is not None}
-    return Checkpoint(data, memories)
+    keys = [(r.path, r.key) for r in ckpt.records]
+    return Checkpoint.written(header, keys, [piece for _, pieces, _, _ in stated for piece in pieces], memories)

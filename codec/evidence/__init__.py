@@ -1,0 +1,12 @@
+"""Evidence: what an array of a state is, and what says so.
+
+An array may be stored with loss only if something says what it is (`Evidence`). In this order:
+
+    kind         `Kind`, the answer in one word; look-up of what the caller gave as `kinds=`
+    module       `kinds(module, optimizer)`: what a torch module and its optimizers say
+    names        what a path says by itself: roles, layer types, places that never hold weights
+    entries      entries of optimizers, in every layout that occurs
+    moments      which entries are first and second moments, and which of them must stay exact
+    parameters   which parameters the entries belong to
+    gather       all of these together, for `compress`
+"""

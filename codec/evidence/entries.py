@@ -1,0 +1,201 @@
+"""Entries of optimizers: whose they are, in every layout that occurs.
+
+torch, nested          optimizer/state/0/exp_avg, optimizer/state/fc.weight/exp_avg
+torch, flattened       optimizer/state.fc.weight.exp_avg
+Megatron               optimizer/optimizer.state.exp_avg.fc.weight
+Optax                  opt_state/0/mu/dense/kernel
+Keras and others       optimizer/dense/kernel/velocity
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .names import FIRST, OPTIMIZER, SECOND
+
+KNOWN = FIRST | SECOND
+_FLAT = re.compile(r"(?:(?P<above>.*)\.)?state\.(?P<rest>.+\..+)")
+_INDEX = re.compile(r"\d+")
+_ADAM = ("exp_avg", "exp_avg_sq")
+
+
+class Entry(NamedTuple):
+    """An array that an optimizer keeps of a parameter.
+
+    Args:
+        optimizer: path of the optimizer.
+        above: what stands above the names of parameter and entry; of one optimizer's chained parts it differs.
+        parameter: number or name of the parameter.
+        name: of the entry: "exp_avg".
+    """
+
+    optimizer: str
+    above: str
+    parameter: str
+    name: str
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """What all entries of one parameter have in common."""
+        return self.above, self.parameter
+
+
+@dataclass(slots=True)
+class Outline:
+    """What the containers of a state say, apart from its arrays.
+
+    Args:
+        orders: for each path of an optimizer in torch's layout, the parameters of its groups in order.
+        mixed: paths of the containers that also hold plain scalars, or are not dicts with text as keys.
+    """
+
+    orders: dict[str, list[Any]] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(skeleton: Any) -> Outline:
+        """Read the outline of a state.
+
+        Args:
+            skeleton: the tree, with `ARRAY` in place of each array.
+        """
+        outline = Outline()
+        root: _Link = (None, "")
+        stack: list[tuple[_Link, Any]] = [(root, skeleton)]
+        while stack:
+            link, node = stack.pop()
+            named = isinstance(node, dict)
+            children = list(node.items() if named else enumerate(node))
+            arrays = sum(value is ARRAY for _, value in children)
+            nested = [((link, key), value) for key, value in children if isinstance(value, dict | list | tuple)]
+            plain = named and len(children) == arrays + len(nested) and all(isinstance(key, str) for key, _ in children)
+            if arrays and not plain:
+                outline.mixed.add(_spell(link))
+            if named and "param_groups" in node:
+                outline.orders[_spell(link)] = _order(node["param_groups"])
+            stack += nested
+        return outline
+
+
+_Link = tuple[Any, Any]
+"""A container's place: the link of the one that holds it, and its key. Paths are spelled only where they are needed."""
+
+
+def _spell(link: _Link) -> str:
+    parts = []
+    while link[0] is not None:
+        link, key = link
+        parts.append(str(key))
+    return "/".join(reversed(parts))
+
+
+ARRAY = object()
+"""Stands for an array in a skeleton."""
+
+
+def _order(groups: Any) -> list[Any]:
+    found: list[Any] = []
+    for group in groups if isinstance(groups, list | tuple) else ():
+        parameters = group.get("params", ()) if isinstance(group, dict) else ()
+        found += parameters if isinstance(parameters, list | tuple) else ()
+    return found
+
+
+def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
+    """Return the entry at each path; None where no optimizer stands above it.
+
+    Args:
+        paths: of all arrays.
+        outline: of the same state.
+
+    Example:
+        >>> paths = ["optimizer/state/0/exp_avg_sq", "opt_state/0/nu/dense/kernel", "model/fc.weight"]
+        >>> [entry and entry.parameter for entry in entries_of(paths, Outline())]
+        ['0', 'dense/kernel', None]
+    """
+    optimizers = outline.orders.keys()
+    found = [parse(path, optimizers) for path in paths]
+    held = set(paths)
+    names: dict[tuple[str, str], set[str]] = {}
+    for entry in found:
+        if entry is not None:
+            names.setdefault(entry.owner, set()).add(entry.name)
+    for i, entry in enumerate(found):
+        # A `mu` below a number alone may be a layer: Optax has a count of steps next to it, or its counterpart.
+        if entry is None or entry.optimizer or entry.name not in ("mu", "nu"):
+            continue
+        if f"{entry.above}/count".lstrip("/") not in held and not {"mu", "nu"} <= names[entry.owner]:
+            found[i] = None
+    for i, path in enumerate(paths):
+        # Adam's two entries side by side need no optimizer's key above them.
+        above, _, name = path.rpartition("/")
+        if found[i] is None and name in _ADAM and all(f"{above}/{other}" in held for other in _ADAM):
+            optimizer, _, parameter = above.rpartition("/")
+            found[i] = Entry(optimizer, optimizer, parameter, name)
+    return found
+
+
+def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
+    """Return the entry at a path, by the path alone.
+
+    Args:
+        path: of the array.
+        optimizers: paths that are known to be optimizers in torch's layout.
+
+    Example:
+        >>> parse("optimizer/state.fc.weight.exp_avg")
+        Entry(optimizer='optimizer', above='optimizer/state', parameter='fc.weight', name='exp_avg')
+        >>> parse("model/fc.weight")
+    """
+    parts = path.split("/")
+    root = _root(parts)
+    for at, part in enumerate(parts[:-2]):
+        if part == "state" and (entry := _nested(parts, at, root, optimizers)) is not None:
+            return entry
+    flat = _FLAT.fullmatch(parts[-1])
+    if flat is not None and (entry := _flattened(parts, flat, root, optimizers)) is not None:
+        return entry
+    for at, part in enumerate(parts[:-1]):
+        if part in ("mu", "nu") and (root or any(_INDEX.fullmatch(p) for p in parts[:at])):
+            return Entry(root, "/".join(parts[:at]), "/".join(parts[at + 1 :]), part)
+    if root and path != root:
+        return Entry(root, "/".join(parts[:-1]), "", parts[-1])
+    return None
+
+
+def _root(parts: list[str]) -> str:
+    """The path down to the first key that an optimizer stands at, with the numbers below it; "" if there is none."""
+    for at in range(len(parts) - 1):
+        if OPTIMIZER.match("/".join(parts[at:])):
+            end = at + 1
+            while end < len(parts) - 2 and _INDEX.fullmatch(parts[end]) and parts[end + 1] == "state":
+                end += 1
+            return "/".join(parts[:end])
+    return ""
+
+
+def _nested(parts: list[str], at: int, root: str, optimizers: Collection[str]) -> Entry | None:
+    above, below = "/".join(parts[:at]), parts[at + 1 :]
+    where = "/".join(parts[: at + 1])
+    if below[0] in KNOWN and root:
+        return Entry(above, where, "/".join(below[1:]), below[0])
+    parameter, name = "/".join(below[:-1]), below[-1]
+    if root or above in optimizers or parameter.isdigit() or name in KNOWN:
+        return Entry(above, where, parameter, name)
+    return None
+
+
+def _flattened(parts: list[str], flat: re.Match[str], root: str, optimizers: Collection[str]) -> Entry | None:
+    folder = "/".join(parts[:-1])
+    above = flat["above"] or ""
+    optimizer = "/".join(p for p in (folder, above) if p)
+    where = f"{optimizer}/state".lstrip("/")
+    head, _, tail = flat["rest"].partition(".")
+    known = root or optimizer in optimizers or (above and OPTIMIZER.match(above.rpartition(".")[2]))
+    if head in KNOWN and known:
+        return Entry(optimizer, where, tail, head)
+    parameter, _, name = flat["rest"].rpartition(".")
+    return Entry(optimizer, where, parameter, name) if known or name in KNOWN else None

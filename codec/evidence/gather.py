@@ -1,0 +1,266 @@
+"""Evidence of all arrays of a state, gathered once for everything that asks.
+
+An array may be stored with loss only if one of these says what it is, in this order: a rule of the user that names it
+by path (`codec.config`), `kinds=`, the structure of the state (an optimizer's entry belongs to it), or a name and shape
+that only weights have. Everything else is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.arrays import is_torch
+from ...kernels.floats import FORMATS
+from ..parallel import map_arrays
+from ..state import tree
+from ..state.leaves import LeafSpec
+from . import names
+from .entries import ARRAY, Entry, Outline, entries_of
+from .kind import TINY, TINY_MOMENT, Kind, by_path
+from .moments import role_of, unpaired_roots
+from .parameters import Matches, match
+
+_CHUNK = 1 << 20
+_UNKNOWN = "nothing says what it is"
+_LONELY = "the optimizer's parameters could not be matched"
+FROZEN = "frozen: no optimizer entry belongs to it"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What an array is, and what says so.
+
+    Args:
+        kind: layer type and role. Without evidence the role is "state".
+        source: "kinds", "structure", "name", or "" if nothing says what the array is.
+        why: the evidence, or the reason for exact storage, in a few words for the summary.
+        is_bound: whether the array stays exact whatever a rule says.
+        is_unknown: whether it is exact only because nothing says what it is.
+        entry: the optimizer entry that the array is, or None.
+    """
+
+    kind: Kind
+    source: str = ""
+    why: str = ""
+    is_bound: bool = False
+    is_unknown: bool = False
+    entry: Entry | None = None
+
+    @property
+    def may_be_lossy(self) -> bool:
+        """Whether the array may change without a rule that names it by path."""
+        return bool(self.source) and not self.is_bound and self.kind.role != "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """The arrays of a state, as evidence is gathered of them.
+
+    Args:
+        paths: of all arrays.
+        specs: library, dtype and shape of each.
+        flats: the values of each, flat.
+        held: whether an array is part of a tensor subclass, which stays exact.
+    """
+
+    paths: Sequence[str]
+    specs: Sequence[LeafSpec]
+    flats: Sequence[Any]
+    held: Sequence[bool]
+
+
+def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) -> list[Evidence]:
+    """Return the evidence of each array.
+
+    Args:
+        nodes: the tree in preorder, as `state.tree.flatten` gives it.
+        arrays: of the tree.
+        kinds: as given to `compress`.
+    """
+    outline = Outline.of(tree.unflatten(nodes, lambda _number, _place: ARRAY))
+    given = _given(arrays, kinds)
+    entries = {i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None}
+    for i, kind in enumerate(given):
+        if kind is not None and kind.role == "weight":
+            entries.pop(i, None)
+        elif kind is not None and kind.role.endswith("moment") and i not in entries:
+            above, _, name = arrays.paths[i].rpartition("/")
+            entries[i] = Entry("", above, "", name)
+    roles = {i: _role(role_of(entry), given[i]) for i, entry in entries.items()}
+    moments = {i for i, role in roles.items() if role.endswith("moment")}
+    shapes = [spec.shape for spec in arrays.specs]
+    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
+    matches = match(parameters, {i: (entries[i], shapes[i]) for i in sorted(moments)}, outline)
+    spoilt = _spoilt(arrays, entries, roles, matches)
+    has_optimizer = bool(moments)
+    found = []
+    for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
+        kind = given[i]
+        if i in entries:
+            evidence = _of_entry(path, spec, entries[i], roles[i], kind)
+        elif kind is not None and (kind.role == "state" or kind.layer != "other"):
+            evidence = Evidence(kind, "kinds", "kinds: " + (kind.layer if kind.role == "weight" else kind.role))
+        else:
+            evidence = _of_parameter(i, path, spec, matches, has_optimizer, outline)
+        evidence = dataclasses.replace(evidence, entry=entries.get(i))
+        found.append(_bound(evidence, spec, "part of a tensor subclass" if arrays.held[i] else spoilt.get(i, "")))
+    return found
+
+
+def _role(by_name: str, kind: Kind | None) -> str:
+    return by_name if kind is None else kind.role
+
+
+def _given(arrays: Arrays, kinds: Mapping[str, Any] | None) -> list[Kind | None]:
+    """The kind that `kinds=` has for each array; None where there is none that fits.
+
+    Several arrays may end in one name: a copy of each weight, or layers of another model. Where their numbers of axes
+    differ, nobody can say which is meant.
+    """
+    if not kinds:
+        return [None] * len(arrays.paths)
+    found = [by_path(kinds, path) for path in arrays.paths]
+    axes: dict[str, set[int]] = {}
+    for match_, spec in zip(found, arrays.specs, strict=True):
+        if match_ is not None:
+            axes.setdefault(match_[0], set()).add(len(spec.shape))
+    return [
+        None if m is None or (len(axes[m[0]]) > 1 and m[0] != path) else _fitting(m, path, spec)
+        for m, path, spec in zip(found, arrays.paths, arrays.specs, strict=True)
+    ]
+
+
+def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec) -> Kind | None:
+    key, value = found
+    if not isinstance(value, Kind):
+        (entry,) = entries_of([path], Outline())
+        return Kind(value, "weight" if entry is None else role_of(entry))
+    if value.shape is not None and value.shape != spec.shape:
+        return None
+    # A tail of a path is not the path: elsewhere in the state the same name may be that of another thing.
+    elsewhere = key != path and (names.is_other_part(path) or (value.role == "weight" and names.is_average(path)))
+    return None if elsewhere else value
+
+
+def _may_be_parameter(i: int, arrays: Arrays, entries: Mapping[int, Entry]) -> bool:
+    path, spec = arrays.paths[i], arrays.specs[i]
+    statistics = names.last_name(path) in ("running_mean", "running_var")
+    elsewhere = names.is_other_part(path) or names.is_average(path)
+    return i not in entries and spec.dtype in FORMATS and not statistics and not elsewhere and not arrays.held[i]
+
+
+def _of_entry(path: str, spec: LeafSpec, entry: Entry, role: str, kind: Kind | None) -> Evidence:
+    if kind is not None:
+        return Evidence(dataclasses.replace(kind, shape=None), "kinds", f"kinds: {role}")
+    layer = names.layer_of(path, spec)
+    if role == "state":
+        return Evidence(Kind(layer, role, entry.parameter or None), "", "an optimizer entry that is not a known moment")
+    return Evidence(Kind(layer, role, _name(entry)), "structure", f"structure: {role} of an optimizer")
+
+
+def _name(entry: Entry) -> str | None:
+    return None if entry.parameter.isdigit() or not entry.parameter else entry.parameter
+
+
+def _of_parameter(
+    i: int, path: str, spec: LeafSpec, matches: Matches, has_optimizer: bool, outline: Outline
+) -> Evidence:
+    layer = names.layer_of(path, spec)
+    state = Kind(layer, "state")
+    if i in matches.trained:
+        if not (names.has_weight_name(path) or names.could_be_matrix(spec)):
+            return Evidence(state, "", "no layer's weights: less than 16 values in the second longest axis")
+        if names.is_codebook(path):
+            return Evidence(state, "", "the codebook of a vector quantizer")
+        owner = matches.trained[i][1]
+        name = None if owner.isdigit() else owner
+        return Evidence(Kind(layer, "weight", name), "structure", "structure: an optimizer entry belongs to it")
+    if has_optimizer:
+        return Evidence(state, "", FROZEN) if matches.complete else Evidence(state, "", _LONELY, is_unknown=True)
+    above = path.rpartition("/")[0]
+    named = len(spec.shape) >= 2 and names.has_weight_name(path)
+    elsewhere = names.is_other_part(path) or names.is_average(path)
+    in_module = above not in outline.mixed or "." in path.rpartition("/")[2]
+    if named and in_module and not elsewhere:
+        return Evidence(Kind(layer, "weight"), "name", "name and shape of a layer's weights")
+    return Evidence(state, "", _UNKNOWN, is_unknown=not elsewhere)
+
+
+def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:
+    """The evidence, with the reason if the array must stay exact whatever a rule says."""
+    kind = evidence.kind
+    moment = kind.role.endswith("moment")
+    least = TINY_MOMENT if moment else TINY
+    if spec.library == "numpy scalar" or spec.dtype not in FORMATS:
+        why = f"exact: {spec.dtype}"
+    elif spoilt:
+        why = f"exact: {spoilt}"
+    elif not moment and kind.layer in ("norm", "bias"):
+        why = f"exact: {kind.layer}"
+    elif spec.size < least:
+        why = f"exact: less than {least} elements"
+    else:
+        return evidence
+    return dataclasses.replace(evidence, why=why, is_bound=True, is_unknown=False)
+
+
+def _spoilt(arrays: Arrays, entries: Mapping[int, Entry], roles: Mapping[int, str], matches: Matches) -> dict[int, str]:
+    """The moments whose values or surroundings contradict their names, with the reason."""
+    spoilt = unpaired_roots(entries, roles, lambda v, m: _is_variance(arrays, v, m))
+    moments = [i for i, role in roles.items() if role.endswith("moment") and arrays.specs[i].dtype in FORMATS]
+
+    def wrong(i: int) -> str:
+        return _wrong_values(arrays.flats[i], roles[i]) if i not in spoilt else ""
+
+    for i, why in zip(moments, map_arrays(wrong, moments, lambda i: arrays.specs[i].size), strict=True):
+        if why:
+            spoilt[i] = why
+    owners = {entries[i].owner: why for i, why in spoilt.items() if roles[i] == "second moment"}
+    for i in moments:
+        if entries[i].owner in owners and i not in spoilt:
+            spoilt[i] = f"{owners[entries[i].owner]} (next to it)"
+        if entries[i].owner in matches.contradicted:
+            spoilt[i] = "its parameter has another shape"
+    return spoilt
+
+
+def _wrong_values(flat: Any, role: str) -> str:
+    if not flat.shape[0]:
+        return ""
+    low, high = _extremes(flat)
+    if not low <= high:
+        return "it holds NaN"
+    return "a second moment is never negative" if role == "second moment" and low < 0 else ""
+
+
+def _extremes(flat: Any) -> tuple[float, float]:
+    """The smallest and the largest value; NaN if there is one."""
+    if is_torch(flat):
+        return float(flat.min()), float(flat.max())
+    with np.errstate(invalid="ignore"):
+        return float(flat.min()), float(flat.max())
+
+
+def _is_variance(arrays: Arrays, second: int, first: int) -> bool:
+    """Whether `v >= m**2` for all elements, to what rounding to bfloat16 may have done."""
+    specs = arrays.specs[second], arrays.specs[first]
+    if specs[0].shape != specs[1].shape or {spec.dtype for spec in specs} - FORMATS.keys():
+        return False
+    for start in range(0, specs[0].size, _CHUNK):
+        v, m = (_wide(arrays.flats[i][start : start + _CHUNK]) for i in (second, first))
+        square = m * m
+        if is_torch(v) != is_torch(square):
+            square = v.new_tensor(square) if is_torch(v) else square.cpu().numpy()
+        if bool((square > (1 + 2.0**-6) * v + 1e-30).any()):
+            return False
+    return True
+
+
+def _wide(x: Any) -> Any:
+    """As float64, in its library."""
+    return x.double() if is_torch(x) else x.astype(np.float64)

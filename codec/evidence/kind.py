@@ -1,0 +1,148 @@
+"""`Kind`: layer type and role of an array, and the look-up of kinds by path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...kernels.arguments import shown
+from ..errors import BadArgumentError
+
+LAYERS = ("linear", "convolution", "attention", "embedding", "norm", "bias", "other")
+ROLES = ("weight", "first moment", "second moment", "state")
+TINY = 1024
+"""Arrays with fewer elements are always exact."""
+TINY_MOMENT = 64
+"""Moments with fewer elements are always exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The layer type and the role of an array.
+
+    Args:
+        layer: layer type of the array, or of the parameter that an optimizer entry belongs to; one of `LAYERS`.
+            "other" is not known to be a layer.
+        role: "weight", "first moment" or "second moment" of an optimizer, or "state": a frozen parameter, a buffer,
+            an unknown entry of an optimizer, anything that must stay exact.
+        parameter: name of the parameter, also of the one that an optimizer entry belongs to; None: not known.
+        optimizer: class name of the optimizer; None: not known.
+        rows: packed bits (uint8 NumPy, row i is bit i mod 8 of byte i div 8), 1 for each row that may have changed
+            since the parent; None: not known. Kinds compare equal whatever it is.
+        rows_since_base: the same since the parent, where that is a base; None: `rows` is for any parent.
+        shape: shape of the array; the kind holds for no array of another shape. None: any.
+    """
+
+    layer: str = "other"
+    role: str = "weight"
+    parameter: str | None = None
+    optimizer: str | None = None
+    rows: Any = field(default=None, compare=False, repr=False)
+    rows_since_base: Any = field(default=None, compare=False, repr=False)
+    shape: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, str) or self.layer not in LAYERS:
+            raise BadArgumentError(f"kind {shown(self.layer)} is unknown; one of {', '.join(LAYERS)}")
+        if not isinstance(self.role, str) or self.role not in ROLES:
+            raise BadArgumentError(f"role {shown(self.role)} is unknown; one of {', '.join(ROLES)}")
+        for name in ("parameter", "optimizer"):
+            text = getattr(self, name)
+            if not isinstance(text, str | None):
+                raise BadArgumentError(f"{name} is {shown(text)}; a string or None is needed")
+        for name in ("rows", "rows_since_base"):
+            bits = getattr(self, name)
+            if bits is not None and not (isinstance(bits, np.ndarray) and bits.dtype == np.uint8 and bits.ndim == 1):
+                raise BadArgumentError(f"{name} is {str(bits)[:60]}; it must be packed bits, uint8 NumPy of one axis")
+
+
+def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
+    """Return the entry for `path`: its own, else that of its longest tail (`model/fc.weight` finds `fc.weight`)."""
+    tail = path
+    while True:
+        if tail in table:
+            return tail, table[tail]
+        cut = tail.find("/")
+        if cut < 0:
+            return None
+        tail = tail[cut + 1 :]
+
+
+def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_base: bool) -> dict[str, Any]:
+    """Return the packed bits of the rows that may have changed since the parent, by path, where they are known.
+
+    Rows are known of one array only. Where several paths end in the same name (the weights, and an average of them,
+    which changes in other rows), they are known of none.
+
+    Args:
+        paths: of all arrays.
+        kinds: as given to `compress`.
+        over_base: whether the parent is a base.
+    """
+    found = [(path, by_path(kinds, path)) for path in paths] if kinds else []
+    matches = Counter(match[0] for _, match in found if match is not None)
+    table = {}
+    for path, match in found:
+        if match is None or matches[match[0]] > 1 or not isinstance(match[1], Kind):
+            continue
+        kind = match[1]
+        bits = kind.rows_since_base if over_base and kind.rows_since_base is not None else kind.rows
+        if bits is not None:
+            table[path] = bits
+    return table
+
+
+def check_used(kinds: Mapping[str, Any] | None, paths: Sequence[str]) -> None:
+    """Refuse kinds if none of their keys is the name of an array: they are of another state, or named otherwise.
+
+    Some keys may be without an array: `kinds(module, optimizer)` names every entry, and a state may hold fewer.
+
+    Args:
+        kinds: as given to `compress`.
+        paths: of all arrays, also of the second names of tied ones.
+
+    Raises:
+        BadArgumentError: with some names of both.
+    """
+    if kinds and paths and not any(by_path(kinds, path) for path in paths):
+        raise BadArgumentError(
+            f"kinds: none of its {len(kinds)} paths ({_some(kinds)}) is that of an array of the state ({_some(paths)})"
+        )
+
+
+def kinds_for(kinds: Mapping[str, Any] | None, paths: Iterable[str]) -> dict[str, Any] | None:
+    """Return the kinds that belong to some of the paths, for a part of a state.
+
+    Example:
+        >>> kinds_for({"fc.weight": "linear", "wte": "embedding"}, ["model/wte"])
+        {'wte': 'embedding'}
+    """
+    if kinds is None:
+        return None
+    matches = (by_path(kinds, path) for path in paths)
+    return {match[0]: match[1] for match in matches if match is not None}
+
+
+def _some(names: Iterable[str]) -> str:
+    first = [str(name)[:80] for _, name in zip(range(4), names, strict=False)]
+    return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
+
+
+def check_kinds(kinds: Any) -> None:
+    """Refuse anything but a mapping of paths to layer types or `Kind`s."""
+    if kinds is None:
+        return
+    if not isinstance(kinds, Mapping):
+        raise BadArgumentError(f"kinds must map paths to kinds, not be a {type(kinds).__qualname__}")
+    for path, kind in kinds.items():
+        if not isinstance(path, str):
+            raise BadArgumentError(f"kinds: the path {path!r} is not a string")
+        if isinstance(kind, str):
+            if kind not in LAYERS:
+                raise BadArgumentError(f"kinds: {path}: kind {kind!r} is unknown; one of {', '.join(LAYERS)}")
+        elif not isinstance(kind, Kind):
+            raise BadArgumentError(f"kinds: {path}: {kind!r} is neither a layer type nor a Kind")

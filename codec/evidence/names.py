@@ -1,0 +1,142 @@
+"""What a path says by itself: roles of optimizer entries, layer types, places that never hold weights."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from .kind import TINY
+
+if TYPE_CHECKING:
+    from ..state.leaves import LeafSpec
+
+FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "mu", "m"}
+"""Names of averages in the unit of a gradient or an update. Adamax's `exp_inf` is one: it is not a square."""
+SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
+"""Names of averages of squares."""
+_NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln|ln_?\w|bn|bn\d+|running_mean|running_var)([._/]|$)", re.IGNORECASE)
+_EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe|tok\w*)([._/]|$)", re.IGNORECASE)
+_ATTENTION = re.compile(r"(^|[._/])(\w*attn\w*|\w*attention\w*|[qkvo]_proj|qkv\w*|in_proj\w*)([._/]|$)", re.IGNORECASE)
+_BIAS = re.compile(r"(^|_)bias(_|$)")
+_OPTIMIZER = (
+    r"(?:[^/]*optim(?:i[sz]er)?s?|(?:[^/]*[^/a-z])?opt|optax)(?:_?states?)?"
+    r"(?:[^/a-z][^/]*|(?-i:[A-Z])(?:[^/a-z][^/]*)?)?"
+)
+"""A key that holds an optimizer: "opt", "optG", "optimisers", "my_optimizer_0", "optax_state"; not "optical"."""
+OPTIMIZER = re.compile(rf"(?!opt/(?:.*/)?(?:layers?|blocks?)/){_OPTIMIZER}(?=/|$)", re.IGNORECASE)
+"""Matches at the start of a component of a path. A model called "opt" (with layers or blocks) is not an optimizer."""
+
+_WEIGHT = re.compile(
+    r"((in_proj_|out_proj_|[qkv]_proj_)?weight(_(ih|hh|hr)(_l\d+(_reverse)?)?|_v|_orig)?"
+    r"|(recurrent_|depthwise_|pointwise_)?kernel|embeddings?)"
+)
+"""Last names that torch, Flax and Keras give to the weights of layers, and to nothing else."""
+_PARAMETRIZED = re.compile(r"parametrizations\.(\w+_)?weight\.original\d*$")
+_PLACES = re.compile(
+    r"(data|dataset|loaders?|data_?loaders?|samplers?|replay\w*|(\w+_)?buffers?|(lr_?)?schedul\w*|rng\w*|generators?"
+    r"|more|position|loops|callbacks|(\w+_)?scaler|(\w+_)?normali[sz]ers?|stats|metrics|train_state|hyper_?param\w*)",
+    re.IGNORECASE,
+)
+"""Keys near the root of a state that hold its other parts: data positions, schedulers, random-number states."""
+_AVERAGE = re.compile(
+    r"((\w*_)?ema(_\w+)?|(\w*_)?swa(_\w+)?|(\w*_)?polyak(_\w+)?|averages?|averaged(_\w+)?|shadow(_\w+)?|teacher(_\w+)?"
+    r"|target(_\w+)?|(\w*_)?slow)",
+    re.IGNORECASE,
+)
+"""Keys near the root of a state that hold an average or a late copy of the weights."""
+_CODEBOOK = re.compile(r"(^|[._/])(\w*codebooks?\w*|\w*quanti[sz]e\w*|r?vq\w*)([._/]|$)", re.IGNORECASE)
+"""Vector quantizers: their codebooks follow averages, not gradients."""
+_DEPTH = 2
+
+
+def last_name(path: str) -> str:
+    """Return the last name of a path.
+
+    Example:
+        >>> last_name("model/layers.0.fc.weight")
+        'weight'
+    """
+    return re.split(r"[./]", path)[-1]
+
+
+def layer_of(path: str, spec: LeafSpec) -> str:
+    """Return the layer type of an array by its name and shape."""
+    dims = len(spec.shape)
+    last = last_name(path)
+    if _NORM.search(path):
+        return "norm"
+    if _BIAS.search(last):
+        return "bias"
+    if dims <= 1 and last in ("weight", "gamma", "beta", "scale", "g") and spec.size <= 8 * TINY:
+        return "norm"
+    if _EMBEDDING.search(path) and dims == 2:
+        return "embedding"
+    if _ATTENTION.search(path) and dims >= 2:
+        return "attention"
+    if dims >= 3:
+        return "convolution"
+    return "linear" if dims == 2 else "other"
+
+
+def is_norm(name: str) -> bool:
+    """Whether a name is that of a norm or its statistics."""
+    return _NORM.search(name) is not None
+
+
+def is_bias(name: str) -> bool:
+    """Whether a last name is that of a bias."""
+    return _BIAS.search(name) is not None
+
+
+def is_attention(name: str) -> bool:
+    """Whether a name is that of an attention layer's projection."""
+    return _ATTENTION.search(name) is not None
+
+
+def has_weight_name(path: str) -> bool:
+    """Whether the last name is one that only weights of layers have, outside of vector quantizers.
+
+    Example:
+        >>> [has_weight_name(p) for p in ("fc.weight", "rnn.weight_ih_l0", "freqs", "vq.codebook.weight")]
+        [True, True, False, False]
+    """
+    named = _WEIGHT.fullmatch(last_name(path)) or _PARAMETRIZED.search(path)
+    return named is not None and not is_codebook(path)
+
+
+def is_codebook(path: str) -> bool:
+    """Whether an array belongs to a vector quantizer, by its path."""
+    return _CODEBOOK.search(path) is not None
+
+
+def is_other_part(path: str) -> bool:
+    """Whether an array stands in a part of the state that holds no weights: a loader, a scheduler, `more`.
+
+    Example:
+        >>> is_other_part("more/replay/weight"), is_other_part("model/position.weight")
+        (True, False)
+    """
+    return _near_root(_PLACES, path)
+
+
+def is_average(path: str) -> bool:
+    """Whether an array stands in an average or a late copy of the model, by the keys near the root.
+
+    Example:
+        >>> is_average("ema/fc.weight"), is_average("model/fc.weight")
+        (True, False)
+    """
+    return _near_root(_AVERAGE, path)
+
+
+def _near_root(pattern: re.Pattern[str], path: str) -> bool:
+    keys = [part for part in path.split("/")[:-1] if not part.isdigit() and part != "ranks"]
+    return any(pattern.fullmatch(part) for part in keys[:_DEPTH])
+
+
+def could_be_matrix(spec: LeafSpec) -> bool:
+    """Whether an array has the shape of a layer's weights: two axes or more, the two largest of 16 or more.
+
+    A table of points or splats has one short record a row, and an error in it moves a point.
+    """
+    return len(spec.shape) >= 2 and sorted(spec.shape)[-2] >= 16

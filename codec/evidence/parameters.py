@@ -1,0 +1,183 @@
+"""Parameters: which arrays of a state the entries of its optimizers belong to.
+
+By name where the entries have one. By order where parameters are numbered, and then only if number and shapes of all
+parameters agree: with the numbers of the optimizer's groups, or with all arrays of two axes or more. A match with
+several candidates is no match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .entries import Entry, Outline
+
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+_INDEX = re.compile(r"\d+")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Which parameters the optimizers of a state train.
+
+    Args:
+        trained: number of each array that entries belong to -> owner of these entries.
+        contradicted: owners whose parameter has another shape than the entries.
+        complete: whether every optimizer's parameters were found, so that an array without entries is frozen.
+    """
+
+    trained: dict[int, tuple[str, str]]
+    contradicted: set[tuple[str, str]]
+    complete: bool
+
+
+@dataclass(slots=True)
+class _Optimizer:
+    """The parameters of one optimizer: shape of the entries by number or name, in the order they stand in the state."""
+
+    path: str
+    owners: dict[str, tuple[str, str]]
+    shapes: dict[str, Shape]
+
+    @property
+    def is_numbered(self) -> bool:
+        return all(_INDEX.fullmatch(parameter) for parameter in self.shapes)
+
+
+def match(
+    candidates: Mapping[int, tuple[str, Shape]], entries: Mapping[int, tuple[Entry, Shape]], outline: Outline
+) -> Matches:
+    """Match the entries of optimizers with the parameters they belong to.
+
+    Args:
+        candidates: path and shape of each array that may be a parameter.
+        entries: entry and shape of each moment.
+        outline: of the state.
+    """
+    optimizers = _optimizers(entries)
+    trained: dict[int, tuple[str, str]] = {}
+    contradicted: set[tuple[str, str]] = set()
+    claimed: Counter[int] = Counter()
+    complete = True
+    for optimizer in (o for o in optimizers if not o.is_numbered):
+        found, wrong = _by_name(optimizer, candidates)
+        contradicted |= {optimizer.owners[p] for p in wrong}
+        complete &= len(found) == len(optimizer.shapes)
+        claimed.update(found.values())
+        trained |= {i: optimizer.owners[p] for p, i in found.items()}
+    for i, owner in _by_order([o for o in optimizers if o.is_numbered], candidates, outline):
+        claimed[i] += 1
+        trained[i] = owner
+    numbered = sum(len(o.shapes) for o in optimizers if o.is_numbered)
+    matrices = sum(len(shape) > 1 for o in optimizers if o.is_numbered for shape in o.shapes.values())
+    by_order = [owner for owner in trained.values() if _INDEX.fullmatch(owner[1])]
+    complete &= not numbered or len(by_order) >= matrices > 0
+    trained = {i: owner for i, owner in trained.items() if claimed[i] == 1}
+    return Matches(trained, contradicted, complete)
+
+
+def _optimizers(entries: Mapping[int, tuple[Entry, Shape]]) -> list[_Optimizer]:
+    found: dict[str, _Optimizer] = {}
+    for entry, shape in entries.values():
+        one = found.setdefault(entry.optimizer, _Optimizer(entry.optimizer, {}, {}))
+        parameter = entry.parameter or entry.above.removeprefix(entry.optimizer).strip("/")
+        if parameter not in one.shapes:
+            one.shapes[parameter] = shape
+            one.owners[parameter] = entry.owner if entry.parameter else (entry.above, parameter)
+    return list(found.values())
+
+
+def _plain(name: str) -> str:
+    """A name with dots between all its parts, without the prefixes of wrappers."""
+    plain = name.replace("/", ".")
+    while (shorter := _WRAPPERS.sub(r"\1", plain).replace("..", ".").lstrip(".")) != plain:
+        plain = shorter
+    return plain
+
+
+def _by_name(optimizer: _Optimizer, candidates: Mapping[int, tuple[str, Shape]]) -> tuple[dict[str, int], list[str]]:
+    """The array of each named parameter, and the parameters that are there in another shape only."""
+    wanted = {_plain(parameter): parameter for parameter in optimizer.shapes}
+    named: dict[str, list[int]] = {}
+    for i, (path, _) in candidates.items():
+        tail = _plain(path)
+        while tail:
+            if tail in wanted:
+                named.setdefault(wanted[tail], []).append(i)
+                break
+            tail = tail.partition(".")[2]
+    found, wrong = {}, []
+    for parameter, numbers in named.items():
+        fitting = [i for i in numbers if candidates[i][1] == optimizer.shapes[parameter]]
+        if len(fitting) == 1:
+            found[parameter] = fitting[0]
+        elif not fitting:
+            wrong.append(parameter)
+    return found, wrong
+
+
+def _by_order(
+    optimizers: list[_Optimizer], candidates: Mapping[int, tuple[str, Shape]], outline: Outline
+) -> Iterable[tuple[int, tuple[str, str]]]:
+    """The arrays that numbered parameters are, for each optimizer alone, then for all that are left together."""
+    left = []
+    for optimizer in optimizers:
+        fitting = [m for group in _trees(optimizer.path, candidates) if (m := _fit([optimizer], group, outline))]
+        if len(fitting) == 1:
+            yield from fitting[0]
+        else:
+            left.append(optimizer)
+    if len(left) > 1:
+        groups = _trees(left[0].path, candidates)
+        fitting = [m for group in groups if (m := _fit(left, group, outline))]
+        if len(fitting) == 1:
+            yield from fitting[0]
+
+
+def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[dict[int, Shape]]:
+    """The groups of arrays that an optimizer may train: each part of the state next to it, and all of them."""
+    parts = optimizer.split("/") if optimizer else []
+    while parts and _INDEX.fullmatch(parts[-1]):
+        parts.pop()
+    above = "/".join(parts[:-1])
+    prefix = f"{above}/" if above else ""
+    groups: dict[tuple[str, ...], dict[int, Shape]] = {}
+    for i, (path, shape) in candidates.items():
+        if not path.startswith(prefix):
+            continue
+        below = path.removeprefix(prefix).split("/")
+        keys = {(), tuple(below[:1]) if len(below) > 1 else ("", "")}
+        if len(below) > 2 and _INDEX.fullmatch(below[1]):
+            keys.add(tuple(below[:2]))
+        for key in keys:
+            groups.setdefault(key, {})[i] = shape
+    unique: list[dict[int, Shape]] = []
+    for group in groups.values():
+        if group not in unique:
+            unique.append(group)
+    return unique
+
+
+def _fit(
+    optimizers: Sequence[_Optimizer], group: Mapping[int, Shape], outline: Outline
+) -> list[tuple[int, tuple[str, str]]]:
+    """The owner of each array, where number and shapes of all parameters agree; else nothing."""
+    if len(optimizers) == 1 and (order := outline.orders.get(optimizers[0].path)):
+        one, arrays = optimizers[0], list(group.items())
+        if len(order) == len(arrays):
+            pairs = [(i, shape, str(p)) for (i, shape), p in zip(arrays, order, strict=True)]
+            if all(one.shapes.get(p, shape) == shape for _, shape, p in pairs):
+                return [(i, one.owners[p]) for i, _, p in pairs if p in one.shapes]
+    # Arrays of one axis are exact in any case, so only the others must agree.
+    arrays = [(i, shape) for i, shape in group.items() if len(shape) > 1]
+    owners: dict[Shape, list[tuple[str, str]]] = {}
+    for one in optimizers:
+        for parameter in sorted(one.shapes, key=int):
+            if len(one.shapes[parameter]) > 1:
+                owners.setdefault(one.shapes[parameter], []).append(one.owners[parameter])
+    if not arrays or Counter(shape for _, shape in arrays) != Counter({s: len(o) for s, o in owners.items()}):
+        return []
+    return [(i, owners[shape].pop(0)) for i, shape in arrays]

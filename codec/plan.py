@@ -1,0 +1,235 @@
+"""The plan of a checkpoint: what becomes of each array, before anything is encoded.
+
+`compress`, `search` and the DCP writer call the same `plan`. Evidence, codecs, parents, moment pairs, importance and
+copies are found here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..kernels.arrays import is_torch
+from ..kernels.floats import FORMATS
+from .base import Codec, Leaf, Memory
+from .config import Config, is_lossless, warn_of_unmatched
+from .deduplication import copies
+from .embeddings.rows import DTYPES, Rows
+from .errors import BadArgumentError, ShrinkpointWarning
+from .evidence.gather import Arrays, Evidence, gather
+from .evidence.kind import TINY, by_path, touched_rows
+from .evidence.names import layer_of
+from .inputs import Inputs, entries
+from .lossless.exact import Exact
+from .moments.clusters import Clusters
+from .moments.firstmoment import LARGEST_ERROR, FirstMoment
+from .moments.logbuckets import LogBuckets
+from .moments.moment_pairs import moment_pairs
+from .moments.secondmoment import SecondMoment
+from .state.leaves import read_leaf
+from .weights.drift import with_lead
+from .weights.exponent import ExponentDelta
+from .weights.importance import second_moments, squared
+from .weights.quantize import Quantize
+
+_TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)
+_MUCH = 0.2
+"""Share of the float bytes that may stay exact for want of evidence without a warning."""
+
+
+class UnknownArraysWarning(ShrinkpointWarning):
+    """Much of a state stays exact because nothing says what its arrays are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayPlan:
+    """What becomes of one array.
+
+    Args:
+        leaf: its values, and what its codec gets along with them.
+        evidence: what the array is, and what says so.
+        codec: the codec that will encode it, with the targets of the configuration.
+        why: the rule or the evidence that chose the codec.
+        parent: what a delta is coded against; None: there is none.
+        pair: of a first moment, the number of its second moment; else None.
+        original: number of the array that this one is a copy of; None: of none.
+    """
+
+    leaf: Leaf
+    evidence: Evidence
+    codec: Codec
+    why: str
+    parent: Memory | None = None
+    pair: int | None = None
+    original: int | None = None
+
+
+def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
+    """Return the plan of each array.
+
+    Args:
+        inputs: the arguments of `compress`, taken apart.
+        cfg: rules and targets.
+
+    Raises:
+        BadArgumentError: a gradient or earlier values of another shape than their weight, or not of a float dtype.
+        UnsupportedLeafError: an array that cannot be stored.
+    """
+    found = inputs.arrays
+    arrays = _read(inputs)
+    paths = arrays.paths
+    warn_of_unmatched(cfg.rules, paths)
+    evidence = gather(inputs.nodes, arrays, inputs.kinds) if inputs.evidence is None else inputs.evidence
+    # Over a base, if over anything, the rows touched since the base are those that count.
+    touched = touched_rows(paths, inputs.kinds, inputs.prev is None or not inputs.prev.is_delta)
+    leaves: list[Leaf] = []
+    codecs: list[Codec] = []
+    whys: list[str] = []
+    for node, spec, flat, known in zip(found, arrays.specs, arrays.flats, evidence, strict=True):
+        codec, why = cfg.codec_for(node.path, spec, known)
+        leaf = Leaf(node.path, node.key, spec, known.kind, flat, touched=touched.get(node.path), entry=known.entry)
+        leaves.append(leaf)
+        codecs.append(with_targets(codec, cfg))
+        whys.append(why)
+    if inputs.prev is None:
+        _warn_of_unknown(leaves, evidence, whys, cfg)
+    leaves = _with_companions(inputs, leaves, codecs)
+    pairs = moment_pairs(leaves)
+    leaves = with_lead(leaves, codecs, inputs.past_weights)
+    leaves = with_importance(leaves, [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs])
+    copied = copies(leaves, codecs)
+    return [
+        ArrayPlan(leaf, evidence[i], codec, why, parent, pairs.get(i), copied.get(i))
+        for i, (leaf, codec, why, parent) in enumerate(zip(leaves, codecs, whys, inputs.parents(leaves), strict=True))
+    ]
+
+
+def gathered(inputs: Inputs) -> Inputs:
+    """Return inputs with the evidence of their arrays, for plans of parts of them."""
+    return dataclasses.replace(inputs, evidence=gather(inputs.nodes, _read(inputs), inputs.kinds))
+
+
+def _read(inputs: Inputs) -> Arrays:
+    read = [read_leaf(node.value, node.path) for node in inputs.arrays]
+    paths, held = [node.path for node in inputs.arrays], [node.exact for node in inputs.arrays]
+    return Arrays(paths, [spec for spec, _ in read], [flat for _, flat in read], held)
+
+
+def _with_companions(inputs: Inputs, leaves: list[Leaf], codecs: Sequence[Codec]) -> list[Leaf]:
+    """The leaves, with gradient and earlier values of each weight that is quantized."""
+    gradient_of = entries(inputs.grads, inputs.arrays)
+    earlier_of = entries({} if inputs.past_weights is None else inputs.past_weights.weights, inputs.arrays)
+    found = []
+    for leaf, codec in zip(leaves, codecs, strict=True):
+        gradient, before = _companion(leaf, gradient_of, "grads"), _companion(leaf, earlier_of, "earlier")
+        if isinstance(codec, Quantize) and not (gradient is None and before is None):
+            leaf = dataclasses.replace(leaf, gradient=gradient, earlier=before)
+        found.append(leaf)
+    return found
+
+
+def _companion(leaf: Leaf, entry: Callable[[str], tuple[str, Any] | None], name: str) -> Any:
+    """The array of an argument that belongs to a weight, flat and where the weight is; None where there is none."""
+    match = entry(leaf.path) if leaf.entry is None else None
+    if match is None:
+        return None
+    path = f"{name}/{match[0]}"
+    spec, values = read_leaf(match[1], path)
+    if spec.shape != leaf.spec.shape:
+        raise BadArgumentError(f"{leaf.path}: {path} has shape {spec.shape}, not {leaf.spec.shape}")
+    if spec.dtype not in FORMATS:
+        raise BadArgumentError(f"{leaf.path}: {path} has dtype {spec.dtype}; one of {', '.join(FORMATS)} is needed")
+    return to_place_of(values, leaf.flat)
+
+
+def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys: Sequence[str], cfg: Config) -> None:
+    """Warn if much of a state stays exact because nothing says what its arrays are."""
+    total, unknown = 0, []
+    for leaf, known, why in zip(leaves, evidence, whys, strict=True):
+        total += leaf.spec.nbytes if leaf.spec.dtype in FORMATS else 0
+        if known.is_unknown and why == known.why and len(leaf.spec.shape) >= 2:
+            weight = dataclasses.replace(known.kind, role="weight")
+            as_weight = dataclasses.replace(known, kind=weight, source="name")
+            if not is_lossless(cfg.codec_for(leaf.path, leaf.spec, as_weight)[0]):
+                unknown.append(leaf)
+    size = sum(leaf.spec.nbytes for leaf in unknown)
+    if size <= _MUCH * total:
+        return
+    largest = sorted(unknown, key=lambda leaf: -leaf.spec.nbytes)[:3]
+    warnings.warn(
+        f"{size / total:.0%} of the float bytes stay exact, because nothing says what these arrays are: "
+        f"{', '.join(leaf.path for leaf in largest)}{', ...' if len(unknown) > 3 else ''}. "
+        "If they are trained weights, pass kinds=sp.kinds(model, optimizer), "
+        f"or cfg=sp.Config([({largest[0].path!r}, sp.Quantize())])",
+        UnknownArraysWarning,
+        stacklevel=2,
+    )
+
+
+def remark(planned: ArrayPlan, cfg: Config, kinds: Mapping[str, Any] | None) -> str:
+    """Return a note on an array that is exact where that may surprise; else "".
+
+    A table may be an embedding, under rules that quantize embeddings by rows.
+    """
+    leaf, shape = planned.leaf, planned.leaf.spec.shape
+    tall = len(shape) == 2 and shape[0] > shape[1] and leaf.spec.size >= TINY and leaf.spec.dtype in DTYPES
+    layer = layer_of(leaf.path, leaf.spec)
+    if not (tall and isinstance(planned.codec, Exact) and planned.leaf.entry is None and layer == "linear"):
+        return ""
+    by_rows = any(r.match == "embedding" and isinstance(r.codec, Rows) and not r.codec.lossless for r in cfg.rules)
+    if not by_rows or (kinds and by_path(kinds, leaf.path)):
+        return ""
+    return "exact: not known for an embedding, by its name or by kinds"
+
+
+def with_targets(codec: Codec, cfg: Config) -> Codec:
+    """Return the codec under the configuration's error target and rate, where it has none of its own."""
+    if isinstance(codec, Quantize):
+        max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
+        return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)
+    if isinstance(codec, FirstMoment) and codec.max_error is None and (cfg.max_rel_error or 1) > LARGEST_ERROR:
+        return codec
+    if isinstance(codec, _TARGETED) and codec.max_error is None:
+        return dataclasses.replace(codec, max_error=cfg.max_rel_error)
+    return codec
+
+
+def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
+    """Return the leaves, with the second moment of each weight that the rate-distortion encoder will code.
+
+    Where none of them has one, the squares of the gradients that were given: an estimate of the same, from few batches.
+
+    Args:
+        leaves: all arrays of a state.
+        wanted: which of them the encoder will code.
+    """
+    if not any(wanted):
+        return leaves
+    pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
+    if not pairs:
+        squares = squared([leaf.gradient if want else None for leaf, want in zip(leaves, wanted, strict=True)])
+        return [
+            leaf if square is None else dataclasses.replace(leaf, importance=square)
+            for leaf, square in zip(leaves, squares, strict=True)
+        ]
+    return [
+        dataclasses.replace(leaf, importance=to_place_of(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def to_place_of(values: Any, flat: Any) -> Any:
+    """Return values in the library and on the device of a weight."""
+    if is_torch(flat):
+        import torch
+
+        tensor = values if is_torch(values) else torch.from_numpy(np.require(values, requirements="W"))
+        return tensor.to(flat.device)
+    if is_torch(values):
+        return values.float().cpu().numpy() if str(values.dtype) == "torch.bfloat16" else values.cpu().numpy()
+    return values
