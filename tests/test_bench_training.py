@@ -537,13 +537,13 @@ def test_coders_on_the_same_levels() -> None:
 
 def subject(change: float) -> transfer.Subject:
     """A model whose loss is its distance from the exact weights."""
-    weights = {"w": torch.from_numpy(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))}
+    weights = {"weight": torch.from_numpy(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))}
 
     def loss(of: transfer.Weights) -> float:
-        return 1.0 + float(((of["w"] - weights["w"]) ** 2).mean())
+        return 1.0 + float(((of["weight"] - weights["weight"]) ** 2).mean())
 
     def tuned(of: transfer.Weights, seed: int) -> float:
-        return 1.0 + 0.01 * np.sin(seed) + (change if not torch.equal(of["w"], weights["w"]) else 0.0) + 1e-3 * seed**2
+        return 1.0 + 0.01 * np.sin(seed) + (change if not torch.equal(of["weight"], weights["weight"]) else 0.0) + 1e-3 * seed**2
 
     return transfer.Subject("toy", weights, loss, loss, tuned, 4, "a toy")
 
@@ -613,7 +613,7 @@ def test_shares_of_stacks() -> None:
 
 
 def test_stages_of_a_save_are_found(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.randn(512, 512)}}
+    state = {"model": {"weight": torch.randn(512, 512)}}
     with threads(1):
         counts = cost.sampled(lambda: sp.compress(state), "compress.compress", repeats=10)
     found = cost.shares(counts)

@@ -352,7 +352,7 @@ def history(final: float = 2.0) -> History:
     made.add({"event": "reading", "step": 2, "loss": 2.5})
     made.add({"event": "saving", "step": 3})
     made.add({"event": "killed", "at": made.last_step(), "during": "save"})
-    made.add({"event": "start", "parameters": 7, "resumed": 2, "warnings": ["w"], "seconds": 0.5})
+    made.add({"event": "start", "parameters": 7, "resumed": 2, "warnings": ["weight"], "seconds": 0.5})
     assert made.last_step() == 2
     made.add({"event": "step", "step": 3, "loss": 1.5})
     made.add({"event": "final", "step": 3, "loss": final})
@@ -362,7 +362,7 @@ def history(final: float = 2.0) -> History:
 def test_history_and_summary() -> None:
     made = history()
     assert made.losses() == {1: 3.0, 2: 2.0, 3: 1.5}
-    assert made.restores == [{"at": 3, "during": "save", "resumed": 2, "warnings": ["w"], "seconds": 0.5}]
+    assert made.restores == [{"at": 3, "during": "save", "resumed": 2, "warnings": ["weight"], "seconds": 0.5}]
     baseline = history(final=1.6)
     baseline.lives[1] = [(3, 9.0)]
     result = summarize(demo_config(steps=3, every=1), made, baseline)

@@ -47,7 +47,7 @@ RIGHT: dict[str, Any] = {
     "max_restore_cost": 2.5,
 }
 """A value for every field of a configuration that is a number; all are exact in float16."""
-STATE = {"w": np.random.default_rng(0).normal(size=(64, 64)).astype("f4")}
+STATE = {"weight": np.random.default_rng(0).normal(size=(64, 64)).astype("f4")}
 
 
 def point(**fields: Any) -> Point:
@@ -124,7 +124,7 @@ TRACKED = torch.nn.Linear(2, 1)
 CALLS: list[tuple[str, int, Callable[[Any], Any]]] = [
     ("threads", 2, lambda n: (set_threads(n), threads(), set_threads(None))),
     ("nodes", 16, lambda n: expected_failures(0.5, n, 2)),
-    ("restores", 3, lambda n: sp.Config([("w", sp.Rows("auto", expected_restores=1))]).for_restores(n)),
+    ("restores", 3, lambda n: sp.Config([("weight", sp.Rows("auto", expected_restores=1))]).for_restores(n)),
     ("bins", 8, lambda n: sp.presets.inshrinkerator(n)),
     ("seed", 8, lambda n: sp.presets.inshrinkerator(seed=n)),
     ("bits", 3, lambda n: sp.presets.lc_checkpoint(n)),

@@ -182,7 +182,9 @@ def _nested(parts: list[str], at: int, root: str, optimizers: Collection[str]) -
     where = "/".join(parts[: at + 1])
     if below[0] in KNOWN and root:
         return Entry(above, where, "/".join(below[1:]), below[0])
-    parameter, name = "/".join(below[:-1]), below[-1]
+    # A number, or a name with dots, is whole: what follows is an entry that is a container itself.
+    parameter = below[0] if below[0].isdigit() or "." in below[0] else "/".join(below[:-1])
+    name = below[-1]
     if root or above in optimizers or parameter.isdigit() or name in KNOWN:
         return Entry(above, where, parameter, name)
     return None

@@ -91,13 +91,12 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
         elif kind is not None and kind.role.endswith("moment") and i not in entries:
             above, _, name = arrays.paths[i].rpartition("/")
             entries[i] = Entry("", above, "", name)
-    roles = {i: _role(role_of(entry), given[i]) for i, entry in entries.items()}
-    moments = {i for i, role in roles.items() if role.endswith("moment")}
     shapes = [spec.shape for spec in arrays.specs]
+    roles = {i: _role(entry, shapes[i], given[i]) for i, entry in entries.items()}
     parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
-    matches = match(parameters, {i: (entries[i], shapes[i]) for i in sorted(moments)}, outline)
+    matches = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline)
     spoilt = _spoilt(arrays, entries, roles, matches)
-    has_optimizer = bool(moments)
+    has_optimizer = any(shapes[i] for i in entries)
     found = []
     for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
         kind = given[i]
@@ -112,8 +111,10 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
     return found
 
 
-def _role(by_name: str, kind: Kind | None) -> str:
-    return by_name if kind is None else kind.role
+def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
+    if kind is not None:
+        return kind.role
+    return role_of(entry) if shape else "state"
 
 
 def _given(arrays: Arrays, kinds: Mapping[str, Any] | None) -> list[Kind | None]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .entries import Entry, Outline
+from .entries import KNOWN, Entry, Outline
 
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 _INDEX = re.compile(r"\d+")
@@ -36,11 +36,22 @@ class Matches:
 
 @dataclass(slots=True)
 class _Optimizer:
-    """The parameters of one optimizer: shape of the entries by number or name, in the order they stand in the state."""
+    """The parameters of one optimizer, by number or name, in the order they stand in the state.
+
+    Args:
+        path: of the optimizer.
+        owners: of each parameter.
+        shapes: that a parameter may have: its moments', else those of any of its entries.
+    """
 
     path: str
     owners: dict[str, tuple[str, str]]
-    shapes: dict[str, Shape]
+    shapes: dict[str, set[Shape]]
+
+    def shape(self, parameter: str) -> Shape | None:
+        """The shape of a parameter, where its entries agree on it."""
+        found = self.shapes[parameter]
+        return next(iter(found)) if len(found) == 1 else None
 
     @property
     def is_numbered(self) -> bool:
@@ -54,7 +65,7 @@ def match(
 
     Args:
         candidates: path and shape of each array that may be a parameter.
-        entries: entry and shape of each moment.
+        entries: entry and shape of each array below an optimizer.
         outline: of the state.
     """
     optimizers = _optimizers(entries)
@@ -72,7 +83,7 @@ def match(
         claimed[i] += 1
         trained[i] = owner
     numbered = sum(len(o.shapes) for o in optimizers if o.is_numbered)
-    matrices = sum(len(shape) > 1 for o in optimizers if o.is_numbered for shape in o.shapes.values())
+    matrices = sum(max(map(len, s)) > 1 for o in optimizers if o.is_numbered for s in o.shapes.values())
     by_order = [owner for owner in trained.values() if _INDEX.fullmatch(owner[1])]
     complete &= not numbered or len(by_order) >= matrices > 0
     trained = {i: owner for i, owner in trained.items() if claimed[i] == 1}
@@ -81,12 +92,18 @@ def match(
 
 def _optimizers(entries: Mapping[int, tuple[Entry, Shape]]) -> list[_Optimizer]:
     found: dict[str, _Optimizer] = {}
+    of_moments: set[tuple[str, str]] = set()
     for entry, shape in entries.values():
-        one = found.setdefault(entry.optimizer, _Optimizer(entry.optimizer, {}, {}))
         parameter = entry.parameter or entry.above.removeprefix(entry.optimizer).strip("/")
-        if parameter not in one.shapes:
-            one.shapes[parameter] = shape
-            one.owners[parameter] = entry.owner if entry.parameter else (entry.above, parameter)
+        if not shape or not parameter:
+            continue
+        one = found.setdefault(entry.optimizer, _Optimizer(entry.optimizer, {}, {}))
+        one.owners.setdefault(parameter, entry.owner if entry.parameter else (entry.above, parameter))
+        if entry.name in KNOWN and (entry.optimizer, parameter) not in of_moments:
+            of_moments.add((entry.optimizer, parameter))
+            one.shapes[parameter] = set()
+        if entry.name in KNOWN or (entry.optimizer, parameter) not in of_moments:
+            one.shapes.setdefault(parameter, set()).add(shape)
     return list(found.values())
 
 
@@ -111,7 +128,7 @@ def _by_name(optimizer: _Optimizer, candidates: Mapping[int, tuple[str, Shape]])
             tail = tail.partition(".")[2]
     found, wrong = {}, []
     for parameter, numbers in named.items():
-        fitting = [i for i in numbers if candidates[i][1] == optimizer.shapes[parameter]]
+        fitting = [i for i in numbers if candidates[i][1] in optimizer.shapes[parameter]]
         if len(fitting) == 1:
             found[parameter] = fitting[0]
         elif not fitting:
@@ -169,15 +186,18 @@ def _fit(
         one, arrays = optimizers[0], list(group.items())
         if len(order) == len(arrays):
             pairs = [(i, shape, str(p)) for (i, shape), p in zip(arrays, order, strict=True)]
-            if all(one.shapes.get(p, shape) == shape for _, shape, p in pairs):
+            if all(shape in one.shapes.get(p, {shape}) for _, shape, p in pairs):
                 return [(i, one.owners[p]) for i, _, p in pairs if p in one.shapes]
     # Arrays of one axis are exact in any case, so only the others must agree.
     arrays = [(i, shape) for i, shape in group.items() if len(shape) > 1]
     owners: dict[Shape, list[tuple[str, str]]] = {}
     for one in optimizers:
         for parameter in sorted(one.shapes, key=int):
-            if len(one.shapes[parameter]) > 1:
-                owners.setdefault(one.shapes[parameter], []).append(one.owners[parameter])
+            shape = one.shape(parameter)
+            if shape is None:
+                return []
+            if len(shape) > 1:
+                owners.setdefault(shape, []).append(one.owners[parameter])
     if not arrays or Counter(shape for _, shape in arrays) != Counter({s: len(o) for s, o in owners.items()}):
         return []
     return [(i, owners[shape].pop(0)) for i, shape in arrays]

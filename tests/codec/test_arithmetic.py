@@ -120,11 +120,11 @@ def test_the_thread_is_as_it_was() -> None:
             assert not flushes()
         assert flushes()
         with pytest.raises(sp.BadArgumentError):
-            sp.compress({"w": torch.ones(4)}, cfg="x")  # type: ignore[arg-type]
+            sp.compress({"weight": torch.ones(4)}, cfg="x")  # type: ignore[arg-type]
         with pytest.raises(sp.UnsupportedLeafError):
-            sp.compress({"w": object()})
+            sp.compress({"weight": object()})
         assert flushes()
-        sp.compress({"w": torch.randn(64, 64)})
+        sp.compress({"weight": torch.randn(64, 64)})
         assert flushes()
     assert not flushes()
 

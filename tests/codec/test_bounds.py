@@ -166,8 +166,8 @@ def test_pruned_protected_quantized(
     seed, name, n, how = case
     x = values(np.random.default_rng(seed), name, n, how)
     with small_chunks(chunk):
-        ckpt = sp.compress({"w": as_torch(x) if torches else x}, cfg=sp.Config([("*", codec)]))
-        y = as_numpy(through_bytes(ckpt)["w"])
+        ckpt = sp.compress({"weight": as_torch(x) if torches else x}, cfg=sp.Config([("*", codec)]))
+        y = as_numpy(through_bytes(ckpt)["weight"])
         row = ckpt.summary()[0]
         memory = levels_of(ckpt) if row.stream == "levels" else None
     assert y.dtype == x.dtype
@@ -243,8 +243,8 @@ def test_a_state_of_extremes_is_stored_by_default() -> None:
     with np.errstate(all="ignore"):
         for scale in (1e-320, 1e-310, 1e-300, 1e-160, 1e160, 1e200, 1e300):
             for cfg in (sp.Config(), sp.presets.inshrinkerator(), sp.Config(max_rel_error=0.05)):
-                ckpt = sp.compress({"w": x * scale, "o": {"0": {"exp_avg": x * scale}}}, cfg=cfg)
-                y = through_bytes(ckpt)["w"]
+                ckpt = sp.compress({"weight": x * scale, "o": {"0": {"exp_avg": x * scale}}}, cfg=cfg)
+                y = through_bytes(ckpt)["weight"]
                 assert np.isfinite(y).all()
                 assert all(math.isfinite(row.error) for row in ckpt.summary())
                 step = x * scale / scale
@@ -359,8 +359,8 @@ def test_the_error_target_holds(target: float, name: str, seed: int) -> None:
     for _ in range(3):
         x = x + 0.01 * rng.standard_normal(5000)
         w = x.astype(numpy_dtype(name))
-        prev = sp.compress({"w": w}, prev, sp.Config(max_rel_error=target))
-        y = sp.decompress(prev)["w"].astype("f8")
+        prev = sp.compress({"weight": w}, prev, sp.Config(max_rel_error=target))
+        y = sp.decompress(prev)["weight"].astype("f8")
         error = math.sqrt(((y - w.astype("f8")) ** 2).sum() / (w.astype("f8") ** 2).sum())
         row = prev.summary()[0]
         assert error <= target
@@ -370,7 +370,7 @@ def test_the_error_target_holds(target: float, name: str, seed: int) -> None:
 
 def test_the_default_states_and_keeps_a_small_error() -> None:
     w = torch.randn(300, 300)
-    row = sp.compress({"w": w}).summary()[0]
+    row = sp.compress({"weight": w}).summary()[0]
     assert row.measure == "relative L2"
     assert 0 < row.error < 0.1
     assert row.bits_per_element < 6

@@ -170,30 +170,30 @@ def test_it_does_not_matter_whether_the_parent_came_from_memory_or_from_bytes() 
     rng = np.random.default_rng(0)
     w = rng.standard_normal((64, 64)).astype("f4")
     for cfg in (sp.Config(), sp.presets.inshrinkerator(prune=0.2), sp.presets.lossless(), sp.Config(rate=0.01)):
-        base = sp.compress({"w": w}, cfg=cfg)
-        later = {"w": w + np.float32(0.01) * rng.standard_normal((64, 64)).astype("f4")}
+        base = sp.compress({"weight": w}, cfg=cfg)
+        later = {"weight": w + np.float32(0.01) * rng.standard_normal((64, 64)).astype("f4")}
         read = sp.Checkpoint.from_bytes(base.to_bytes())
         assert sp.compress(later, base, cfg).to_bytes() == sp.compress(later, read, cfg).to_bytes()
         delta = sp.compress(later, base, cfg)
         again = sp.Checkpoint.from_bytes(delta.to_bytes(), read)
-        assert sp.compress({"w": w}, delta, cfg).to_bytes() == sp.compress({"w": w}, again, cfg).to_bytes()
+        assert sp.compress({"weight": w}, delta, cfg).to_bytes() == sp.compress({"weight": w}, again, cfg).to_bytes()
 
 
 def test_an_unchanged_state_costs_almost_nothing() -> None:
     w, m = torch.randn(200, 200), torch.randn(200, 200)
     for cfg in (sp.Config(), sp.presets.inshrinkerator(), sp.presets.lossless()):
-        base = sp.compress({"w": w}, cfg=cfg)
-        assert sp.compress({"w": w}, base, cfg).nbytes < 2000
-    assert sp.compress({"w": w, "m": m}, sp.compress({"m": m, "w": w})).nbytes < 2000
+        base = sp.compress({"weight": w}, cfg=cfg)
+        assert sp.compress({"weight": w}, base, cfg).nbytes < 2000
+    assert sp.compress({"weight": w, "m": m}, sp.compress({"m": m, "weight": w})).nbytes < 2000
 
 
 def test_rows_say_what_was_done() -> None:
     w = torch.randn(64, 64)
-    base = sp.compress({"w": w, "gone": torch.arange(3), "grown": torch.randn(40, 40)})
-    delta = sp.compress({"w": w, "new": torch.arange(4), "grown": torch.randn(41, 40)}, base)
-    assert [row.path for row in delta.summary()] == ["w", "new", "grown"]
+    base = sp.compress({"weight": w, "gone": torch.arange(3), "grown": torch.randn(40, 40)})
+    delta = sp.compress({"weight": w, "new": torch.arange(4), "grown": torch.randn(41, 40)}, base)
+    assert [row.path for row in delta.summary()] == ["weight", "new", "grown"]
     records = {r.path: r for r in delta.records}
-    assert records["w"].delta
+    assert records["weight"].delta
     assert not records["new"].delta
     assert not records["grown"].delta
     assert delta.raw_nbytes == sum(row.raw_bytes for row in delta.summary()) == 64 * 64 * 4 + 32 + 41 * 40 * 4

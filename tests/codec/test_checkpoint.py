@@ -229,28 +229,28 @@ def test_a_delta_of_an_equal_state_with_another_parent_is_another_checkpoint() -
 
 def test_gradients_and_kinds_that_do_not_fit() -> None:
     w = torch.randn(40, 40)
-    state = {"model": {"w": w, "tied": w, "ids": torch.arange(5)}}
-    assert sp.compress(state, grads={"w": w, "tied": w}).nbytes > 0
-    assert sp.compress(state, grads={"model": {"w": w.bfloat16(), "tied": None}}).nbytes > 0
+    state = {"model": {"weight": w, "tied": w, "ids": torch.arange(5)}}
+    assert sp.compress(state, grads={"weight": w, "tied": w}).nbytes > 0
+    assert sp.compress(state, grads={"model": {"weight": w.bfloat16(), "tied": None}}).nbytes > 0
     frozen = w.numpy().copy()
     frozen.setflags(write=False)
-    assert sp.compress(state, grads={"w": frozen}).nbytes > 0
+    assert sp.compress(state, grads={"weight": frozen}).nbytes > 0
     for grads, words in (
         ({"v": w}, "grads/v"),
-        ({"w": w[:3]}, "model/w"),
-        ({"w": w.int()}, "model/w"),
-        ({"w": w.to(torch.float8_e5m2)}, "model/w"),
-        ({"w": object()}, "w"),
-        ({"w": w.to_sparse()}, "grads/w"),
+        ({"weight": w[:3]}, "model/weight"),
+        ({"weight": w.int()}, "model/weight"),
+        ({"weight": w.to(torch.float8_e5m2)}, "model/weight"),
+        ({"weight": object()}, "weight"),
+        ({"weight": w.to_sparse()}, "grads/weight"),
         (w, "tree"),
     ):
         with pytest.raises(sp.ShrinkpointError, match=words):
             sp.compress(state, grads=grads)
-    with pytest.raises(sp.BadArgumentError, match="model/w"):
+    with pytest.raises(sp.BadArgumentError, match="model/weight"):
         sp.compress(state, cfg=sp.presets.inshrinkerator(prune=0.1, prune_metric="sensitivity"))
     for kinds, words in (
-        ({"w": "foo"}, "w.*foo"),
-        ({"w": 3}, "w"),
+        ({"weight": "foo"}, "w.*foo"),
+        ({"weight": 3}, "weight"),
         ({3: "linear"}, "3"),
         (["linear"], "kinds"),
     ):
@@ -291,9 +291,9 @@ def test_the_callers_numpy_error_state_is_no_concern() -> None:
 
 
 def test_checkpoints_travel_between_processes_and_are_copied() -> None:
-    state = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
+    state = {"weight": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
     base = sp.compress(state)
-    delta = sp.compress({"w": state["w"] * 1.01}, base)
+    delta = sp.compress({"weight": state["weight"] * 1.01}, base)
     for again in (pickle.loads(pickle.dumps(delta)), copy.deepcopy(delta)):
         assert again.id == delta.id
         assert sp.compress(state, again).to_bytes() == sp.compress(state, delta).to_bytes()

@@ -74,10 +74,10 @@ def test_a_parent_is_kept_while_it_is_about_as_good() -> None:
 
 def test_few_distinct_values_are_kept_exactly() -> None:
     x = np.random.default_rng(0).choice(np.array([-0.7, 0.1, 0.30000001, 1e6], "f4"), (50, 50))
-    ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Quantize(alpha=2.0**-13, protect=0.0))]))
+    ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize(alpha=2.0**-13, protect=0.0))]))
     assert ckpt.summary()[0].error < 1e-3
     ones = np.full((50, 50), 0.1, "f4")
-    assert (through_bytes(sp.compress({"w": ones}))["w"] == ones).all() or sp.compress({"w": ones}).summary()[
+    assert (through_bytes(sp.compress({"weight": ones}))["weight"] == ones).all() or sp.compress({"weight": ones}).summary()[
         0
     ].error < 0.01
 
@@ -89,19 +89,19 @@ def test_few_values_are_kept_to_the_bit(values: list[float], torches: bool) -> N
     prev = None
     for factor in (1.0, 1.0, 1.7):
         x = np.resize(np.float32(values), (64, 64)) * np.float32(factor)
-        prev = sp.compress({"w": torch.from_numpy(x) if torches else x}, prev)
+        prev = sp.compress({"weight": torch.from_numpy(x) if torches else x}, prev)
         assert prev.summary()[0].stream == "levels"
         assert prev.summary()[0].error == 0.0
-        np.testing.assert_array_equal(np.asarray(sp.decompress(prev)["w"]), x)
+        np.testing.assert_array_equal(np.asarray(sp.decompress(prev)["weight"]), x)
 
 
 def test_few_values_are_no_more_than_what_was_asked_for_embeddings() -> None:
     x = np.resize(np.float32([-0.3, 0.1, 0.7]), (64, 64))
     cfg = sp.Config([("embedding", sp.Quantize(bins=32, embedding_bins=2))])
-    ckpt = sp.compress({"w": x}, cfg=cfg, kinds={"w": "embedding"})
-    assert np.unique(sp.decompress(ckpt)["w"]).size > 1
+    ckpt = sp.compress({"weight": x}, cfg=cfg, kinds={"weight": "embedding"})
+    assert np.unique(sp.decompress(ckpt)["weight"]).size > 1
     assert ckpt.summary()[0].error > 0
-    assert sp.compress({"w": x}, cfg=cfg, kinds={"w": "linear"}).summary()[0].error == 0
+    assert sp.compress({"weight": x}, cfg=cfg, kinds={"weight": "linear"}).summary()[0].error == 0
 
 
 @pytest.mark.parametrize(("step", "up", "expected"), [(1.0, False, 1.0), (1.001, False, 1.0), (1.001, True, 1.0078125)])
@@ -113,8 +113,8 @@ def test_a_step_of_8_bits(step: float, up: bool, expected: float) -> None:
 def test_a_step_that_is_no_number_stays_infinite(step: float) -> None:
     assert to_8_bits(step, up=True) == np.inf
     ends = np.finfo(np.float64).max * np.array([-1.0, 1.0] * 600)
-    restored = sp.decompress(sp.compress({"w": ends}, cfg=sp.Config([("w", sp.Quantize(bins=2, solver="exact"))])))
-    np.testing.assert_array_equal(restored["w"], ends)
+    restored = sp.decompress(sp.compress({"weight": ends}, cfg=sp.Config([("weight", sp.Quantize(bins=2, solver="exact"))])))
+    np.testing.assert_array_equal(restored["weight"], ends)
 
 
 @pytest.mark.parametrize("target", [None, 0.05])
@@ -125,8 +125,8 @@ def test_float64_over_the_widest_range_is_compressed(scale: float, few: float, t
     values[0] = max(values[0], 1.7e308 * (few == 0.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ckpt = sp.compress({"w": values.reshape(64, 64)}, cfg=sp.Config(max_rel_error=target))
-    found = sp.decompress(ckpt)["w"]
+        ckpt = sp.compress({"weight": values.reshape(64, 64)}, cfg=sp.Config(max_rel_error=target))
+    found = sp.decompress(ckpt)["weight"]
     assert np.isfinite(found).all()
     (row,) = ckpt.summary()
     # Of one huge value among small ones the error is too small for a float, and not 0 all the same.
@@ -161,10 +161,10 @@ def _uneven(kind: str) -> tuple[torch.Tensor, slice]:
 )
 def test_no_part_of_an_array_is_lost_beside_a_larger_one(kind: str, cfg: sp.Config) -> None:
     w, small = _uneven(kind)
-    base = sp.compress({"w": w}, cfg=cfg)
-    delta = sp.compress({"w": w * 1.001}, base, cfg)
+    base = sp.compress({"weight": w}, cfg=cfg)
+    delta = sp.compress({"weight": w * 1.001}, base, cfg)
     for ckpt, stored in ((base, w), (delta, w * 1.001)):
-        found = through_bytes(ckpt, base if ckpt.is_delta else None)["w"]
+        found = through_bytes(ckpt, base if ckpt.is_delta else None)["weight"]
         assert float((found[small] - stored[small]).norm() / stored[small].norm()) < 0.15
         (row,) = ckpt.summary()
         if row.stream != "levels":  # outliers alone may be protected
@@ -182,7 +182,7 @@ def test_a_chain_of_levels_does_not_change_its_coding_at_the_half() -> None:
         """So many of 200 rows are a thousand times smaller than the others."""
         factors = scale.copy()
         factors[:small] /= 1000
-        return {"w": w * factors}
+        return {"weight": w * factors}
 
     w = rng.standard_normal((200, 200)).astype(np.float32)
     (alone,) = sp.compress(state(110), cfg=cfg).summary()
@@ -209,7 +209,7 @@ def test_bins_of_embeddings_count_for_embeddings() -> None:
 
 def test_of_few_bins_it_is_said_what_is_lost() -> None:
     w, _ = _uneven("large rows")
-    (row,) = sp.compress({"w": w}, cfg=sp.Config([("weight", sp.Quantize(bins=6))])).summary()
+    (row,) = sp.compress({"weight": w}, cfg=sp.Config([("weight", sp.Quantize(bins=6))])).summary()
     assert row.stream == "levels"
     assert re.search(r"[89]\d% of it are as good as zero", row.note)
 
@@ -219,7 +219,7 @@ def test_of_few_bins_it_is_said_what_is_lost() -> None:
 def test_a_target_finer_than_log_buckets_is_met_or_the_array_exact(dtype: torch.dtype, error: float) -> None:
     w = 1e-3 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     w[:4] = torch.where(w[:4] < 0, -1e6, 1e6)
-    state = {"w": w.to(dtype), "optimizer": {"state": {0: {"exp_avg": w.to(dtype), "exp_avg_sq": (w * w).to(dtype)}}}}
+    state = {"weight": w.to(dtype), "optimizer": {"state": {0: {"exp_avg": w.to(dtype), "exp_avg_sq": (w * w).to(dtype)}}}}
     for row in sp.compress(state, cfg=sp.Config(max_rel_error=error)).summary():
         assert row.error <= error
 
@@ -229,9 +229,9 @@ def test_a_target_finer_than_log_buckets_is_met_or_the_array_exact(dtype: torch.
 def test_a_rate_leaves_levels_alone_that_float32_does_not_hold(cfg: sp.Config, largest: float) -> None:
     w = np.random.default_rng(0).integers(0, 2, (64, 64)).astype(np.float64)
     w[3, 4] = largest
-    base = sp.compress({"w": w}, cfg=cfg)
-    delta = sp.compress({"w": w}, base, cfg)
-    for found in (through_bytes(base)["w"], through_bytes(delta, base)["w"]):
+    base = sp.compress({"weight": w}, cfg=cfg)
+    delta = sp.compress({"weight": w}, base, cfg)
+    for found in (through_bytes(base)["weight"], through_bytes(delta, base)["weight"]):
         assert np.isfinite(found).all()
         assert abs(found[3, 4] / largest - 1) < 0.01
     assert base.summary()[0].stream == "levels"
@@ -245,14 +245,14 @@ def test_zeros_have_no_weight_where_only_magnitudes_count(solver: str, bins: int
     errors = []
     for sigma in (0.0, 1e-300):
         cfg = sp.Config([("*", sp.Quantize(bins=bins, solver=solver, sigma=sigma, protect=0.0))])
-        errors.append(sp.compress({"w": w}, cfg=cfg).summary()[0].error)
+        errors.append(sp.compress({"weight": w}, cfg=cfg).summary()[0].error)
     assert errors[0] == errors[1]
 
 
 def test_earlier_weights_of_another_dtype_make_no_warning() -> None:
     w = np.random.default_rng(0).standard_normal((64, 64)) * 1e-150
-    earlier = sp.Earlier({"w": np.ones((64, 64), np.float32)}, 10)
-    assert sp.compress({"w": w}, cfg=sp.Config(rate=0.002), earlier=earlier).summary()[0].stream == "levels"
+    earlier = sp.Earlier({"weight": np.ones((64, 64), np.float32)}, 10)
+    assert sp.compress({"weight": w}, cfg=sp.Config(rate=0.002), earlier=earlier).summary()[0].stream == "levels"
 
 
 @pytest.mark.parametrize("kind", ["worn", "filled"])
@@ -262,6 +262,6 @@ def test_what_is_negligible_stays_levels_and_is_told(kind: str) -> None:
         w[50:] *= 1e-12
     else:  # more than are protected
         w[:16] = -1e9
-    (row,) = sp.compress({"w": w}).summary()
+    (row,) = sp.compress({"weight": w}).summary()
     assert row.stream == "levels"
     assert re.search(r"(8|9|10)\d% of it are as good as zero", row.note)

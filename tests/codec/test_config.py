@@ -62,8 +62,8 @@ def test_every_preset_is_nothing_but_a_configuration(name: str) -> None:
     cfg = presets()[name]()
     assert type(cfg) is sp.Config
     assert sp.Config.from_json(json.loads(json.dumps(cfg.to_json()))) == cfg
-    ckpt = sp.compress({"w": np.random.default_rng(0).normal(size=(50, 50)).astype("f4")}, cfg=cfg)
-    assert sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["w"].shape == (50, 50)
+    ckpt = sp.compress({"weight": np.random.default_rng(0).normal(size=(50, 50)).astype("f4")}, cfg=cfg)
+    assert sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["weight"].shape == (50, 50)
 
 
 def test_frozen() -> None:
@@ -121,8 +121,8 @@ def test_every_alpha_that_is_accepted_works(alpha: float) -> None:
     rng = np.random.default_rng(0)
     for dtype in ("f2", "f4", "f8"):
         w = rng.normal(size=(50, 50)).astype(dtype)
-        sp.compress({"w": w}, cfg=sp.Config([("*", codec)]))
-        sp.compress({"w": w}, cfg=sp.Config([("*", codec)]), grads={"w": w})
+        sp.compress({"weight": w}, cfg=sp.Config([("*", codec)]))
+        sp.compress({"weight": w}, cfg=sp.Config([("*", codec)]), grads={"weight": w})
 
 
 @pytest.mark.parametrize(

@@ -64,33 +64,33 @@ def test_a_copy_never_loses_what_its_own_codec_would_keep() -> None:
 def test_clones_come_back_as_arrays_of_their_own_and_may_part_later() -> None:
     w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
     for cfg in (sp.Config(), sp.presets.lossless()):
-        base = sp.compress({"w": w, "ema": w.copy()}, cfg=cfg)
+        base = sp.compress({"weight": w, "ema": w.copy()}, cfg=cfg)
         assert [row.stream for row in base.summary()][1] == "copy"
         back = through_bytes(base)
-        assert not np.shares_memory(back["w"], back["ema"])
-        assert difference(back["w"], back["ema"]) == ""
-        moved = {"w": w * np.float32(1.01), "ema": w}
+        assert not np.shares_memory(back["weight"], back["ema"])
+        assert difference(back["weight"], back["ema"]) == ""
+        moved = {"weight": w * np.float32(1.01), "ema": w}
         delta = sp.compress(moved, base, cfg)
         restored = through_bytes(delta, sp.Checkpoint.from_bytes(base.to_bytes()))
         assert difference(restored, sp.decompress(delta)) == ""
-        again = sp.compress({"w": w, "ema": w.copy()}, delta, cfg)
-        assert difference(*(sp.decompress(again)[k] for k in ("w", "ema"))) == ""
+        again = sp.compress({"weight": w, "ema": w.copy()}, delta, cfg)
+        assert difference(*(sp.decompress(again)[k] for k in ("weight", "ema"))) == ""
 
 
 def test_torch_clones_come_back_as_tensors_of_their_own() -> None:
     w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ckpt = sp.compress({"w": w, "ema": w.clone()})
+    ckpt = sp.compress({"weight": w, "ema": w.clone()})
     assert [row.stream for row in ckpt.summary()][1] == "copy"
     for back in (sp.decompress(ckpt), through_bytes(ckpt)):
         kept = back["ema"].clone()
-        back["w"].zero_()
+        back["weight"].zero_()
         assert difference(back["ema"], kept) == ""
 
 
 def test_moments_and_tied_arrays_are_not_taken_for_copies() -> None:
     w = torch.randn(64, 64)
     m = torch.rand(64, 64)
-    state = {"w": w, "tied": w, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": m.clone()}}}}
+    state = {"weight": w, "tied": w, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": m.clone()}}}}
     codecs = [row.stream for row in sp.compress(state).summary()]
     assert codecs == ["levels", "grid", "rank-one"]
 

@@ -59,15 +59,15 @@ def read(blob: bytes, prev: sp.Checkpoint | None = None) -> Any:
         with pytest.raises(sp.MissingParentError):
             sp.decompress(ckpt)
         return None
-    sp.compress({"w": np.zeros(3)}, ckpt)
+    sp.compress({"weight": np.zeros(3)}, ckpt)
     return sp.decompress(ckpt)
 
 
 def small() -> tuple[dict[str, Any], sp.Checkpoint, dict[str, Any], sp.Checkpoint]:
     rng = np.random.default_rng(0)
     w, m = rng.standard_normal(1100).astype("f4"), rng.standard_normal(1024).astype("f2")
-    state = {"w": w, "i": torch.arange(40), 1: [True, 0.5, "x", None], "o": {"0": {"exp_avg": m}}}
-    later = {**state, "w": w + np.float32(0.01) * rng.standard_normal(1100).astype("f4"), "i": torch.arange(40) * 3}
+    state = {"weight": w, "i": torch.arange(40), 1: [True, 0.5, "x", None], "o": {"0": {"exp_avg": m}}}
+    later = {**state, "weight": w + np.float32(0.01) * rng.standard_normal(1100).astype("f4"), "i": torch.arange(40) * 3}
     base = sp.compress(state)
     delta = sp.compress(later, base)
     return sp.decompress(base), base, sp.decompress(delta), delta
@@ -119,7 +119,7 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
     def state(t: float) -> dict[str, Any]:
         y = x + np.float32(t) * rng.standard_normal(n).astype("f4")
         return {
-            "w": y,
+            "weight": y,
             "bf": torch.from_numpy(y).bfloat16(),
             "d": torch.from_numpy(y).double(),
             "zero": np.zeros(n, "f4"),
@@ -483,12 +483,12 @@ def test_more_memory_than_there_is_is_refused_before_it_is_asked_for(monkeypatch
 def test_a_parent_that_does_not_fit_is_an_error_not_a_wrong_answer() -> None:
     """A hostile delta that names its parent rightly and then refers to what the parent does not have."""
     w = np.random.default_rng(0).standard_normal(2000).astype("f4")
-    base = sp.compress({"w": w, "x": np.arange(50)})
-    delta = sp.compress({"w": w * np.float32(1.001), "x": np.arange(50)}, base)
+    base = sp.compress({"weight": w, "x": np.arange(50)})
+    delta = sp.compress({"weight": w * np.float32(1.001), "x": np.arange(50)}, base)
     header, chunks = take_apart(delta.to_bytes())
     for change in (
         {"tree": [{"d": ["v", "x"]}, {"a": 0}, {"a": 1}]},
-        {"tree": [{"d": ["x", "w"]}, {"a": 0}, {"a": 1}]},
+        {"tree": [{"d": ["x", "weight"]}, {"a": 0}, {"a": 1}]},
         {"parent": "0" * 64},
         {"parent": None},
     ):

@@ -43,8 +43,8 @@ def chain(steps: int, cfg: sp.Config = RATED, *, window: int = 10, aimed: bool =
     for step in range(steps):
         now, old = drifting(step), drifting(max(0, step - window))
         prev = made[-1][2] if made else None
-        given = {"w": old} if aimed and step else None
-        made.append((now, old, sp.compress({"w": now, **(state or {})}, prev, cfg, earlier=given)))
+        given = {"weight": old} if aimed and step else None
+        made.append((now, old, sp.compress({"weight": now, **(state or {})}, prev, cfg, earlier=given)))
     return made
 
 
@@ -56,7 +56,7 @@ def lag(now: Any, old: Any, restored: Any) -> float:
 
 def test_what_is_restored_is_not_behind() -> None:
     plain, aimed = chain(30, aimed=False), chain(30)
-    lags = [[lag(now, old, sp.decompress(c)["w"]) for now, old, c in made[-5:]] for made in (plain, aimed)]
+    lags = [[lag(now, old, sp.decompress(c)["weight"]) for now, old, c in made[-5:]] for made in (plain, aimed)]
     assert min(lags[0]) > 0.5
     assert abs(statistics.fmean(lags[1])) < 0.05
     assert memory(plain[-1][2]).aim == 0.0
@@ -65,7 +65,7 @@ def test_what_is_restored_is_not_behind() -> None:
 
 def test_errors_are_those_against_the_true_weights() -> None:
     for now, _, ckpt in chain(12)[4:]:
-        error = np.linalg.norm(now.astype("f8") - sp.decompress(ckpt)["w"]) / np.linalg.norm(now.astype("f8"))
+        error = np.linalg.norm(now.astype("f8") - sp.decompress(ckpt)["weight"]) / np.linalg.norm(now.astype("f8"))
         stated = ckpt.summary()[0].error
         assert error <= stated <= 1.02 * error
 
@@ -77,7 +77,7 @@ def test_protected_values_are_the_true_ones() -> None:
     at = memory(ckpt).levels.reshape(now.shape) == 1
     assert at.sum() > 100
     want = torch.from_numpy(now[at]).bfloat16().float().numpy()
-    np.testing.assert_array_equal(sp.decompress(ckpt)["w"][at], want)
+    np.testing.assert_array_equal(sp.decompress(ckpt)["weight"][at], want)
 
 
 @pytest.mark.parametrize("cfg", [RATED, sp.Config(max_rel_error=0.05, ahead=True)])
@@ -89,8 +89,8 @@ def test_an_aim_does_not_follow_a_jump(cfg: sp.Config) -> None:
             now, old = drifting(step), drifting(max(0, step - 10))
             if step >= 20:
                 now = np.float32(1 - size) * now + np.float32(size) * drifting(step)[::-1]
-            plain = sp.compress({"w": now}, plain, cfg)
-            aimed = sp.compress({"w": now}, aimed, cfg, earlier=sp.Earlier({"w": old}, 90) if step else None)
+            plain = sp.compress({"weight": now}, plain, cfg)
+            aimed = sp.compress({"weight": now}, aimed, cfg, earlier=sp.Earlier({"weight": old}, 90) if step else None)
             errors = [ckpt.summary()[0].error for ckpt in (aimed, plain)]
             assert errors[0] < 1.15 * errors[1], (size, step)
             assert aimed.records[0].stream == "levels"
@@ -104,13 +104,13 @@ def test_weights_that_have_gone_farther_than_they_are_long_are_not_aimed(factor:
     plain = aimed = None
     for step in range(8):
         now = drifting(step) if step < 7 else np.float32(factor) * drifting(step)
-        given = sp.Earlier({"w": drifting(max(0, step - 10))}, 30) if step else None
-        state = {"model": {"w": now}, **adam(drifting(step), step)}
+        given = sp.Earlier({"weight": drifting(max(0, step - 10))}, 30) if step else None
+        state = {"model": {"weight": now}, **adam(drifting(step), step)}
         plain, aimed = sp.compress(state, plain, RATED), sp.compress(state, aimed, RATED, earlier=given)
         assert step != 6 or memory(aimed).aim > 0.3
     errors = [ckpt.summary()[0].error for ckpt in (aimed, plain) if ckpt]
     assert errors[0] <= 1.02 * errors[1]
-    assert factor or not sp.decompress(aimed)["model"]["w"].any()
+    assert factor or not sp.decompress(aimed)["model"]["weight"].any()
 
 
 def test_a_lead_is_no_longer_than_the_rest_of_the_error() -> None:
@@ -118,31 +118,31 @@ def test_a_lead_is_no_longer_than_the_rest_of_the_error() -> None:
     prev = None
     for step in range(12):
         now, old = (np.random.default_rng(s).standard_normal((160, 160)).astype("f4") for s in (step, step - 1 + 99))
-        given = sp.Earlier({"w": old}, 30) if step else None
-        prev = sp.compress({"model": {"w": now}, **adam(now, step)}, prev, RATED, earlier=given)
+        given = sp.Earlier({"weight": old}, 30) if step else None
+        prev = sp.compress({"model": {"weight": now}, **adam(now, step)}, prev, RATED, earlier=given)
         assert prev.summary()[0].error < 0.1
 
 
 @pytest.mark.parametrize("cfg", [sp.presets.lossless(), sp.presets.lc_checkpoint(), sp.presets.bitsnap()])
 def test_what_is_not_stored_as_levels_is_not_aimed(cfg: sp.Config) -> None:
-    base = sp.compress({"w": drifting(0)}, cfg=cfg)
-    now, old = {"w": drifting(20)}, {"w": drifting(10)}
+    base = sp.compress({"weight": drifting(0)}, cfg=cfg)
+    now, old = {"weight": drifting(20)}, {"weight": drifting(10)}
     assert sp.compress(now, base, cfg, earlier=old).to_bytes() == sp.compress(now, base, cfg).to_bytes()
 
 
 def test_nearest_levels_of_weights_that_began_on_them_are_behind_too() -> None:
     """As after a restore: the way is short beside a cell, and hardly any weight has left it."""
     cfg = sp.Config([("*", sp.Quantize(bins=12))])
-    base = sp.compress({"w": drifting(0)}, cfg=cfg)
-    w = sp.decompress(base)["w"]
+    base = sp.compress({"weight": drifting(0)}, cfg=cfg)
+    w = sp.decompress(base)["weight"]
     way = np.random.default_rng(8).standard_normal(w.shape).astype("f4")
     behind = {}
     for aimed in (False, True):
         prev = base
         for step in range(1, 12):
             now, old = (w + np.float32(0.002 * s) * way for s in (step, max(0, step - 10)))
-            prev = sp.compress({"w": now}, prev, cfg, earlier={"w": old} if aimed else None)
-        behind[aimed] = lag(now, old, sp.decompress(prev)["w"])
+            prev = sp.compress({"weight": now}, prev, cfg, earlier={"weight": old} if aimed else None)
+        behind[aimed] = lag(now, old, sp.decompress(prev)["weight"])
     assert behind[False] > 0.9
     assert abs(behind[True]) < 0.5
 
@@ -150,7 +150,7 @@ def test_nearest_levels_of_weights_that_began_on_them_are_behind_too() -> None:
 def test_a_parent_from_bytes_is_as_good_as_the_one_in_memory() -> None:
     read = None
     for step, (now, old, ckpt) in enumerate(chain(6)):
-        again = sp.compress({"w": now}, read, RATED, earlier={"w": old} if step else None)
+        again = sp.compress({"weight": now}, read, RATED, earlier={"weight": old} if step else None)
         assert again.to_bytes() == ckpt.to_bytes()
         read = sp.Checkpoint.from_bytes(ckpt.to_bytes(), read) if read else sp.Checkpoint.from_bytes(ckpt.to_bytes())
         assert memory(read).aim == memory(ckpt).aim
@@ -160,17 +160,17 @@ def test_earlier_weights_in_any_library_and_a_wider_dtype_are_the_same() -> None
     prev = chain(5)[-1][2]
     now, old = drifting(5), np.round(drifting(2) * 64) / np.float32(64)
     made = {
-        sp.compress({"w": now}, prev, RATED, earlier=given).to_bytes()
+        sp.compress({"weight": now}, prev, RATED, earlier=given).to_bytes()
         for given in (
-            {"w": old},
-            {"w": old.astype("f8")},
-            {"w": torch.from_numpy(old)},
-            {"w": np.asfortranarray(old)},
-            sp.Earlier({"w": old}),
+            {"weight": old},
+            {"weight": old.astype("f8")},
+            {"weight": torch.from_numpy(old)},
+            {"weight": np.asfortranarray(old)},
+            sp.Earlier({"weight": old}),
         )
     }
     assert len(made) == 1
-    assert made != {sp.compress({"w": now}, prev, RATED).to_bytes()}
+    assert made != {sp.compress({"weight": now}, prev, RATED).to_bytes()}
 
 
 def test_half_precision_weights() -> None:
@@ -179,8 +179,8 @@ def test_half_precision_weights() -> None:
     for step in range(25):
         now, old = (torch.from_numpy(drifting(s)).bfloat16() for s in (step, max(0, step - 10)))
         for aimed in (True, False):
-            prev[aimed] = sp.compress({"w": now}, prev[aimed], RATED, earlier={"w": old} if aimed and step else None)
-            restored = sp.decompress(prev[aimed])["w"]
+            prev[aimed] = sp.compress({"weight": now}, prev[aimed], RATED, earlier={"weight": old} if aimed and step else None)
+            restored = sp.decompress(prev[aimed])["weight"]
             assert restored.dtype == torch.bfloat16
             if step:
                 lags[aimed] = lag(*(x.float().numpy() for x in (now, old, restored)))
@@ -201,11 +201,11 @@ def test_what_first_moments_lose_is_made_up_for() -> None:
         prev = None
         for step in range(40):
             now, old = drifting(step), drifting(max(0, step - 9))
-            state = {"model": {"w": now}, **adam(now, step)}
-            given = sp.Earlier({"w": old}, steps) if step else None
+            state = {"model": {"weight": now}, **adam(now, step)}
+            given = sp.Earlier({"weight": old}, steps) if step else None
             prev = sp.compress(state, prev, RATED, earlier=given)
             if step:
-                ended.setdefault(steps, []).append(lag(now, old, sp.decompress(prev)["model"]["w"]))
+                ended.setdefault(steps, []).append(lag(now, old, sp.decompress(prev)["model"]["weight"]))
     assert abs(statistics.fmean(ended[None][-5:])) < 0.03
     assert -0.13 < statistics.fmean(ended[90.0][-5:]) < -0.07
 
@@ -213,9 +213,9 @@ def test_what_first_moments_lose_is_made_up_for() -> None:
 def test_of_a_short_way_a_fifth_is_made_up_for_and_no_more() -> None:
     now, old, prev = drifting(9), drifting(2), None
     for step in range(8):
-        prev = sp.compress({"model": {"w": drifting(step)}, **adam(now, 9)}, prev, RATED)
+        prev = sp.compress({"model": {"weight": drifting(step)}, **adam(now, 9)}, prev, RATED)
     made = [
-        sp.compress({"model": {"w": now}, **adam(now, 9)}, prev, RATED, earlier=sp.Earlier({"w": old}, steps))
+        sp.compress({"model": {"weight": now}, **adam(now, 9)}, prev, RATED, earlier=sp.Earlier({"weight": old}, steps))
         for steps in (1, 15, 30, 90, None)
     ]
     aims = [memory(ckpt).aim for ckpt in made]
@@ -225,7 +225,7 @@ def test_of_a_short_way_a_fifth_is_made_up_for_and_no_more() -> None:
 
 def test_without_moments_nothing_is_made_up_for() -> None:
     now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
-    made = [sp.compress({"w": now}, prev, RATED, earlier=sp.Earlier({"w": old}, s)).to_bytes() for s in (None, 9)]
+    made = [sp.compress({"weight": now}, prev, RATED, earlier=sp.Earlier({"weight": old}, s)).to_bytes() for s in (None, 9)]
     assert made[0] == made[1]
 
 
@@ -233,16 +233,16 @@ def test_without_moments_nothing_is_made_up_for() -> None:
 def test_what_has_the_path_of_one_weight_is_not_for_another(name: str) -> None:
     """Not even where it is the tail of the other's; one that has no such path of its own is for all that end so."""
     now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
-    state = {"w": now, "sub": {"w": now[:, :80]}, "norm": {"w": now[0]}}
-    prev = sp.compress({**state, "w": drifting(4)}, prev, RATED)
-    made = sp.compress(state, prev, RATED, **{name: {"w": old}})
+    state = {"weight": now, "sub": {"weight": now[:, :80]}, "norm": {"weight": now[0]}}
+    prev = sp.compress({**state, "weight": drifting(4)}, prev, RATED)
+    made = sp.compress(state, prev, RATED, **{name: {"weight": old}})
     if name == "earlier":
         alone = {row.path: row for row in sp.compress(state, prev, RATED).summary()}
-        assert [row.path for row in made.summary() if row != alone[row.path]] == ["w"]
+        assert [row.path for row in made.summary() if row != alone[row.path]] == ["weight"]
         base = None
         for step in range(6):
-            both = {"a": {"w": drifting(step)}, "b": {"w": drifting(step) + np.float32(0.001)}}
-            base = sp.compress(both, base, RATED, earlier={"w": drifting(max(0, step - 3))})
+            both = {"a": {"weight": drifting(step)}, "b": {"weight": drifting(step) + np.float32(0.001)}}
+            base = sp.compress(both, base, RATED, earlier={"weight": drifting(max(0, step - 3))})
         assert all(record.meta.get("a", 0) > 0 for record in base.records)
 
 
@@ -250,22 +250,22 @@ def test_what_has_the_path_of_one_weight_is_not_for_another(name: str) -> None:
     ("given", "words"),
     [
         ({"v": np.zeros((160, 160), "f4")}, "earlier/v: the state has no such weight"),
-        ({"w": np.zeros((160, 161), "f4")}, r"w: earlier/w has shape \(160, 161\), not \(160, 160\)"),
-        ({"w": np.zeros((160, 160), "i4")}, "w: earlier/w has dtype int32"),
+        ({"weight": np.zeros((160, 161), "f4")}, r"w: earlier/w has shape \(160, 161\), not \(160, 160\)"),
+        ({"weight": np.zeros((160, 160), "i4")}, "w: earlier/w has dtype int32"),
         (np.zeros((160, 160), "f4"), "earlier must be a tree"),
-        ({"w": {1}}, "earlier/w: builtins.set cannot be stored"),
+        ({"weight": {1}}, "earlier/w: builtins.set cannot be stored"),
     ],
 )
 def test_earlier_weights_that_do_not_fit(given: Any, words: str) -> None:
     with pytest.raises(sp.ShrinkpointError, match=words):
-        sp.compress({"w": drifting(1)}, cfg=RATED, earlier=given)
+        sp.compress({"weight": drifting(1)}, cfg=RATED, earlier=given)
 
 
-@pytest.mark.parametrize("given", [5, "w", [{1}]])
+@pytest.mark.parametrize("given", [5, "weight", [{1}]])
 def test_a_message_names_the_argument(given: Any) -> None:
     for name in ("earlier", "grads"):
         with pytest.raises(sp.ShrinkpointError, match=f"^{name}"):
-            sp.compress({"w": drifting(1)}, cfg=RATED, **{name: given})
+            sp.compress({"weight": drifting(1)}, cfg=RATED, **{name: given})
 
 
 @pytest.mark.parametrize("steps", [0, -1, math.inf, math.nan, "9", True])
@@ -282,8 +282,8 @@ def test_an_aim_that_is_none_is_damage(aim: Any) -> None:
     with pytest.raises(sp.CorruptDataError, match="no aim"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, pieces)))
     header["arrays"][0]["m"]["a"] = AIM_STEPS * int(FARTHEST_AIM)
-    assert bits(through_bytes(sp.Checkpoint.from_bytes(put_together(header, pieces)))["w"]) == bits(
-        sp.decompress(sp.Checkpoint.from_bytes(blob))["w"]
+    assert bits(through_bytes(sp.Checkpoint.from_bytes(put_together(header, pieces)))["weight"]) == bits(
+        sp.decompress(sp.Checkpoint.from_bytes(blob))["weight"]
     )
 
 
@@ -306,12 +306,12 @@ def test_any_values_at_all(data: Any) -> None:
     now, before = now.reshape(60, 70), before.reshape(60, 70)
     last = None
     for step in range(3):
-        made = sp.compress({"w": now}, last, RATED, earlier={"w": before} if step else None)
+        made = sp.compress({"weight": now}, last, RATED, earlier={"weight": before} if step else None)
         restored, last = through_bytes(made, last), made
         finite = np.isfinite(now)
-        assert np.isfinite(restored["w"][finite]).all()
-        assert (np.isnan(restored["w"]) == np.isnan(now)).all()
-        assert (restored["w"][~finite & ~np.isnan(now)] == now[~finite & ~np.isnan(now)]).all()
+        assert np.isfinite(restored["weight"][finite]).all()
+        assert (np.isnan(restored["weight"]) == np.isnan(now)).all()
+        assert (restored["weight"][~finite & ~np.isnan(now)] == now[~finite & ~np.isnan(now)]).all()
         now = now + np.asarray(0.01, now.dtype)
 
 

@@ -30,33 +30,33 @@ def memory(ckpt: sp.Checkpoint, number: int = 0) -> LevelsMemory:
     return found
 
 
-def note(ckpt: sp.Checkpoint, path: str = "w") -> str:
+def note(ckpt: sp.Checkpoint, path: str = "weight") -> str:
     return next(row.note for row in ckpt.summary() if row.path == path)
 
 
 def test_the_summary_says_why_a_codebook_was_kept_or_not() -> None:
     w = drawn(200, 200)
-    base = sp.compress({"w": w})
+    base = sp.compress({"weight": w})
     assert note(base) == "codebook new"
-    near = sp.compress({"w": w * np.float32(1.001)}, base)
+    near = sp.compress({"weight": w * np.float32(1.001)}, base)
     assert note(near) == "codebook frozen"
     np.testing.assert_array_equal(memory(near).codebook, memory(base).codebook)
-    far = sp.compress({"w": w * np.float32(0.8)}, base)
+    far = sp.compress({"weight": w * np.float32(0.8)}, base)
     assert note(far).startswith("codebook refit: loss 1.")
     assert not np.array_equal(memory(far).codebook, memory(base).codebook)
     refit = sp.Config([("*", sp.Quantize(policy="refit"))])
-    assert note(sp.compress({"w": w}, base, refit)) == "codebook refit"
+    assert note(sp.compress({"weight": w}, base, refit)) == "codebook refit"
 
 
 def test_a_threshold_stays_while_it_protects_about_what_was_asked_and_the_note_says_when_not() -> None:
     """Growing weights: the threshold is the parent's until 1.25 times as much as asked is above it."""
     w = drawn(300, 300)
     cfg = sp.Config([("*", sp.Quantize(protect=0.01, trigger=1e9))])
-    prev = sp.compress({"w": w}, cfg=cfg)
+    prev = sp.compress({"weight": w}, cfg=cfg)
     stayed = moved = 0
     for factor in np.linspace(1.002, 1.08, 12, dtype="f4"):
         now = w * factor
-        ckpt = sp.compress({"w": now}, prev, cfg)
+        ckpt = sp.compress({"weight": now}, prev, cfg)
         old, new = (memory(c).thresholds.protect_magnitude for c in (prev, ckpt))
         share = float((abs(now) >= old).mean())
         if 0.005 <= share <= 0.0125:
@@ -76,14 +76,14 @@ def test_a_threshold_stays_while_it_protects_about_what_was_asked_and_the_note_s
 def test_an_array_that_comes_to_protect_much_more_gets_a_new_codebook() -> None:
     """Beside a large array its own share is hardly seen in that of all; the bound is 8 times the share asked for."""
     large, small = drawn(600, 600), drawn(100, 100, seed=1)
-    prev = sp.compress({"w": small, "x": large})
+    prev = sp.compress({"weight": small, "x": large})
     asked = sp.Quantize().protect
     notes = []
     for far in (0, 20, 160, 165):
         now = small.copy()
         now.flat[:far] = 5.0
         was = float((memory(prev).levels == 1).mean())
-        prev = sp.compress({"w": now, "x": large}, prev, sp.Config([("*", sp.Quantize(trigger=1e9))]))
+        prev = sp.compress({"weight": now, "x": large}, prev, sp.Config([("*", sp.Quantize(trigger=1e9))]))
         share = float((memory(prev).levels == 1).mean())
         passed = was < 8 * asked <= share
         assert (f"refit: {share:.2%} are protected, {was:.2%} were" in note(prev)) == passed
@@ -95,16 +95,16 @@ def test_an_array_that_comes_to_protect_much_more_gets_a_new_codebook() -> None:
 def test_a_warm_start_is_lloyds_iteration_from_the_parents_entries() -> None:
     cfg = sp.Config([("*", sp.Quantize(bins=16, solver="exact", policy="warm"))])
     w = drawn(200, 200)
-    base = sp.compress({"w": w}, cfg=cfg)
+    base = sp.compress({"weight": w}, cfg=cfg)
     moved = np.float32(0.8) * w + np.float32(0.3) * np.abs(drawn(200, 200, seed=1))
-    warm = sp.compress({"w": moved}, base, cfg)
-    anew = sp.compress({"w": moved}, base, sp.Config([("*", sp.Quantize(bins=16, solver="exact", policy="refit"))]))
+    warm = sp.compress({"weight": moved}, base, cfg)
+    anew = sp.compress({"weight": moved}, base, sp.Config([("*", sp.Quantize(bins=16, solver="exact", policy="refit"))]))
     assert (note(warm), note(anew)) == ("codebook warm", "codebook refit")
     old, new, best = (memory(c).codebook for c in (base, warm, anew))
     assert old.size == new.size == best.size == 16
     assert not np.array_equal(new, old)
     assert np.abs(new - old).max() < np.abs(best - old).max()
-    assert warm.summary()[0].error < sp.compress({"w": moved}, base, sp.Config([("*", sp.Quantize(
+    assert warm.summary()[0].error < sp.compress({"weight": moved}, base, sp.Config([("*", sp.Quantize(
         bins=16, solver="exact", trigger=1e9))])).summary()[0].error  # fmt: skip
 
 
@@ -233,9 +233,9 @@ def test_what_the_encoder_holds_back_is_bounded_however_long_the_chain(rate: flo
     prev = read = None
     behind = []
     for number in range(101):
-        prev = sp.compress({"w": w}, prev, cfg)
+        prev = sp.compress({"weight": w}, prev, cfg)
         read = sp.Checkpoint.from_bytes(prev.to_bytes(), read)
-        got = np.asarray(sp.decompress(read)["w"], np.float64)
+        got = np.asarray(sp.decompress(read)["weight"], np.float64)
         codebook = memory(read).codebook
         half = np.diff(codebook).max() / 2
         nearest = np.abs(w.astype("f8")[..., None] - codebook).min(-1)
@@ -266,8 +266,8 @@ def test_narrow_weights_far_from_zero_are_as_good_as_the_best_codebook(
     prev = None
     for factor in (1.0, 1.0 + spread / 100):
         now = (w.double() * factor).to(w.dtype)
-        parent, prev = prev, sp.compress({"w": now}, prev)
-        got = sp.decompress(sp.Checkpoint.from_bytes(prev.to_bytes(), parent))["w"]
+        parent, prev = prev, sp.compress({"weight": now}, prev)
+        got = sp.decompress(sp.Checkpoint.from_bytes(prev.to_bytes(), parent))["weight"]
         true = now.double().numpy()
         error = np.sqrt(((got.double().numpy() - true) ** 2).mean())
         values, counts = np.unique(true - middle, return_counts=True)
@@ -287,4 +287,4 @@ def test_ordinary_weights_are_sketched_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(finesketch, "finer", never)
     for x in (drawn(200, 200), drawn(200, 200) ** 3, np.random.default_rng(0).uniform(-1, 2, (200, 200)).astype("f4")):
         for like in (torch.float32, torch.bfloat16):
-            sp.compress({"w": torch.from_numpy(x).to(like)}, cfg=sp.Config())
+            sp.compress({"weight": torch.from_numpy(x).to(like)}, cfg=sp.Config())

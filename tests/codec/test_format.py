@@ -840,7 +840,7 @@ def values_of(row: Any, columns: int, dtype: str) -> bytes:
 
 
 def read_multiples(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
-    step, width = record["m"]["s"], record["m"]["w"]
+    step, width = record["m"]["s"], record["m"]["weight"]
     bias = 1 << (8 * width - 1)
     before = None
     if parent is not None and parent.get("step") == step and parent["width"] <= width:
@@ -937,11 +937,11 @@ def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
         if tag in ("l", "t"):
             items = [walk((*path, str(i)), arrays) for i in range(node[tag])]
             return items if tag == "l" else tuple(items)
-        if tag in ("d", "o", "c", "w"):
+        if tag in ("d", "o", "c", "weight"):
             pairs = [(scalar(k), walk((*path, json.dumps(k)), arrays)) for k in node[tag]]
-            made: dict[Any, Any] = {"d": dict, "o": OrderedDict, "c": Counter, "w": dict}[tag]()
+            made: dict[Any, Any] = {"d": dict, "o": OrderedDict, "c": Counter, "weight": dict}[tag]()
             made.update(pairs) if tag != "c" else [made.__setitem__(k, v) for k, v in pairs]
-            return subclass(made) if tag == "w" else made
+            return subclass(made) if tag == "weight" else made
         if tag == "a":
             keys.setdefault(node["a"], "\0".join(path))
             return arrays(node["a"])
@@ -1034,7 +1034,7 @@ def test_a_strangers_reader_finds_the_same_in_large_arrays(dtype: str) -> None:
     w = scale * rng.standard_normal((150, 120))
     v = (w * w).astype(np.float32).astype(np.float64)
     states = [
-        {"w": torch.from_numpy(x).to(getattr(torch, dtype)), "v": torch.from_numpy(y).to(getattr(torch, dtype))}
+        {"weight": torch.from_numpy(x).to(getattr(torch, dtype)), "v": torch.from_numpy(y).to(getattr(torch, dtype))}
         for x, y in ((w, v), (w + 1e-2 * rng.standard_normal(w.shape), 0.95 * v + 1e-9 * v * w))
     ]
     base = sp.compress(states[0], cfg=sp.presets.lossless())

@@ -253,7 +253,7 @@ def test_log_buckets_are_taken_apart_on_the_device(device: str, crossed: list[tu
     """A byte of symbols and of signs an element come to the host, and one for every eight bits of fraction."""
     x = torch.randn(70, 80, generator=torch.Generator().manual_seed(2))
     x[3, 5] = float("inf")
-    sp.compress({"w": x.to(device)}, cfg=sp.Config([("*", sp.LogBuckets(alpha))]))
+    sp.compress({"weight": x.to(device)}, cfg=sp.Config([("*", sp.LogBuckets(alpha))]))
     assert ("torch.uint8", 5600) in crossed
     streams = 2 if alpha == 0.25 else 3
     assert ("torch.uint8", streams * 5599) in crossed
@@ -262,7 +262,7 @@ def test_log_buckets_are_taken_apart_on_the_device(device: str, crossed: list[tu
 
 def test_packed_codes_alone_come_to_the_host(device: str, crossed: list[tuple[str, int]]) -> None:
     x = torch.randn(70, 80, generator=torch.Generator().manual_seed(2)).to(device)
-    sp.compress({"w": x}, cfg=sp.Config([("*", sp.Rows(4, "asymmetric"))]))
+    sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Rows(4, "asymmetric"))]))
     assert ("torch.uint8", 2800) in crossed
     assert max(size for _, size in crossed) == 2800
 
@@ -274,7 +274,7 @@ def test_few_values_are_found_on_the_device(device: str, crossed: list[tuple[str
     for x, codec in ((few, sp.Quantize(bins=3)), (many, sp.Quantize(bins=3))):
         crossed.clear()
         cfg = sp.Config([("*", codec)])
-        expected = sp.compress({"w": x.numpy()}, cfg=cfg)
-        found = sp.compress({"w": x.to(device)}, cfg=cfg)
+        expected = sp.compress({"weight": x.numpy()}, cfg=cfg)
+        found = sp.compress({"weight": x.to(device)}, cfg=cfg)
         assert found.summary()[0].error == pytest.approx(expected.summary()[0].error)
         assert [size for dtype, size in crossed if dtype.startswith("torch.float") and size > 2000] == []

@@ -28,7 +28,7 @@ def test_by_the_parameters_name() -> None:
         "model/b", "model/a", "optim/state/a/exp_avg", "optim/state/a/exp_avg_sq", "optim/state/b/exp_avg_sq"
     )
     assert second_moments(given) == {1: 3, 0: 4}
-    nested = leaves("p/fc/w", "p/out/w", "opt/0/nu/out/w", "opt/0/nu/fc/w", "opt/0/mu/fc/w")
+    nested = leaves("p/fc/weight", "p/out/weight", "opt/0/nu/out/weight", "opt/0/nu/fc/weight", "opt/0/mu/fc/weight")
     assert second_moments(nested) == {1: 2, 0: 3}
 
 
@@ -92,21 +92,21 @@ def state(seed: int = 0) -> dict[str, Any]:
     w = rng.standard_normal((200, 200)).astype("f4")
     v = np.where(np.arange(200) < 100, 1e-2, 1e-6).astype("f4") * rng.lognormal(0, 0.3, (200, 200)).astype("f4")
     m = (1e-3 * rng.standard_normal((200, 200))).astype("f4")
-    return {"model": {"w": w}, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": v}}}}
+    return {"model": {"weight": w}, "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": v}}}}
 
 
 def test_bits_are_saved_where_errors_matter_least() -> None:
     first = state()
     base = sp.compress(first)
-    moved = {**first, "model": {"w": first["model"]["w"] + np.float32(0.1) * state(1)["model"]["w"]}}
+    moved = {**first, "model": {"weight": first["model"]["weight"] + np.float32(0.1) * state(1)["model"]["weight"]}}
     plain = sp.compress(moved, base)
     cheap = sp.compress(moved, base, sp.Config(rate=0.003))
     assert cheap.summary()[0].stored_bytes < 0.75 * plain.summary()[0].stored_bytes
-    error = (through_bytes(cheap, sp.Checkpoint.from_bytes(base.to_bytes()))["model"]["w"] - moved["model"]["w"]) ** 2
+    error = (through_bytes(cheap, sp.Checkpoint.from_bytes(base.to_bytes()))["model"]["weight"] - moved["model"]["weight"]) ** 2
     assert error[:, 100:].mean() > 1.5 * error[:, :100].mean()
     # Without second moments both halves are treated alike.
     alone = sp.compress({"model": moved["model"]}, sp.compress({"model": first["model"]}), sp.Config(rate=0.003))
-    even = (sp.decompress(alone)["model"]["w"] - moved["model"]["w"]) ** 2
+    even = (sp.decompress(alone)["model"]["weight"] - moved["model"]["weight"]) ** 2
     assert even[:, 100:].mean() < 1.1 * even[:, :100].mean()
 
 
@@ -120,10 +120,10 @@ def test_the_hundredth_delta_is_no_worse_than_the_first() -> None:
         prev = sp.compress(now, prev, cfg)
         # As a reader has it who has read every file of the chain.
         read = sp.Checkpoint.from_bytes(prev.to_bytes(), read)
-        w = now["model"]["w"].astype("f8")
-        errors.append(float(np.linalg.norm(sp.decompress(read)["model"]["w"] - w) / np.linalg.norm(w)))
+        w = now["model"]["weight"].astype("f8")
+        errors.append(float(np.linalg.norm(sp.decompress(read)["model"]["weight"] - w) / np.linalg.norm(w)))
         assert errors[-1] <= prev.summary()[0].error <= 1.011 * errors[-1]
-        now["model"]["w"] = now["model"]["w"] + np.float32(0.003) * rng.standard_normal((200, 200)).astype("f4")
+        now["model"]["weight"] = now["model"]["weight"] + np.float32(0.003) * rng.standard_normal((200, 200)).astype("f4")
         now["optimizer"]["state"][0]["exp_avg_sq"] *= np.float32(0.99)
     assert max(errors[50:]) < 1.15 * max(errors[1:10])
 
@@ -141,14 +141,14 @@ def test_odd_second_moments_do_no_harm() -> None:
 def test_gradients_stand_in_for_second_moments(scale: float) -> None:
     """Where the state holds none: bits are saved where gradients are small, in whatever unit these are."""
     first = state()["model"]
-    moved = {"w": first["w"] + np.float32(0.1) * state(1)["model"]["w"]}
+    moved = {"weight": first["weight"] + np.float32(0.1) * state(1)["model"]["weight"]}
     base = sp.compress(first, cfg=sp.Config([("*", sp.Quantize(protect=0.0))]))
     cfg = sp.Config([("*", sp.Quantize(protect=0.0))], rate=0.003)
     rng = np.random.default_rng(0)
     gradients = np.where(np.arange(200) < 100, scale, 1e-3 * scale) * rng.standard_normal((200, 200))
-    gradients = {"w": gradients.astype("f4")}
+    gradients = {"weight": gradients.astype("f4")}
     plain, given = sp.compress(moved, base, cfg), sp.compress(moved, base, cfg, grads=gradients)
-    error = (sp.decompress(given)["w"].astype("f8") - moved["w"]) ** 2
+    error = (sp.decompress(given)["weight"].astype("f8") - moved["weight"]) ** 2
     assert error[:, 100:].mean() > 1.5 * error[:, :100].mean()
     assert given.summary()[0].stored_bytes < plain.summary()[0].stored_bytes
     # A second moment in the state is known better.
@@ -163,5 +163,5 @@ def test_odd_gradients_do_no_harm() -> None:
     first = state()["model"]
     for value in (0.0, np.nan, np.inf, 1e-45, 3e38):
         ckpt = sp.compress(first, sp.compress(first), sp.Config([("*", sp.Quantize(protect=0.0))], rate=0.01),
-                           grads={"w": np.full((200, 200), value, "f4")})  # fmt: skip
+                           grads={"weight": np.full((200, 200), value, "f4")})  # fmt: skip
         assert ckpt.summary()[0].error < 0.2

@@ -52,7 +52,7 @@ def test_what_a_square_is_subtracted_from_is_exact(cfg: sp.Config, kinds: bool, 
     entry = {second: g * g * np.float32(1.0001), average: g}
     table = None
     if kinds:
-        table = {second: sp.Kind("linear", "second moment", "w"), average: sp.Kind("linear", "first moment", "w")}
+        table = {second: sp.Kind("linear", "second moment", "weight"), average: sp.Kind("linear", "first moment", "weight")}
     prev = read = None
     for factor in (1.0, 1.01):
         state: dict[str, Any] = {"optimizer": {"x": 1}}
@@ -81,15 +81,15 @@ def _at(state: Any, path: str) -> Any:
 def test_optax_adam_is_told_from_its_centered_rmsprop() -> None:
     """The names are the same. A count beside them, or one first moment above the root of its second, is Adam's."""
     g = drawn()
-    entry = {"mu": {"w": g}, "nu": {"w": g * g * np.float32(1.1)}}
+    entry = {"mu": {"weight": g}, "nu": {"weight": g * g * np.float32(1.1)}}
     for more, factor, codec in (
         ({}, 1.0, "bytes"),
         ({"count": np.int32(3)}, 1.0, "rank-one"),
         ({"count": np.asarray(3)}, 1.0, "rank-one"),
         ({}, 0.5, "rank-one"),
     ):
-        nu = {"w": entry["nu"]["w"].copy()}
-        nu["w"][3, 4] *= np.float32(factor)
+        nu = {"weight": entry["nu"]["weight"].copy()}
+        nu["weight"][3, 4] *= np.float32(factor)
         rows = sp.compress({"opt_state": [{**more, "mu": entry["mu"], "nu": nu}]}).summary()
         assert next(r.stream for r in rows if "/nu/" in r.path) == codec
 
@@ -156,19 +156,19 @@ def test_a_layer_called_mu_is_no_moment(name: str, root: Any) -> None:
     assert difference(state, sp.decompress(sp.compress(state, cfg=sp.presets.lossless()))) == ""
 
 
-@pytest.mark.parametrize("more", [{"count": np.asarray(3)}, {"nu": {"w": drawn() ** 2}}])
+@pytest.mark.parametrize("more", [{"count": np.asarray(3)}, {"nu": {"weight": drawn() ** 2}}])
 def test_below_a_number_alone_moments_are_told_by_what_stands_beside_them(more: dict[str, Any]) -> None:
     """The state of Optax beside the parameters, in a tuple."""
-    state = ({"w": drawn(2)}, ({**more, "mu": {"w": drawn(1)}},))
+    state = ({"weight": drawn(2)}, ({**more, "mu": {"weight": drawn(1)}},))
     codecs = {row.path: row.stream for row in sp.compress(state).summary()}
-    assert codecs["1/0/mu/w"] in ("grid", "log-buckets")
-    assert codecs.get("1/0/nu/w", "rank-one") == "rank-one"
+    assert codecs["1/0/mu/weight"] in ("grid", "log-buckets")
+    assert codecs.get("1/0/nu/weight", "rank-one") == "rank-one"
 
 
 def test_a_kind_told_by_hand_is_kept_below_a_number() -> None:
-    state = ({"w": drawn(2)}, ({"mu": {"w": drawn(1)}},))
-    told = {"mu/w": Kind("linear", "first moment")}
-    assert {r.path: r.stream for r in sp.compress(state, kinds=told).summary()}["1/0/mu/w"] == "log-buckets"
+    state = ({"weight": drawn(2)}, ({"mu": {"weight": drawn(1)}},))
+    told = {"mu/weight": Kind("linear", "first moment")}
+    assert {r.path: r.stream for r in sp.compress(state, kinds=told).summary()}["1/0/mu/weight"] == "log-buckets"
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -273,5 +273,5 @@ def test_a_weight_that_a_name_takes_for_a_moment_has_its_gradient() -> None:
 
 
 def test_gradients_of_subnormal_size() -> None:
-    gradients = {"w": np.full((64, 64), 1e-310)}
-    assert sp.compress({"w": drawn()[:64, :64].copy()}, cfg=sp.Config(rate=0.001), grads=gradients).is_delta is False
+    gradients = {"weight": np.full((64, 64), 1e-310)}
+    assert sp.compress({"weight": drawn()[:64, :64].copy()}, cfg=sp.Config(rate=0.001), grads=gradients).is_delta is False

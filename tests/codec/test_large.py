@@ -42,7 +42,7 @@ def test_many_small_arrays_take_little_memory() -> None:
     """All are sketched before the first is encoded; a sketch of float64 with all its buckets takes 2 MB."""
     rng = np.random.default_rng(0)
     state = {"model": {f"{i}.weight": rng.standard_normal((40, 40)) for i in range(200)}}
-    sp.compress({"w": state["model"]["0.weight"]})
+    sp.compress({"weight": state["model"]["0.weight"]})
     tracemalloc.start()
     try:
         sp.compress(state, cfg=sp.Config(rate=0.001))

@@ -227,8 +227,8 @@ def test_jax_arrays() -> None:
     back = round_trip(state)
     assert difference(state, back) == ""
     assert all(isinstance(x, jax.Array) for x in back.values())
-    large = round_trip({"w": jnp.linspace(-1, 1, 5000), "h": jnp.linspace(-1, 1, 5000).astype(jnp.bfloat16)})
-    assert float(abs(large["w"] - jnp.linspace(-1, 1, 5000)).max()) < 0.1
+    large = round_trip({"weight": jnp.linspace(-1, 1, 5000), "h": jnp.linspace(-1, 1, 5000).astype(jnp.bfloat16)})
+    assert float(abs(large["weight"] - jnp.linspace(-1, 1, 5000)).max()) < 0.1
     assert large["h"].dtype == jnp.bfloat16
     tied = round_trip([state["f"], {"again": state["f"]}])
     assert tied[0] is tied[1]["again"]

@@ -403,7 +403,7 @@ def test_real_chunk_size_and_one_element_more() -> None:
     n = (1 << 22) + 1
     rng = np.random.default_rng(0)
     w = (rng.standard_normal(1000).astype("f4")[rng.integers(0, 1000, n)] * np.float32(0.1)).astype("f4")
-    state = {"w": torch.from_numpy(w), "o": {"0": {"exp_avg": torch.from_numpy(w[::-1].copy())}}, "i": np.arange(n)}
+    state = {"weight": torch.from_numpy(w), "o": {"0": {"exp_avg": torch.from_numpy(w[::-1].copy())}}, "i": np.arange(n)}
     with threads(1):
         one = sp.compress(state)
     with threads(2):
@@ -411,6 +411,6 @@ def test_real_chunk_size_and_one_element_more() -> None:
         back = sp.decompress(sp.Checkpoint.from_bytes(one.to_bytes()))
     assert one.to_bytes() == two.to_bytes()
     assert difference([state["i"]], [back["i"]]) == ""
-    assert float((back["w"] - state["w"]).norm() / state["w"].norm()) < 0.1
+    assert float((back["weight"] - state["weight"]).norm() / state["weight"].norm()) < 0.1
     m, x = back["o"]["0"]["exp_avg"].double(), state["o"]["0"]["exp_avg"].double()
     assert bool(((m - x).abs() <= 0.25 * x.abs()).all())

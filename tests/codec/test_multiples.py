@@ -36,30 +36,30 @@ def relative(x: Any, y: Any) -> float:
 @pytest.mark.parametrize("target", [3e-3, 1e-3, 1e-4, 2e-6])
 def test_the_target_is_met_in_fewer_bytes_than_all_bits_take(target: float, dtype: torch.dtype) -> None:
     w = weights(dtype=dtype)
-    ckpt = sp.compress({"w": w}, cfg=config(target))
+    ckpt = sp.compress({"weight": w}, cfg=config(target))
     (row,) = ckpt.summary()
     assert (row.stream, row.measure) == ("multiples", "relative L2")
-    met = relative(w, sp.decompress(ckpt)["w"])
+    met = relative(w, sp.decompress(ckpt)["weight"])
     assert 0.8 * target < met <= row.error <= target
     # The entropy of a normal variable in steps of that size, and half a bit for what is coded byte by byte.
     bits = 0.5 * np.log2(2 * np.pi * np.e) - np.log2(0.93 * target * np.sqrt(12))
     assert row.bits_per_element < bits + (0.6 if target > 2e-5 else 4.6)
-    assert row.stored_bytes < 0.8 * sp.compress({"w": w}, cfg=sp.presets.lossless()).summary()[0].stored_bytes
+    assert row.stored_bytes < 0.8 * sp.compress({"weight": w}, cfg=sp.presets.lossless()).summary()[0].stored_bytes
     assert difference(through_bytes(ckpt), sp.decompress(ckpt)) == ""
 
 
 def test_without_it_such_an_array_is_exact() -> None:
     w = weights()
-    ckpt = sp.compress({"w": w}, cfg=sp.Config(max_rel_error=1e-3))
-    assert torch.equal(sp.decompress(ckpt)["w"], w)
+    ckpt = sp.compress({"weight": w}, cfg=sp.Config(max_rel_error=1e-3))
+    assert torch.equal(sp.decompress(ckpt)["weight"], w)
     assert "254 bins miss" in ckpt.summary()[0].note
 
 
 def test_a_step_that_would_make_zeros_of_most_is_not_taken() -> None:
     w = weights()
     w *= torch.where(torch.arange(w.shape[0]) < 4, 1e5, 1.0)[:, None]
-    ckpt = sp.compress({"w": w}, cfg=config(1e-4))
-    assert torch.equal(sp.decompress(ckpt)["w"], w)
+    ckpt = sp.compress({"weight": w}, cfg=config(1e-4))
+    assert torch.equal(sp.decompress(ckpt)["weight"], w)
     assert re.search(r"by a finer step 9\d% of it would be as good as zero", ckpt.summary()[0].note)
 
 
@@ -72,15 +72,15 @@ def test_where_bins_are_enough_or_the_dtype_is_too_coarse_nothing_changes() -> N
 
 def test_the_error_does_not_grow_along_a_chain_and_deltas_are_small() -> None:
     w, cfg = weights(), config(1e-3)
-    base = prev = sp.compress({"w": w}, cfg=cfg)
+    base = prev = sp.compress({"weight": w}, cfg=cfg)
     read = sp.Checkpoint.from_bytes(base.to_bytes())
     for t in range(1, 41):
         w = 0.99 * w + 1e-4 * torch.randn(w.shape, generator=torch.Generator().manual_seed(t))
-        prev = sp.compress({"w": w}, prev, cfg)
+        prev = sp.compress({"weight": w}, prev, cfg)
         read = sp.Checkpoint.from_bytes(prev.to_bytes(), prev=read)
-        assert relative(w, sp.decompress(read)["w"]) <= 1e-3
+        assert relative(w, sp.decompress(read)["weight"]) <= 1e-3
         assert difference(sp.decompress(read), sp.decompress(prev)) == ""
-    small = sp.compress({"w": w + 1e-6}, prev, cfg)
+    small = sp.compress({"weight": w + 1e-6}, prev, cfg)
     assert small.nbytes < base.nbytes / 5
 
 
@@ -107,10 +107,10 @@ def test_whatever_is_in_it_the_target_is_met_or_every_bit_kept(x: Any, target: f
 
 
 @pytest.mark.parametrize(
-    "meta", [{"s": float("nan")}, {"s": 0.0}, {"s": -1.0}, {"s": 1}, {"s": "1"}, {"w": 3}, {"w": 8}]
+    "meta", [{"s": float("nan")}, {"s": 0.0}, {"s": -1.0}, {"s": 1}, {"s": "1"}, {"weight": 3}, {"weight": 8}]
 )
 def test_a_lying_record_is_refused(meta: dict[str, Any]) -> None:
-    header, chunks = take_apart(sp.compress({"w": weights()}, cfg=config(1e-3)).to_bytes())
+    header, chunks = take_apart(sp.compress({"weight": weights()}, cfg=config(1e-3)).to_bytes())
     header["arrays"][0]["m"] |= meta
     with pytest.raises(sp.CorruptDataError, match="multiples"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, chunks)))

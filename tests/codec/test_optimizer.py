@@ -329,7 +329,7 @@ def relative(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 ADAFACTOR = {
-    f"state/0/{name}": sp.Kind("linear", f"{which} moment", "w", "Adafactor")
+    f"state/0/{name}": sp.Kind("linear", f"{which} moment", "weight", "Adafactor")
     for name, which in (("exp_avg", "first"), ("exp_avg_sq", "second"))
 }
 
@@ -381,11 +381,11 @@ def test_second_moments_near_the_top_of_their_range_stay_finite() -> None:
 @pytest.mark.parametrize(("owner", "codec"), [("AdamW", "grid"), ("Lamb", "grid"), ("RMSprop", "log-buckets")])
 def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: str) -> None:
     kinds = {
-        "w/momentum": sp.Kind("linear", "first moment", "w", owner),
-        "w/velocity": sp.Kind("linear", "second moment", "w", owner),
+        "w/momentum": sp.Kind("linear", "first moment", "weight", owner),
+        "w/velocity": sp.Kind("linear", "second moment", "weight", owner),
     }
     entry = adam((64, 100))
-    tree = {"optimizer": {"w": {"momentum": entry["exp_avg"], "velocity": entry["exp_avg_sq"]}}}
+    tree = {"optimizer": {"weight": {"momentum": entry["exp_avg"], "velocity": entry["exp_avg_sq"]}}}
     rows = rows_of(sp.compress(tree, kinds=kinds))
     assert (rows["momentum"].stream, rows["velocity"].stream) == (codec, "rank-one")
 

@@ -22,7 +22,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
         "master",
         [None, 3, True, "optim*", b"optim*", [1], ["a", None], [""], np.array(3), np.zeros(2), torch.tensor(1.0), str],
     ),
-    (sp.Kind, "parameter", [5, ["w"], b"w", np.zeros(2), str]),
+    (sp.Kind, "parameter", [5, ["weight"], b"weight", np.zeros(2), str]),
     (sp.Kind, "optimizer", [5, ["Adam"], np.zeros(2), torch.optim.Adam]),
     (check_n_run, "policy", [["one_shot"], {}, None, "always", np.zeros(2), ("one_shot", "consecutive")]),
     (check_n_run, "bits", [None, 5, [4], "4", np.zeros(2), np.array(5)]),

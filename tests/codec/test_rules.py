@@ -16,7 +16,7 @@ X = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
 
 
 def codec(cfg: sp.Config, x: Any) -> str:
-    return sp.compress({"a": {"w": x}}, cfg=cfg).summary()[0].stream
+    return sp.compress({"a": {"weight": x}}, cfg=cfg).summary()[0].stream
 
 
 def test_a_rule_is_for_its_dtypes_and_the_next_for_the_rest() -> None:
@@ -50,7 +50,7 @@ def test_dtypes_that_are_none(dtypes: Any) -> None:
 @pytest.mark.parametrize(
     ("match", "hint"),
     [
-        ("w", r"globs are for whole paths, such as a/w; '\*/w' matches it"),
+        ("weight", r"globs are for whole paths, such as a/w; '\*/weight' matches it"),
         ("[vw]", r"globs are for whole paths, such as a/w; '\*/\[vw\]' matches it"),
         ("weights", "did you mean the kind 'weight'"),
         ("Embedding", "did you mean the kind 'embedding'"),
@@ -74,11 +74,11 @@ def test_what_is_for_paths_of_any_depth_is_no_mistake() -> None:
     """As presets have it: at the top of a state, and below."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", sp.ShrinkpointWarning)
-        assert codec(sp.Config([("w", sp.Exact()), ("*/w", sp.Exact())]), X) == "bytes"
+        assert codec(sp.Config([("weight", sp.Exact()), ("*/weight", sp.Exact())]), X) == "bytes"
 
 
 @pytest.mark.parametrize(
-    "match", ["w/*", "a/w", "*w", "*/w", "weight", "embedding", "other.weight", "optimizer/*", "b/w"]
+    "match", ["w/*", "a/weight", "*w", "*/weight", "weight", "embedding", "other.weight", "optimizer/*", "b/weight"]
 )
 def test_a_rule_for_other_states_is_no_mistake(match: str) -> None:
     with warnings.catch_warnings():

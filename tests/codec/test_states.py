@@ -154,7 +154,7 @@ def test_unknown_optimizer_entries_are_never_lossy_by_guess() -> None:
     x = [rng.normal(size=(64, 64)).astype("f4") ** 2 for _ in range(6)]
     state = {
         "optimizer": {"state": {0: {"shampoo": {"L": x[0], "R": [x[1]]}, "exp_avg_sq_row": x[2], "hessian": x[3]}}},
-        "optimizer_state": {"w": {"second_order": x[4]}},
+        "optimizer_state": {"weight": {"second_order": x[4]}},
     }
     back = round_trip(state)
     assert difference(state["optimizer"], back["optimizer"]) == ""
@@ -235,9 +235,9 @@ def test_what_diverged_does_not_grow(cfg: sp.Config) -> None:
     nan = torch.full((256, 256), float("nan"))
     mixed = nan.clone()
     mixed[::2] = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    state = {"model": {"w": nan, "x": mixed, "emb.weight": -nan}, "optimizer": {"state": {0: {"exp_avg_sq": nan}}}}
+    state = {"model": {"weight": nan, "x": mixed, "emb.weight": -nan}, "optimizer": {"state": {0: {"exp_avg_sq": nan}}}}
     base = sp.compress(state, cfg=cfg)
     delta = sp.compress(state, base, cfg)
     for ckpt in (base, delta):
         assert ckpt.nbytes < 0.8 * ckpt.raw_nbytes
-        assert bool(through_bytes(ckpt, base if ckpt.is_delta else None)["model"]["w"].isnan().all())
+        assert bool(through_bytes(ckpt, base if ckpt.is_delta else None)["model"]["weight"].isnan().all())

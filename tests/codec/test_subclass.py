@@ -26,7 +26,7 @@ def state(t: int) -> dict[str, Any]:
     """Low-bit moments and low-bit weights beside plain ones."""
     w = torch.randn(64, 100, generator=torch.Generator().manual_seed(1)) * (1 + 1e-4 * t)
     return {
-        "model": {"w": w, "low": coded(t)},
+        "model": {"weight": w, "low": coded(t)},
         "optimizer": {"state": {0: {"step": torch.tensor(float(t)), "exp_avg": coded(t + 1), "exp_avg_sq": coded(9)}}},
     }
 

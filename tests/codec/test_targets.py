@@ -96,8 +96,8 @@ def test_no_array_is_beyond_its_target(
     prev = None
     for _ in range(3):
         w = as_dtype(x, dtype)
-        prev = sp.compress({"w": w}, prev, cfg, kinds={"w": "linear"})
-        y = sp.decompress(prev)["w"]
+        prev = sp.compress({"weight": w}, prev, cfg, kinds={"weight": "linear"})
+        y = sp.decompress(prev)["weight"]
         assert relative(w, y) <= row(prev).error * (1 + 1e-9) <= target * (1 + 1e-9)
         assert bits(y[~np.isfinite(w)]) == bits(w[~np.isfinite(w)])
         x = x * rng.choice([1.0, 0.99, 1.3]) + 1e-3 * rng.standard_normal(shape)
@@ -119,11 +119,11 @@ def test_every_delta_of_a_chain_keeps_to_it(seed: int, spread: str, dtype: str, 
     prev = read = None
     for _ in range(21):
         w = as_dtype(x, dtype)
-        prev = sp.compress({"w": w}, prev, sp.Config(max_rel_error=target), kinds={"w": "linear"})
+        prev = sp.compress({"weight": w}, prev, sp.Config(max_rel_error=target), kinds={"weight": "linear"})
         read = sp.Checkpoint.from_bytes(prev.to_bytes(), prev=read)
-        y = sp.decompress(read)["w"]
+        y = sp.decompress(read)["weight"]
         assert relative(w, y) <= row(prev).error <= target
-        assert difference({"w": y}, sp.decompress(prev)) == ""
+        assert difference({"weight": y}, sp.decompress(prev)) == ""
         x = x + way + drift * np.abs(x) * rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.02)
 
 
@@ -177,7 +177,7 @@ def test_the_rate_is_chosen_by_array_and_takes_what_is_left_of_the_target() -> N
     x = drawn(rng, "normal", (200, 200)).astype("f4")
     notes, prev = [], None
     for t in range(6):
-        prev = sp.compress({"w": x + np.float32(0.01 * t)}, prev, sp.Config(max_rel_error=0.1))
+        prev = sp.compress({"weight": x + np.float32(0.01 * t)}, prev, sp.Config(max_rel_error=0.1))
         notes.append(rate(prev))
         assert 0.097 < row(prev).error <= 0.1
     assert len(set(notes)) > 2
@@ -192,7 +192,7 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
     cfg = sp.Config(max_rel_error=0.1)
 
     def chain() -> sp.Checkpoint:
-        return sp.compress({"w": y}, sp.compress({"w": x}, cfg=cfg), cfg)
+        return sp.compress({"weight": y}, sp.compress({"weight": x}, cfg=cfg), cfg)
 
     spent = chain()
     given_price = targets.dearest_price
@@ -203,9 +203,9 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
     monkeypatch.setattr(targets, "dearest_price", lambda *a: 4 * given_price(*a))
     assert row(chain()).error <= 0.1
     monkeypatch.setattr(targets, "dearest_price", lambda *a: 1e6 * given_price(*a))
-    alone = sp.compress({"w": x}, cfg=cfg)
+    alone = sp.compress({"weight": x}, cfg=cfg)
     monkeypatch.setattr(targets, "dearest_price", lambda *a: 0.0)
-    assert alone.to_bytes() == sp.compress({"w": x}, cfg=cfg).to_bytes()
+    assert alone.to_bytes() == sp.compress({"weight": x}, cfg=cfg).to_bytes()
 
 
 @settings(max_examples=40)
@@ -218,9 +218,9 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
 def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: str, target: float) -> None:
     """Against the fewest of a ladder that keep to the target; a tenth of the error is left to the deltas: 0.15 bits."""
     x = as_dtype(drawn(np.random.default_rng(seed), spread, (64, 80)), dtype)
-    chosen = row(sp.compress({"w": x}, cfg=sp.Config(max_rel_error=target), kinds={"w": "linear"})).stored_bytes
+    chosen = row(sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=target), kinds={"weight": "linear"})).stored_bytes
     for bins in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254):
-        plain = row(sp.compress({"w": x}, cfg=sp.Config([("*", sp.Quantize(bins=bins))]), kinds={"w": "linear"}))
+        plain = row(sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize(bins=bins))]), kinds={"weight": "linear"}))
         if plain.error <= target and "zero" not in plain.note:  # by a common step half of it would be lost
             break
     else:
@@ -232,18 +232,18 @@ def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: st
 def test_a_parents_choice_is_kept_while_it_does_and_the_note_says_why_not() -> None:
     rng = np.random.default_rng(2)
     x, cfg = drawn(rng, "normal", (200, 200)).astype("f4"), sp.Config(max_rel_error=0.05)
-    base = sp.compress({"w": x}, cfg=cfg)
+    base = sp.compress({"weight": x}, cfg=cfg)
     assert row(base).note.startswith("codebook new; 0 protected, rate ")
-    assert row(sp.compress({"w": x * np.float32(1.01)}, base, cfg)).note.startswith("codebook frozen; ")
-    coarse = row(sp.compress({"w": x * np.float32(0.8)}, base, cfg)).note
+    assert row(sp.compress({"weight": x * np.float32(1.01)}, base, cfg)).note.startswith("codebook frozen; ")
+    coarse = row(sp.compress({"weight": x * np.float32(0.8)}, base, cfg)).note
     assert re.match(r"codebook refit: 1\.\d+ of the error target; ", coarse)
-    fine = row(sp.compress({"w": x}, sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.02)), cfg)).note
+    fine = row(sp.compress({"weight": x}, sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.02)), cfg)).note
     assert re.match(r"codebook refit: 1\.\d+ bits more than need be; ", fine)
 
 
 def test_a_rate_that_is_asked_for_is_the_rate() -> None:
     x = drawn(np.random.default_rng(4), "normal", (200, 200)).astype("f4")
-    asked = sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.05, rate=1e-5))
+    asked = sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.05, rate=1e-5))
     assert "rate" not in row(asked).note
     assert row(asked).error < 0.047
 
@@ -258,7 +258,7 @@ def test_a_rate_that_the_target_has_no_room_for_costs_no_bytes(target: float, as
         prev, rows = None, []
         for i in range(5):
             x = weights[0] + np.float32(0.01 * i) * weights[i]
-            prev = sp.compress({"w": x}, prev, sp.Config(rules, max_rel_error=target, rate=rate))
+            prev = sp.compress({"weight": x}, prev, sp.Config(rules, max_rel_error=target, rate=rate))
             rows.append(row(prev))
         assert all(r.stream == "levels" and r.error <= target for r in rows)
         stored.append(sum(r.stored_bytes for r in rows))
@@ -268,7 +268,7 @@ def test_a_rate_that_the_target_has_no_room_for_costs_no_bytes(target: float, as
 def test_narrow_weights_are_not_flattened() -> None:
     """An error of 0.1 % of the norm would allow it; two entries are the least there is."""
     x = drawn(np.random.default_rng(5), "narrow", (100, 100)).astype("f4")
-    y = sp.decompress(sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.05)))["w"]
+    y = sp.decompress(sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.05)))["weight"]
     assert float(((y - x) ** 2).mean()) < 0.5 * float(x.astype("f8").var())
 
 
@@ -276,7 +276,7 @@ def test_gradients_still_protect_what_they_make_matter() -> None:
     rng = np.random.default_rng(6)
     x = rng.standard_normal((100, 100)).astype("f4")
     g = np.where(rng.random(x.shape) < 0.0002, 1e6, 1e-6 * rng.standard_normal(x.shape)).astype("f4")
-    ckpt = sp.compress({"w": x}, cfg=sp.Config(max_rel_error=0.05), grads={"w": g})
+    ckpt = sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.05), grads={"weight": g})
     memory = ckpt.memory_of(ckpt.records[0])
     assert isinstance(memory, LevelsMemory)
     large = (abs(x * g) > 1).reshape(-1)
@@ -289,22 +289,22 @@ def test_gradients_still_protect_what_they_make_matter() -> None:
 def test_chunks_and_libraries_do_not_matter(library: str) -> None:
     """A price is found on a sample where an array is large; the same bytes from torch and NumPy."""
     x = drawn(np.random.default_rng(7), "normal", (300, 300)).astype("f4")
-    state = {"w": torch.from_numpy(x) if library == "torch" else x}
+    state = {"weight": torch.from_numpy(x) if library == "torch" else x}
     cfg = sp.Config(max_rel_error=0.07)
     with small_chunks(10_000):
         ckpt = sp.compress(state, cfg=cfg)
         assert row(ckpt).error <= 0.07
-        assert relative(x, through_bytes(ckpt)["w"]) <= 0.07
+        assert relative(x, through_bytes(ckpt)["weight"]) <= 0.07
     whole = sp.compress(state, cfg=cfg)
     assert 0.065 < row(whole).error <= 0.07
-    assert whole.pieces_of(whole.records[0]) == sp.compress({"w": x}, cfg=cfg).pieces_of(whole.records[0])
+    assert whole.pieces_of(whole.records[0]) == sp.compress({"weight": x}, cfg=cfg).pieces_of(whole.records[0])
 
 
 def test_published_solvers_choose_among_bins_alone() -> None:
     x = drawn(np.random.default_rng(8), "normal", (100, 100)).astype("f4")
     preset = sp.presets.inshrinkerator(16)
     rules = [dataclasses.replace(r, codec=dataclasses.replace(r.stream, max_error=0.05)) for r in preset.rules[:1]]
-    found = row(sp.compress({"w": x}, cfg=sp.Config(rules)))
+    found = row(sp.compress({"weight": x}, cfg=sp.Config(rules)))
     assert found.error <= 0.05
     assert found.note == "codebook new"
 
@@ -312,7 +312,7 @@ def test_published_solvers_choose_among_bins_alone() -> None:
 def test_few_values_that_lie_on_no_grid_keep_to_a_small_target() -> None:
     rng = np.random.default_rng(1145513408)
     x = np.round(4 * rng.standard_normal((64, 80))) / 4 + 1e-6 * rng.standard_normal((64, 80))
-    found = row(sp.compress({"w": x.astype("f4")}, cfg=sp.Config(max_rel_error=0.003), kinds={"w": "linear"}))
+    found = row(sp.compress({"weight": x.astype("f4")}, cfg=sp.Config(max_rel_error=0.003), kinds={"weight": "linear"}))
     assert found.codec == "levels"
     assert found.error <= 0.003
     assert found.stored_bytes < 3000
@@ -321,7 +321,7 @@ def test_few_values_that_lie_on_no_grid_keep_to_a_small_target() -> None:
 def test_subnormals_under_a_target() -> None:
     x = np.random.default_rng(0).integers(-300, 300, (100, 200)) * 5e-324
     for cfg in (sp.Config(max_rel_error=1e-3), sp.Config([("*", sp.Quantize(bins=254))])):
-        restored = sp.decompress(sp.compress({"w": x}, cfg=cfg))["w"]
+        restored = sp.decompress(sp.compress({"weight": x}, cfg=cfg))["weight"]
         assert np.abs(restored - x).max() <= 5e-324 * (1 if cfg.max_rel_error is None else 0)
 
 
@@ -329,5 +329,5 @@ def test_subnormals_under_a_target() -> None:
 @pytest.mark.parametrize("by", [1e150, 1e-150])
 def test_an_array_of_another_order_than_its_parent(by: float) -> None:
     x, cfg = np.random.default_rng(0).standard_normal((100, 200)), sp.Config(max_rel_error=0.01)
-    base = sp.compress({"w": x * by}, cfg=cfg)
-    assert row(sp.compress({"w": x}, base, cfg)).error <= 0.01
+    base = sp.compress({"weight": x * by}, cfg=cfg)
+    assert row(sp.compress({"weight": x}, base, cfg)).error <= 0.01

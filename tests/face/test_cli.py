@@ -348,10 +348,10 @@ def test_others_read_what_is_restored(store: sp.Store, tmp_path: Path) -> None:
 
 
 def test_numbers_in_a_foreign_byte_order_become_tensors(tmp_path: Path) -> None:
-    sp.Store(tmp_path / "s").save(1, {"w": np.arange(5, dtype=">f4"), "n": np.arange(3, dtype=">i8")})
+    sp.Store(tmp_path / "s").save(1, {"weight": np.arange(5, dtype=">f4"), "n": np.arange(3, dtype=">i8")})
     good("restore", tmp_path / "s", tmp_path / "o.safetensors")
     found = load_file(tmp_path / "o.safetensors")
-    assert (found["w"].tolist(), found["w"].dtype) == ([0.0, 1.0, 2.0, 3.0, 4.0], torch.float32)
+    assert (found["weight"].tolist(), found["weight"].dtype) == ([0.0, 1.0, 2.0, 3.0, 4.0], torch.float32)
     assert (found["n"].tolist(), found["n"].dtype) == ([0, 1, 2], torch.int64)
 
 
@@ -500,7 +500,7 @@ def test_restoring_is_not_counted(store: sp.Store, tmp_path: Path) -> None:
 
 def test_numpy_arrays(tmp_path: Path) -> None:
     """Those of numbers are read, as random number generators keep them; those of objects are not."""
-    made = {"keys": np.arange(7, dtype=np.uint32), "x": np.float64(2.5), "w": np.ones((2, 3), np.float16)}
+    made = {"keys": np.arange(7, dtype=np.uint32), "x": np.float64(2.5), "weight": np.ones((2, 3), np.float16)}
     good("compress", save_pt(made, tmp_path / "a.pt"), tmp_path / "a.spt")
     code, _, err = run("restore", tmp_path / "a.spt", tmp_path / "b.pt")
     assert code == 0
@@ -541,14 +541,14 @@ def test_nothing_in_a_file_is_executed(where: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     evil = tmp_path / "evil"
     if where == "pt":
-        evil = save_pt({"w": torch.zeros(2), "x": Malicious(mark)}, tmp_path / "evil.pt")
+        evil = save_pt({"weight": torch.zeros(2), "x": Malicious(mark)}, tmp_path / "evil.pt")
     elif where == "legacy":
         evil.write_bytes(pickle.dumps({"x": Malicious(mark)}, 2))
     elif where == "metadata":
         evil.mkdir()
         (evil / ".metadata").write_bytes(pickle.dumps(Malicious(mark)))
     else:
-        dcp.save({"w": torch.zeros(2), "x": Malicious(mark)}, storage_writer=dcp.FileSystemWriter(evil), no_dist=True)
+        dcp.save({"weight": torch.zeros(2), "x": Malicious(mark)}, storage_writer=dcp.FileSystemWriter(evil), no_dist=True)
     bad(1, "evil.*(holds|names .*Path|without pickle)", "compress", evil, tmp_path / "o.spt")
     assert not mark.exists()
     assert not (tmp_path / "o.spt").exists()
@@ -562,7 +562,7 @@ def test_nothing_in_a_file_is_executed(where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "", "."])
 def test_a_dcp_folder_reads_nothing_outside_itself(path: str, tmp_path: Path) -> None:
     folder = tmp_path / "d"
-    save_state({"w": torch.zeros(4)}, folder, "dcp", False)
+    save_state({"weight": torch.zeros(4)}, folder, "dcp", False)
     (file,) = folder.glob("*.distcp")
     (tmp_path / "secret").write_bytes(file.read_bytes())
     (folder / "link").symlink_to(tmp_path / "secret")
@@ -575,9 +575,9 @@ def test_a_dcp_folder_reads_nothing_outside_itself(path: str, tmp_path: Path) ->
 
 def test_a_dcp_folder_cannot_ask_for_all_memory(tmp_path: Path) -> None:
     folder = tmp_path / "d"
-    save_state({"w": torch.zeros(4)}, folder, "dcp", False)
+    save_state({"weight": torch.zeros(4)}, folder, "dcp", False)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"].size = torch.Size([1 << 50])
+    metadata.state_dict_metadata["weight"].size = torch.Size([1 << 50])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     bad(1, "needs .* bytes, this machine has", "compress", folder, tmp_path / "o.spt")
 
@@ -697,7 +697,7 @@ def test_wrong_options_are_usage() -> None:
 
 
 def test_an_object_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
-    save_pt({"a": {"size": torch.Size([2])}, "w": torch.zeros(2)}, tmp_path / "a.pt")
+    save_pt({"a": {"size": torch.Size([2])}, "weight": torch.zeros(2)}, tmp_path / "a.pt")
     bad(1, "a/size: torch.Size", "compress", tmp_path / "a.pt", tmp_path / "o.spt")
     save_pt(torch.zeros(2), tmp_path / "b.pt")
     bad(1, "holds a Tensor, not a dict", "compress", tmp_path / "b.pt", tmp_path / "o.spt")
@@ -830,8 +830,8 @@ def test_an_output_is_whole_or_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp", "spt"])
 def test_a_full_disk_is_told_plainly(kind: str, tmp_path: Path) -> None:
     """The system lets no file grow beyond a limit: each library fails in the middle of writing."""
-    sp.Store(tmp_path / "store").save(1, {"w": torch.zeros(1 << 20)})
-    save_pt({"w": torch.randint(1 << 40, (1 << 18,))}, tmp_path / "a.pt")
+    sp.Store(tmp_path / "store").save(1, {"weight": torch.zeros(1 << 20)})
+    save_pt({"weight": torch.randint(1 << 40, (1 << 18,))}, tmp_path / "a.pt")
     restored = ("restore", tmp_path / "store", tmp_path / "out", "--to", kind)
     words = ("compress", tmp_path / "a.pt", tmp_path / "out.spt") if kind == "spt" else restored
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -71,7 +71,7 @@ def test_shards_that_do_not_fill_their_tensors_are_refused(folder: Path, tmp_pat
     """Such a folder is one rank's part of a save without collectives; what it lacks would be whatever was in memory."""
     alone = tmp_path / "alone"
     writer = Writer(cfg=sp.presets.lossless())
-    dcp.save({"w": torch.zeros(4)}, storage_writer=writer, checkpoint_id=alone, no_dist=True)
+    dcp.save({"weight": torch.zeros(4)}, storage_writer=writer, checkpoint_id=alone, no_dist=True)
     index = Reader(alone).read_metadata().storage_data
     (alone / ".metadata").write_bytes(replace(index, partial=True).to_bytes())
     bad(1, "do not cover their tensors", "compress", alone, tmp_path / "o.spt")

@@ -43,19 +43,19 @@ def test_every_warning_is_of_the_family(package: str) -> None:
 
 
 def test_a_row_of_a_summary_is_a_mapping() -> None:
-    row = sp.compress({"w": np.arange(4000.0)}).summary()[0]
+    row = sp.compress({"weight": np.arange(4000.0)}).summary()[0]
     assert list(row) == list(row.keys()) == list(dict(row))
     assert len(row) == len(dict(row))
     assert "error" in row
     assert "colour" not in row
-    assert row["path"] == row.path == "w"
+    assert row["path"] == row.path == "weight"
 
 
 def test_checkpoints_of_the_same_bytes_are_equal() -> None:
-    state = {"w": np.arange(4000.0)}
+    state = {"weight": np.arange(4000.0)}
     base = sp.compress(state)
     assert base == sp.compress(state) == sp.Checkpoint.from_bytes(base.to_bytes())
-    assert len({base, sp.compress(state), sp.compress({"w": np.arange(4001.0)})}) == 2
+    assert len({base, sp.compress(state), sp.compress({"weight": np.arange(4001.0)})}) == 2
     assert base != base.to_bytes()
 
 
@@ -63,4 +63,4 @@ def test_a_configuration_in_the_place_of_the_parent_is_named() -> None:
     with pytest.raises(
         sp.BadArgumentError, match="prev must be a Checkpoint, not Config; a configuration goes to cfg="
     ):
-        sp.compress({"w": np.zeros(3)}, sp.Config())  # type: ignore[arg-type]
+        sp.compress({"weight": np.zeros(3)}, sp.Config())  # type: ignore[arg-type]

@@ -333,15 +333,15 @@ def test_a_search_is_shown(tmp_path: Path) -> None:
     weight = state(1)["model"]["fc.weight"]
 
     def loss(restored: Any) -> float:
-        return 1.0 + float((restored["w"] - weight).square().mean())
+        return 1.0 + float((restored["weight"] - weight).square().mean())
 
-    result = sp.search({"w": weight}, loss, 0.05)
+    result = sp.search({"weight": weight}, loss, 0.05)
     (tmp_path / "search.json").write_text(json.dumps(result.to_json()))
     told = Parts(written(tmp_path / "s", "--search", tmp_path / "search.json")).text
     assert html.unescape(text(str(result))) in told
     assert all(trial.reason in told for trial in result.trials)
     # A trial may have been no number, and a file may say anything.
-    no_number = sp.search({"w": weight}, lambda s: 1.0 if (s["w"] == weight).all() else float("nan"), 0.05)
+    no_number = sp.search({"weight": weight}, lambda s: 1.0 if (s["weight"] == weight).all() else float("nan"), 0.05)
     (tmp_path / "search.json").write_text(json.dumps(no_number.to_json()))
     assert (
         "quality is not a number"

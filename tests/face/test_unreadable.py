@@ -29,12 +29,12 @@ def saved(state: Any, **options: Any) -> bytes:
 
 def zipped(name: str, contents: bytes) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(file, "weight") as archive:
         archive.writestr(name, contents)
     return file.getvalue()
 
 
-STATE = {"w": torch.arange(100.0)}
+STATE = {"weight": torch.arange(100.0)}
 WHOLE, LEGACY = saved(STATE), saved(STATE, _use_new_zipfile_serialization=False)
 UNREADABLE = {
     "text": b"junk\n",

@@ -39,8 +39,8 @@ def read(data: bytes) -> None:
             sp.decompress(ckpt, parent)
         files = iter([Checkpoint(Ranged(len(data), lambda start, stop: data[start:stop]), None, ckpt.id), parent])
         with contextlib.suppress(sp.ShrinkpointError):
-            decompress_only(lambda above: next(files) or ckpt, ["o/*", "w"])
-        sp.compress({"w": np.zeros(1500, np.float32)}, Checkpoint.from_bytes(data, parent))
+            decompress_only(lambda above: next(files) or ckpt, ["o/*", "weight"])
+        sp.compress({"weight": np.zeros(1500, np.float32)}, Checkpoint.from_bytes(data, parent))
 
 
 def mutate(rng: random.Random, data: bytes, at_random: Callable[[bytes, int], bytes]) -> bytes:

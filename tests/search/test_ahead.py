@@ -28,12 +28,12 @@ class Loss:
     """One plus the mean squared error; keeps the last state that it was given."""
 
     def __init__(self, exact: Any) -> None:
-        self.exact = exact["model"]["w"]
+        self.exact = exact["model"]["weight"]
         self.given: Any = None
 
     def __call__(self, restored: Any) -> float:
         self.given = restored
-        return 1.0 + float(((restored["model"]["w"] - self.exact) ** 2).mean())
+        return 1.0 + float(((restored["model"]["weight"] - self.exact) ** 2).mean())
 
 
 def searched(store: sp.Store, step: int, last: SearchResult | None = None, **more: Any) -> tuple[SearchResult, Loss]:
@@ -56,8 +56,8 @@ def test_what_is_evaluated_is_what_is_stored(rate: float) -> None:
         chosen = [trial for trial in found.trials if trial.point == found.point]
         assert chosen[-1].estimated == pytest.approx(found.nbytes, rel=0.004, abs=80)
         if found.trials[-1] is chosen[-1]:
-            assert (loss.given["model"]["w"] == store.load(step)["model"]["w"]).all()
-        aims.append(stored.parent_memory(*next((r.key, r.spec) for r in stored.records if r.path == "model/w")).aim)
+            assert (loss.given["model"]["weight"] == store.load(step)["model"]["weight"]).all()
+        aims.append(stored.parent_memory(*next((r.key, r.spec) for r in stored.records if r.path == "model/weight")).aim)
     assert min(aims[2:]) > 0.02  # or nothing of this was coded ahead
 
 
@@ -87,7 +87,7 @@ class Steady(Loss):
 
     def __call__(self, restored: Any) -> float:
         self.calls += 1
-        error = restored["model"]["w"] - self.exact
+        error = restored["model"]["weight"] - self.exact
         along = float((error * self.drift).sum() / (self.drift**2).sum())
         return super().__call__(restored) + 10 * max(0.0, along - 0.01) * (not self.lenient)
 
@@ -103,7 +103,7 @@ def test_where_nothing_passes_ahead_weights_are_coded_where_they_are_this_time()
         (False, False, "neighbourhood"),
         (True, True, "neighbourhood"),
     ):
-        loss = Steady(state, earlier.weights["model/w"])
+        loss = Steady(state, earlier.weights["model/weight"])
         loss.lenient = lenient
         more: Any = {"direction": "lower", "progress": False, "cube": CUBE, "last": last}
         found = search(state, loss, 0.02, prev=store.parent, **more, earlier=earlier)
@@ -134,7 +134,7 @@ def test_of_what_may_pass_ahead_the_mildest_is_tried_before_all_else() -> None:
         store.save(step, drifting(step))
     state = drifting(60)
     earlier = store.earlier(state, 60)
-    loss = Steady(state, earlier.weights["model/w"])
+    loss = Steady(state, earlier.weights["model/weight"])
     more: Any = {"direction": "lower", "progress": False, "cube": CUBE}
     found = search(state, loss, 0.02, prev=store.parent, **more, earlier=earlier)
     ahead_of_it = [t for t in found.trials if t.ahead]
@@ -167,7 +167,7 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
     again, loss = searched(store, 40, resume=found.trials)
     assert loss.given is None  # not one of them was made again
     assert again == found
-    for other in (None, sp.Earlier(store.earlier(drifting(40), 40).weights, 7), {"w": drifting(0)["model"]["w"]}):
+    for other in (None, sp.Earlier(store.earlier(drifting(40), 40).weights, 7), {"weight": drifting(0)["model"]["weight"]}):
         with pytest.raises(BadArgumentError, match="belongs to another state"):
             searched(store, 40, resume=found.trials, earlier=other)
 
@@ -176,7 +176,7 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
     ("earlier", "message"),
     [
         ({"v": np.zeros((300, 400), "f4")}, "earlier/v: the state has no such weight"),
-        ({"w": np.zeros((400, 300), "f4")}, r"model/w: earlier/w has shape \(400, 300\)"),
+        ({"weight": np.zeros((400, 300), "f4")}, r"model/w: earlier/w has shape \(400, 300\)"),
         (3, "earlier must be a tree"),
     ],
 )
@@ -191,10 +191,10 @@ def test_where_the_last_choice_fails_the_mildest_is_not_all_that_is_left() -> No
     for step in range(10, 60, 10):
         store.save(step, drifting(step))
     state = drifting(60)
-    spread = float(state["model"]["w"].var())
+    spread = float(state["model"]["weight"].var())
 
     def loss(restored: Any) -> float:
-        return 1.0 + float(((restored["model"]["w"] - state["model"]["w"]) ** 2).mean()) / spread
+        return 1.0 + float(((restored["model"]["weight"] - state["model"]["weight"]) ** 2).mean()) / spread
 
     more: Any = {"prev": store.parent, "earlier": store.earlier(state, 60), "cube": CUBE, "direction": "lower"}
     coarse = search(state, loss, 0.5, **more, progress=False)

@@ -64,10 +64,10 @@ def test_narrow_arrays_of_sixteen_bits(dtype: torch.dtype, mean: float, deviatio
     generator = torch.Generator().manual_seed(0)
     x = (mean + deviation * torch.randn(256, 256, generator=generator)).to(dtype)
     points = [Point(b, p, "magnitude", 0.0005, 0.0, 32) for b in (4, 8, 16, 32) for p in (0.0, 0.2)]
-    prepared = search_state({"w": x}, points[0])
+    prepared = search_state({"weight": x}, points[0])
     for point, found in zip(points, estimator(prepared)(points), strict=True):
-        ckpt = sp.compress({"w": x}, cfg=point.config())
-        met = relative_error(x.double(), sp.decompress(ckpt)["w"].double())
+        ckpt = sp.compress({"weight": x}, cfg=point.config())
+        met = relative_error(x.double(), sp.decompress(ckpt)["weight"].double())
         assert found.error == pytest.approx(met, rel=0.03)
         assert found.nbytes + prepared.rest_nbytes(point.rate) == pytest.approx(ckpt.nbytes, rel=0.025)
 
@@ -93,7 +93,7 @@ def test_patterns_say_how_alike_errors_are() -> None:
 
 def test_the_pruned_share_of_the_error() -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    prepared = search_state({"w": x}, SOME[0])
+    prepared = search_state({"weight": x}, SOME[0])
     points = [Point(32, 0.3, "magnitude", 0.0, embedding_bins=32), Point(32, 0.0, "magnitude", 0.0, embedding_bins=32)]
     some, none = estimator(prepared)(points)
     small = x.abs() < x.abs().flatten().quantile(0.3)
@@ -107,10 +107,10 @@ def test_a_sample_stands_for_a_large_array(dtype: torch.dtype, monkeypatch: pyte
     x = torch.randn(400, 512, generator=generator).to(dtype)
     x[0, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
     point = Point(12, 0.2, "magnitude", 0.005, embedding_bins=32)
-    prev = sp.compress({"w": x}, cfg=point.config())
+    prev = sp.compress({"weight": x}, cfg=point.config())
     moved = (x.double() + 0.02 * torch.randn(x.shape, generator=generator)).to(dtype)
     for parent in (None, prev):
-        prepared = search_state({"w": moved}, point, parent)
+        prepared = search_state({"weight": moved}, point, parent)
         whole = estimator(prepared)([point])[0]
         with monkeypatch.context() as patch:
             patch.setattr(sampling, "SAMPLE", 1 << 15)
@@ -194,8 +194,8 @@ def test_protected_values_take_what_is_written_of_them() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 400, generator=generator)
     point = Point(8, 0.0, "magnitude", 0.05, 0.0, 32)
-    prev = sp.compress({"w": x}, cfg=point.config())
-    moved = {"w": x * (1 + 0.001 * torch.randn(x.shape, generator=generator))}
+    prev = sp.compress({"weight": x}, cfg=point.config())
+    moved = {"weight": x * (1 + 0.001 * torch.randn(x.shape, generator=generator))}
     (before,) = search_state(moved, point, prev).parents
     assert isinstance(before, LevelsMemory)
     for parent in (None, before):
@@ -246,8 +246,8 @@ def test_a_group_is_spoken_for_by_one_of_its_usual_size_and_scale(monkeypatch: p
 def test_what_a_parent_knows_of_some_elements(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6000, generator=generator).to(dtype)
-    ckpt = sp.compress({"w": x}, cfg=Point(8, 0.1, "magnitude", 0.01).config())
-    prepared = search_state({"w": x}, SOME[0], ckpt)
+    ckpt = sp.compress({"weight": x}, cfg=Point(8, 0.1, "magnitude", 0.01).config())
+    prepared = search_state({"weight": x}, SOME[0], ckpt)
     memory = prepared.parents[0]
     assert isinstance(memory, LevelsMemory)
     at = np.flatnonzero(np.arange(6000) // 7 % 3 == 1)
@@ -258,7 +258,7 @@ def test_what_a_parent_knows_of_some_elements(dtype: torch.dtype) -> None:
 
 
 def test_what_is_counted_is_kept() -> None:
-    prepared = search_state({"w": torch.randn(64, 64)}, SOME[0])
+    prepared = search_state({"weight": torch.randn(64, 64)}, SOME[0])
     made = estimator(prepared)
     first = made(SOME[:3])
     assert all(a is b for a, b in zip(first, made(SOME[:3]), strict=True))
@@ -266,9 +266,9 @@ def test_what_is_counted_is_kept() -> None:
 
 def test_rate_lowers_the_size_and_raises_the_error() -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    prev = sp.compress({"w": x})
+    prev = sp.compress({"weight": x})
     moved = x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    for state, parent, rates in (({"w": x}, None, (0.0, 0.03, 0.1)), ({"w": moved}, prev, (0.0, 0.001, 0.003))):
+    for state, parent, rates in (({"weight": x}, None, (0.0, 0.03, 0.1)), ({"weight": moved}, prev, (0.0, 0.001, 0.003))):
         points = [Point(24, 0.0, "magnitude", 0.0005, rate, 32) for rate in rates]
         prepared = search_state(state, SOME[0], parent)
         found = estimator(prepared)(points)
@@ -304,13 +304,13 @@ def test_arrays_of_few_different_values(tensor: torch.Tensor, delta: bool) -> No
     ]
     generator = torch.Generator().manual_seed(0)
     other = torch.randn(64, 64, generator=generator)
-    state, prev = {"w": tensor, "v": other}, None
+    state, prev = {"weight": tensor, "v": other}, None
     if delta:
         prev = sp.compress(state)
         moved = tensor.flatten().clone()
         at = torch.randperm(moved.numel(), generator=generator)[: moved.numel() // 20]
         moved[at] = moved[at.flip(0)]
-        state = {"w": moved.view(tensor.shape), "v": other}
+        state = {"weight": moved.view(tensor.shape), "v": other}
     prepared = search_state(state, points[0], prev)
     for point, found in zip(points, estimator(prepared)(points), strict=True):
         ckpt = sp.compress(state, prev, point.config())

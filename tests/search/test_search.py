@@ -149,11 +149,11 @@ def test_evaluate_gets_what_a_reader_would_see_and_may_keep_it() -> None:
 
 
 def test_arrays_of_numpy() -> None:
-    state = {"w": np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)}
+    state = {"weight": np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)}
 
     def evaluate(restored: State) -> float:
-        assert isinstance(restored["w"], np.ndarray)
-        return 1.0 + float(((restored["w"] - state["w"]) ** 2).mean())
+        assert isinstance(restored["weight"], np.ndarray)
+        return 1.0 + float(((restored["weight"] - state["weight"]) ** 2).mean())
 
     assert sp.search(state, evaluate, 0.02, options=sp.SearchOptions(cube=SMALL)).met
 

@@ -117,14 +117,14 @@ def test_a_configuration_for_one_save_is_for_that_one(how: str, tmp_path: Path) 
     store = sp.Store(tmp_path, sp.presets.lossless())
     saver = None if how == "store" else sp.Saver(store, mode=how)
     to = saver or store
-    to.save(1, {"w": x}, cfg=coarse)
-    to.save(2, {"w": x})
+    to.save(1, {"weight": x}, cfg=coarse)
+    to.save(2, {"weight": x})
     with pytest.raises(BadArgumentError, match="cfg must be a Config"):
-        to.save(3, {"w": x}, cfg=sp.presets.lossless)  # type: ignore[arg-type]
+        to.save(3, {"weight": x}, cfg=sp.presets.lossless)  # type: ignore[arg-type]
     if saver is not None:
         saver.close()
-    back = [sp.Store(tmp_path).load(step, count=False)["w"] for step in (1, 2)]
-    assert torch.equal(back[0], sp.decompress(sp.compress({"w": x}, cfg=coarse))["w"])
+    back = [sp.Store(tmp_path).load(step, count=False)["weight"] for step in (1, 2)]
+    assert torch.equal(back[0], sp.decompress(sp.compress({"weight": x}, cfg=coarse))["weight"])
     assert not torch.equal(back[0], x)
     assert torch.equal(back[1], x)
     # The chain of `coarse` was not asked.
@@ -135,11 +135,11 @@ def test_the_parent_is_what_the_next_delta_is_against(tmp_path: Path) -> None:
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     store = sp.Store(tmp_path, sp.Config(chain=sp.ChainPolicy(base_every=2)))
     assert store.parent is None
-    saved = [store.save(1, {"w": x})]
+    saved = [store.save(1, {"weight": x})]
     assert store.parent is not None
     assert store.parent.id == saved[0].checkpoint.id
-    saved.append(store.save(2, {"w": x + 0.001}))
+    saved.append(store.save(2, {"weight": x + 0.001}))
     assert saved[1].is_delta
     # Two in a chain: the next one is a base.
     assert store.parent is None
-    assert not store.save(3, {"w": x}).is_delta
+    assert not store.save(3, {"weight": x}).is_delta

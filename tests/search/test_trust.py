@@ -48,7 +48,7 @@ def test_an_evaluate_that_does_not_look_at_what_it_is_given(
     for value in (0.7, 0.6):  # the model goes on: another number, as little worth
         caplog.clear()
         last = sp.search(
-            {"w": x},
+            {"weight": x},
             lambda _, v=value: v,
             0.01,
             last=last,
@@ -65,9 +65,9 @@ def test_where_nothing_can_be_wrecked_nothing_is_said_of_evaluate() -> None:
     x = torch.zeros(128, 128)
 
     def loss(restored: State) -> float:
-        return 1.0 + float((restored["w"] ** 2).sum())
+        return 1.0 + float((restored["weight"] ** 2).sum())
 
-    found = sp.search({"w": x}, loss, 0.01, options=sp.SearchOptions(direction="lower", progress=False))
+    found = sp.search({"weight": x}, loss, 0.01, options=sp.SearchOptions(direction="lower", progress=False))
     assert found.met
     assert not any("Does it load" in note for note in found.notes)
 
@@ -77,13 +77,13 @@ def test_an_accuracy_that_stays_is_asked_for_its_worth_every_other_time() -> Non
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
 
     def accuracy(restored: State) -> float:
-        return 0.9 if float(((restored["w"] - x) ** 2).mean()) < 0.3 else 0.1
+        return 0.9 if float(((restored["weight"] - x) ** 2).mean()) < 0.3 else 0.1
 
-    found = [sp.search({"w": x}, accuracy, 0.01, options=sp.SearchOptions(direction="higher", progress=False))]
+    found = [sp.search({"weight": x}, accuracy, 0.01, options=sp.SearchOptions(direction="higher", progress=False))]
     for _ in range(3):
         found.append(
             sp.search(
-                {"w": x}, accuracy, 0.01, last=found[-1], options=sp.SearchOptions(direction="higher", progress=False)
+                {"weight": x}, accuracy, 0.01, last=found[-1], options=sp.SearchOptions(direction="higher", progress=False)
             )
         )
     assert [(f.met, f.degradation) for f in found] == 4 * [(True, 0.0)]
@@ -99,13 +99,13 @@ def test_a_first_trial_that_gains_by_chance_does_not_turn_the_scale() -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
 
     def loss(restored: State) -> float:
-        error = float(((restored["w"] - x) ** 2).mean() / (x**2).mean())
+        error = float(((restored["weight"] - x) ** 2).mean() / (x**2).mean())
         return 0.97 if abs(error - 0.1177) < 0.004 else 1 + error
 
-    found = sp.search({"w": x}, loss, 0.01, options=sp.SearchOptions(progress=False))
+    found = sp.search({"weight": x}, loss, 0.01, options=sp.SearchOptions(progress=False))
     assert found.direction == "lower"
     assert found.met
-    restored = sp.decompress(sp.compress({"w": x}, cfg=found.config))
+    restored = sp.decompress(sp.compress({"weight": x}, cfg=found.config))
     assert loss(restored) - 1.0 <= 0.01
     assert found.evaluations <= 12
 
@@ -485,7 +485,7 @@ def test_without_evaluate_arguments_are_checked_too() -> None:
     with pytest.raises(sp.MissingParentError):
         sp.search(state, None, 0.1, prev=delta)
     with pytest.raises(sp.ShrinkpointError, match="object"):
-        sp.search({"w": object()}, None, 0.1)
+        sp.search({"weight": object()}, None, 0.1)
 
 
 def test_without_evaluate_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

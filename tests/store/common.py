@@ -16,15 +16,15 @@ def state(step: int, size: int = 600) -> dict[str, Any]:
     rng = np.random.default_rng(7)
     w = rng.standard_normal(size).astype(np.float32)
     w[: size // 8] += step
-    return {"step": step, "model": {"w": w, "n": [np.arange(20) * step, np.ones(3)]}, "ids": np.arange(200) + step}
+    return {"step": step, "model": {"weight": w, "n": [np.arange(20) * step, np.ones(3)]}, "ids": np.arange(200) + step}
 
 
 def same(found: Any, step: int) -> bool:
     """Whether a state is the one of this step, to the bit."""
-    expected = state(step, found["model"]["w"].size)
+    expected = state(step, found["model"]["weight"].size)
     return (
         found["step"] == step
-        and found["model"]["w"].tobytes() == expected["model"]["w"].tobytes()
+        and found["model"]["weight"].tobytes() == expected["model"]["weight"].tobytes()
         and all(a.tobytes() == b.tobytes() for a, b in zip(found["model"]["n"], expected["model"]["n"], strict=True))
         and found["ids"].tobytes() == expected["ids"].tobytes()
     )

@@ -37,7 +37,7 @@ PATIENCE, FAR = 20, 3
 def state(step: int) -> dict[str, Any]:
     """A different one for each step, large enough that writing it takes a while."""
     g = np.random.default_rng(step)
-    return {"step": step, "w": g.standard_normal(60_000), "i": np.arange(2000) * step}
+    return {"step": step, "weight": g.standard_normal(60_000), "i": np.arange(2000) * step}
 
 
 def right(found: dict[str, Any]) -> bool:

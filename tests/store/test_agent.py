@@ -35,11 +35,11 @@ LOSSLESS = sp.presets.lossless(chain=sp.ChainPolicy(3))
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"step": step, "w": np.random.default_rng(step // 4).standard_normal(500) + step}
+    return {"step": step, "weight": np.random.default_rng(step // 4).standard_normal(500) + step}
 
 
 def same(found: dict[str, Any], step: int) -> bool:
-    return found["step"] == step and np.array_equal(found["w"], state(step)["w"])
+    return found["step"] == step and np.array_equal(found["weight"], state(step)["weight"])
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def test_a_store_loads_from_memory_what_is_there(root: Path) -> None:
     # The disk is what verify looks at, and parts are read from.
     assert list(sp.Store(root, in_memory=2).verify()) == [0, 1, 2, 3, 4]
     with pytest.raises(sp.CorruptDataError):
-        sp.Store(root).load(paths="w")
+        sp.Store(root).load(paths="weight")
 
 
 def test_a_plain_store_finds_an_agent_when_nothing_else_is_left(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ def test_every_spelling_of_a_url_is_one_agent(root: Path, tmp_path: Path, monkey
         assert same(sp.Store(url, in_memory=2).load(), 4), url
     assert InMemory("run").steps() == []
     odd = os.fsdecode(b"\xff\xfe")
-    sp.Store(odd, LOSSLESS, in_memory=1).save(7, {"w": np.arange(3)})
+    sp.Store(odd, LOSSLESS, in_memory=1).save(7, {"weight": np.arange(3)})
     assert InMemory(str(tmp_path / "there" / odd)).steps() == [7]
     # Of other file systems what their URL says, which need not exist for it.
     assert one_name("memory://aa/b/") == one_name("memory:///aa/b")
@@ -434,7 +434,7 @@ def test_it_outlives_a_killed_trainer(root: Path) -> None:
     import os, signal, sys, numpy as np, shrinkpoint as sp
     saver = sp.Saver(sp.Store(sys.argv[1], sp.presets.lossless(), in_memory=2))
     for step in range(3):
-        saver.save(step, {"w": np.arange(1000) * step}).result()
+        saver.save(step, {"weight": np.arange(1000) * step}).result()
     os.kill(saver.pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -443,7 +443,7 @@ def test_it_outlives_a_killed_trainer(root: Path) -> None:
     assert InMemory(str(root)).steps() == [1, 2]
     for file in (root / "data").iterdir():
         file.unlink()
-    assert sp.Store(root, in_memory=2).load()["w"][-1] == 1998
+    assert sp.Store(root, in_memory=2).load()["weight"][-1] == 1998
 
 
 # ---------------------------------------------------------------------------------------------- several ranks

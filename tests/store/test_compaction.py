@@ -104,7 +104,7 @@ def test_deltas_over_what_was_compacted_decode_as_before(cfg: sp.Config, tmp_pat
             w += 0.01 * torch.randn(70, 80, generator=torch.Generator().manual_seed(i))
         m, v = torch.randn(70, 80, generator=g) * 1e-3, torch.rand(70, 80, generator=g) * 1e-6
         return {
-            "model": {"w": w, "token_embedding.weight": w * 2, "half": w.bfloat16(), "norm": w[0].clone()},
+            "model": {"weight": w, "token_embedding.weight": w * 2, "half": w.bfloat16(), "norm": w[0].clone()},
             "optimizer": {"state": {0: {"exp_avg": m, "exp_avg_sq": v}}},
         }
 

@@ -140,13 +140,13 @@ def judge(files: list[bytes]) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50 * sum(map(len, FILES)) + (8 << 20), peak
-    assert found["model"]["w"].tobytes() == EXPECTED["model"]["w"].tobytes()
+    assert found["model"]["weight"].tobytes() == EXPECTED["model"]["weight"].tobytes()
     assert found["big"][1]["x"].tobytes() == EXPECTED["big"][1]["x"].tobytes()
 
 
 def test_parts_are_right() -> None:
     assert EXPECTED["big"][0] is None
-    assert EXPECTED["model"]["w"].tobytes() == state(1)["model"]["w"].tobytes()
+    assert EXPECTED["model"]["weight"].tobytes() == state(1)["model"]["weight"].tobytes()
 
 
 def test_files_altered_anywhere_for_a_while() -> None:

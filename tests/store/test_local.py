@@ -280,7 +280,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr("builtins.open", full)
         with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}") as caught:
-            store.save(2, {"w": 1})
+            store.save(2, {"weight": 1})
     assert caught.value.errno == errno.ENOSPC
     assert same(sp.Store(tmp_path).load(), 1)
 
@@ -292,8 +292,8 @@ here = tempfile.mkdtemp(dir={str(tmp_path)!r})
 os.chdir(here)
 os.rmdir(here)
 store = sp.Store({str(tmp_path / "run")!r})
-store.save(1, {{"w": torch.ones(3)}})
-assert store.load()["w"].sum() == 3
+store.save(1, {{"weight": torch.ones(3)}})
+assert store.load()["weight"].sum() == 3
 """
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}

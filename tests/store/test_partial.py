@@ -70,21 +70,21 @@ def test_pruning_by_an_oracle(state: dict[str, Any], pattern: str) -> None:
 
 
 def test_names_are_looked_up_and_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["w", "a[0]", "a0", "*", "[*]", "x[", "[!a]", "?"]
+    names = ["weight", "a[0]", "a0", "*", "[*]", "x[", "[!a]", "?"]
     state: dict[str, Any] = {name: np.full(1, i) for i, name in enumerate(names)}
     nodes, arrays = tree.flatten(state, lambda x: isinstance(x, np.ndarray))
 
     def found(*patterns: str) -> list[str]:
         return list(tree.unflatten(select(nodes, patterns), lambda number, _: arrays[number].value))
 
-    assert found("[!a]") == ["w", "*", "?"]
-    assert found("a[0]", "w") == ["w", "a0"]
+    assert found("[!a]") == ["weight", "*", "?"]
+    assert found("a[0]", "weight") == ["weight", "a0"]
     assert found("*") == names
     with monkeypatch.context() as patch:
         patch.setattr(fnmatch, "fnmatchcase", lambda path, pattern: pytest.fail(f"{path} tried for {pattern}"))
         for name in names:
             assert found(glob.escape(name)) == [name]
-        assert found("w", "a0") == ["w", "a0"]
+        assert found("weight", "a0") == ["weight", "a0"]
         with pytest.raises(sp.BadArgumentError, match=r"no path matches 'a\[\[\]1\]'"):
             found(glob.escape("a[1]"))
 
@@ -146,8 +146,8 @@ def test_the_same_as_a_whole_load(cfg: sp.Config, against: str, url: str, tmp_pa
 
 def test_lists_keep_their_positions(tmp_path: Path) -> None:
     store = sp.Store(tmp_path)
-    store.save(1, {"layers": [{"w": np.ones(3)}, {"w": np.zeros(3), "b": 2}, 5], "other": [1, 2], "t": (1, (2, 3))})
-    assert difference(store.load(1, "layers/1/w"), {"layers": [None, {"w": np.zeros(3)}, None]}) == ""
+    store.save(1, {"layers": [{"weight": np.ones(3)}, {"weight": np.zeros(3), "b": 2}, 5], "other": [1, 2], "t": (1, (2, 3))})
+    assert difference(store.load(1, "layers/1/weight"), {"layers": [None, {"weight": np.zeros(3)}, None]}) == ""
     assert difference(store.load(1, ["t/1/0", "other/*"]), {"other": [1, 2], "t": (None, (2, None))}) == ""
 
 
@@ -220,7 +220,7 @@ def test_patterns_that_are_none(tmp_path: Path, paths: Any) -> None:
 
 def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
     store = fill(sp.Store(tmp_path), 1)
-    with pytest.raises(sp.BadArgumentError, match=r"'modle/\*'.*paths are like step, model/w"):
+    with pytest.raises(sp.BadArgumentError, match=r"'modle/\*'.*paths are like step, model/weight"):
         store.load(1, ["model/*", "modle/*"])
 
 
@@ -238,11 +238,11 @@ def test_a_flipped_byte_is_never_loaded(at: int, flip: int) -> None:
     whole = files.read(name)
     files.write(name, bytes(data))
     try:
-        found = sp.Store(url).load(1, ["ids", "model/w"])
+        found = sp.Store(url).load(1, ["ids", "model/weight"])
     except sp.ShrinkpointError:
         pass
     else:
-        assert difference(found, {"model": {"w": store.load(1)["model"]["w"]}, "ids": store.load(1)["ids"]}) == ""
+        assert difference(found, {"model": {"weight": store.load(1)["model"]["weight"]}, "ids": store.load(1)["ids"]}) == ""
     finally:
         files.write(name, whole)
 

@@ -51,7 +51,7 @@ def test_growing_deltas_are_cut_off(tmp_path: Path) -> None:
     store = sp.Store(tmp_path, cfg)
     sizes: list[float] = []
     for step in range(14):
-        saved = store.save(step, {"w": weights})
+        saved = store.save(step, {"weight": weights})
         weights = weights.copy()
         weights[2000 * step : 2000 * (step + 1)] = rng.standard_normal(2000)
         if not saved.is_delta and step:
@@ -64,14 +64,14 @@ def test_growing_deltas_are_cut_off(tmp_path: Path) -> None:
     # The same rule goes on in another process.
     other = sp.Store(tmp_path, cfg)
     other.load(step - 1, count=False)
-    assert not other.save(99, {"w": weights}).is_delta
+    assert not other.save(99, {"weight": weights}).is_delta
 
 
 @pytest.mark.parametrize(("bound", "period"), [(1, 1), (2, 2), (3.5, 3), (5, 5)])
 def test_the_restore_cost(bound: float, period: int, tmp_path: Path) -> None:
     """Of what is exact every delta below costs a whole decode."""
     store = sp.Store(tmp_path, lossless(max_restore_cost=bound))
-    saved = [store.save(step, {"w": np.arange(3000.0) + step}) for step in range(12)]
+    saved = [store.save(step, {"weight": np.arange(3000.0) + step}) for step in range(12)]
     assert [s.is_delta for s in saved] == [step % period != 0 for step in range(12)]
     assert max(store.describe(step).restore_cost for step in store.steps()) == period
     assert store.describe(0).restore_cost == 1.0
@@ -79,7 +79,7 @@ def test_the_restore_cost(bound: float, period: int, tmp_path: Path) -> None:
 
 def test_no_rule_at_all(tmp_path: Path) -> None:
     store = sp.Store(tmp_path, lossless())
-    saved = [store.save(step, {"w": np.arange(50) + step}) for step in range(40)]
+    saved = [store.save(step, {"weight": np.arange(50) + step}) for step in range(40)]
     assert [s.is_delta for s in saved] == [False] + [True] * 39
 
 
@@ -96,7 +96,7 @@ def test_a_delta_that_spares_nothing_is_a_base(cfg: sp.Config, monkeypatch: pyte
             w = rng.standard_normal((500, 600)).astype(np.float32)
         w = w.copy()
         w[step] += 0.1
-        saved.append(store.save(step, {"w": w, "step": step}))
+        saved.append(store.save(step, {"weight": w, "step": step}))
     assert [not s.is_delta for s in saved] == [step in {0, *redrawn} for step in range(8)]
     # Only where it was in doubt was the state compressed twice.
     assert len(made) == 8 + len(redrawn)
@@ -107,7 +107,7 @@ def test_a_delta_that_spares_nothing_is_a_base(cfg: sp.Config, monkeypatch: pyte
 def test_a_delta_may_be_as_large_as_it_is_where_that_is_asked() -> None:
     store = sp.Store("memory://as-large", lossless(only_smaller=False))
     rng = np.random.default_rng(0)
-    saved = [store.save(step, {"w": rng.standard_normal(100_000)}) for step in range(3)]
+    saved = [store.save(step, {"weight": rng.standard_normal(100_000)}) for step in range(3)]
     assert [s.is_delta for s in saved] == [False, True, True]
 
 
@@ -118,10 +118,10 @@ def test_a_state_that_grew_is_no_reason_for_bases(monkeypatch: pytest.MonkeyPatc
     store = sp.Store("memory://grown", lossless(against="base"))
     rng = np.random.default_rng(0)
     w = rng.standard_normal(50_000).astype(np.float32)
-    assert not store.save(0, {"w": w}).is_delta
+    assert not store.save(0, {"weight": w}).is_delta
     for step in range(1, 6):
         moments = {k: rng.standard_normal(50_000).astype(np.float32) for k in "abc"}
-        assert store.save(step, {"w": w, **moments}).is_delta
+        assert store.save(step, {"weight": w, **moments}).is_delta
     assert len(made) == 6
 
 

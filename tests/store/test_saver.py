@@ -249,13 +249,13 @@ def test_arrays_of_other_libraries_are_coded_ahead_too(dtype: Any) -> None:
     cfg, arena = sp.Config(rate=0.01), Arena()
     given, rebuilt = sp.Store(memory_url(), cfg), sp.Store(memory_url(), cfg)
     for step in range(4):
-        tree = {"w": jnp.asarray(weights * (1 + 0.02 * step), dtype)}
+        tree = {"weight": jnp.asarray(weights * (1 + 0.02 * step), dtype)}
         expected = given.save(step, tree).checkpoint.to_bytes()
         assert rebuilt.save(step, through_arena(tree, arena)).checkpoint.to_bytes() == expected
     arena.close()
     plain = sp.Store(memory_url(), sp.Config(rate=0.01, ahead=False))
     for step in range(4):
-        last = plain.save(step, {"w": jnp.asarray(weights * (1 + 0.02 * step), dtype)})
+        last = plain.save(step, {"weight": jnp.asarray(weights * (1 + 0.02 * step), dtype)})
     assert last.checkpoint.to_bytes() != expected
 
 
@@ -355,7 +355,7 @@ def test_the_same_files_as_a_synchronous_save(tmp_path: Path) -> None:
 @posix
 def test_the_snapshot_memory_is_bounded_and_kept(shared: tuple[sp.Saver, Path]) -> None:
     saver, _ = shared
-    big = {"w": np.zeros(3 << 20, np.uint8)}
+    big = {"weight": np.zeros(3 << 20, np.uint8)}
     sizes = []
     for step in range(100, 104):
         saver.save(step, big)
@@ -411,7 +411,7 @@ def test_errors_of_the_worker_come_with_the_next_call(tmp_path: Path) -> None:
     # The library's own errors keep their type. Told once, it is not told again.
     blocked.unlink()
     needs_gradients = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
-    saver.save(2, {"w": np.zeros((64, 64), np.float32)}, cfg=needs_gradients)
+    saver.save(2, {"weight": np.zeros((64, 64), np.float32)}, cfg=needs_gradients)
     with pytest.raises(sp.BadArgumentError, match="gradient"):
         saver.close()
     saver.close()
@@ -828,7 +828,7 @@ def test_what_the_save_before_said_is_not_said_again(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         for step, rule in enumerate(["weights", "weights", "weights", "Embedding"]):
             cfg = sp.Config([(rule, sp.Exact())])
-            saver.save(step, {"model": {"w": np.ones((40, 50), np.float32)}}, cfg=cfg).result()
+            saver.save(step, {"model": {"weight": np.ones((40, 50), np.float32)}}, cfg=cfg).result()
             saver.wait()
     said = [str(w.message).split(" matches")[0] for w in caught if issubclass(w.category, SaverWarning)]
     assert said == [f"step {n}: UnmatchedRuleWarning: rule {rule!r}" for n, rule in ((0, "weights"), (3, "Embedding"))]
@@ -886,7 +886,7 @@ def test_a_script_without_a_guard_and_without_standard_input(tmp_path: Path) -> 
         os.close(0); os.close(2)
         saver = sp.Saver(sp.Store("run", sp.presets.lossless()))
         os.chdir("/")
-        saver.save(1, {"w": np.arange(1000)})
+        saver.save(1, {"weight": np.arange(1000)})
         print("left to itself", saver.pid)
         """,
         tmp_path,
@@ -895,7 +895,7 @@ def test_a_script_without_a_guard_and_without_standard_input(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split()[:3] == ["left", "to", "itself"]
     assert gone(int(done.stdout.split()[3]))
-    assert sp.Store(here / "run").load()["w"].tolist() == list(range(1000))
+    assert sp.Store(here / "run").load()["weight"].tolist() == list(range(1000))
 
 
 @posix
@@ -912,9 +912,9 @@ def test_an_error_nobody_asked_for_is_shown_at_exit(end: str, status: int, tmp_p
         atexit.register(lambda: print("the last handler", flush=True))
         atexit.register(lambda: sys.stderr and print("to stderr", file=sys.stderr, flush=True))
         store = sp.Store(sys.argv[1] + "/run")
-        open(sys.argv[1] + "/run", "w").close()
+        open(sys.argv[1] + "/run", "weight").close()
         saver = sp.Saver(store)
-        saver.save(1, {{"w": np.arange(1000)}})
+        saver.save(1, {{"weight": np.arange(1000)}})
         {end}
         """,
         tmp_path,
@@ -931,9 +931,9 @@ def test_an_error_of_a_saver_that_is_forgotten_counts_too(tmp_path: Path) -> Non
     done = program(
         """
         store = sp.Store(sys.argv[1] + "/run")
-        open(sys.argv[1] + "/run", "w").close()
+        open(sys.argv[1] + "/run", "weight").close()
         saver = sp.Saver(store)
-        saver.save(1, {"w": np.arange(1000)})
+        saver.save(1, {"weight": np.arange(1000)})
         del saver
         print("trained on", flush=True)
         """,
@@ -966,7 +966,7 @@ def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -
             cycle = [saver]
             cycle.append(cycle)
             gc.disable()
-            saver.save(1, {{"w": np.arange(1000)}})
+            saver.save(1, {{"weight": np.arange(1000)}})
 
         train()
         print("over", flush=True)
@@ -974,7 +974,7 @@ def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -
         tmp_path,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
-    assert sp.Store(tmp_path / "run").load()["w"].sum() == 499_500
+    assert sp.Store(tmp_path / "run").load()["weight"].sum() == 499_500
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
@@ -991,7 +991,7 @@ def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: 
         @atexit.register
         def last():
             try:
-                saver.save(2, {{"w": np.arange(10)}})
+                saver.save(2, {{"weight": np.arange(10)}})
             except sp.BadArgumentError as e:
                 print(e, saver, flush=True)
             saver.wait()
@@ -999,7 +999,7 @@ def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: 
 
         atexit.register(module._UNCLOSED._end)
         saver = sp.Saver(sp.Store(sys.argv[1] + "/run"), mode={mode!r})
-        saver.save(1, {{"w": np.arange(1000)}})
+        saver.save(1, {{"weight": np.arange(1000)}})
         """,
         tmp_path,
     )
@@ -1019,8 +1019,8 @@ def test_every_unclosed_saver_has_its_error_shown(tmp_path: Path) -> None:
             where = f"{sys.argv[1]}/{n}"
             savers.append(sp.Saver(sp.Store(where, sp.Config([("wieght", sp.Exact())] if n % 2 else []))))
             if n % 2 == 0:
-                open(where, "w").close()
-            savers[-1].save(1, {"w": np.arange(1000.0)})
+                open(where, "weight").close()
+            savers[-1].save(1, {"weight": np.arange(1000.0)})
         warnings.simplefilter("error", sp.SaverWarning)
         """,
         tmp_path,
@@ -1073,15 +1073,15 @@ def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path)
         else:
             process.ProcessPlace.hand = then_a_signal(process.ProcessPlace.hand)
         store = sp.Store(sys.argv[1] + "/run", sp.presets.lossless())
-        signal.signal(signal.SIGUSR1, lambda *_: saver.save(20, {{"w": np.full(1000, 2)}}))
+        signal.signal(signal.SIGUSR1, lambda *_: saver.save(20, {{"weight": np.full(1000, 2)}}))
         warnings.simplefilter("always")
         with sp.Saver(store) as saver:
             try:
-                saver.save(10, {{"w": np.full(1000, 1)}})
+                saver.save(10, {{"weight": np.full(1000, 1)}})
             except sp.ShrinkpointError as e:
                 print("refused:", e, flush=True)
-            saver.save(30, {{"w": np.full(1000, 3)}})
-        print({{step: int(store.load(step)["w"].max()) for step in store.steps()}}, flush=True)
+            saver.save(30, {{"weight": np.full(1000, 3)}})
+        print({{step: int(store.load(step)["weight"].max()) for step in store.steps()}}, flush=True)
         """,
         tmp_path,
     )
@@ -1100,9 +1100,9 @@ def test_an_error_that_was_told_is_no_failure_at_exit(tmp_path: Path) -> None:
     done = program(
         """
         store = sp.Store(sys.argv[1] + "/run")
-        open(sys.argv[1] + "/run", "w").close()
+        open(sys.argv[1] + "/run", "weight").close()
         saver = sp.Saver(store)
-        saver.save(1, {"w": np.arange(1000)})
+        saver.save(1, {"weight": np.arange(1000)})
         try:
             saver.wait()
         except Exception as e:
@@ -1127,7 +1127,7 @@ def test_a_killed_trainer_leaves_the_save_and_nothing_else(when: str, size: int,
         """
         when, size = sys.argv[2], int(sys.argv[3])
         saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
-        states = [{"w": np.random.default_rng(i).random(size)} for i in range(3)]
+        states = [{"weight": np.random.default_rng(i).random(size)} for i in range(3)]
         child = 0
         if when != "first":
             saver.save(1, states[1]).result()
@@ -1159,7 +1159,7 @@ def test_a_killed_trainer_leaves_the_save_and_nothing_else(when: str, size: int,
     store = sp.Store(tmp_path / "run")
     assert store.steps() == ([2] if when == "first" else [1, 2])
     assert store.verify() == {}
-    assert np.array_equal(store.load()["w"], np.random.default_rng(2).random(size))
+    assert np.array_equal(store.load()["weight"], np.random.default_rng(2).random(size))
 
 
 @posix
@@ -1171,13 +1171,13 @@ def test_two_saves_and_a_kill(tmp_path: Path) -> None:
         saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
         print(saver.pid, flush=True)
         for step in range(2):
-            saver.save(step, {"w": np.full(3_000_000, step)})
+            saver.save(step, {"weight": np.full(3_000_000, step)})
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         tmp_path,
     )
     assert gone(int(done.stdout))
-    assert sp.Store(tmp_path / "run").load()["w"].tolist()[::1_000_000] == [1, 1, 1]
+    assert sp.Store(tmp_path / "run").load()["weight"].tolist()[::1_000_000] == [1, 1, 1]
 
 
 @posix
@@ -1186,17 +1186,17 @@ def test_a_forked_child_cannot_use_it_and_does_not_end_it(tmp_path: Path) -> Non
     done = program(
         """
         saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
-        saver.save(1, {"w": np.arange(1000)}).result()
+        saver.save(1, {"weight": np.arange(1000)}).result()
         child = os.fork()
         if child == 0:
             try:
-                saver.save(2, {"w": np.arange(10)})
+                saver.save(2, {"weight": np.arange(10)})
             except sp.ShrinkpointError as e:
                 print("refused:", e, flush=True)
             saver.close()
             sys.exit()
         print(os.waitpid(child, 0)[1], flush=True)
-        print(saver.save(3, {"w": np.arange(1000)}).result().is_delta)
+        print(saver.save(3, {"weight": np.arange(1000)}).result().is_delta)
         """,
         tmp_path,
     )
@@ -1223,7 +1223,7 @@ def test_a_forked_child_may_leave_the_block(tmp_path: Path) -> None:
                 go_on.wait()
 
         with sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless())) as saver:
-            saver.save(1, {"w": np.arange(1_000_000)})
+            saver.save(1, {"weight": np.arange(1_000_000)})
             thread = threading.Thread(target=hold)
             thread.start()
             held.wait()
@@ -1256,13 +1256,13 @@ def test_a_forked_child_may_leave_the_block(tmp_path: Path) -> None:
 )
 def test_an_argument_that_no_save_can_take_is_refused_at_once(tmp_path: Path, wrong: Any, said: str) -> None:
     """Nothing is started, and the next save does not pay for it."""
-    state = {"w": np.arange(4096, dtype=np.float32)}
+    state = {"weight": np.arange(4096, dtype=np.float32)}
     store = sp.Store(tmp_path / "run")
     with sp.Saver(store, mode="thread") as saver:
-        saver.save(1, state, kinds={"w": "linear"}).result()
+        saver.save(1, state, kinds={"weight": "linear"}).result()
         with pytest.raises(sp.BadArgumentError, match=re.escape(said)):
             saver.save(2, state, **wrong)
-        assert saver.save(3, state, kinds={"w": "linear"}, metric=np.float32(0.5)).result().status == "saved"
+        assert saver.save(3, state, kinds={"weight": "linear"}, metric=np.float32(0.5)).result().status == "saved"
     assert store.steps() == [1, 3]
     assert store.describe(3).metric == 0.5
 
@@ -1279,7 +1279,7 @@ def test_memory_behind_another_file_system_is_of_this_process() -> None:
     store = sp.Store(url)
     with sp.Saver(store) as saver:
         assert saver.mode == "thread"
-        saver.save(1, {"w": torch.ones(3)})
+        saver.save(1, {"weight": torch.ones(3)})
     assert sp.Store(url).steps() == [1]
     with pytest.raises(sp.BadArgumentError, match="memory"):
         sp.Saver(store, mode="process")
@@ -1299,7 +1299,7 @@ os.chdir(folder)
 os.rmdir(folder)
 with sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()), mode="process") as saver:
     for step in (1, 2):
-        assert saver.save(step, {"w": np.arange(8.0) + step}).result().status == "saved"
+        assert saver.save(step, {"weight": np.arange(8.0) + step}).result().status == "saved"
 """
 
 

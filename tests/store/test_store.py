@@ -30,11 +30,11 @@ LOSSLESS = sp.presets.lossless()
 def state(step: int) -> dict[str, Any]:
     """A different state for each step, exact to compare."""
     rng = np.random.default_rng(step // 3)
-    return {"step": step, "w": torch.from_numpy(rng.standard_normal((40, 50)) + step), "n": [np.arange(5) + step]}
+    return {"step": step, "weight": torch.from_numpy(rng.standard_normal((40, 50)) + step), "n": [np.arange(5) + step]}
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a["step"] == b["step"] and torch.equal(a["w"], b["w"]) and bool((a["n"][0] == b["n"][0]).all())
+    return a["step"] == b["step"] and torch.equal(a["weight"], b["weight"]) and bool((a["n"][0] == b["n"][0]).all())
 
 
 def listing(root: Path) -> dict[str, bytes]:
@@ -83,7 +83,7 @@ def test_save_load_steps(root: Path, make: Any) -> None:
         assert saved.ratio == pytest.approx(saved.raw_nbytes / saved.nbytes)
         assert saved.is_delta == (step != 0)
         assert os.path.exists(saved.path)
-        assert [row.path for row in saved.summary()] == ["w", "n/0"]
+        assert [row.path for row in saved.summary()] == ["weight", "n/0"]
     assert store.steps() == [0, 3, 5, 999_999_999_999]
     fresh = sp.Store(make(root))
     for step in (3, 0, 999_999_999_999, 5):
@@ -570,17 +570,17 @@ def test_in_memory() -> None:
 def test_gradients_and_kinds_go_to_the_codec(root: Path) -> None:
     w = torch.randn(64, 64)
     store = sp.Store(root)
-    saved = store.save(1, {"w": w}, kinds={"w": "norm"})
+    saved = store.save(1, {"weight": w}, kinds={"weight": "norm"})
     assert saved.summary()[0].stream == "bytes"
     with pytest.raises(sp.BadArgumentError, match="grads/x"):
-        store.save(2, {"w": w}, grads={"x": w})
-    assert store.save(2, {"w": w}, grads={"w": w}).summary()[0].stream == "levels"
+        store.save(2, {"weight": w}, grads={"x": w})
+    assert store.save(2, {"weight": w}, grads={"weight": w}).summary()[0].stream == "levels"
 
 
 def test_what_is_loaded_may_be_changed(root: Path) -> None:
     store = filled(root, 3)
     loaded = store.load()
-    loaded["w"].zero_()
+    loaded["weight"].zero_()
     loaded["n"][0][:] = 0
     store.save(30, state(30))
     assert same(sp.Store(root).load(30), state(30))
@@ -610,8 +610,8 @@ def test_two_stores_in_one_folder_do_not_build_on_each_others_heads(root: Path) 
 )
 def test_arguments_of_another_kind_are_refused_by_name(tmp_path: Path, call: Any, said: str) -> None:
     store = sp.Store(tmp_path)
-    store.save(1, {"w": np.zeros(2000, np.float32)})
+    store.save(1, {"weight": np.zeros(2000, np.float32)})
     with pytest.raises(sp.BadArgumentError, match=said):
         call(store)
-    store.save(2, {"w": np.ones(2000, np.float32)})
+    store.save(2, {"weight": np.ones(2000, np.float32)})
     assert store.steps() == [1, 2]

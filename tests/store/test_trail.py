@@ -22,13 +22,13 @@ def drifting(step: int, shape: tuple[int, ...] = (90, 100)) -> Any:
     shaken = np.random.default_rng(100 + step).standard_normal(shape).astype("f4")
     weights = w + np.float32(0.0003 * step) * way + np.float32(0.004) * shaken
     moments = {"exp_avg": 0.2 * m, "exp_avg_sq": v * v + np.float32(0.1)}
-    return {"model": {"w": weights, "b": weights[0]}, "optimizer": {"state": {0: moments}}, "step": step}
+    return {"model": {"weight": weights, "b": weights[0]}, "optimizer": {"state": {0: moments}}, "step": step}
 
 
 def lag(store: sp.Store, step: int, window: int = 90) -> float:
     """The part of the weights' way that what is restored from a step is behind."""
-    now, old = (drifting(s)["model"]["w"].astype("f8") for s in (step, step - window))
-    error = now - store.load(step, paths="model/w")["model"]["w"]
+    now, old = (drifting(s)["model"]["weight"].astype("f8") for s in (step, step - window))
+    error = now - store.load(step, paths="model/weight")["model"]["weight"]
     return float((error * (now - old)).sum() / ((now - old) ** 2).sum())
 
 
@@ -125,14 +125,14 @@ def test_after_a_restore_the_trail_begins_with_what_was_restored(tmp_path: Path)
     restored = again.load(50)
     parent = again.read(50)
     trail = sp.Trail(parent, 50)
-    np.testing.assert_array_equal(trail.earlier(restored).weights["model/w"], restored["model"]["w"])
+    np.testing.assert_array_equal(trail.earlier(restored).weights["model/weight"], restored["model"]["weight"])
     for step in (60, 70, 80):
         state = drifting(step)
         parent = sp.compress(state, parent, RATED, earlier=trail.earlier(state, step))
         trail.follow(state, parent, step)
         assert again.save(step, state).checkpoint.to_bytes() == parent.to_bytes()
     # The state that was given away may be changed without harm.
-    restored["model"]["w"][:] = 0
+    restored["model"]["weight"][:] = 0
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
@@ -163,11 +163,11 @@ def test_weights_that_come_go_or_change_their_shape(tmp_path: Path) -> None:
     first = drifting(0)
     store.save(0, first)
     larger = drifting(10, (95, 100))
-    store.save(10, {**larger, "new": drifting(10)["model"]["w"]})
+    store.save(10, {**larger, "new": drifting(10)["model"]["weight"]})
     store.save(20, drifting(20, (95, 100)))
     store.save(30, first)
     assert store.verify() == {}
-    np.testing.assert_allclose(store.load(30)["model"]["w"], first["model"]["w"], atol=1.5)
+    np.testing.assert_allclose(store.load(30)["model"]["weight"], first["model"]["weight"], atol=1.5)
 
 
 def test_a_trail_is_the_mean_it_says() -> None:
@@ -176,19 +176,19 @@ def test_a_trail_is_the_mean_it_says() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         trail, mean, since = sp.Trail(), None, None
         for number in range(5):
-            w = torch.from_numpy(drifting(10 * number)["model"]["w"]).to(dtype)
-            state = {"w": w}
+            w = torch.from_numpy(drifting(10 * number)["model"]["weight"]).to(dtype)
+            state = {"weight": w}
             ckpt = sp.compress(state, cfg=cfg, earlier=trail.earlier(state, 10 * number))
             trail.follow(state, ckpt, 10 * number)
             mean = w.float().clone() if mean is None else mean + 0.1 * (w.float() - mean)
             since = 10.0 * number if since is None else since + 0.1 * (10 * number - since)
             w.zero_()  # the trail has a copy of its own
             found = trail.earlier(state, 50)
-            assert found.weights["w"].dtype == torch.float32
-            torch.testing.assert_close(found.weights["w"], mean)
+            assert found.weights["weight"].dtype == torch.float32
+            torch.testing.assert_close(found.weights["weight"], mean)
             assert found.steps == pytest.approx(50 - since)
-    assert trail.earlier({"w": w}).steps is None
-    assert trail.earlier({"w": w}, 0).steps is None  # a run that has gone back has no way behind it
+    assert trail.earlier({"weight": w}).steps is None
+    assert trail.earlier({"weight": w}, 0).steps is None  # a run that has gone back has no way behind it
     assert trail.earlier({"v": w}).weights == {}
 
 
@@ -244,18 +244,18 @@ def test_what_is_no_single_number_is_no_count() -> None:
 
 
 def follow(trail: sp.Trail, w: Any, step: int) -> Any:
-    state = {"w": w}
+    state = {"weight": w}
     trail.follow(state, sp.compress(state, cfg=RATED, earlier=trail.earlier(state, step)), step)
-    return trail.earlier(state).weights["w"]
+    return trail.earlier(state).weights["weight"]
 
 
 def test_a_name_that_other_weights_end_in(tmp_path: Path) -> None:
     """What is known of `w` is not taken for `sub/w`, be it new, exact or of another shape."""
     store = sp.Store(tmp_path, RATED)
     for step in range(0, 30, 10):
-        w = drifting(step)["model"]["w"]
+        w = drifting(step)["model"]["weight"]
         store.save(
-            step, {"w": w, "norm": {"w": w[0]}, "list": {"w": np.arange(5)}, **({"sub": {"w": w.T}} if step else {})}
+            step, {"weight": w, "norm": {"weight": w[0]}, "list": {"weight": np.arange(5)}, **({"sub": {"weight": w.T}} if step else {})}
         )
     assert store.verify() == {}
 
@@ -265,7 +265,7 @@ def test_paths_that_do_not_tell_weights_apart(tmp_path: Path, names: Any) -> Non
     """Keys 0 and "0", or a slash in one: which average is whose is not guessed."""
     store = sp.Store(tmp_path, RATED)
     for step in range(0, 30, 10):
-        w = drifting(step)["model"]["w"]
+        w = drifting(step)["model"]["weight"]
         store.save(step, {0: w, "0": w.T} if names[0] == 0 else {"a": {"b": w}, "a/b": w.T})
     assert store.verify() == {}
 
@@ -277,14 +277,14 @@ def test_saves_in_inference_mode_and_out_of_it(tmp_path: Path) -> None:
         made = set()
         for store, inside in zip(stores, (step % 20 == 0, False), strict=True):
             with torch.inference_mode(inside):
-                state = {"w": torch.from_numpy(drifting(step)["model"]["w"]) * 1}
+                state = {"weight": torch.from_numpy(drifting(step)["model"]["weight"]) * 1}
                 made.add(store.save(step, state).checkpoint.to_bytes())
         assert len(made) == 1
 
 
 @pytest.mark.parametrize("library", [np.array, torch.tensor])
 def test_a_value_that_was_not_finite_is_forgotten(library: Any) -> None:
-    trail, w = sp.Trail(), drifting(0)["model"]["w"]
+    trail, w = sp.Trail(), drifting(0)["model"]["weight"]
     follow(trail, library(w), 0)
     for bad in (np.inf, np.nan, -np.inf):
         broken = w.copy()

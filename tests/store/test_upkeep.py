@@ -320,7 +320,7 @@ def test_a_skipped_or_failed_save_is_followed_by_nothing(tmp_path: Path) -> None
     needs_gradients = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
     with sp.Saver(sp.Store(tmp_path, lossless()), mode="thread", keep=Retention()) as saver:
         with pytest.raises(sp.BadArgumentError):
-            saver.save(1, {"w": np.zeros((64, 64), np.float32)}, cfg=needs_gradients).result(PATIENCE)
+            saver.save(1, {"weight": np.zeros((64, 64), np.float32)}, cfg=needs_gradients).result(PATIENCE)
         with pytest.raises(sp.BadArgumentError):
             saver.wait()
         assert saver._runner is not None
@@ -487,7 +487,7 @@ def test_steps_go_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two parts it can be given up, and the lock is renewed."""
     store = sp.Store(f"memory://{uuid.uuid4()}", lossless(base_every=1))
     for step in range(150):
-        store.save(step, {"w": step})
+        store.save(step, {"weight": step})
     removed, plain = [], store._files.remove
 
     def remove(names: Any) -> None:

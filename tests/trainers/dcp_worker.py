@@ -150,26 +150,26 @@ def save(folder: Path) -> None:
     state = state_of(tp, of_tp, 0, flat=False)
     dcp.save(state, storage_writer=Writer(folder / "tp", sp.presets.lossless()))
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "tp-torch"))
-    replicated = {"w": torch.arange(4096.0).view(64, 64), "n": torch.tensor(3)}
+    replicated = {"weight": torch.arange(4096.0).view(64, 64), "n": torch.tensor(3)}
     dcp.save(replicated, storage_writer=Writer(folder / "ddp", sp.presets.lossless()))
 
     writer = Writer(cfg=sp.presets.lossless())
     for step in range(2):
-        state = {"w": replicated["w"] + step}
+        state = {"weight": replicated["weight"] + step}
         state["s"] = distribute_tensor(torch.arange(8192.0).view(128, 64) + step, mesh, [Shard(0)])
         future = dcp.async_save(state, storage_writer=writer, checkpoint_id=folder / f"thread-{step}")
-        state["w"] += 1000
+        state["weight"] += 1000
         future.result()
     for step in range(2):
         train(model, optimizer, 10 + step)
-        plain = {"w": torch.full((2048,), 1.5 + step), "step": step, **state_of(model, optimizer, step, flat=True)}
+        plain = {"weight": torch.full((2048,), 1.5 + step), "step": step, **state_of(model, optimizer, step, flat=True)}
         future = dcp.async_save(
             plain,
             storage_writer=writer,
             checkpoint_id=folder / f"process-{step}",
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
-        plain["w"] += 1000
+        plain["weight"] += 1000
         future.result()
     back = cleared(plain)
     dcp.load(back, storage_reader=Reader(folder / "process-1"))
@@ -268,7 +268,7 @@ def thresholds(folder: Path) -> None:
         pair = dist.new_group([2, 3], backend="gloo")
         cut = init_device_mesh("cpu", (2, 2), mesh_dim_names=("which", "rows"))["rows"]
         if RANK >= 2:
-            part = {"w": distribute_tensor(uneven(0)["up.weight"], cut, [Shard(0)])}
+            part = {"weight": distribute_tensor(uneven(0)["up.weight"], cut, [Shard(0)])}
             dcp.save(part, storage_writer=Writer(folder / "pair-unsaid"), process_group=pair)
             dcp.save(part, storage_writer=Writer(folder / "pair", process_group=pair), process_group=pair)
     alone = Writer(folder / f"alone-{WORLD}", GLOBAL["default"])
@@ -342,7 +342,7 @@ class Beside:
             return distribute_tensor(torch.randn(shape).to(dtype), mesh, list(placements))
 
         if kind == "replicated":
-            whole = {"w": torch.randn(64, 32), "half": torch.randn(40).bfloat16(), "n": torch.tensor(step)}
+            whole = {"weight": torch.randn(64, 32), "half": torch.randn(40).bfloat16(), "n": torch.tensor(step)}
             return whole | {"on a mesh": cut((8, 8), line, Replicate()), "ids": torch.arange(7) + step}
         if kind == "sharded":
             return {
@@ -360,7 +360,7 @@ class Beside:
             return state_of(model, optimizer, step, flat=True)
         if kind == "values":
             plain = {"step": step, "text": "a/b.c", "none": None, "pair": (1.5, True), "list": [step, "x"]}
-            return {"run": plain, "w": torch.randn(5), f"of {RANK}": torch.full((3,), RANK + step), "bytes": b"\0\xff"}
+            return {"run": plain, "weight": torch.randn(5), f"of {RANK}": torch.full((3,), RANK + step), "bytes": b"\0\xff"}
         assert kind == "empty shards"
         # Fewer rows than ranks, none at all, and a tensor without elements.
         few = {f"{n} rows": cut((n, 20), line, Shard(0)) for n in range(3)}

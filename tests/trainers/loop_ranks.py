@@ -291,9 +291,9 @@ def main(home: Path, number: int) -> None:
         scene(home, number)
         dist.barrier()
     if number == 0:
-        save_at(home / "pointer.json", sp.Store(home / "pointed"), {"w": torch.arange(4.0)})
+        save_at(home / "pointer.json", sp.Store(home / "pointed"), {"weight": torch.arange(4.0)})
     dist.barrier()
-    assert load_at(home / "pointer.json")["w"].tolist() == [0, 1, 2, 3]
+    assert load_at(home / "pointer.json")["weight"].tolist() == [0, 1, 2, 3]
     dist.barrier()
     dist.destroy_process_group()
 

@@ -28,7 +28,7 @@ def tree(rank: int) -> dict[str, Any]:
     w = torch.randn(64, 32, generator=generator)
     own = torch.Generator().manual_seed(rank)
     return {
-        "w": w,
+        "weight": w,
         "tied": w,
         "half": torch.randn(8, generator=generator).bfloat16(),
         "mean": torch.randn(64, generator=own).bfloat16(),
@@ -71,8 +71,8 @@ def main(folder: Path) -> None:
     expected = tree(0)
     same = sp.compress([found], cfg=sp.presets.lossless()).id == sp.compress([expected], cfg=sp.presets.lossless()).id
     assert same
-    assert found["w"] is found["tied"]
-    assert found["w"] is mine["w"]
+    assert found["weight"] is found["tied"]
+    assert found["weight"] is mine["weight"]
     assert found["name"] == "rank 0"
     assert isinstance(found["rng"][0], np.ndarray)
     assert of_first(team, [None if rank else 3, mine], group)[0] == 3
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
         of_first(team, wrong, group)
     parts = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(sp.BadArgumentError, match="w: each process has a part of it"):
-        of_first(team, {"w": parts}, group)
+        of_first(team, {"weight": parts}, group)
     interrupted_together(rank)
     dist.barrier()
     (folder / f"{rank}.done").touch()

@@ -25,7 +25,7 @@ def state(number: int) -> dict[str, Any]:
     w = torch.randn(8192, generator=torch.Generator().manual_seed(0))
     for one in range(1, number + 1):
         w[one % 2 :: 2] = torch.randn(4096, generator=torch.Generator().manual_seed(one))
-    return {"w": w}
+    return {"weight": w}
 
 
 def test_a_rotation_does_not_wait_for_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_a_rotation_does_not_wait_for_a_compaction(tmp_path: Path, monkeypatch: 
                 # That compaction never ends is what stands for a long time: who waited for it would raise TimeoutError.
                 background.then(lambda gone=before.step: drop(sp.Store(store.url), [gone]))
         assert len(store.steps()) == 1
-    assert torch.equal(load_at(tmp_path / "3.ckpt")["w"], state(3)["w"])
+    assert torch.equal(load_at(tmp_path / "3.ckpt")["weight"], state(3)["weight"])
 
 
 @pytest.mark.parametrize("rotate", [False, True])
@@ -81,7 +81,7 @@ def test_pointers_hold_while_chains_are_compacted(tmp_path: Path, rotate: bool) 
         pointer = read_pointer(file)
         assert pointer is not None
         assert pointer.identity == identities[file] == store.describe(pointer.step).identity
-        assert torch.equal(load_at(file)["w"], state(files.index(file))["w"])
+        assert torch.equal(load_at(file)["weight"], state(files.index(file))["weight"])
 
 
 def test_a_saver_that_removes_by_itself_is_refused(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_one_process_loads_what_two_ranks_saved(ranks: Any) -> None:
         same(found, everything(dcp.FileSystemReader(folder / theirs)))
     assert found["run"]["betas"] == (0.9, 0.95)
     found = everything(Reader(folder / "ddp"))
-    assert torch.equal(found["w"], torch.arange(4096.0).view(64, 64))
+    assert torch.equal(found["weight"], torch.arange(4096.0).view(64, 64))
     assert found["n"] == 3
 
 
@@ -206,10 +206,10 @@ def test_asynchronous_saves_are_of_the_state_as_it_was(ranks: Any) -> None:
     folder, _ = ranks
     for step in range(2):
         found = everything(Reader(folder / f"thread-{step}"))
-        assert torch.equal(found["w"], torch.arange(4096.0).view(64, 64) + step)
+        assert torch.equal(found["weight"], torch.arange(4096.0).view(64, 64) + step)
         assert torch.equal(found["s"], torch.arange(8192.0).view(128, 64) + step)
         found = everything(Reader(folder / f"process-{step}"))
-        assert torch.equal(found["w"], torch.full((2048,), 1.5 + step))
+        assert torch.equal(found["weight"], torch.full((2048,), 1.5 + step))
         assert found["step"] == step
     for kind in ("thread", "process"):
         assert {len(f.chain) for f in index_of(folder / f"{kind}-1").files} == {2}
@@ -284,10 +284,10 @@ def test_a_thread_agrees_over_the_group_it_is_given_and_over_no_other(ranks: Any
 
 def test_a_group_of_some_of_the_ranks(ranks: Any) -> None:
     folder, _ = ranks
-    ckpt = sp.compress({"w": dcp_worker.uneven(0)["up.weight"]})
+    ckpt = sp.compress({"weight": dcp_worker.uneven(0)["up.weight"]})
     (expected,) = (tuple(r.meta["t"]) for r in ckpt.records)
-    assert limits(folder / "pair") == {"w": {expected}}
-    assert len(limits(folder / "pair-unsaid")["w"]) == 2
+    assert limits(folder / "pair") == {"weight": {expected}}
+    assert len(limits(folder / "pair-unsaid")["weight"]) == 2
 
 
 def test_a_rank_that_cannot_store_its_state_stops_all_at_once(ranks: Any) -> None:
@@ -440,18 +440,18 @@ def test_saving_to_one_place_again_and_again(tmp_path: Path) -> None:
     writer = Writer(tmp_path, sp.Config(EXACT.rules, chain=sp.ChainPolicy(3)))
     lengths = []
     for step in range(5):
-        dcp.save({"w": w + step}, storage_writer=writer, no_dist=True)
+        dcp.save({"weight": w + step}, storage_writer=writer, no_dist=True)
         lengths.append(chain(tmp_path))
-        assert torch.equal(load({"w": torch.zeros(64, 64)}, tmp_path)["w"], w + step)
+        assert torch.equal(load({"weight": torch.zeros(64, 64)}, tmp_path)["weight"], w + step)
     assert lengths == [1, 2, 3, 1, 2]
     against_base = Writer(tmp_path, sp.Config(EXACT.rules, chain=sp.ChainPolicy(4, against="base")))
     lengths = []
     for step in range(5):
         # The first is a delta over what the other writer left: a chain of three.
-        dcp.save({"w": w + step}, storage_writer=against_base, no_dist=True)
+        dcp.save({"weight": w + step}, storage_writer=against_base, no_dist=True)
         lengths.append(chain(tmp_path))
     assert lengths == [3, 3, 1, 2, 2]
-    assert torch.equal(load({"w": torch.zeros(64, 64)}, tmp_path)["w"], w + 4)
+    assert torch.equal(load({"weight": torch.zeros(64, 64)}, tmp_path)["weight"], w + 4)
 
 
 @pytest.mark.parametrize("against", ["previous", "base"])
@@ -464,48 +464,48 @@ def test_a_delta_that_spares_nothing_is_a_base_instead(tmp_path: Path, against: 
     for step in range(6):
         w = torch.randn(200, 200) if step in redrawn else w.clone()
         w[step] += 0.1
-        save({"w": w, "step": step}, tmp_path / str(step), writer)
+        save({"weight": w, "step": step}, tmp_path / str(step), writer)
         lengths.append(chain(tmp_path / str(step)))
-        assert torch.equal(load({"w": torch.zeros(200, 200)}, tmp_path / str(step))["w"], w)
+        assert torch.equal(load({"weight": torch.zeros(200, 200)}, tmp_path / str(step))["weight"], w)
     assert lengths == ([1, 2, 1, 1, 2, 3] if against == "previous" else [1, 2, 1, 1, 2, 2])
     assert len(made) == 6 + len(redrawn)
     large = Writer(cfg=sp.Config(EXACT.rules, chain=sp.ChainPolicy(None, against, only_smaller=False)))
     for step in range(2):
-        save({"w": torch.randn(200, 200)}, tmp_path / f"large-{step}", large)
+        save({"weight": torch.randn(200, 200)}, tmp_path / f"large-{step}", large)
     assert chain(tmp_path / "large-1") == 2
 
 
 def test_a_run_that_starts_anew_goes_on_with_deltas(tmp_path: Path) -> None:
     w = torch.randn(64, 64)
-    save({"w": w}, tmp_path / "1")
-    save({"w": w + 1}, tmp_path / "2", Writer(cfg=EXACT, parent=tmp_path / "1"))
+    save({"weight": w}, tmp_path / "1")
+    save({"weight": w + 1}, tmp_path / "2", Writer(cfg=EXACT, parent=tmp_path / "1"))
     assert chain(tmp_path / "2") == 2
-    save({"w": w + 2}, tmp_path / "2")
+    save({"weight": w + 2}, tmp_path / "2")
     assert chain(tmp_path / "2") == 3
     shutil.rmtree(tmp_path / "1")
-    assert torch.equal(load({"w": torch.zeros(64, 64)}, tmp_path / "2")["w"], w + 2)
+    assert torch.equal(load({"weight": torch.zeros(64, 64)}, tmp_path / "2")["weight"], w + 2)
     with pytest.raises(dcp.CheckpointException, match=r"MissingParentError.*no checkpoint"):
-        save({"w": w}, tmp_path / "3", Writer(cfg=EXACT, parent=tmp_path / "1"))
+        save({"weight": w}, tmp_path / "3", Writer(cfg=EXACT, parent=tmp_path / "1"))
     assert not (tmp_path / "3").exists()
 
 
 def test_a_parent_that_is_damaged_or_gone(tmp_path: Path) -> None:
     w = torch.randn(64, 64)
     writer = Writer(cfg=EXACT)
-    save({"w": w}, tmp_path / "1", writer)
+    save({"weight": w}, tmp_path / "1", writer)
     (name,) = os.listdir(tmp_path / "1" / "data")
     file = tmp_path / "1" / "data" / name
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(dcp.CheckpointException, match=r"CorruptDataError.*checksum"):
-        save({"w": w}, tmp_path / "2", Writer(cfg=EXACT, parent=tmp_path / "1"))
+        save({"weight": w}, tmp_path / "2", Writer(cfg=EXACT, parent=tmp_path / "1"))
     # What merely lies where the save goes is no reason not to save.
     with pytest.warns(ParentNotUsedWarning, match="checksum"):
-        save({"w": w}, tmp_path / "1")
+        save({"weight": w}, tmp_path / "1")
     shutil.rmtree(tmp_path / "1")
     with pytest.warns(ParentNotUsedWarning, match="gone"):
-        save({"w": w + 1}, tmp_path / "2", writer)
+        save({"weight": w + 1}, tmp_path / "2", writer)
     assert chain(tmp_path / "2") == 1
     with pytest.warns(ParentNotUsedWarning, match="another mesh"):
         save({"v": torch.randn(64, 64)}, tmp_path / "3", Writer(cfg=EXACT, parent=tmp_path / "2"))
@@ -513,18 +513,18 @@ def test_a_parent_that_is_damaged_or_gone(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     writer = Writer(cfg=EXACT)
-    state = {"w": torch.ones(2000), "run": {"step": 1}}
+    state = {"weight": torch.ones(2000), "run": {"step": 1}}
     save(state, tmp_path, writer)
     with pytest.raises(dcp.CheckpointException, match=r"UnsupportedLeafError: @values/run\.hook: builtins\.object"):
-        save({"w": torch.zeros(2000), "run": {"hook": object()}}, tmp_path, writer)
-    before = load({"w": torch.zeros(2000)}, tmp_path)
+        save({"weight": torch.zeros(2000), "run": {"hook": object()}}, tmp_path, writer)
+    before = load({"weight": torch.zeros(2000)}, tmp_path)
     with monkeypatch.context() as broken:
         broken.setattr("shrinkpoint.trainers.dcp.writer.build", lambda *_: 1 / 0)
         with pytest.raises(dcp.CheckpointException, match="ZeroDivisionError"):
-            save({"w": torch.zeros(2000)}, tmp_path, writer)
-    same(load({"w": torch.zeros(2000)}, tmp_path), before)
-    save({"w": torch.full((2000,), 3.0)}, tmp_path, writer)
-    assert torch.equal(load({"w": torch.zeros(2000)}, tmp_path)["w"], torch.full((2000,), 3.0))
+            save({"weight": torch.zeros(2000)}, tmp_path, writer)
+    same(load({"weight": torch.zeros(2000)}, tmp_path), before)
+    save({"weight": torch.full((2000,), 3.0)}, tmp_path, writer)
+    assert torch.equal(load({"weight": torch.zeros(2000)}, tmp_path)["weight"], torch.full((2000,), 3.0))
     chain(tmp_path)
 
 
@@ -555,13 +555,13 @@ class Halves(DefaultSavePlanner):
 
 
 def test_several_shards_of_one_tensor_on_a_rank(tmp_path: Path) -> None:
-    state = {"a": {"w": torch.randn(30, 40), "b": torch.randn(3)}, "n": 5}
+    state = {"a": {"weight": torch.randn(30, 40), "b": torch.randn(3)}, "n": 5}
     writer = Writer(cfg=EXACT)
     for step in range(2):
-        state["a"]["w"] += step
+        state["a"]["weight"] += step
         save(state, tmp_path, writer, planner=Halves())
     assert len(index_of(tmp_path).layouts) == 2
-    back = load({"a": {"w": torch.zeros(30, 40), "b": torch.zeros(3)}, "n": 0}, tmp_path)
+    back = load({"a": {"weight": torch.zeros(30, 40), "b": torch.zeros(3)}, "n": 0}, tmp_path)
     same(back, state)
 
 
@@ -593,10 +593,10 @@ class Armed:
 
 
 def test_other_planners(tmp_path: Path) -> None:
-    save({"w": torch.arange(5.0), "n": [1, 2]}, tmp_path, planner=Pickles())
-    back = load({"w": torch.zeros(5), "n": None}, tmp_path)
+    save({"weight": torch.arange(5.0), "n": [1, 2]}, tmp_path, planner=Pickles())
+    back = load({"weight": torch.zeros(5), "n": None}, tmp_path)
     assert back["n"] == [1, 2]
-    assert back["w"].tolist() == [0, 1, 2, 3, 4]
+    assert back["weight"].tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(dcp.CheckpointException, match="UnsupportedLeafError: n: cannot be stored without pickle"):
         save({"n": Armed()}, tmp_path, planner=Pickles())
     with pytest.raises(dcp.CheckpointException, match="UnsupportedLeafError"):
@@ -607,9 +607,9 @@ def test_cached_plans(tmp_path: Path) -> None:
     writer = Writer(cfg=EXACT)
     try:
         for step in range(3):
-            state = {"w": torch.full((2000,), float(step)), "n": step}
+            state = {"weight": torch.full((2000,), float(step)), "n": step}
             save(state, tmp_path / str(step), writer, planner=DefaultSavePlanner(enable_plan_caching=True))
-            same(load({"w": torch.zeros(2000), "n": 9}, tmp_path / str(step)), state)
+            same(load({"weight": torch.zeros(2000), "n": 9}, tmp_path / str(step)), state)
     finally:
         for name in [n for n in vars(dcp.SavePlanner) if n.startswith("_cached_")]:
             getattr(dcp.SavePlanner, name).clear()
@@ -617,16 +617,16 @@ def test_cached_plans(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_talk_write_their_own_metadata(tmp_path: Path) -> None:
-    save({"w": torch.arange(5.0)}, tmp_path, use_collectives=False)
+    save({"weight": torch.arange(5.0)}, tmp_path, use_collectives=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["__0.metadata", "data"]
-    assert load({"w": torch.zeros(5)}, tmp_path)["w"].tolist() == [0, 1, 2, 3, 4]
+    assert load({"weight": torch.zeros(5)}, tmp_path)["weight"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_other_file_systems(tmp_path: Path) -> None:
     writer = Writer(cfg=EXACT)
     for step in range(2):
-        save({"w": torch.arange(2000.0) + step}, f"memory://dcp/{step}", writer)
-    assert torch.equal(load({"w": torch.zeros(2000)}, "memory://dcp/1")["w"], torch.arange(2000.0) + 1)
+        save({"weight": torch.arange(2000.0) + step}, f"memory://dcp/{step}", writer)
+    assert torch.equal(load({"weight": torch.zeros(2000)}, "memory://dcp/1")["weight"], torch.arange(2000.0) + 1)
     (file,) = index_of_memory("memory://dcp/1").files
     assert len(file.chain) == 2
     assert Writer.validate_checkpoint_id("memory://x")
@@ -637,7 +637,7 @@ def test_other_file_systems(tmp_path: Path) -> None:
         with pytest.raises(sp.BadArgumentError):
             Reader(bad)
     with pytest.raises(dcp.CheckpointException, match="BadArgumentError: None is no path"):
-        dcp.save({"w": torch.ones(1)}, storage_writer=Writer(), no_dist=True)
+        dcp.save({"weight": torch.ones(1)}, storage_writer=Writer(), no_dist=True)
 
 
 def index_of_memory(url: str) -> Index:
@@ -721,7 +721,7 @@ def test_memory_of_a_load_is_bounded_beside_what_it_fills(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("sample")
-    save({"m": {"w": torch.randn(30, 40), "b": torch.randn(3)}, "n": 5, "l": [{"x": torch.ones(2)}]}, folder)
+    save({"m": {"weight": torch.randn(30, 40), "b": torch.randn(3)}, "n": 5, "l": [{"x": torch.ones(2)}]}, folder)
     return folder
 
 
@@ -817,7 +817,7 @@ def test_a_container_of_a_newer_version_among_others_is_refused_by_name(tmp_path
     w = torch.randn(64, 64)
     writer = Writer(cfg=EXACT)
     for step in range(2):
-        save({"w": w + step}, tmp_path, writer)
+        save({"weight": w + step}, tmp_path, writer)
     name, _ = index_of(tmp_path).files[0].chain[which]
     path = tmp_path / "data" / name
     data = bytearray(path.read_bytes())
@@ -825,24 +825,24 @@ def test_a_container_of_a_newer_version_among_others_is_refused_by_name(tmp_path
     data[8:12] = (container.VERSION + 1).to_bytes(4, "little")
     path.write_bytes(data)
     with pytest.raises(dcp.CheckpointException, match=rf"NewerFormatError: rank 0: .*{name}.*version 2"):
-        load({"w": torch.zeros(64, 64)}, tmp_path)
+        load({"weight": torch.zeros(64, 64)}, tmp_path)
     with pytest.raises(dcp.CheckpointException, match=rf"NewerFormatError: rank 0: .*{name}"):
-        save({"w": w}, tmp_path / "next", Writer(cfg=EXACT, parent=tmp_path))
+        save({"weight": w}, tmp_path / "next", Writer(cfg=EXACT, parent=tmp_path))
 
 
 def test_torch_pickles_are_not_unpickled(tmp_path: Path) -> None:
     tmp_path.joinpath(".metadata").write_bytes(pickle.dumps(Armed()))
     with pytest.raises(dcp.CheckpointException, match="no metadata of a shrinkpoint checkpoint"):
-        load({"w": torch.ones(1)}, tmp_path)
+        load({"weight": torch.ones(1)}, tmp_path)
     with pytest.raises(dcp.CheckpointException, match="no checkpoint, or one that was not completed"):
-        load({"w": torch.ones(1)}, tmp_path / "nothing")
+        load({"weight": torch.ones(1)}, tmp_path / "nothing")
 
 
 def test_containers_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
     w = torch.randn(64, 64)
     writer = Writer(cfg=EXACT)
-    save({"w": w}, tmp_path, writer)
-    save({"w": w + 1}, tmp_path, writer)
+    save({"weight": w}, tmp_path, writer)
+    save({"weight": w + 1}, tmp_path, writer)
     (file,) = index_of(tmp_path).files
     top, base = (tmp_path / "data" / name for name, _ in file.chain)
     good = top.read_bytes(), base.read_bytes()
@@ -854,7 +854,7 @@ def test_containers_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
     ):
         path.write_bytes(data)
         with pytest.raises(dcp.CheckpointException, match=rf"CorruptDataError: rank 0: .*{top.name}.*{match}"):
-            load({"w": torch.zeros(64, 64)}, tmp_path)
+            load({"weight": torch.zeros(64, 64)}, tmp_path)
         top.write_bytes(good[0])
         base.write_bytes(good[1])
     fields = json.loads((tmp_path / ".metadata").read_bytes())
@@ -872,13 +872,13 @@ def test_containers_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
         if match == "the parent":
             base.with_name("000000-0123456789abcdef.spt").write_bytes(good[1])
         with pytest.raises(dcp.CheckpointException, match=match):
-            load({"w": torch.zeros(64, 64)}, tmp_path)
+            load({"weight": torch.zeros(64, 64)}, tmp_path)
     base.unlink()
     base.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").write_bytes(good[1])
     (tmp_path / ".metadata").write_bytes(sealed(fields))
     with pytest.raises(dcp.CheckpointException, match="OSError"):
-        load({"w": torch.zeros(64, 64)}, tmp_path)
+        load({"weight": torch.zeros(64, 64)}, tmp_path)
 
 
 # ---- parts
@@ -974,11 +974,11 @@ def test_places(fqn: str, path: Any, expected: str) -> None:
             "optim.state.exp_avg.w: another entry stands at optim/state/w/exp_avg or below it",
         ),
         (
-            {"state": {"w": torch.zeros(2)}, "state.w.exp_avg": torch.ones(2)},
+            {"state": {"weight": torch.zeros(2)}, "state.w.exp_avg": torch.ones(2)},
             "state.w.exp_avg: another entry stands at state/w/exp_avg or above it",
         ),
         (
-            {"state.w.exp_avg": torch.ones(2), "state": {"w": torch.zeros(2)}},
+            {"state.w.exp_avg": torch.ones(2), "state": {"weight": torch.zeros(2)}},
             "state.w: another entry stands at state/w or below it",
         ),
     ],
@@ -997,7 +997,7 @@ def test_a_save_that_begins_within_another_is_refused(tmp_path: Path, kind: Asyn
     writer = Writer(cfg=EXACT)
 
     def begin(name: str, value: float, size: int = 1000) -> Any:
-        state = {"w": torch.full((size,), value)}
+        state = {"weight": torch.full((size,), value)}
         more: Any = {"checkpoint_id": tmp_path / name, "async_checkpointer_type": kind}
         return dcp.async_save(state, storage_writer=writer, **more)
 
@@ -1012,7 +1012,7 @@ def test_a_save_that_begins_within_another_is_refused(tmp_path: Path, kind: Asyn
             refused += error is not None
             assert (tmp_path / f"step-{i}" / ".metadata").exists() == (error is None)
             if error is None:
-                found = everything(Reader(tmp_path / f"step-{i}"))["w"]
+                found = everything(Reader(tmp_path / f"step-{i}"))["weight"]
                 assert torch.equal(found, torch.full((3_000_000,), float(i)))
             else:
                 assert isinstance(error, sp.BadArgumentError)
@@ -1020,11 +1020,11 @@ def test_a_save_that_begins_within_another_is_refused(tmp_path: Path, kind: Asyn
         assert refused
         # One that ended, well or not, is in nobody's way, whichever thread comes next.
         begin("next", 3.0).result()
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id=tmp_path / "sync")
+        dcp.save({"weight": torch.ones(3)}, storage_writer=writer, checkpoint_id=tmp_path / "sync")
         with pytest.raises(dcp.CheckpointException, match="UnsupportedLeafError"):
-            dcp.save({"w": object()}, storage_writer=writer, checkpoint_id=tmp_path / "bad")
+            dcp.save({"weight": object()}, storage_writer=writer, checkpoint_id=tmp_path / "bad")
         begin("last", 4.0).result()
-        assert everything(Reader(tmp_path / "last"))["w"][0] == 4
+        assert everything(Reader(tmp_path / "last"))["weight"][0] == 4
     finally:
         _async_process_executor._CHECKPOINT_PROCESS = None
 
@@ -1035,7 +1035,7 @@ def test_a_save_of_a_job_that_is_gone_commits_nothing_over_that_of_the_next(
 ) -> None:
     """Its process outlives a killed trainer, and ends when the job that was started anew has saved to the folder."""
     writer = Writer(cfg=EXACT)
-    save({"w": torch.zeros(500)}, tmp_path, writer)
+    save({"weight": torch.zeros(500)}, tmp_path, writer)
     (tmp_path / ".tmp-7-.metadata").write_bytes(b"of a rank that was killed")
     finish = Writer.finish
 
@@ -1044,16 +1044,16 @@ def test_a_save_of_a_job_that_is_gone_commits_nothing_over_that_of_the_next(
             monkeypatch.setattr(Writer, "finish", finish)
             again = Writer(cfg=EXACT)
             for value in (10.0, 11.0):
-                save({"w": torch.full((500,), value)}, tmp_path, again)
+                save({"weight": torch.full((500,), value)}, tmp_path, again)
         finish(self, metadata, results)
 
     monkeypatch.setattr(Writer, "finish", late)
     with pytest.raises(dcp.CheckpointException, match="is gone: another job has saved to this folder meanwhile"):
-        save({"w": torch.ones(500)}, tmp_path, writer)
-    assert everything(Reader(tmp_path))["w"][0] == 11
+        save({"weight": torch.ones(500)}, tmp_path, writer)
+    assert everything(Reader(tmp_path))["weight"][0] == 11
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
-    save({"w": torch.full((500,), 12.0)}, tmp_path, Writer(cfg=EXACT))
-    assert everything(Reader(tmp_path))["w"][0] == 12
+    save({"weight": torch.full((500,), 12.0)}, tmp_path, Writer(cfg=EXACT))
+    assert everything(Reader(tmp_path))["weight"][0] == 12
 
 
 @pytest.mark.usefixtures("alone")
@@ -1061,8 +1061,8 @@ def test_a_listing_that_lags_fails_no_save(tmp_path: Path, monkeypatch: pytest.M
     """As of a network's file system: what another host has written is there before it is listed."""
     listed = LocalFiles.list
     monkeypatch.setattr(LocalFiles, "list", lambda files, folder: [] if folder == "data" else listed(files, folder))
-    save({"w": torch.ones(500)}, tmp_path)
-    assert everything(Reader(tmp_path))["w"][0] == 1
+    save({"weight": torch.ones(500)}, tmp_path)
+    assert everything(Reader(tmp_path))["weight"][0] == 1
 
 
 @pytest.mark.usefixtures("alone")
@@ -1073,7 +1073,7 @@ def test_more_writers_than_are_kept_go_on_from_their_last_folders(
     monkeypatch.setattr(writer_module, "_MOST_KEPT", 2)
 
     def state(number: int, step: int) -> Tree:
-        return {"w": torch.arange(2000.0) * (number + 1) + step}
+        return {"weight": torch.arange(2000.0) * (number + 1) + step}
 
     for number in range(3):
         save(state(number, 0), tmp_path / f"start-{number}", Writer(cfg=EXACT))
@@ -1206,10 +1206,10 @@ def test_under_a_rate_what_is_loaded_is_not_behind(tmp_path: Path) -> None:
         writer = Writer(cfg=sp.Config(rate=0.002, chain=sp.ChainPolicy(15), ahead=ahead))
         for number in range(40):
             now = w + 0.003 * number * way + 0.004 * torch.randn(128, 128, generator=g)
-            save({"w": now}, tmp_path / f"{ahead}{number}", writer)
-        found = load({"w": torch.zeros(128, 128)}, tmp_path / f"{ahead}39")["w"]
+            save({"weight": now}, tmp_path / f"{ahead}{number}", writer)
+        found = load({"weight": torch.zeros(128, 128)}, tmp_path / f"{ahead}39")["weight"]
         behind[ahead] = float(((now - found) * way).sum() / (0.03 * (way * way).sum()))
     assert behind[False] > 0.4
     assert abs(behind[True]) < 0.1
-    save({"w": w[:64]}, tmp_path / "half", writer)
-    torch.testing.assert_close(load({"w": torch.zeros(64, 128)}, tmp_path / "half")["w"], w[:64], atol=0.5, rtol=0)
+    save({"weight": w[:64]}, tmp_path / "half", writer)
+    torch.testing.assert_close(load({"weight": torch.zeros(64, 128)}, tmp_path / "half")["weight"], w[:64], atol=0.5, rtol=0)

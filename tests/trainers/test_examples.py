@@ -59,8 +59,8 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 def test_publish_model(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-    base = {"w": torch.randn(300, 300)}
-    for name, state in (("base", base), ("tuned", {"w": base["w"] + (torch.rand(300, 300) < 0.01)})):
+    base = {"weight": torch.randn(300, 300)}
+    for name, state in (("base", base), ("tuned", {"weight": base["weight"] + (torch.rand(300, 300) < 0.01)})):
         (tmp_path / name).mkdir()
         safetensors.save_file(state, tmp_path / name / "model.safetensors")
     folders = [str(tmp_path / name) for name in ("tuned", "base", "small", "restored")]
@@ -101,10 +101,10 @@ def test_own_codec() -> None:
         assert sp.Config.from_json(cfg.to_json()) == cfg
         odd = torch.full((64, 64), float("nan"))
         odd[0, 0], odd[1] = torch.finfo(torch.float32).max, 0.0
-        assert torch.equal(sp.decompress(sp.compress({"w": odd}, cfg=cfg))["w"].nan_to_num(7), odd.nan_to_num(7))
+        assert torch.equal(sp.decompress(sp.compress({"weight": odd}, cfg=cfg))["weight"].nan_to_num(7), odd.nan_to_num(7))
         weight = torch.randn(64, 64)
         weight[0, 0], weight[1] = torch.finfo(torch.float32).max, 0.0
-        ckpt = sp.compress({"w": weight}, cfg=cfg)
+        ckpt = sp.compress({"weight": weight}, cfg=cfg)
         (row,) = ckpt.summary()
         assert row.error <= 2**-4
         (record,) = ckpt.records

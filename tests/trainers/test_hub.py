@@ -153,7 +153,7 @@ def test_a_wrong_or_missing_base_is_an_error(tmp_path: Path) -> None:
         sp.load_pretrained(tmp_path / "small")
     wrong = weights(0)
     wrong["ids"][3] += 1
-    for other in (folder(tmp_path / "w", wrong), folder(tmp_path / "v", weights(1))):
+    for other in (folder(tmp_path / "weight", wrong), folder(tmp_path / "v", weights(1))):
         with pytest.raises(sp.MissingParentError, match="is not the base it was compressed against"):
             sp.load_pretrained(tmp_path / "small", other)
     with pytest.raises(sp.BadArgumentError, match="no safetensors in it"):

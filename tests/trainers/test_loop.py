@@ -205,7 +205,7 @@ def test_trackers_that_do_not_fit(store: sp.Store) -> None:
             trainers.save(store, 1, model, tracker=3)  # type: ignore[arg-type]
         fresh = sp.RowTracker(other)
         with pytest.raises(sp.BadArgumentError, match="no snapshot"):
-            fresh.follow(store.save(9, {"w": 1}))
+            fresh.follow(store.save(9, {"weight": 1}))
     with pytest.raises(sp.BadArgumentError, match="closed"):
         trainers.save(store, 2, model, tracker=tracker)
 

@@ -204,7 +204,7 @@ def test_another_sharding_dtype_and_container(tmp_path: Path, asynchronous: bool
     columns = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("y",)), P(None, "y"))
     whole = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
     tree = {
-        "w": jax.device_put(whole, rows),
+        "weight": jax.device_put(whole, rows),
         "half": jnp.asarray(whole, jnp.bfloat16),
         "list": [np.arange(5, dtype=np.int64), (jnp.float32(3), True)],
         "scale": 1.5,
@@ -216,19 +216,19 @@ def test_another_sharding_dtype_and_container(tmp_path: Path, asynchronous: bool
         manager.wait_until_finished()
         again = manager.restore(1, args=CompressedRestore(tree))
         assert same(again, tree)
-        assert again["w"].sharding == rows
+        assert again["weight"].sharding == rows
         assert isinstance(again["list"][0], np.ndarray)
-        wanted = {**tree, "w": jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=columns)}
+        wanted = {**tree, "weight": jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=columns)}
         wanted["half"] = jax.ShapeDtypeStruct((64, 32), jnp.float32)
         moved = manager.restore(1, args=CompressedRestore(wanted))
-        assert moved["w"].sharding == columns
-        assert [shard.data.shape for shard in moved["w"].addressable_shards] == [(64, 16)] * 2
-        assert np.array_equal(moved["w"], whole)
+        assert moved["weight"].sharding == columns
+        assert [shard.data.shape for shard in moved["weight"].addressable_shards] == [(64, 16)] * 2
+        assert np.array_equal(moved["weight"], whole)
         assert moved["half"].dtype == jnp.float32
         assert np.array_equal(moved["half"], np.asarray(tree["half"]).astype(np.float32))
         assert (moved["scale"], moved["nothing"], moved["list"][1][1]) == (1.5, None, True)
         plain = manager.restore(1)
-        assert set(plain) == {"w", "half", "list", "scale"}
+        assert set(plain) == {"weight", "half", "list", "scale"}
         assert np.array_equal(plain["list"]["0"], tree["list"][0])
         assert plain["half"].dtype == jnp.bfloat16
 
@@ -288,16 +288,16 @@ def test_what_does_not_fit_is_refused_with_a_list(tmp_path: Path) -> None:
 
 def test_floats_do_not_become_integers(tmp_path: Path) -> None:
     with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
-        manager.save(1, args=CompressedSave({"w": jnp.full(5, 1.5), "n": jnp.arange(3), "scale": 1.5}))
+        manager.save(1, args=CompressedSave({"weight": jnp.full(5, 1.5), "n": jnp.arange(3), "scale": 1.5}))
         manager.wait_until_finished()
 
         def restored(**other: Any) -> Any:
-            item = {"w": jax.ShapeDtypeStruct((5,), jnp.float32), "n": jnp.zeros(3, jnp.int32), "scale": 0.0}
+            item = {"weight": jax.ShapeDtypeStruct((5,), jnp.float32), "n": jnp.zeros(3, jnp.int32), "scale": 0.0}
             return manager.restore(1, args=CompressedRestore(item | other))
 
         for name, wanted, why in (
-            ("w", jax.ShapeDtypeStruct((5,), jnp.int32), "w: float32 in the checkpoint, int32 in item"),
-            ("w", np.zeros(5, np.int8), "w: float32 in the checkpoint, int8 in item"),
+            ("weight", jax.ShapeDtypeStruct((5,), jnp.int32), "w: float32 in the checkpoint, int32 in item"),
+            ("weight", np.zeros(5, np.int8), "w: float32 in the checkpoint, int8 in item"),
             ("n", jnp.zeros(3, bool), "n: int32 in the checkpoint, bool in item"),
             ("scale", 0, "scale: 1.5 in the checkpoint, int in item"),
         ):
@@ -305,7 +305,7 @@ def test_floats_do_not_become_integers(tmp_path: Path) -> None:
                 restored(**{name: wanted})
         # Other floats are asked for, and counts may become floats.
         found = restored(w=jax.ShapeDtypeStruct((5,), jnp.bfloat16), n=jnp.zeros(3))
-        assert found["w"].dtype == jnp.bfloat16
+        assert found["weight"].dtype == jnp.bfloat16
         assert found["n"].tolist() == [0.0, 1.0, 2.0]
 
 
@@ -353,7 +353,7 @@ def test_a_part_alone_and_what_there_is(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_metadata_is_an_item_that_loses_nothing(tmp_path: Path) -> None:
-    wide = {"n": np.array([2**40 + 5]), "x": np.array([1 / 3]), "z": np.array([1 / 3 + 2j]), "w": jnp.ones(3)}
+    wide = {"n": np.array([2**40 + 5]), "x": np.array([1 / 3]), "z": np.array([1 / 3 + 2j]), "weight": jnp.ones(3)}
     with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
         manager.save(1, args=CompressedSave(wide))
         manager.wait_until_finished()
@@ -361,7 +361,7 @@ def test_the_metadata_is_an_item_that_loses_nothing(tmp_path: Path) -> None:
         for more in ({}, {"partial_restore": True}):
             found = manager.restore(1, args=CompressedRestore(item, **more))
             assert same(found, wide)
-            assert isinstance(found["w"], jax.Array)
+            assert isinstance(found["weight"], jax.Array)
 
 
 @pytest.mark.parametrize(
@@ -379,10 +379,10 @@ def test_the_metadata_is_an_item_that_loses_nothing(tmp_path: Path) -> None:
 )
 def test_keys_that_do_not_fit_are_refused_too(tmp_path: Path, saved: Any, wanted: Any, why: str) -> None:
     with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
-        manager.save(1, args=CompressedSave({"w": jnp.ones(3), "key": saved}))
+        manager.save(1, args=CompressedSave({"weight": jnp.ones(3), "key": saved}))
         manager.wait_until_finished()
         with pytest.raises(sp.BadArgumentError, match=f"key: {why}"):
-            manager.restore(1, args=CompressedRestore({"w": jnp.ones(3), "key": wanted}))
+            manager.restore(1, args=CompressedRestore({"weight": jnp.ones(3), "key": wanted}))
 
 
 def test_keys_come_back_in_any_target(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_a_save_lists_no_file_of_the_store(tmp_path: Path, monkeypatch: pytest.M
     )
     with opened(tmp_path, cfg=sp.presets.lossless(), max_to_keep=2) as manager:
         for step in range(5):
-            manager.save(step, args=CompressedSave({"w": jnp.arange(3)}))
+            manager.save(step, args=CompressedSave({"weight": jnp.arange(3)}))
         manager.wait_until_finished()
     assert len(sp.Store(tmp_path / "shrinkpoint").steps()) == 2
     assert listed
@@ -449,7 +449,7 @@ def test_a_saver_that_compacts_does_not_keep_a_rotation_waiting(tmp_path: Path, 
             for step in range(4):
                 # That it never ends is what stands for a long time: a drop that waited for it would raise TimeoutError.
                 w = w.at[step].set(-1.0)
-                manager.save(step, args=CompressedSave({"w": w}))
+                manager.save(step, args=CompressedSave({"weight": w}))
                 manager.wait_until_finished()
         assert len(store.steps()) == 1
 
@@ -483,7 +483,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with kept, pytest.raises(sp.BadArgumentError, match="leave keep= out"):
         CompressedHandler(kept)
     # Not asynchronous: Orbax waits for five minutes at exit for the folder of a save that was refused.
-    state, options = {"w": jnp.ones(3)}, ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    state, options = {"weight": jnp.ones(3)}, ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     elsewhere = CompressedHandler(sp.Store(tmp_path / "elsewhere" / "shrinkpoint"))
     with (
         ocp.CheckpointManager(tmp_path / "run", item_handlers=elsewhere, options=options) as manager,
@@ -508,7 +508,7 @@ def test_a_store_shared_by_two_items_is_an_error(tmp_path: Path, shared: str) ->
     one = CompressedHandler(store)
     other = one if shared == "handler" else CompressedHandler(store)
     manager = ocp.CheckpointManager(tmp_path, item_handlers={"a": one, "b": other})
-    args = ocp.args.Composite(a=CompressedSave({"w": jnp.ones(3)}), b=CompressedSave({"w": jnp.zeros(3)}))
+    args = ocp.args.Composite(a=CompressedSave({"weight": jnp.ones(3)}), b=CompressedSave({"weight": jnp.zeros(3)}))
     manager.save(1, args=args)
     with pytest.raises(sp.ShrinkpointError):
         manager.wait_until_finished()

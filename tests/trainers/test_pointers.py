@@ -18,7 +18,7 @@ from shrinkpoint.trainers.pointers import Pointer, drop, is_shared, load_at, rea
 
 
 def state(value: float) -> dict[str, Any]:
-    return {"model": {"w": np.full(500, value)}, "step": value}
+    return {"model": {"weight": np.full(500, value)}, "step": value}
 
 
 def test_files_point_into_one_store_of_deltas(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_files_point_into_one_store_of_deltas(tmp_path: Path) -> None:
         assert load_at(tmp_path / f"run-{i}" / "p.json")["step"] == i
     assert list(load_at(tmp_path / "run-2" / "p.json", "model/*")) == ["model"]
     drop(store, [0, 2, 17])
-    assert load_at(tmp_path / "run-3" / "p.json")["model"]["w"][0] == 3
+    assert load_at(tmp_path / "run-3" / "p.json")["model"]["weight"][0] == 3
     with pytest.raises(sp.MissingParentError, match=r"points to step 2 of .*store, which has no such checkpoint"):
         load_at(tmp_path / "run-2" / "p.json")
 

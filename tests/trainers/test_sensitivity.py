@@ -102,7 +102,7 @@ def test_of_a_window_that_is_read_which_the_average_can_tell(beta: float, read: 
     sizes = 10.0 ** torch.randint(-2, 3, (60,), generator=generator)
     gradients = [size * torch.randn(7, generator=generator) for size in sizes]
     weight = torch.nn.Parameter(torch.zeros(7))
-    model = nn.ParameterDict({"w": weight})
+    model = nn.ParameterDict({"weight": weight})
     optimizer = torch.optim.SGD([weight], lr=0.0)
     with sp.SensitivityTracker(model, every=60, window=50, beta=beta) as tracker:
         for gradient in gradients:
@@ -114,7 +114,7 @@ def test_of_a_window_that_is_read_which_the_average_can_tell(beta: float, read: 
     whole = torch.zeros(7, dtype=torch.float64)
     for gradient in gradients[10:]:
         whole = beta * gradient.double() + (1 - beta) * whole
-    torch.testing.assert_close(found["w"].double(), whole, rtol=2**-21, atol=1e-6 * float(whole.abs().max()))
+    torch.testing.assert_close(found["weight"].double(), whole, rtol=2**-21, atol=1e-6 * float(whole.abs().max()))
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.3, 0.6, 0.9, 0.999, 1.0])
@@ -393,13 +393,13 @@ def test_layers_that_are_unfrozen_by_and_by(how: str) -> None:
 
 
 def test_complex_parameters_are_left_out() -> None:
-    model = nn.ParameterDict({"z": nn.Parameter(torch.ones(4, dtype=torch.complex64)), "w": torch.ones(4)})
+    model = nn.ParameterDict({"z": nn.Parameter(torch.ones(4, dtype=torch.complex64)), "weight": torch.ones(4)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with sp.SensitivityTracker(model, every=None) as tracker:
-        (model["z"].abs().square().sum() + model["w"].sum()).backward()
+        (model["z"].abs().square().sum() + model["weight"].sum()).backward()
         optimizer.step()
-        assert list(tracker.grads() or ()) == ["w"]
-    del model["w"]
+        assert list(tracker.grads() or ()) == ["weight"]
+    del model["weight"]
     with pytest.raises(BadArgumentError, match="no parameter that requires a gradient, but for complex ones"):
         sp.SensitivityTracker(model, every=None)
 
