@@ -56,7 +56,12 @@ def test_rows_of_several_commits_are_counted_by_commit() -> None:
         "versions": {"numpy": "2.0", "zipnn": "1"},
         "commit": "0123456789abcdef+",
         "run": {"command": "python -m bench store", "seeds": [0, 1], "only": None, "quick": False},
-        "rows": [{"note": "x; measured at abc1234"}, {"note": "y; measured at abc1234+"}, {"note": "z"}, {"note": "weight"}],
+        "rows": [
+            {"note": "x; measured at abc1234"},
+            {"note": "y; measured at abc1234+"},
+            {"note": "z"},
+            {"note": "weight"},
+        ],
     }
     assert provenance.manifest_line("a.json", document) == [
         "`a.json`",

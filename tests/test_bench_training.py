@@ -543,7 +543,12 @@ def subject(change: float) -> transfer.Subject:
         return 1.0 + float(((of["weight"] - weights["weight"]) ** 2).mean())
 
     def tuned(of: transfer.Weights, seed: int) -> float:
-        return 1.0 + 0.01 * np.sin(seed) + (change if not torch.equal(of["weight"], weights["weight"]) else 0.0) + 1e-3 * seed**2
+        return (
+            1.0
+            + 0.01 * np.sin(seed)
+            + (change if not torch.equal(of["weight"], weights["weight"]) else 0.0)
+            + 1e-3 * seed**2
+        )
 
     return transfer.Subject("toy", weights, loss, loss, tuned, 4, "a toy")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..codec.errors import ShrinkpointError
-from ..codec.state.kinds import Kind
+from ..codec.evidence.kind import Kind
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError

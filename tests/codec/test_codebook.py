@@ -77,9 +77,9 @@ def test_few_distinct_values_are_kept_exactly() -> None:
     ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize(alpha=2.0**-13, protect=0.0))]))
     assert ckpt.summary()[0].error < 1e-3
     ones = np.full((50, 50), 0.1, "f4")
-    assert (through_bytes(sp.compress({"weight": ones}))["weight"] == ones).all() or sp.compress({"weight": ones}).summary()[
-        0
-    ].error < 0.01
+    assert (through_bytes(sp.compress({"weight": ones}))["weight"] == ones).all() or sp.compress(
+        {"weight": ones}
+    ).summary()[0].error < 0.01
 
 
 @pytest.mark.parametrize("torches", [False, True])
@@ -113,7 +113,9 @@ def test_a_step_of_8_bits(step: float, up: bool, expected: float) -> None:
 def test_a_step_that_is_no_number_stays_infinite(step: float) -> None:
     assert to_8_bits(step, up=True) == np.inf
     ends = np.finfo(np.float64).max * np.array([-1.0, 1.0] * 600)
-    restored = sp.decompress(sp.compress({"weight": ends}, cfg=sp.Config([("weight", sp.Quantize(bins=2, solver="exact"))])))
+    restored = sp.decompress(
+        sp.compress({"weight": ends}, cfg=sp.Config([("weight", sp.Quantize(bins=2, solver="exact"))]))
+    )
     np.testing.assert_array_equal(restored["weight"], ends)
 
 
@@ -219,7 +221,10 @@ def test_of_few_bins_it_is_said_what_is_lost() -> None:
 def test_a_target_finer_than_log_buckets_is_met_or_the_array_exact(dtype: torch.dtype, error: float) -> None:
     w = 1e-3 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     w[:4] = torch.where(w[:4] < 0, -1e6, 1e6)
-    state = {"weight": w.to(dtype), "optimizer": {"state": {0: {"exp_avg": w.to(dtype), "exp_avg_sq": (w * w).to(dtype)}}}}
+    state = {
+        "weight": w.to(dtype),
+        "optimizer": {"state": {0: {"exp_avg": w.to(dtype), "exp_avg_sq": (w * w).to(dtype)}}},
+    }
     for row in sp.compress(state, cfg=sp.Config(max_rel_error=error)).summary():
         assert row.error <= error
 

@@ -67,7 +67,11 @@ def small() -> tuple[dict[str, Any], sp.Checkpoint, dict[str, Any], sp.Checkpoin
     rng = np.random.default_rng(0)
     w, m = rng.standard_normal(1100).astype("f4"), rng.standard_normal(1024).astype("f2")
     state = {"weight": w, "i": torch.arange(40), 1: [True, 0.5, "x", None], "o": {"0": {"exp_avg": m}}}
-    later = {**state, "weight": w + np.float32(0.01) * rng.standard_normal(1100).astype("f4"), "i": torch.arange(40) * 3}
+    later = {
+        **state,
+        "weight": w + np.float32(0.01) * rng.standard_normal(1100).astype("f4"),
+        "i": torch.arange(40) * 3,
+    }
     base = sp.compress(state)
     delta = sp.compress(later, base)
     return sp.decompress(base), base, sp.decompress(delta), delta

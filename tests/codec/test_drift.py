@@ -179,7 +179,9 @@ def test_half_precision_weights() -> None:
     for step in range(25):
         now, old = (torch.from_numpy(drifting(s)).bfloat16() for s in (step, max(0, step - 10)))
         for aimed in (True, False):
-            prev[aimed] = sp.compress({"weight": now}, prev[aimed], RATED, earlier={"weight": old} if aimed and step else None)
+            prev[aimed] = sp.compress(
+                {"weight": now}, prev[aimed], RATED, earlier={"weight": old} if aimed and step else None
+            )
             restored = sp.decompress(prev[aimed])["weight"]
             assert restored.dtype == torch.bfloat16
             if step:
@@ -225,7 +227,9 @@ def test_of_a_short_way_a_fifth_is_made_up_for_and_no_more() -> None:
 
 def test_without_moments_nothing_is_made_up_for() -> None:
     now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
-    made = [sp.compress({"weight": now}, prev, RATED, earlier=sp.Earlier({"weight": old}, s)).to_bytes() for s in (None, 9)]
+    made = [
+        sp.compress({"weight": now}, prev, RATED, earlier=sp.Earlier({"weight": old}, s)).to_bytes() for s in (None, 9)
+    ]
     assert made[0] == made[1]
 
 

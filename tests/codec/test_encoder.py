@@ -98,7 +98,9 @@ def test_a_warm_start_is_lloyds_iteration_from_the_parents_entries() -> None:
     base = sp.compress({"weight": w}, cfg=cfg)
     moved = np.float32(0.8) * w + np.float32(0.3) * np.abs(drawn(200, 200, seed=1))
     warm = sp.compress({"weight": moved}, base, cfg)
-    anew = sp.compress({"weight": moved}, base, sp.Config([("*", sp.Quantize(bins=16, solver="exact", policy="refit"))]))
+    anew = sp.compress(
+        {"weight": moved}, base, sp.Config([("*", sp.Quantize(bins=16, solver="exact", policy="refit"))])
+    )
     assert (note(warm), note(anew)) == ("codebook warm", "codebook refit")
     old, new, best = (memory(c).codebook for c in (base, warm, anew))
     assert old.size == new.size == best.size == 16

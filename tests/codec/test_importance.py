@@ -102,7 +102,9 @@ def test_bits_are_saved_where_errors_matter_least() -> None:
     plain = sp.compress(moved, base)
     cheap = sp.compress(moved, base, sp.Config(rate=0.003))
     assert cheap.summary()[0].stored_bytes < 0.75 * plain.summary()[0].stored_bytes
-    error = (through_bytes(cheap, sp.Checkpoint.from_bytes(base.to_bytes()))["model"]["weight"] - moved["model"]["weight"]) ** 2
+    error = (
+        through_bytes(cheap, sp.Checkpoint.from_bytes(base.to_bytes()))["model"]["weight"] - moved["model"]["weight"]
+    ) ** 2
     assert error[:, 100:].mean() > 1.5 * error[:, :100].mean()
     # Without second moments both halves are treated alike.
     alone = sp.compress({"model": moved["model"]}, sp.compress({"model": first["model"]}), sp.Config(rate=0.003))
@@ -123,7 +125,9 @@ def test_the_hundredth_delta_is_no_worse_than_the_first() -> None:
         w = now["model"]["weight"].astype("f8")
         errors.append(float(np.linalg.norm(sp.decompress(read)["model"]["weight"] - w) / np.linalg.norm(w)))
         assert errors[-1] <= prev.summary()[0].error <= 1.011 * errors[-1]
-        now["model"]["weight"] = now["model"]["weight"] + np.float32(0.003) * rng.standard_normal((200, 200)).astype("f4")
+        now["model"]["weight"] = now["model"]["weight"] + np.float32(0.003) * rng.standard_normal((200, 200)).astype(
+            "f4"
+        )
         now["optimizer"]["state"][0]["exp_avg_sq"] *= np.float32(0.99)
     assert max(errors[50:]) < 1.15 * max(errors[1:10])
 

@@ -52,7 +52,10 @@ def test_what_a_square_is_subtracted_from_is_exact(cfg: sp.Config, kinds: bool, 
     entry = {second: g * g * np.float32(1.0001), average: g}
     table = None
     if kinds:
-        table = {second: sp.Kind("linear", "second moment", "weight"), average: sp.Kind("linear", "first moment", "weight")}
+        table = {
+            second: sp.Kind("linear", "second moment", "weight"),
+            average: sp.Kind("linear", "first moment", "weight"),
+        }
     prev = read = None
     for factor in (1.0, 1.01):
         state: dict[str, Any] = {"optimizer": {"x": 1}}
@@ -274,4 +277,6 @@ def test_a_weight_that_a_name_takes_for_a_moment_has_its_gradient() -> None:
 
 def test_gradients_of_subnormal_size() -> None:
     gradients = {"weight": np.full((64, 64), 1e-310)}
-    assert sp.compress({"weight": drawn()[:64, :64].copy()}, cfg=sp.Config(rate=0.001), grads=gradients).is_delta is False
+    assert (
+        sp.compress({"weight": drawn()[:64, :64].copy()}, cfg=sp.Config(rate=0.001), grads=gradients).is_delta is False
+    )

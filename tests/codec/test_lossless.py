@@ -403,7 +403,11 @@ def test_real_chunk_size_and_one_element_more() -> None:
     n = (1 << 22) + 1
     rng = np.random.default_rng(0)
     w = (rng.standard_normal(1000).astype("f4")[rng.integers(0, 1000, n)] * np.float32(0.1)).astype("f4")
-    state = {"weight": torch.from_numpy(w), "o": {"0": {"exp_avg": torch.from_numpy(w[::-1].copy())}}, "i": np.arange(n)}
+    state = {
+        "weight": torch.from_numpy(w),
+        "o": {"0": {"exp_avg": torch.from_numpy(w[::-1].copy())}},
+        "i": np.arange(n),
+    }
     with threads(1):
         one = sp.compress(state)
     with threads(2):

@@ -218,9 +218,13 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
 def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: str, target: float) -> None:
     """Against the fewest of a ladder that keep to the target; a tenth of the error is left to the deltas: 0.15 bits."""
     x = as_dtype(drawn(np.random.default_rng(seed), spread, (64, 80)), dtype)
-    chosen = row(sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=target), kinds={"weight": "linear"})).stored_bytes
+    chosen = row(
+        sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=target), kinds={"weight": "linear"})
+    ).stored_bytes
     for bins in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254):
-        plain = row(sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize(bins=bins))]), kinds={"weight": "linear"}))
+        plain = row(
+            sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize(bins=bins))]), kinds={"weight": "linear"})
+        )
         if plain.error <= target and "zero" not in plain.note:  # by a common step half of it would be lost
             break
     else:

@@ -548,7 +548,9 @@ def test_nothing_in_a_file_is_executed(where: str, tmp_path: Path) -> None:
         evil.mkdir()
         (evil / ".metadata").write_bytes(pickle.dumps(Malicious(mark)))
     else:
-        dcp.save({"weight": torch.zeros(2), "x": Malicious(mark)}, storage_writer=dcp.FileSystemWriter(evil), no_dist=True)
+        dcp.save(
+            {"weight": torch.zeros(2), "x": Malicious(mark)}, storage_writer=dcp.FileSystemWriter(evil), no_dist=True
+        )
     bad(1, "evil.*(holds|names .*Path|without pickle)", "compress", evil, tmp_path / "o.spt")
     assert not mark.exists()
     assert not (tmp_path / "o.spt").exists()

@@ -57,7 +57,9 @@ def test_what_is_evaluated_is_what_is_stored(rate: float) -> None:
         assert chosen[-1].estimated == pytest.approx(found.nbytes, rel=0.004, abs=80)
         if found.trials[-1] is chosen[-1]:
             assert (loss.given["model"]["weight"] == store.load(step)["model"]["weight"]).all()
-        aims.append(stored.parent_memory(*next((r.key, r.spec) for r in stored.records if r.path == "model/weight")).aim)
+        aims.append(
+            stored.parent_memory(*next((r.key, r.spec) for r in stored.records if r.path == "model/weight")).aim
+        )
     assert min(aims[2:]) > 0.02  # or nothing of this was coded ahead
 
 
@@ -167,7 +169,11 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
     again, loss = searched(store, 40, resume=found.trials)
     assert loss.given is None  # not one of them was made again
     assert again == found
-    for other in (None, sp.Earlier(store.earlier(drifting(40), 40).weights, 7), {"weight": drifting(0)["model"]["weight"]}):
+    for other in (
+        None,
+        sp.Earlier(store.earlier(drifting(40), 40).weights, 7),
+        {"weight": drifting(0)["model"]["weight"]},
+    ):
         with pytest.raises(BadArgumentError, match="belongs to another state"):
             searched(store, 40, resume=found.trials, earlier=other)
 

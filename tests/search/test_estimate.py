@@ -268,7 +268,10 @@ def test_rate_lowers_the_size_and_raises_the_error() -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     prev = sp.compress({"weight": x})
     moved = x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    for state, parent, rates in (({"weight": x}, None, (0.0, 0.03, 0.1)), ({"weight": moved}, prev, (0.0, 0.001, 0.003))):
+    for state, parent, rates in (
+        ({"weight": x}, None, (0.0, 0.03, 0.1)),
+        ({"weight": moved}, prev, (0.0, 0.001, 0.003)),
+    ):
         points = [Point(24, 0.0, "magnitude", 0.0005, rate, 32) for rate in rates]
         prepared = search_state(state, SOME[0], parent)
         found = estimator(prepared)(points)

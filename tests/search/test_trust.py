@@ -83,7 +83,11 @@ def test_an_accuracy_that_stays_is_asked_for_its_worth_every_other_time() -> Non
     for _ in range(3):
         found.append(
             sp.search(
-                {"weight": x}, accuracy, 0.01, last=found[-1], options=sp.SearchOptions(direction="higher", progress=False)
+                {"weight": x},
+                accuracy,
+                0.01,
+                last=found[-1],
+                options=sp.SearchOptions(direction="higher", progress=False),
             )
         )
     assert [(f.met, f.degradation) for f in found] == 4 * [(True, 0.0)]

@@ -146,7 +146,9 @@ def test_the_same_as_a_whole_load(cfg: sp.Config, against: str, url: str, tmp_pa
 
 def test_lists_keep_their_positions(tmp_path: Path) -> None:
     store = sp.Store(tmp_path)
-    store.save(1, {"layers": [{"weight": np.ones(3)}, {"weight": np.zeros(3), "b": 2}, 5], "other": [1, 2], "t": (1, (2, 3))})
+    store.save(
+        1, {"layers": [{"weight": np.ones(3)}, {"weight": np.zeros(3), "b": 2}, 5], "other": [1, 2], "t": (1, (2, 3))}
+    )
     assert difference(store.load(1, "layers/1/weight"), {"layers": [None, {"weight": np.zeros(3)}, None]}) == ""
     assert difference(store.load(1, ["t/1/0", "other/*"]), {"other": [1, 2], "t": (None, (2, None))}) == ""
 
@@ -242,7 +244,10 @@ def test_a_flipped_byte_is_never_loaded(at: int, flip: int) -> None:
     except sp.ShrinkpointError:
         pass
     else:
-        assert difference(found, {"model": {"weight": store.load(1)["model"]["weight"]}, "ids": store.load(1)["ids"]}) == ""
+        assert (
+            difference(found, {"model": {"weight": store.load(1)["model"]["weight"]}, "ids": store.load(1)["ids"]})
+            == ""
+        )
     finally:
         files.write(name, whole)
 

@@ -255,7 +255,13 @@ def test_a_name_that_other_weights_end_in(tmp_path: Path) -> None:
     for step in range(0, 30, 10):
         w = drifting(step)["model"]["weight"]
         store.save(
-            step, {"weight": w, "norm": {"weight": w[0]}, "list": {"weight": np.arange(5)}, **({"sub": {"weight": w.T}} if step else {})}
+            step,
+            {
+                "weight": w,
+                "norm": {"weight": w[0]},
+                "list": {"weight": np.arange(5)},
+                **({"sub": {"weight": w.T}} if step else {}),
+            },
         )
     assert store.verify() == {}
 

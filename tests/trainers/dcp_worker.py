@@ -360,7 +360,12 @@ class Beside:
             return state_of(model, optimizer, step, flat=True)
         if kind == "values":
             plain = {"step": step, "text": "a/b.c", "none": None, "pair": (1.5, True), "list": [step, "x"]}
-            return {"run": plain, "weight": torch.randn(5), f"of {RANK}": torch.full((3,), RANK + step), "bytes": b"\0\xff"}
+            return {
+                "run": plain,
+                "weight": torch.randn(5),
+                f"of {RANK}": torch.full((3,), RANK + step),
+                "bytes": b"\0\xff",
+            }
         assert kind == "empty shards"
         # Fewer rows than ranks, none at all, and a tensor without elements.
         few = {f"{n} rows": cut((n, 20), line, Shard(0)) for n in range(3)}

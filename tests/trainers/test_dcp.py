@@ -422,7 +422,7 @@ def test_kinds_of_no_tensor_are_refused(tmp_path: Path, how: str) -> None:
     state = state_of(model, optimizer)
     if how == "flat":
         state = {f"model.{name}": value for name, value in state["model"].items()}
-    right = {"0.weight": "embedding", "state/nowhere/exp_avg": sp.codec.state.kinds.Kind("other", "state")}
+    right = {"0.weight": "embedding", "state/nowhere/exp_avg": sp.Kind("other", "state")}
     save(state, tmp_path / "right", Writer(kinds=right))
     with pytest.raises(dcp.CheckpointException, match=r"kinds: none of its 1 paths \(0\.wieght\) is that of an array"):
         save(state, tmp_path / "wrong", Writer(kinds={"0.wieght": "embedding"}))
@@ -1212,4 +1212,6 @@ def test_under_a_rate_what_is_loaded_is_not_behind(tmp_path: Path) -> None:
     assert behind[False] > 0.4
     assert abs(behind[True]) < 0.1
     save({"weight": w[:64]}, tmp_path / "half", writer)
-    torch.testing.assert_close(load({"weight": torch.zeros(64, 128)}, tmp_path / "half")["weight"], w[:64], atol=0.5, rtol=0)
+    torch.testing.assert_close(
+        load({"weight": torch.zeros(64, 128)}, tmp_path / "half")["weight"], w[:64], atol=0.5, rtol=0
+    )

@@ -101,7 +101,9 @@ def test_own_codec() -> None:
         assert sp.Config.from_json(cfg.to_json()) == cfg
         odd = torch.full((64, 64), float("nan"))
         odd[0, 0], odd[1] = torch.finfo(torch.float32).max, 0.0
-        assert torch.equal(sp.decompress(sp.compress({"weight": odd}, cfg=cfg))["weight"].nan_to_num(7), odd.nan_to_num(7))
+        assert torch.equal(
+            sp.decompress(sp.compress({"weight": odd}, cfg=cfg))["weight"].nan_to_num(7), odd.nan_to_num(7)
+        )
         weight = torch.randn(64, 64)
         weight[0, 0], weight[1] = torch.finfo(torch.float32).max, 0.0
         ckpt = sp.compress({"weight": weight}, cfg=cfg)
