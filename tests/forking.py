@@ -183,7 +183,7 @@ def become(question: Any) -> None:
 if __name__ == "__main__":
     path = sys.argv[1]
     sys.path[0] = os.path.dirname(os.path.abspath(path))
-    with os.fdopen(os.dup(1), "weight") as mine:
+    with os.fdopen(os.dup(1), "w") as mine:
         os.dup2(2, 1)
         runpy.run_path(path, run_name="imported")
         # Imported by the first save and the first optimizer.

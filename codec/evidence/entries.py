@@ -10,7 +10,7 @@ Keras and others       optimizer/dense/kernel/velocity
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,12 +30,14 @@ class Entry(NamedTuple):
         above: what stands above the names of parameter and entry; of one optimizer's chained parts it differs.
         parameter: number or name of the parameter.
         name: of the entry: "exp_avg".
+        is_tree: whether the optimizer keeps a tree of all parameters for each entry, as Optax does.
     """
 
     optimizer: str
     above: str
     parameter: str
     name: str
+    is_tree: bool = False
 
     @property
     def owner(self) -> tuple[str, str]:
@@ -129,6 +131,10 @@ def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
             continue
         if f"{entry.above}/count".lstrip("/") not in held and not {"mu", "nu"} <= names[entry.owner]:
             found[i] = None
+    tails = _tails(path for path, entry in zip(paths, found, strict=True) if entry is None)
+    for i, entry in enumerate(found):
+        if entry is not None and entry.optimizer and not entry.parameter:
+            found[i] = _of_tree(paths[i].split("/"), entry, tails)
     for i, path in enumerate(paths):
         # Adam's two entries side by side need no optimizer's key above them.
         above, _, name = path.rpartition("/")
@@ -136,6 +142,26 @@ def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
             optimizer, _, parameter = above.rpartition("/")
             found[i] = Entry(optimizer, optimizer, parameter, name)
     return found
+
+
+def _tails(paths: Iterable[str]) -> set[str]:
+    """All paths and their tails."""
+    found = set()
+    for path in paths:
+        found.add(path)
+        while "/" in path:
+            path = path.partition("/")[2]
+            found.add(path)
+    return found
+
+
+def _of_tree(parts: list[str], entry: Entry, tails: set[str]) -> Entry:
+    """The entry, with the parameter whose path ends as the entry's does."""
+    first = entry.optimizer.count("/") + 2
+    for at in range(first, len(parts)):
+        if (parameter := "/".join(parts[at:])) in tails:
+            return Entry(entry.optimizer, "/".join(parts[: at - 1]), parameter, parts[at - 1], is_tree=True)
+    return entry
 
 
 def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
@@ -160,7 +186,7 @@ def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
         return entry
     for at, part in enumerate(parts[:-1]):
         if part in ("mu", "nu") and (root or any(_INDEX.fullmatch(p) for p in parts[:at])):
-            return Entry(root, "/".join(parts[:at]), "/".join(parts[at + 1 :]), part)
+            return Entry(root, "/".join(parts[:at]), "/".join(parts[at + 1 :]), part, is_tree=True)
     if root and path != root:
         return Entry(root, "/".join(parts[:-1]), "", parts[-1])
     return None

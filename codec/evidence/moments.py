@@ -21,6 +21,8 @@ _ADAMS = {"adam", "adamw", "nadam", "radam", "lamb"}
 """Optimizers, by class name in lower case, of whose moments that is so whatever the moments are called."""
 _OTHER_UNITS = {"Adafactor", "CAME"}
 """Optimizers that call an average of the update, already divided by the root, `exp_avg`."""
+_OPTAX = {"mu", "nu", "trace"}
+"""Optax's moments. What else it keeps a tree of has names that other optimizers give to other things."""
 _LETTERS = 2
 """A name of so few letters is a moment's only below the number or the name of a parameter."""
 _NUMBERED = re.compile(r"(^|/)(\d+|state/.+|state)$")
@@ -35,6 +37,8 @@ def role_of(entry: Entry) -> str:
         >>> role_of(parse("optimizer/state/0/momentum_of_another_kind"))
         'state'
     """
+    if entry.is_tree and entry.name not in _OPTAX:
+        return "state"
     role = "first moment" if entry.name in FIRST else "second moment" if entry.name in SECOND else "state"
     short = len(entry.name) <= _LETTERS and not entry.parameter and not _NUMBERED.search(entry.above)
     return "state" if short else role

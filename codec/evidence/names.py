@@ -10,7 +10,7 @@ from .kind import TINY
 if TYPE_CHECKING:
     from ..state.leaves import LeafSpec
 
-FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "mu", "m"}
+FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "trace", "mu", "m"}
 """Names of averages in the unit of a gradient or an update. Adamax's `exp_inf` is one: it is not a square."""
 SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
 """Names of averages of squares."""

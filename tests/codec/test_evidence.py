@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -303,6 +304,34 @@ def test_entries_that_are_not_known_moments_are_exact(make: Any) -> None:
         found = whys(state, **how)
         assert all(exact for path, (exact, _) in found.items() if path.startswith("optimizer/"))
         assert not found["model/0.weight"][0]
+
+
+def table_of_optimizers() -> list[tuple[str, set[str], set[str], str]]:
+    """Name, entries that may change, entries that stay exact, and evidence for weights, as the page has them."""
+    page = (Path(__file__).parents[2] / "docs/lossy-or-exact.md").read_text(encoding="utf-8")
+    lines = page.partition("<!-- table optimizers -->\n")[2].partition("<!-- end -->")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [(c[0], set(filter(None, c[1].split(", "))), set(filter(None, c[2].split(", "))), c[3]) for c in cells]
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize(("name", "lossy", "exact", "weights"), table_of_optimizers())
+def test_the_page_says_what_becomes_of_each_optimizers_entries(
+    name: str, lossy: set[str], exact: set[str], weights: str
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
+    more = {"momentum": 0.9} if name == "torch.optim.SGD" else {}
+    optimizer = getattr(torch.optim, name.removeprefix("torch.optim."))(model.parameters(), lr=1e-3, **more)
+    trained(model, optimizer, 64)
+    held = {entry for state in optimizer.state.values() for entry, x in state.items() if isinstance(x, torch.Tensor)}
+    assert held <= lossy | exact
+    assert lossy <= held
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    found = whys(state)
+    changed = {path.rpartition("/")[2] for path, (is_exact, _) in found.items() if "state/" in path and not is_exact}
+    assert changed == lossy
+    assert found["model/0.weight"][1].startswith("structure") == (weights == "structure")
+    assert not whys(state, kinds=sp.kinds(model, optimizer))["model/0.weight"][0]
 
 
 # ----------------------------------------------------------------------------------------------------------- warnings

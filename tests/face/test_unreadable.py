@@ -29,7 +29,7 @@ def saved(state: Any, **options: Any) -> bytes:
 
 def zipped(name: str, contents: bytes) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "weight") as archive:
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(name, contents)
     return file.getvalue()
 

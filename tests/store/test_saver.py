@@ -912,7 +912,7 @@ def test_an_error_nobody_asked_for_is_shown_at_exit(end: str, status: int, tmp_p
         atexit.register(lambda: print("the last handler", flush=True))
         atexit.register(lambda: sys.stderr and print("to stderr", file=sys.stderr, flush=True))
         store = sp.Store(sys.argv[1] + "/run")
-        open(sys.argv[1] + "/run", "weight").close()
+        open(sys.argv[1] + "/run", "w").close()
         saver = sp.Saver(store)
         saver.save(1, {{"weight": np.arange(1000)}})
         {end}
@@ -931,7 +931,7 @@ def test_an_error_of_a_saver_that_is_forgotten_counts_too(tmp_path: Path) -> Non
     done = program(
         """
         store = sp.Store(sys.argv[1] + "/run")
-        open(sys.argv[1] + "/run", "weight").close()
+        open(sys.argv[1] + "/run", "w").close()
         saver = sp.Saver(store)
         saver.save(1, {"weight": np.arange(1000)})
         del saver
@@ -1019,7 +1019,7 @@ def test_every_unclosed_saver_has_its_error_shown(tmp_path: Path) -> None:
             where = f"{sys.argv[1]}/{n}"
             savers.append(sp.Saver(sp.Store(where, sp.Config([("wieght", sp.Exact())] if n % 2 else []))))
             if n % 2 == 0:
-                open(where, "weight").close()
+                open(where, "w").close()
             savers[-1].save(1, {"weight": np.arange(1000.0)})
         warnings.simplefilter("error", sp.SaverWarning)
         """,
@@ -1100,7 +1100,7 @@ def test_an_error_that_was_told_is_no_failure_at_exit(tmp_path: Path) -> None:
     done = program(
         """
         store = sp.Store(sys.argv[1] + "/run")
-        open(sys.argv[1] + "/run", "weight").close()
+        open(sys.argv[1] + "/run", "w").close()
         saver = sp.Saver(store)
         saver.save(1, {"weight": np.arange(1000)})
         try:
