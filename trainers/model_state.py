@@ -74,12 +74,8 @@ def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def kinds_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Kind]:
-    """What `kinds` says of a model and its optimizers, for the names used here."""
-    inside = bare(model)
-    table: dict[str, Kind] = kinds(inside)
-    for one in optimizers:
-        table |= kinds(inside, one)
-    return table
+    """Return the kinds of a model and its optimizers, for the names used here."""
+    return kinds(bare(model), list(optimizers) or None)
 
 
 def refuse_flat(model: nn.Module) -> None:

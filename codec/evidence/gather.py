@@ -83,8 +83,8 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
         kinds: as given to `compress`.
     """
     outline = Outline.of(tree.unflatten(nodes, lambda _number, _place: ARRAY))
-    given = _given(arrays, kinds)
     entries = {i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None}
+    given = _given(arrays, entries, kinds)
     for i, kind in enumerate(given):
         if kind is not None and kind.role == "weight":
             entries.pop(i, None)
@@ -117,7 +117,7 @@ def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
     return role_of(entry) if shape else "state"
 
 
-def _given(arrays: Arrays, kinds: Mapping[str, Any] | None) -> list[Kind | None]:
+def _given(arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None) -> list[Kind | None]:
     """The kind that `kinds=` has for each array; None where there is none that fits.
 
     Several arrays may end in one name: a copy of each weight, or layers of another model. Where their numbers of axes
@@ -126,6 +126,11 @@ def _given(arrays: Arrays, kinds: Mapping[str, Any] | None) -> list[Kind | None]
     if not kinds:
         return [None] * len(arrays.paths)
     found = [by_path(kinds, path) for path in arrays.paths]
+    for i, entry in entries.items():
+        # A flattened entry's path has no tail of the form that `kinds` uses.
+        nested = f"state/{entry.parameter}/{entry.name}"
+        if found[i] is None and nested in kinds:
+            found[i] = nested, kinds[nested]
     axes: dict[str, set[int]] = {}
     for match_, spec in zip(found, arrays.specs, strict=True):
         if match_ is not None:

@@ -79,7 +79,6 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str]) 
                 kind = Kind(layer, role, name, owner, shape=shape)
                 if name is not None:
                     table[f"state/{name}/{entry}"] = kind
-                    table[f"state.{name}.{entry}"] = kind
             number += 1
 
 
