@@ -13,6 +13,7 @@ from blake3 import blake3
 from .arithmetic import own_arithmetic
 from .base import Memory
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
+from .evidence.reasons import REASONS
 from .format import container
 from .format.fields import Piece
 from .format.ranged import Ranged
@@ -132,9 +133,10 @@ def _lost(record: ArrayRecord) -> str:
 
 def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[ArrayRecord, ...]:
     """The array records of a header; `keys` are (path, key) in the order of the array nodes."""
-    rows, reasons = header.get("arrays"), header.get("why", [])
-    if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
+    rows, others = header.get("arrays"), header.get("why", [])
+    if not isinstance(others, list) or not all(isinstance(reason, str) for reason in others):
         raise CorruptDataError("header: its reasons are malformed")
+    reasons = [*REASONS, *others]
     if not isinstance(rows, list) or len(rows) != len(keys):
         raise CorruptDataError("header: arrays and tree do not fit")
     records = []
@@ -206,7 +208,7 @@ class Checkpoint:
     Example:
         >>> import numpy as np
         >>> import shrinkpoint as sp
-        >>> ckpt = sp.compress({"w": np.ones((64, 64), np.float32)})
+        >>> ckpt = sp.compress({"weight": np.ones((64, 64), np.float32)})
         >>> sp.Checkpoint.from_bytes(ckpt.to_bytes()).raw_nbytes
         16384
     """

@@ -10,6 +10,7 @@ from .base import Codec, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config, check_config
 from .encode import encode
+from .evidence.reasons import numbered
 from .inputs import Inputs
 from .plan import ArrayPlan, plan, remark
 from .streams import STREAMS
@@ -53,8 +54,8 @@ def compress(
         >>> import numpy as np
         >>> import shrinkpoint as sp
         >>> w = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
-        >>> base = sp.compress({"w": w})
-        >>> delta = sp.compress({"w": w * 1.0001}, prev=base)
+        >>> base = sp.compress({"weight": w})
+        >>> delta = sp.compress({"weight": w * 1.0001}, prev=base)
         >>> delta.is_delta, delta.nbytes < base.nbytes / 5
         (True, True)
     """
@@ -75,17 +76,15 @@ def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare
     planned = plan(inputs, cfg)
     encoded = encode(planned, prepare or {})
     notes = [stored.note or remark(one, cfg, inputs.kinds) for one, stored in zip(planned, encoded, strict=True)]
-    reasons = list(dict.fromkeys(one.why for one in planned))
+    numbers, others = numbered([one.why for one in planned])
     header = {
         "parent": None if inputs.prev is None else inputs.prev.identity,
         "raw": sum(one.leaf.spec.nbytes for one in planned),
         "tree": inputs.nodes,
-        "why": reasons,
-        "arrays": [
-            _record(one, stored, note, reasons.index(one.why))
-            for one, stored, note in zip(planned, encoded, notes, strict=True)
-        ],
+        "arrays": [_record(*one) for one in zip(planned, encoded, notes, numbers, strict=True)],
     }
+    if others:
+        header["why"] = others
     memory = {
         one.leaf.key: stored.memory
         for one, stored in zip(planned, encoded, strict=True)

@@ -110,9 +110,9 @@ class Store:
         >>> import numpy as np
         >>> import shrinkpoint as sp
         >>> store = sp.Store("memory://docs-store")
-        >>> store.save(10, {"w": np.arange(6.0)}).step
+        >>> store.save(10, {"weight": np.arange(6.0)}).step
         10
-        >>> store.load()["w"].tolist(), store.steps()
+        >>> store.load()["weight"].tolist(), store.steps()
         ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [10])
     """
 
@@ -217,8 +217,8 @@ class Store:
             >>> import shrinkpoint as sp
             >>> store = sp.Store("memory://earlier-example", sp.Config(ahead=True))
             >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-            >>> _ = store.save(1, {"w": w})
-            >>> store.earlier({"w": 1.01 * w}, 2).steps
+            >>> _ = store.save(1, {"weight": w})
+            >>> store.earlier({"weight": 1.01 * w}, 2).steps
             1.0
         """
         return self._trail_from(self._next_head()).earlier(state, step)

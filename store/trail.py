@@ -90,7 +90,7 @@ class Trail:
         >>> w, cfg = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), sp.Config(rate=0.002)
         >>> ckpt, trail = None, Trail()
         >>> for step in range(10, 60, 10):
-        ...     state = {"w": w * np.float32(1 + 0.001 * step)}
+        ...     state = {"weight": w * np.float32(1 + 0.001 * step)}
         ...     ckpt = sp.compress(state, ckpt, cfg, earlier=trail.earlier(state, step))
         ...     trail.follow(state, ckpt, step)
         >>> trail.earlier(state, step).steps

@@ -20,6 +20,7 @@ KNOWN = FIRST | SECOND
 _FLAT = re.compile(r"(?:(?P<above>.*)\.)?state\.(?P<rest>.+\..+)")
 _INDEX = re.compile(r"\d+")
 _ADAM = ("exp_avg", "exp_avg_sq")
+_COUNTS = {"step", "count", "iteration", "iterations"}
 
 
 class Entry(NamedTuple):
@@ -157,8 +158,9 @@ def _tails(paths: Iterable[str]) -> set[str]:
 
 def _of_tree(parts: list[str], entry: Entry, tails: set[str]) -> Entry:
     """The entry, with the parameter whose path ends as the entry's does."""
-    first = entry.optimizer.count("/") + 2
-    for at in range(first, len(parts)):
+    if parts[-1] in _COUNTS:
+        return entry
+    for at in range(entry.optimizer.count("/") + 2, len(parts)):
         if (parameter := "/".join(parts[at:])) in tails:
             return Entry(entry.optimizer, "/".join(parts[: at - 1]), parameter, parts[at - 1], is_tree=True)
     return entry
@@ -173,7 +175,7 @@ def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
 
     Example:
         >>> parse("optimizer/state.fc.weight.exp_avg")
-        Entry(optimizer='optimizer', above='optimizer/state', parameter='fc.weight', name='exp_avg')
+        Entry(optimizer='optimizer', above='optimizer/state', parameter='fc.weight', name='exp_avg', is_tree=False)
         >>> parse("model/fc.weight")
     """
     parts = path.split("/")

@@ -19,16 +19,13 @@ from ...kernels.floats import FORMATS
 from ..parallel import map_arrays
 from ..state import tree
 from ..state.leaves import LeafSpec
-from . import names
+from . import names, reasons
 from .entries import ARRAY, Entry, Outline, entries_of
 from .kind import TINY, TINY_MOMENT, Kind, by_path
 from .moments import role_of, unpaired_roots
 from .parameters import Matches, match
 
 _CHUNK = 1 << 20
-_UNKNOWN = "nothing says what it is"
-_LONELY = "the optimizer's parameters could not be matched"
-FROZEN = "frozen: no optimizer entry belongs to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +162,9 @@ def _of_entry(path: str, spec: LeafSpec, entry: Entry, role: str, kind: Kind | N
         return Evidence(dataclasses.replace(kind, shape=None), "kinds", f"kinds: {role}")
     layer = names.layer_of(path, spec)
     if role == "state":
-        return Evidence(Kind(layer, role, entry.parameter or None), "", "an optimizer entry that is not a known moment")
-    return Evidence(Kind(layer, role, _name(entry)), "structure", f"structure: {role} of an optimizer")
+        return Evidence(Kind(layer, role, entry.parameter or None), "", reasons.UNKNOWN_ENTRY)
+    why = reasons.FIRST if role == "first moment" else reasons.SECOND
+    return Evidence(Kind(layer, role, _name(entry)), "structure", why)
 
 
 def _name(entry: Entry) -> str | None:
@@ -180,21 +178,25 @@ def _of_parameter(
     state = Kind(layer, "state")
     if i in matches.trained:
         if not (names.has_weight_name(path) or names.could_be_matrix(spec)):
-            return Evidence(state, "", "no layer's weights: less than 16 values in the second longest axis")
+            return Evidence(state, "", reasons.SHORT_RECORDS)
         if names.is_codebook(path):
-            return Evidence(state, "", "the codebook of a vector quantizer")
+            return Evidence(state, "", reasons.CODEBOOK)
         owner = matches.trained[i][1]
         name = None if owner.isdigit() else owner
-        return Evidence(Kind(layer, "weight", name), "structure", "structure: an optimizer entry belongs to it")
+        return Evidence(Kind(layer, "weight", name), "structure", reasons.TRAINED)
     if has_optimizer:
-        return Evidence(state, "", FROZEN) if matches.complete else Evidence(state, "", _LONELY, is_unknown=True)
+        return (
+            Evidence(state, "", reasons.FROZEN)
+            if matches.complete
+            else Evidence(state, "", reasons.UNMATCHED, is_unknown=True)
+        )
     above = path.rpartition("/")[0]
     named = len(spec.shape) >= 2 and names.has_weight_name(path)
     elsewhere = names.is_other_part(path) or names.is_average(path)
     in_module = above not in outline.mixed or "." in path.rpartition("/")[2]
     if named and in_module and not elsewhere:
-        return Evidence(Kind(layer, "weight"), "name", "name and shape of a layer's weights")
-    return Evidence(state, "", _UNKNOWN, is_unknown=not elsewhere)
+        return Evidence(Kind(layer, "weight"), "name", reasons.NAMED)
+    return Evidence(state, "", reasons.NOTHING, is_unknown=not elsewhere)
 
 
 def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:

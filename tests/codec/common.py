@@ -84,8 +84,13 @@ def through_bytes(ckpt: sp.Checkpoint, prev: sp.Checkpoint | None = None) -> Any
     return sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()), prev)
 
 
-def round_trip(state: Any, cfg: sp.Config | None = None) -> Any:
-    return through_bytes(sp.compress(state, cfg=cfg))
+def round_trip(state: Any, cfg: sp.Config | None = None, kinds: Any = None) -> Any:
+    return through_bytes(sp.compress(state, cfg=cfg, kinds=kinds))
+
+
+def known(*paths: str) -> dict[str, str]:
+    """Kinds that say of each path that it is the weights of a linear layer."""
+    return dict.fromkeys(paths, "linear")
 
 
 def take_apart(blob: bytes) -> tuple[dict[str, Any], list[bytes]]:

@@ -28,6 +28,7 @@ CONFIGS = {
     "bitsnap": sp.presets.bitsnap(),
     "lossless": sp.presets.lossless(),
 }
+KINDS = {f"model/{name}.weight": "linear" for name in ("a", "tiny", "wide", "mixed")}
 
 
 @contextmanager
@@ -81,15 +82,14 @@ def same(x: Any, y: Any) -> bool:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_and_values_are_those_of_any_thread(name: str, setting: Any, threads: int) -> None:
     cfg, states = CONFIGS[name], (drawn(0), drawn(1))
-    kinds = {"model/a.weight": "linear"}
     set_threads(threads)
     try:
-        base = sp.compress(states[0], cfg=cfg, kinds=kinds)
-        delta = sp.compress(states[1], base, cfg, kinds=kinds)
+        base = sp.compress(states[0], cfg=cfg, kinds=KINDS)
+        delta = sp.compress(states[1], base, cfg, kinds=KINDS)
         values = [sp.decompress(base), sp.decompress(delta)]
         with setting():
-            first = sp.compress(states[0], cfg=cfg, kinds=kinds)
-            second = sp.compress(states[1], first, cfg, kinds=kinds)
+            first = sp.compress(states[0], cfg=cfg, kinds=KINDS)
+            second = sp.compress(states[1], first, cfg, kinds=KINDS)
             read = sp.Checkpoint.from_bytes(base.to_bytes())
             found = [sp.decompress(read), sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes(), read))]
     finally:
@@ -102,7 +102,7 @@ def test_bytes_and_values_are_those_of_any_thread(name: str, setting: Any, threa
 def test_a_store_reads_and_restates_the_same(tmp_path: Path) -> None:
     store = sp.Store(tmp_path / "run", sp.Config(rate=0.002))
     for step in range(4):
-        store.save(step, drawn(step))
+        store.save(step, drawn(step), kinds=KINDS)
     wanted = store.load(3)
     with subnormal_numbers_are_zero():
         other = sp.Store(tmp_path / "run")

@@ -54,20 +54,20 @@ def form(ckpt: sp.Checkpoint) -> int:
 def test_sizes_are_the_published_ones(dtype: str, share: float) -> None:
     """n / 8 + 2 changed bytes: 16 times smaller at best, and nearly 5 times at 15 %."""
     x = weights(dtype)
-    base = sp.compress({"weight": x}, cfg=PUBLISHED)
+    base = sp.compress({"w": x}, cfg=PUBLISHED)
     assert row(base).stored_bytes == pytest.approx(2 * N, abs=8)
     changed = round(share * N)
-    ckpt = sp.compress({"weight": with_changes(x, changed)}, base, PUBLISHED)
+    ckpt = sp.compress({"w": with_changes(x, changed)}, base, PUBLISHED)
     assert form(ckpt) == MASKED
     assert row(ckpt).stored_bytes == pytest.approx(N / 8 + 2 * changed, abs=8)
     assert row(ckpt).codec == "changed"
     assert row(ckpt).error == 0
     assert row(ckpt).note == f"{100 * share:.3g} % changed"
-    assert torch.equal(through_bytes(ckpt, base)["weight"], with_changes(x, changed))
+    assert torch.equal(through_bytes(ckpt, base)["w"], with_changes(x, changed))
     # Entropy coding may only make it smaller; the mask has an entropy of its own.
-    small = sp.compress({"weight": with_changes(x, changed)}, base, SMALLEST)
+    small = sp.compress({"w": with_changes(x, changed)}, base, SMALLEST)
     assert row(small).stored_bytes <= row(ckpt).stored_bytes
-    assert torch.equal(through_bytes(small, base)["weight"], with_changes(x, changed))
+    assert torch.equal(through_bytes(small, base)["w"], with_changes(x, changed))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 15 / 16), ("float32", 31 / 32), ("float64", 63 / 64)])
@@ -75,14 +75,14 @@ def test_the_break_even(dtype: str, limit: float) -> None:
     """Stored in full from where a mask is no smaller: at 15/16 of 16-bit values."""
     n = 64_000
     x = weights(dtype, n)
-    base = sp.compress({"weight": x}, cfg=PUBLISHED)
+    base = sp.compress({"w": x}, cfg=PUBLISHED)
     for changed, expected in ((int(limit * n) - 16, MASKED), (int(limit * n), FULL), (n, FULL)):
         y = with_changes(x, changed)
-        ckpt = sp.compress({"weight": y}, base, PUBLISHED)
+        ckpt = sp.compress({"w": y}, base, PUBLISHED)
         assert form(ckpt) == expected, changed
         assert ("in full" in row(ckpt).note) == (expected == FULL)
         assert row(ckpt).stored_bytes <= x.numel() * x.element_size() + 8
-        assert bits(through_bytes(ckpt, base)["weight"]) == bits(y)
+        assert bits(through_bytes(ckpt, base)["w"]) == bits(y)
 
 
 @settings(max_examples=60)
@@ -105,32 +105,32 @@ def test_every_bit_survives(seed: int, dtype: str, share: float, cfg: sp.Config,
     with small_chunks(chunk):
         first = prev = None
         for x in chain:
-            ckpt = sp.compress({"weight": x}, prev, cfg)
-            assert bits(through_bytes(ckpt, prev)["weight"]) == bits(x)
-            assert ckpt.to_bytes() == sp.compress({"weight": x}, prev, cfg).to_bytes()
+            ckpt = sp.compress({"w": x}, prev, cfg)
+            assert bits(through_bytes(ckpt, prev)["w"]) == bits(x)
+            assert ckpt.to_bytes() == sp.compress({"w": x}, prev, cfg).to_bytes()
             prev = sp.Checkpoint.from_bytes(ckpt.to_bytes(), prev)
             first = first or prev
         assert prev is not None
         assert first is not None
-        against = sp.compress({"weight": chain[-1]}, first, cfg)
+        against = sp.compress({"w": chain[-1]}, first, cfg)
         for parent in (None, first):
             anew = restate(prev, parent)
-            assert bits(through_bytes(anew, parent)["weight"]) == bits(chain[-1])
-        assert bits(through_bytes(against, first)["weight"]) == bits(chain[-1])
+            assert bits(through_bytes(anew, parent)["w"]) == bits(chain[-1])
+        assert bits(through_bytes(against, first)["w"]) == bits(chain[-1])
 
 
 def test_other_systems_as_parent_and_child() -> None:
     x, y = weights(), with_changes(weights(), 100)
-    exact = sp.compress({"weight": x}, cfg=sp.presets.lossless())
-    over = sp.compress({"weight": y}, exact, PUBLISHED)
+    exact = sp.compress({"w": x}, cfg=sp.presets.lossless())
+    over = sp.compress({"w": y}, exact, PUBLISHED)
     assert form(over) == MASKED
-    under = sp.compress({"weight": x}, over, sp.presets.lossless())
+    under = sp.compress({"w": x}, over, sp.presets.lossless())
     assert row(under).stored_bytes < 500
-    levels = sp.compress({"weight": x}, cfg=sp.Config())
-    beside = sp.compress({"weight": y}, levels, PUBLISHED)
+    levels = sp.compress({"w": x}, cfg=sp.Config(), kinds={"w": "linear"})
+    beside = sp.compress({"w": y}, levels, PUBLISHED)
     assert form(beside) == FULL  # levels have no bits to compare with
     for ckpt, prev, z in ((over, exact, y), (under, over, x), (beside, levels, y)):
-        assert torch.equal(through_bytes(ckpt, prev)["weight"], z)
+        assert torch.equal(through_bytes(ckpt, prev)["w"], z)
 
 
 # ------------------------------------------------------------------------------------------------ clusters
@@ -146,8 +146,8 @@ def moment(n: int = 20_000, seed: int = 2, dtype: str = "float32") -> np.ndarray
 @pytest.mark.parametrize("coder", ["published", "smallest"])
 def test_clusters_are_the_kernels(dtype: str, clusters: int, coder: str) -> None:
     x = moment(dtype=dtype)
-    ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Clusters(clusters, coder))]))
-    y = through_bytes(ckpt)["weight"]
+    ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters(clusters, coder))]))
+    y = through_bytes(ckpt)["w"]
     wide = cluster_dequantize(*cluster_quantize(x, clusters))
     assert y.dtype == x.dtype
     assert bits(y) == bits(wide.astype(x.dtype))
@@ -164,9 +164,9 @@ def test_clusters_are_the_kernels(dtype: str, clusters: int, coder: str) -> None
 def test_sixteen_clusters_take_a_byte_and_a_half() -> None:
     """2.67 times smaller than float32, as published; coded by entropy it is smaller yet and the same values."""
     x = moment()
-    published = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Clusters(coder="published"))]))
+    published = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters(coder="published"))]))
     assert row(published).stored_bytes == pytest.approx(1.5 * x.size + 8 * 16, abs=16)
-    smallest = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Clusters())]))
+    smallest = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters())]))
     assert row(smallest).stored_bytes < 0.97 * row(published).stored_bytes
     assert difference(sp.decompress(published), sp.decompress(smallest)) == ""
 
@@ -175,9 +175,9 @@ def test_clusters_of_a_chunk() -> None:
     """A large array is cut, and each chunk has its own clusters: a shift half-way costs nothing."""
     x = np.concatenate([moment(1024), moment(1024) + np.float32(100)])
     cfg = sp.Config([("*", sp.Clusters())])
-    whole = row(sp.compress({"weight": x}, cfg=cfg)).error
+    whole = row(sp.compress({"w": x}, cfg=cfg)).error
     with small_chunks(1024):
-        ckpt = sp.compress({"weight": x}, cfg=cfg)
+        ckpt = sp.compress({"w": x}, cfg=cfg)
         assert len(ckpt.records[0].lengths) == 2
         assert row(ckpt).error < whole
         assert difference(through_bytes(ckpt), sp.decompress(ckpt)) == ""
@@ -187,10 +187,10 @@ def test_clusters_of_a_chunk() -> None:
 def test_what_has_no_clusters_is_exact(odd: float) -> None:
     x = moment(dtype="float64")
     x[3] = odd
-    ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Clusters())]))
-    assert row(ckpt).codec == "bytes"
+    ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters())]))
+    assert row(ckpt).stream == "bytes"
     assert "exact: " in row(ckpt).note
-    assert bits(through_bytes(ckpt)["weight"]) == bits(x)
+    assert bits(through_bytes(ckpt)["w"]) == bits(x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -200,17 +200,17 @@ def test_what_clusters_would_round_beyond_the_largest_number_is_exact(dtype: str
     for seed in range(40):
         rng = np.random.default_rng(seed)
         x = np.minimum(np.abs(rng.standard_normal((64, 64))) * most * 10 ** -rng.uniform(0, 1), most).astype(dtype)
-        ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Clusters(2))]))
-        assert np.isfinite(through_bytes(ckpt)["weight"]).all()
+        ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters(2))]))
+        assert np.isfinite(through_bytes(ckpt)["w"]).all()
         assert row(ckpt).error < 0.5
-        found.add(row(ckpt).codec)
+        found.add(row(ckpt).stream)
     assert found == {"bytes", "clusters"}
 
 
 def test_a_subnormal_element_makes_no_warning() -> None:
     x = moment()
     x[:2] = 1e-44
-    ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Clusters())]))
+    ckpt = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters())]))
     assert re.search(r"MRE [\d.]+e\+", row(ckpt).note)
 
 
@@ -220,10 +220,10 @@ def test_an_error_target_is_kept() -> None:
         sp.Config([("*", sp.Clusters(2))], max_rel_error=1e-5),
         sp.Config([("*", sp.Clusters(2, max_error=1e-5))], max_rel_error=0.9),
     ):
-        ckpt = sp.compress({"weight": x}, cfg=cfg)
+        ckpt = sp.compress({"w": x}, cfg=cfg)
         assert "error target 1e-05" in row(ckpt).note
-        assert bits(sp.decompress(ckpt)["weight"]) == bits(x)
-    assert row(sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Clusters())], max_rel_error=0.1))).codec == "clusters"
+        assert bits(sp.decompress(ckpt)["w"]) == bits(x)
+    assert row(sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters())], max_rel_error=0.1))).codec == "clusters"
 
 
 # ------------------------------------------------------------------------------------------------ the preset
@@ -363,12 +363,12 @@ def test_a_jump_is_a_base(beside: bool) -> None:
 def test_the_share_from_which_a_store_falls_back(share: float, is_delta: bool) -> None:
     store = sp.Store(f"memory://bitsnap-{share}", sp.presets.bitsnap())
     x = weights(n=1 << 17)
-    store.save(0, {"weight": x})
-    saved = store.save(1, {"weight": with_changes(x, round(share * x.numel()))})
+    store.save(0, {"w": x})
+    saved = store.save(1, {"w": with_changes(x, round(share * x.numel()))})
     assert saved.is_delta == is_delta
     # `compress` is given its parent: it has no say in this.
-    parent = sp.compress({"weight": x}, cfg=store.cfg)
-    assert sp.compress({"weight": with_changes(x, round(share * x.numel()))}, parent, store.cfg).is_delta
+    parent = sp.compress({"w": x}, cfg=store.cfg)
+    assert sp.compress({"w": with_changes(x, round(share * x.numel()))}, parent, store.cfg).is_delta
 
 
 # ------------------------------------------------------------------------------------------------ hostile bytes
@@ -376,8 +376,8 @@ def test_the_share_from_which_a_store_falls_back(share: float, is_delta: bool) -
 
 def _delta(cfg: sp.Config) -> tuple[dict[str, Any], bytes, sp.Checkpoint]:
     x = weights(n=1200)
-    base = sp.compress({"weight": x}, cfg=cfg)
-    delta = sp.compress({"weight": with_changes(x, 300)}, base, cfg)
+    base = sp.compress({"w": x}, cfg=cfg)
+    delta = sp.compress({"w": with_changes(x, 300)}, base, cfg)
     header, chunks = take_apart(delta.to_bytes())
     return header, b"".join(chunks), base
 
@@ -408,7 +408,7 @@ def test_hostile_masks(name: str) -> None:
 
 def test_a_mask_without_a_parent_and_of_strange_items() -> None:
     header, body, _ = _delta(PUBLISHED)
-    base = sp.compress({"weight": np.zeros(150, np.complex128)})
+    base = sp.compress({"w": np.zeros(150, np.complex128)})
     header["arrays"][0].update({"d": "complex128", "l": "numpy", "s": [150]})
     header["parent"] = base.id
     with pytest.raises(CorruptDataError, match="items of 16 bytes"):
@@ -437,13 +437,13 @@ CLUSTERS = {
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_hostile_clusters(name: str) -> None:
-    header, _ = take_apart(sp.compress({"weight": moment(1200)}, cfg=sp.Config([("*", sp.Clusters())])).to_bytes())
+    header, _ = take_apart(sp.compress({"w": moment(1200)}, cfg=sp.Config([("*", sp.Clusters())])).to_bytes())
     header["arrays"][0]["b"] = [len(CLUSTERS[name])]
     with pytest.raises(CorruptDataError):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [CLUSTERS[name]])))
     good = b"\x01" + bytes(8) + LABELS * 2
     header["arrays"][0]["b"] = [len(good)]
-    assert not sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good])))["weight"].any()
+    assert not sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good])))["w"].any()
     header["arrays"][0]["d"] = "int32"
     with pytest.raises(CorruptDataError, match="int32"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good])))
@@ -452,7 +452,7 @@ def test_hostile_clusters(name: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_pieces_raise_or_decode(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    clusters = sp.compress({"weight": moment(1200)}, cfg=sp.Config([("*", sp.Clusters())]))
+    clusters = sp.compress({"w": moment(1200)}, cfg=sp.Config([("*", sp.Clusters())]))
     header, chunks = take_apart(clusters.to_bytes())
     for plain, data, base in ((header, b"".join(chunks), None), _delta(SMALLEST), _delta(PUBLISHED)):
         for _ in range(100):
@@ -463,4 +463,4 @@ def test_damaged_pieces_raise_or_decode(seed: int) -> None:
                 found = sp.decompress(sp.Checkpoint.from_bytes(put_together(plain, [bytes(bad)]), base))
             except CorruptDataError:
                 continue
-            assert found["weight"].shape == (1200,)
+            assert found["w"].shape == (1200,)

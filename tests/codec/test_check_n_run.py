@@ -154,7 +154,7 @@ def test_rows_that_no_quantizer_holds_are_kept_to_the_bit(dtype: str) -> None:
         for row in odd:
             assert bits_of(got[row]) == bits_of(t[row]), row
         assert (got[20:22] == 0).all()
-        assert sp.compress({"emb": t}, ckpt, cfg(width)).nbytes < ckpt.nbytes / 2
+        assert save(t, ckpt, cfg(width)).nbytes < ckpt.nbytes / 2
     # A constant row is its minimum.
     t = as_library(np.full((50, 24), 1.5, np.float32), "torch", dtype)
     assert bits_of(through_bytes(save(t, None, cfg(2)))["emb"]) == bits_of(t)
@@ -418,12 +418,12 @@ def test_over_a_parent_of_another_codec() -> None:
     """The parent's array counts as none; and the other way round."""
     x = table(100, 32)
     for other in (sp.Config([("embedding", sp.Exact())]), sp.Config()):
-        base = sp.compress({"emb": x}, cfg=other)
+        base = save(x, None, other)
         delta = save(x, base, cfg(4))
         assert delta.is_delta
         assert stored_rows(delta) == 100
         assert difference(through_bytes(delta, base), sp.decompress(delta)) == ""
-        third = sp.compress({"emb": x}, delta, other)
+        third = save(x, delta, other)
         assert difference(through_bytes(third, delta), sp.decompress(third)) == ""
 
 
@@ -435,7 +435,7 @@ def test_more_restores_than_expected_fall_back_to_eight_bits() -> None:
     config = sp.presets.check_n_run("auto", expected_restores=3)
     assert config.for_restores(3) == config
     later = config.for_restores(4)
-    assert [r.stream.width for r in later.rules if isinstance(r.stream, sp.Rows)] == [8, None, None, None]
+    assert [r.codec.width for r in later.rules if isinstance(r.codec, sp.Rows)] == [8, None, None, None]
     assert later.chain == config.chain
     assert sp.Config().for_restores(100) == sp.Config()
     assert sp.presets.check_n_run(2).for_restores(100) == sp.presets.check_n_run(2)
@@ -475,11 +475,11 @@ def test_expected_failures() -> None:
 def test_an_error_target_widens() -> None:
     x = table(300, 64)
     for target, width in ((0.5, 2), (0.12, 4), (0.01, 8)):
-        ckpt = sp.compress({"emb": x}, cfg=sp.Config([("embedding", sp.Rows(2))], max_rel_error=target))
+        ckpt = save(x, None, sp.Config([("embedding", sp.Rows(2))], max_rel_error=target))
         (row,) = ckpt.summary()
         assert row.error <= target
         assert {s.bits for s in memory(ckpt).table} == {width}
-    ckpt = sp.compress({"emb": x}, cfg=sp.Config([("embedding", sp.Rows(2))], max_rel_error=1e-4))
+    ckpt = save(x, None, sp.Config([("embedding", sp.Rows(2))], max_rel_error=1e-4))
     assert ckpt.summary()[0].measure == "exact"
     assert "8 bits miss 0.0001" in ckpt.summary()[0].note
     assert bits_of(through_bytes(ckpt)["emb"]) == bits_of(x)
@@ -609,7 +609,7 @@ def test_optimizer_state_follows_its_rows() -> None:
         assert found[f"0/{entry}"].codec == "rows"
         assert found[f"0/{entry}"].stored_bytes < 2 * columns * 4 + 90
         assert found[f"0/{entry}"].measure == "exact"
-    assert {found[f"1/{e}"].codec for e in ("sum", "exp_avg", "exp_avg_sq")} == {"bytes"}
+    assert {found[f"1/{e}"].stream for e in ("sum", "exp_avg", "exp_avg_sq")} == {"bytes"}
     # Moments of the table's shape are quantized where asked; what is no known moment is not.
     lossy = sp.compress(before, cfg=sp.presets.check_n_run(4, moment_bits=8), kinds=kinds)
     found = {r.path.removeprefix("optimizer/state/"): r for r in lossy.summary()}

@@ -254,10 +254,10 @@ def test_what_has_the_path_of_one_weight_is_not_for_another(name: str) -> None:
     ("given", "words"),
     [
         ({"v": np.zeros((160, 160), "f4")}, "earlier/v: the state has no such weight"),
-        ({"weight": np.zeros((160, 161), "f4")}, r"w: earlier/w has shape \(160, 161\), not \(160, 160\)"),
-        ({"weight": np.zeros((160, 160), "i4")}, "w: earlier/w has dtype int32"),
+        ({"weight": np.zeros((160, 161), "f4")}, r"weight: earlier/weight has shape \(160, 161\), not \(160, 160\)"),
+        ({"weight": np.zeros((160, 160), "i4")}, "weight: earlier/weight has dtype int32"),
         (np.zeros((160, 160), "f4"), "earlier must be a tree"),
-        ({"weight": {1}}, "earlier/w: builtins.set cannot be stored"),
+        ({"weight": {1}}, "earlier/weight: builtins.set cannot be stored"),
     ],
 )
 def test_earlier_weights_that_do_not_fit(given: Any, words: str) -> None:

@@ -840,7 +840,7 @@ def values_of(row: Any, columns: int, dtype: str) -> bytes:
 
 
 def read_multiples(record: dict[str, Any], pieces: list[bytes], parent: Any) -> Any:
-    step, width = record["m"]["s"], record["m"]["weight"]
+    step, width = record["m"]["s"], record["m"]["w"]
     bias = 1 << (8 * width - 1)
     before = None
     if parent is not None and parent.get("step") == step and parent["width"] <= width:
@@ -937,11 +937,11 @@ def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
         if tag in ("l", "t"):
             items = [walk((*path, str(i)), arrays) for i in range(node[tag])]
             return items if tag == "l" else tuple(items)
-        if tag in ("d", "o", "c", "weight"):
+        if tag in ("d", "o", "c", "w"):
             pairs = [(scalar(k), walk((*path, json.dumps(k)), arrays)) for k in node[tag]]
-            made: dict[Any, Any] = {"d": dict, "o": OrderedDict, "c": Counter, "weight": dict}[tag]()
+            made: dict[Any, Any] = {"d": dict, "o": OrderedDict, "c": Counter, "w": dict}[tag]()
             made.update(pairs) if tag != "c" else [made.__setitem__(k, v) for k, v in pairs]
-            return subclass(made) if tag == "weight" else made
+            return subclass(made) if tag == "w" else made
         if tag == "a":
             keys.setdefault(node["a"], "\0".join(path))
             return arrays(node["a"])

@@ -82,10 +82,10 @@ def test_the_closed_loop_is_the_papers(dtype: str, keep: int | None) -> None:
     prev, restored = None, None
     for t in range(4):
         x = w.astype(own(dtype))
-        ckpt = sp.compress({"weight": x}, prev, lc(keep))
+        ckpt = sp.compress({"w": x}, prev, lc(keep))
         (row,) = ckpt.summary()
         restored = x if restored is None else oracle(x, restored, keep)
-        for y in (sp.decompress(ckpt)["weight"], through_bytes(ckpt, prev)["weight"]):
+        for y in (sp.decompress(ckpt)["w"], through_bytes(ckpt, prev)["w"]):
             assert y.dtype == x.dtype
             assert bits(y) == bits(restored)
         assert (row.stream, row.measure) == (("exponent", "relative L2") if t else ("bytes", "exact"))
@@ -114,7 +114,7 @@ def test_chains_of_any_size(seed: int, dtype: str, x: int | None, coder: str, si
     with small_chunks(chunk), np.errstate(over="ignore"):
         chain: list[sp.Checkpoint] = []
         for v in values:
-            state = {"weight": torch.from_numpy(v).to(getattr(torch, dtype))}
+            state = {"w": torch.from_numpy(v).to(getattr(torch, dtype))}
             prev = chain[-1] if chain else None
             ckpt = sp.compress(state, prev, lc(x, coder))
             assert ckpt.to_bytes() == sp.compress(state, prev, lc(x, coder)).to_bytes()
@@ -139,7 +139,7 @@ def test_what_is_kept_comes_nearer_however_small_the_steps(dtype: str, keep: int
     rng = np.random.default_rng(0)
     w = rng.normal(0, 0.02, 20_000)
     x = [(w + t * 5e-5 * rng.standard_normal(w.size)).astype(dtype) for t in range(2)]
-    r = sp.decompress(sp.compress({"weight": x[1]}, sp.compress({"weight": x[0]}, cfg=lc(keep)), lc(keep)))["weight"]
+    r = sp.decompress(sp.compress({"w": x[1]}, sp.compress({"w": x[0]}, cfg=lc(keep)), lc(keep)))["w"]
     a, b, c = (np.asarray(v, np.float64) for v in (*x, r))
     kept = b != c if keep is None else c != a
     assert kept.any() or keep is None
@@ -150,15 +150,15 @@ def test_what_is_kept_comes_nearer_however_small_the_steps(dtype: str, keep: int
 def test_errors_do_not_add_up() -> None:
     w, rng = walk(2, "float32", 20_000)
     errors, open_loop = [], []
-    prev = sp.compress({"weight": w.astype("f4")}, cfg=lc(3))
+    prev = sp.compress({"w": w.astype("f4")}, cfg=lc(3))
     drifted = w.astype("f4")
     for _ in range(15):
         before, w = w.astype("f4"), moved(w, rng)
-        prev = sp.compress({"weight": w.astype("f4")}, prev, lc(3))
+        prev = sp.compress({"w": w.astype("f4")}, prev, lc(3))
         errors.append(prev.summary()[0].error)
         # Without the loop: quantized steps from one true state to the next.
-        step = sp.compress({"weight": w.astype("f4")}, sp.compress({"weight": before}, cfg=lc(3)), lc(3))
-        drifted = drifted + (sp.decompress(step)["weight"] - before)
+        step = sp.compress({"w": w.astype("f4")}, sp.compress({"w": before}, cfg=lc(3)), lc(3))
+        drifted = drifted + (sp.decompress(step)["w"] - before)
         open_loop.append(np.linalg.norm(drifted - w) / np.linalg.norm(w))
     assert errors[-1] < 4 * errors[0]
     assert open_loop[-1] > 1.3 * errors[-1]
@@ -168,7 +168,7 @@ def test_ties_between_signs_go_to_the_positive_bucket() -> None:
     base = np.zeros(1024, "f4")
     x = base.copy()
     x[:6] = [-4.0, 4.0, -5.0, 1.5, -1.0, -1.25]
-    y = sp.decompress(sp.compress({"weight": x}, sp.compress({"weight": base}, cfg=lc()), lc()))["weight"]
+    y = sp.decompress(sp.compress({"w": x}, sp.compress({"w": base}, cfg=lc()), lc()))["w"]
     assert y[:6].tolist() == [-4.5, 4.0, -4.5, 1.5, 0.0, 0.0]
 
 
@@ -176,7 +176,7 @@ def test_level_zero_leaves_every_bit() -> None:
     base = np.full(2000, -0.0, "f4")
     x = base.copy()
     x[0], x[1:1000] = 8.0, 0.0
-    y = sp.decompress(sp.compress({"weight": x}, sp.compress({"weight": base}, cfg=lc(1)), lc(1)))["weight"]
+    y = sp.decompress(sp.compress({"w": x}, sp.compress({"w": base}, cfg=lc(1)), lc(1)))["w"]
     assert y[0] == 8
     assert np.signbit(y[1:]).all()
 
@@ -192,8 +192,8 @@ def stored(ckpt: sp.Checkpoint) -> int:
 def test_shares_are_written_as_in_the_paper_and_meet_its_sizes() -> None:
     """Figure 4: below 5 % with 2 bits, below 10 % with 3; fixed-width codes take x / 32."""
     w, rng = walk(3, "float32", 50_000)
-    base = sp.compress({"weight": w.astype("f4")}, cfg=lc())
-    x = {"weight": moved(w, rng).astype("f4")}
+    base = sp.compress({"w": w.astype("f4")}, cfg=lc())
+    x = {"w": moved(w, rng).astype("f4")}
     sizes = {}
     for b in (2, 3):
         with_codes, fixed = sp.compress(x, base, lc(b)), sp.compress(x, base, lc(b, "packed"))
@@ -227,7 +227,7 @@ def test_code_tables_are_cached_by_the_number_of_buckets() -> None:
         return np.asarray(rng.choice([*sizes[: len(shares)], 0.0], 5000, p=[*shares, 1 - sum(shares)]), "f4")
 
     x = np.zeros(5000, "f4")
-    prev = sp.compress({"weight": x}, cfg=lc(3))
+    prev = sp.compress({"w": x}, cfg=lc(3))
     first = None
     plan = [
         ([0.1, 0.2, 0.05], "new"),
@@ -239,17 +239,17 @@ def test_code_tables_are_cached_by_the_number_of_buckets() -> None:
     ]
     for shares, how in plan:
         x = x + step(shares)
-        ckpt = sp.compress({"weight": x}, prev, lc(3))
+        ckpt = sp.compress({"w": x}, prev, lc(3))
         assert ("code table reused" in note(ckpt)) == (how == "reused"), shares
         assert ("new code table" in note(ckpt)) == (how == "new"), shares
-        assert bits(through_bytes(ckpt, prev)["weight"]) == bits(x)
+        assert bits(through_bytes(ckpt, prev)["w"]) == bits(x)
         # The cache is in what `prev` carries: a process that read its parent goes on with the same bytes.
         prev = sp.Checkpoint.from_bytes(ckpt.to_bytes(), prev)
         first = first or prev
     assert first is not None
     # A table that the parent lacks is refused.
     header, chunks = take_apart(ckpt.to_bytes())
-    bare = sp.compress({"weight": x}, cfg=lc(3))
+    bare = sp.compress({"w": x}, cfg=lc(3))
     blob = put_together({**header, "parent": bare.id}, chunks)
     with pytest.raises(CorruptDataError, match="no code table for 4"):
         sp.Checkpoint.from_bytes(blob, bare)
@@ -257,11 +257,11 @@ def test_code_tables_are_cached_by_the_number_of_buckets() -> None:
 
 def test_the_cache_is_bounded() -> None:
     x = np.zeros(4000, "f8")
-    prev = sp.compress({"weight": x}, cfg=lc(None))
+    prev = sp.compress({"w": x}, cfg=lc(None))
     for k in range(2, 20):
         step = np.zeros(4000)
         step[: 10 * k] = 2.0 ** -np.repeat(np.arange(k), 10)
-        prev = sp.compress({"weight": sp.decompress(prev)["weight"] + step}, prev, lc(None))
+        prev = sp.compress({"w": sp.decompress(prev)["w"] + step}, prev, lc(None))
     (m,) = (prev.memory_of(r) for r in prev.records)
     assert isinstance(m, ExponentMemory)
     assert [len(t) for t in m.tables] == list(range(13, 21))
@@ -271,13 +271,13 @@ def test_more_buckets_than_a_byte_numbers() -> None:
     """float64 has 4,092 buckets; without promotion a level may take two bytes."""
     exponents = np.arange(-1000, 1000)
     x = np.concatenate([2.0**exponents, -(2.0**exponents)])
-    base = sp.compress({"weight": np.zeros_like(x)}, cfg=lc(None))
+    base = sp.compress({"w": np.zeros_like(x)}, cfg=lc(None))
     for coder in ("huffman", "packed", "smallest"):
-        ckpt = sp.compress({"weight": x}, base, lc(None, coder))
-        assert bits(through_bytes(ckpt, base)["weight"]) == bits(x)
+        ckpt = sp.compress({"w": x}, base, lc(None, coder))
+        assert bits(through_bytes(ckpt, base)["w"]) == bits(x)
         assert "4000 of 4000" in note(ckpt)
     for parent in (None, base):
-        assert bits(through_bytes(restate(ckpt, parent), parent)["weight"]) == bits(x)
+        assert bits(through_bytes(restate(ckpt, parent), parent)["w"]) == bits(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -290,8 +290,8 @@ def test_what_is_not_finite_is_stored_exactly_and_the_chain_goes_on(dtype: str) 
             x[7] = odd
         if odd == "overflow":
             x[:] = ml_dtypes.finfo(own(dtype)).max
-        ckpt = sp.compress({"weight": x}, prev, lc())
-        y = through_bytes(ckpt, prev)["weight"]
+        ckpt = sp.compress({"w": x}, prev, lc())
+        y = through_bytes(ckpt, prev)["w"]
         if ckpt.summary()[0].stream == "bytes":
             assert bits(y) == bits(x)
             assert t == 0 or "exact: " in note(ckpt)
@@ -306,16 +306,16 @@ def test_what_is_not_finite_is_stored_exactly_and_the_chain_goes_on(dtype: str) 
 
 def test_an_error_target_is_kept() -> None:
     w, rng = walk(6, "float32", 5000)
-    base = sp.compress({"weight": w.astype("f4")}, cfg=lc())
+    base = sp.compress({"w": w.astype("f4")}, cfg=lc())
     x = moved(w, rng, 0.05).astype("f4")
-    loose = sp.compress({"weight": x}, base, lc())
+    loose = sp.compress({"w": x}, base, lc())
     assert loose.summary()[0].error > 0.1
     for cfg in (
         sp.Config([("*", sp.ExponentDelta(2))], max_rel_error=0.01),
         sp.Config([("*", sp.ExponentDelta(2, max_error=0.01))], max_rel_error=0.9),
     ):
-        ckpt = sp.compress({"weight": x}, base, cfg)
-        assert bits(sp.decompress(ckpt)["weight"]) == bits(x)
+        ckpt = sp.compress({"w": x}, base, cfg)
+        assert bits(sp.decompress(ckpt)["w"]) == bits(x)
         assert "error target 0.01" in note(ckpt)
 
 
@@ -376,14 +376,14 @@ def test_a_first_moment_beside_a_quantized_difference_decodes() -> None:
 def test_over_a_parent_of_another_system_and_under_a_child_of_one(other: sp.Config) -> None:
     w, rng = walk(7, "float32")
     a, b, c = (w.astype("f4"), moved(w, rng).astype("f4"), moved(w, rng).astype("f4"))
-    first = sp.compress({"weight": a}, cfg=other)
-    second = sp.compress({"weight": b}, first, lc())
+    first = sp.compress({"w": a}, cfg=other, kinds={"w": "linear"})
+    second = sp.compress({"w": b}, first, lc())
     has_bytes = first.summary()[0].stream == "bytes"
     # Levels are nothing to take a difference to: the array starts anew, exactly.
     assert second.summary()[0].stream == ("exponent" if has_bytes else "bytes")
-    third = sp.compress({"weight": c}, second, lc())
+    third = sp.compress({"w": c}, second, lc())
     assert third.summary()[0].stream == "exponent"
-    fourth = sp.compress({"weight": a}, third, other)
+    fourth = sp.compress({"w": a}, third, other, kinds={"w": "linear"})
     for ckpt, prev in ((second, first), (third, second), (fourth, third)):
         assert difference(through_bytes(ckpt, prev), sp.decompress(ckpt)) == ""
 
@@ -397,10 +397,10 @@ def test_a_super_step_restores_to_the_bit_and_is_smaller(dtype: str) -> None:
     w, rng = walk(8, dtype, 40_000)
     chain: list[sp.Checkpoint] = []
     for _ in range(6):
-        state = {"weight": torch.from_numpy(w).to(getattr(torch, dtype))}
+        state = {"w": torch.from_numpy(w).to(getattr(torch, dtype))}
         chain.append(sp.compress(state, chain[-1] if chain else None, lc(3)))
         w = moved(w, rng)
-    last = sp.compress({"weight": torch.from_numpy(w).to(getattr(torch, dtype))}, chain[-1], lc(3))
+    last = sp.compress({"w": torch.from_numpy(w).to(getattr(torch, dtype))}, chain[-1], lc(3))
     base = sp.Checkpoint.from_bytes(chain[0].to_bytes())
     step = sp.Checkpoint.from_bytes(restate(chain[-1], base).to_bytes(), base)
     assert difference(sp.decompress(step), sp.decompress(chain[-1])) == ""
@@ -475,8 +475,8 @@ def test_too_many_addends_are_not_tried() -> None:
 
 def _delta() -> tuple[dict[str, Any], bytes, sp.Checkpoint, sp.Checkpoint]:
     w, rng = walk(11, "float32", 1200)
-    base = sp.compress({"weight": w.astype("f4")}, cfg=lc())
-    delta = sp.compress({"weight": moved(w, rng).astype("f4")}, base, lc())
+    base = sp.compress({"w": w.astype("f4")}, cfg=lc())
+    delta = sp.compress({"w": moved(w, rng).astype("f4")}, base, lc())
     header, chunks = take_apart(delta.to_bytes())
     return header, b"".join(chunks), base, delta
 
@@ -552,7 +552,7 @@ def test_damaged_chunks_raise_or_decode(seed: int) -> None:
                 found = sp.Checkpoint.from_bytes(put_together(plain, [bytes(bad)]), base)
             except CorruptDataError:
                 continue
-            assert sp.decompress(found)["weight"].shape == (1200,)
+            assert sp.decompress(found)["w"].shape == (1200,)
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -616,13 +616,13 @@ def test_what_did_not_change_is_the_same_where_subnormal_numbers_count_as_zero()
     after = before.clone()
     after[::3] += 1e-5
     cfg = sp.presets.lc_checkpoint()
-    base = sp.compress({"weight": before}, cfg=cfg)
-    delta = sp.compress({"weight": after}, base, cfg)
-    written = sp.decompress(delta)["weight"].view(torch.int32)
+    base = sp.compress({"w": before}, cfg=cfg)
+    delta = sp.compress({"w": after}, base, cfg)
+    written = sp.decompress(delta)["w"].view(torch.int32)
     try:
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor cannot take subnormal numbers for zero")
-        read = sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes(), base))["weight"].view(torch.int32)
+        read = sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes(), base))["w"].view(torch.int32)
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(read, written)

@@ -129,7 +129,7 @@ def test_a_zero_second_moment_under_a_first_one_falls_back() -> None:
     entry = adam((64, 64))
     entry["exp_avg_sq"][:] = 0
     ckpt = sp.compress(state(entry))
-    assert rows_of(ckpt)["exp_avg"].codec == "log-buckets"
+    assert rows_of(ckpt)["exp_avg"].stream == "log-buckets"
     m, m2 = entry["exp_avg"], sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]
     assert ((m2 - m).abs() <= 0.25 * m.abs()).all()
 
@@ -137,7 +137,7 @@ def test_a_zero_second_moment_under_a_first_one_falls_back() -> None:
 def test_without_a_sibling_or_a_matrix() -> None:
     entry = adam((64, 64))
     del entry["exp_avg_sq"]
-    assert rows_of(sp.compress(state(entry)))["exp_avg"].codec == "log-buckets"
+    assert rows_of(sp.compress(state(entry)))["exp_avg"].stream == "log-buckets"
     flat = {k: v.reshape(-1) if v.ndim else v for k, v in adam((64, 64)).items()}
     rows = rows_of(sp.compress(state(flat)))
     assert rows["exp_avg_sq"].stream == "log-buckets"
@@ -214,7 +214,7 @@ def test_an_error_target_is_met_by_the_smallest_coding(target: float) -> None:
 
 def test_a_target_chooses_between_rank_one_log_buckets_and_exact() -> None:
     entry = adam((64, 96))
-    found = [moments(sp.Config(max_rel_error=t), entry)["exp_avg_sq"].codec for t in (0.6, 0.02)]
+    found = [moments(sp.Config(max_rel_error=t), entry)["exp_avg_sq"].stream for t in (0.6, 0.02)]
     assert found == ["rank-one", "log-buckets"]
     for row in sp.compress(state(entry), cfg=sp.Config(max_rel_error=1e-6)).summary():
         if row.path.endswith(("exp_avg", "exp_avg_sq")):
@@ -350,7 +350,7 @@ def test_averages_in_another_unit_than_the_root_of_the_second_moment(
     ckpt = sp.compress(state(entry), kinds=kinds)
     restored = sp.decompress(ckpt)["optimizer"]["state"][0]
     first, second = entry
-    assert rows_of(ckpt)[first].codec == "log-buckets"
+    assert rows_of(ckpt)[first].stream == "log-buckets"
     assert relative(entry[first], restored[first]) < 0.125
     if second == "exp_inf":
         assert float(((restored[second] - entry[second]) / entry[second]).abs().max()) <= 0.25
@@ -381,8 +381,8 @@ def test_second_moments_near_the_top_of_their_range_stay_finite() -> None:
 @pytest.mark.parametrize(("owner", "codec"), [("AdamW", "grid"), ("Lamb", "grid"), ("RMSprop", "log-buckets")])
 def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: str) -> None:
     kinds = {
-        "w/momentum": sp.Kind("linear", "first moment", "weight", owner),
-        "w/velocity": sp.Kind("linear", "second moment", "weight", owner),
+        "weight/momentum": sp.Kind("linear", "first moment", "weight", owner),
+        "weight/velocity": sp.Kind("linear", "second moment", "weight", owner),
     }
     entry = adam((64, 100))
     tree = {"optimizer": {"weight": {"momentum": entry["exp_avg"], "velocity": entry["exp_avg_sq"]}}}
@@ -439,7 +439,7 @@ def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
     # What is zero for the most part, with a few large ones, is on the grid as before.
     m = torch.zeros(4096)
     m[::512] = 0.3 * v[::512].sqrt()
-    assert rows_of(sp.compress(state({"exp_avg": m, "exp_avg_sq": v})))["exp_avg"].codec == "grid"
+    assert rows_of(sp.compress(state({"exp_avg": m, "exp_avg_sq": v})))["exp_avg"].stream == "grid"
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])

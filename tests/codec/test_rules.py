@@ -50,8 +50,8 @@ def test_dtypes_that_are_none(dtypes: Any) -> None:
 @pytest.mark.parametrize(
     ("match", "hint"),
     [
-        ("weight", r"globs are for whole paths, such as a/w; '\*/weight' matches it"),
-        ("[vw]", r"globs are for whole paths, such as a/w; '\*/\[vw\]' matches it"),
+        ("w*t", r"globs are for whole paths, such as a/weight; '\*/w\*t' matches it"),
+        ("[vw]*", r"globs are for whole paths, such as a/weight; '\*/\[vw\]\*' matches it"),
         ("weights", "did you mean the kind 'weight'"),
         ("Embedding", "did you mean the kind 'embedding'"),
         ("second_moment", "did you mean the kind 'second moment'"),

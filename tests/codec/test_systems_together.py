@@ -23,7 +23,14 @@ SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "bitsnap": sp.presets.bitsnap,
     "lossless": sp.presets.lossless,
 }
-KINDS = {"wte": "embedding", "flat": "embedding", "cube": "embedding", "scalar": "embedding"}
+KINDS = {
+    "wte": "embedding",
+    "flat": "embedding",
+    "cube": "embedding",
+    "scalar": "embedding",
+    "fc": "linear",
+    "half": "linear",
+}
 
 
 def state(step: int) -> dict[str, Any]:

@@ -73,7 +73,13 @@ def made_store(path: Path, steps: int = 4, *, hostile: bool = False) -> sp.Store
 def _model_store(hostile: bool) -> sp.Store:
     store = sp.Store(f"memory://face-report-{hostile}", sp.Config(chain=sp.ChainPolicy(base_every=3)))
     for step in range(1, 3 if hostile else 8):
-        store.save(10 * step, state(step, hostile=hostile), metric=2.0 / step if step % 2 else None)
+        kinds = {
+            "emb.weight": "embedding",
+            "fc.weight": "linear",
+            **dict.fromkeys(HOSTILE if hostile else (), "linear"),
+        }
+        metric = 2.0 / step if step % 2 else None
+        store.save(10 * step, state(step, hostile=hostile), metric=metric, kinds=kinds)
     return store
 
 

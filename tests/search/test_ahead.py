@@ -182,7 +182,7 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
     ("earlier", "message"),
     [
         ({"v": np.zeros((300, 400), "f4")}, "earlier/v: the state has no such weight"),
-        ({"weight": np.zeros((400, 300), "f4")}, r"model/w: earlier/w has shape \(400, 300\)"),
+        ({"weight": np.zeros((400, 300), "f4")}, r"model/weight: earlier/weight has shape \(400, 300\)"),
         (3, "earlier must be a tree"),
     ],
 )

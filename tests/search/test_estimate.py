@@ -245,7 +245,7 @@ def test_a_group_is_spoken_for_by_one_of_its_usual_size_and_scale(monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_parent_knows_of_some_elements(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(6000, generator=generator).to(dtype)
+    x = torch.randn(100, 60, generator=generator).to(dtype)
     ckpt = sp.compress({"weight": x}, cfg=Point(8, 0.1, "magnitude", 0.01).config())
     prepared = search_state({"weight": x}, SOME[0], ckpt)
     memory = prepared.parents[0]
@@ -307,13 +307,13 @@ def test_arrays_of_few_different_values(tensor: torch.Tensor, delta: bool) -> No
     ]
     generator = torch.Generator().manual_seed(0)
     other = torch.randn(64, 64, generator=generator)
-    state, prev = {"weight": tensor, "v": other}, None
+    state, prev = {"a.weight": tensor, "b.weight": other}, None
     if delta:
         prev = sp.compress(state)
         moved = tensor.flatten().clone()
         at = torch.randperm(moved.numel(), generator=generator)[: moved.numel() // 20]
         moved[at] = moved[at.flip(0)]
-        state = {"weight": moved.view(tensor.shape), "v": other}
+        state = {"a.weight": moved.view(tensor.shape), "b.weight": other}
     prepared = search_state(state, points[0], prev)
     for point, found in zip(points, estimator(prepared)(points), strict=True):
         ckpt = sp.compress(state, prev, point.config())
@@ -326,7 +326,7 @@ def test_arrays_of_few_different_values(tensor: torch.Tensor, delta: bool) -> No
 
 
 def test_constant_empty_and_zero_arrays() -> None:
-    state = {"a": torch.zeros(64, 64), "b": torch.full((64, 64), 3.0), "c": torch.zeros(0, 2048)}
+    state = {"a.weight": torch.zeros(64, 64), "b.weight": torch.full((64, 64), 3.0), "c.weight": torch.zeros(0, 2048)}
     prepared = search_state(state, SOME[0])
     for found in estimator(prepared)([p for p in SOME if p.metric == "magnitude"]):
         assert np.isfinite([found.nbytes, found.error, found.pruned]).all()

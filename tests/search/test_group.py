@@ -207,7 +207,7 @@ def test_two_states_that_differ_in_anything_are_not_the_same(what: str) -> None:
     elif what == "order":
         other = dict(reversed(other.items()))
     elif what == "tied":
-        state["again"], other["again"] = x, x.clone()
+        state["again.weight"], other["again.weight"] = x, x.clone()
     else:
         other["step"] = math.nan
     done = sp.search(

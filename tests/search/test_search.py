@@ -134,12 +134,13 @@ def test_evaluate_gets_what_a_reader_would_see_and_may_keep_it() -> None:
         restored["optimizer"]["state"][0]["exp_avg"].zero_()
         return value
 
-    found = sp.search(state, evaluate, 0.02, options=sp.SearchOptions(cube=SMALL))
+    kinds = {f"{i}.weight": "linear" for i in range(3)}
+    found = sp.search(state, evaluate, 0.02, kinds=kinds, options=sp.SearchOptions(cube=SMALL))
     assert torch.equal(seen[0]["0.weight"], state["0.weight"])
     for trial, restored in zip(found.trials, seen, strict=True):
         if trial.point is None:
             continue
-        ckpt = sp.compress(state, cfg=trial.point.config())
+        ckpt = sp.compress(state, cfg=trial.point.config(), kinds=kinds)
         back = sp.decompress(ckpt)
         assert torch.equal(restored["0.weight"], back["0.weight"])
         assert restored["tied"] is restored["0.weight"]

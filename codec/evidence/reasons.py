@@ -1,0 +1,72 @@
+"""Reasons that a file names by number: part of the format, so texts are only ever added at the end."""
+
+from __future__ import annotations
+
+NOTHING = "nothing says what it is"
+UNMATCHED = "the optimizer's parameters could not be matched"
+FROZEN = "frozen: no optimizer entry belongs to it"
+UNKNOWN_ENTRY = "an optimizer entry that is not a known moment"
+SHORT_RECORDS = "no layer's weights: less than 16 values in the second longest axis"
+CODEBOOK = "the codebook of a vector quantizer"
+TRAINED = "structure: an optimizer entry belongs to it"
+NAMED = "name and shape of a layer's weights"
+FIRST = "structure: first moment of an optimizer"
+SECOND = "structure: second moment of an optimizer"
+
+REASONS = (
+    NOTHING,
+    UNMATCHED,
+    FROZEN,
+    UNKNOWN_ENTRY,
+    SHORT_RECORDS,
+    CODEBOOK,
+    TRAINED,
+    NAMED,
+    FIRST,
+    SECOND,
+    "kinds: linear",
+    "kinds: convolution",
+    "kinds: attention",
+    "kinds: embedding",
+    "kinds: norm",
+    "kinds: bias",
+    "kinds: other",
+    "kinds: state",
+    "kinds: first moment",
+    "kinds: second moment",
+    "exact: norm",
+    "exact: bias",
+    "exact: less than 1024 elements",
+    "exact: less than 64 elements",
+    "exact: an update subtracts the square of an average from it",
+    "exact: it holds NaN",
+    "exact: a second moment is never negative",
+    "exact: its parameter has another shape",
+    "exact: part of a tensor subclass",
+    "exact: float64",
+    "exact: int64",
+    "exact: int32",
+    "exact: uint8",
+    "exact: bool",
+    "rule '*'",
+    "rule 'weight'",
+    "rule 'first moment'",
+    "rule 'second moment'",
+    "rule 'embedding'",
+)
+"""The standard reasons; a file names one by its number here."""
+_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
+
+
+def numbered(reasons: list[str]) -> tuple[list[int], list[str]]:
+    """Return the number of each reason, and the texts that have no number of their own.
+
+    A number of `len(REASONS)` or more counts into the texts.
+
+    Example:
+        >>> numbered(["exact: norm", "rule 'head.*'", "rule 'head.*'"])
+        ([20, 39, 39], ["rule 'head.*'"])
+    """
+    others = list(dict.fromkeys(reason for reason in reasons if reason not in _NUMBERS))
+    table = _NUMBERS | {reason: len(REASONS) + at for at, reason in enumerate(others)}
+    return [table[reason] for reason in reasons], others
