@@ -1,4 +1,4 @@
-"""Products of gradients and values, the sensitivities: their float format and argument checks."""
+"""Float format and argument checks of gradient * value, the sensitivity of a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact sparse deltas: which elements changed, and by how much, found in one pass over both arrays.
+"""Exact sparse deltas: the changed elements and their changes, found in one pass.
 
 An element is coded by its rank among the elements of its class, and a class is a range of magnitudes of the *previous*
 array, which the reader has. A step of training is about as large for a small weight as for a large one, so that small
@@ -81,9 +81,9 @@ def collect_changes(
             position.
         limit: most changes that are wanted; default: any number.
         method: "arithmetic" (default) or "xor", as in `planes.difference`.
-        copy_to: flat contiguous array of the same dtype and size, which receives `current` in the same pass; what is
-            collected is what stands there then, whatever writes to `current` meanwhile. Where nothing differs it is
-            left as it is. Default: none.
+        copy_to: flat contiguous array of the same dtype and size, which receives `current` in the same pass; the
+            changes are those of this copy, even if `current` is written meanwhile. Without changes it is left as
+            it is. Default: none.
         dtype: what unsigned patterns stand for, as in `planes.difference`; default: the dtype of `previous`.
 
     Returns:
@@ -199,13 +199,15 @@ def apply_changes(
 
 
 def gap_shifts(delta: SparseDelta) -> tuple[int, ...]:
-    """Choose how many low bits of the gaps of each class to leave open, so that the gaps of all classes are alike.
+    """Choose how many low bits of each class's gaps to leave open.
+
+    The remaining gaps of all classes are then of similar size.
 
     Args:
         delta: as `collect_changes` gives it, on the host.
 
     Returns:
-        For each class a number from 0 to 24: what is left of its gaps then is about 4 to 8 on average, or the gap.
+        For each class a number from 0 to 24: its shortened gaps are about 4 to 8 on average, or the gaps themselves.
 
     Example:
         >>> import numpy as np
@@ -222,7 +224,7 @@ def gap_shifts(delta: SparseDelta) -> tuple[int, ...]:
 
 
 def split_changes(delta: SparseDelta, shifts: Sequence[int]) -> tuple[Array, Array, Array]:
-    """Split changes into symbols, the low bits of their gaps, and what is too large for a symbol.
+    """Split changes into symbols, low bits of their gaps, and changes too large for a symbol.
 
     The gap g of a change is the number of unchanged elements of its class since the change before, and s the shift of
     its class. With L the bit length of `(g >> s) | 2` and `k = s + L - 2`, its category is `2 (k - s) + (g >> k)` and
@@ -248,7 +250,7 @@ def split_changes(delta: SparseDelta, shifts: Sequence[int]) -> tuple[Array, Arr
         >>> after[[2, 50]] += np.asarray([1, 100], np.uint16)
         >>> symbols, extra, large = split_changes(collect_changes(after, before), [0])
         >>> symbols.tolist(), extra.tolist(), large.tolist()  # gaps 2 and 47 = 32 + 15; changes 2 and 200
-        ([11, 49], [15], [195])
+        ([11, 54], [15], [195])
     """
     counts, ranks, changes = _parts(delta, host=True)
     given = _shifts(shifts, counts)
@@ -281,7 +283,7 @@ def join_changes(
 
     Example:
         >>> import numpy as np
-        >>> symbols, extra = np.asarray([11, 49], np.uint8), bytes([15])
+        >>> symbols, extra = np.asarray([11, 54], np.uint8), bytes([15])
         >>> found = join_changes(np.asarray([2]), [0], 100, symbols, extra, np.asarray([195], np.uint16))
         >>> found.ranks.tolist(), found.changes.tolist()
         ([2, 50], [2, 200])

@@ -1,4 +1,4 @@
-"""Sparse deltas on the CPU: 64 elements are compared at once, and what differs is walked bit by bit.
+"""Sparse deltas on the CPU: compare 64 elements at once, then walk the changed ones.
 
 The comparison of vectors of elements gives one bit a lane. That is the one thing which neither NumPy nor Numba's own
 vectorizer does without a detour over bytes, so it is written here as a vector instruction of LLVM, which every
@@ -48,7 +48,7 @@ def collect_changes(
         m = int(_compact(c, p, copy, copy_to is not None, limit, signed, xor, ranks, changes))
         if m < 0:
             return None
-        # Copied: what was asked for in case of many changes is not kept for a few.
+        # Copied: the buffer for many changes is not kept for a few.
         return SparseDelta(
             np.asarray([m], np.int64), like(ranks[:m].copy(), current), like(changes[:m].copy(), current)
         )
@@ -126,7 +126,7 @@ _PROBLEMS = {
 
 
 def _readable(x: Array) -> np.ndarray[Any, Any]:
-    """Patterns in memory that Numba may take: it compiles again for what is read-only, so that flag is set aside."""
+    """Return patterns as a writeable array, because Numba compiles again for read-only ones."""
     u = patterns(x)
     if u.flags.writeable:
         return u
@@ -257,7 +257,7 @@ def _zeros_above(typing: Any, x: Any) -> Any:
 
 
 def _deposit(typing: Any, bits: Any, mask: Any) -> Any:
-    """Code for the bits of a number spread over the set bits of a mask, by an instruction of x86 (BMI2)."""
+    """Generate code that spreads a number's bits over the set bits of a mask (BMI2 on x86)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(64)
@@ -335,7 +335,7 @@ else:
 
 @njit
 def _begin(copy: Any, current: Any, previous: Any, start: Any, i: Any, stop: Any) -> None:
-    """Copy what was found to be unchanged before word i from the parent, and the rest of its block as it is now."""
+    """Copy the unchanged elements before word i from the parent, and the rest of its block."""
     move(copy, current, start, stop)
     move(copy, previous, 0, i)
 
@@ -344,7 +344,7 @@ def _begin(copy: Any, current: Any, previous: Any, start: Any, i: Any, stop: Any
 def _compact(
     current: Any, previous: Any, copy: Any, copies: Any, limit: Any, signed: Any, xor: Any, ranks: Any, changes: Any
 ) -> Any:
-    """Fill `ranks` with positions and `changes`; the number of changes, -1 for more than the limit."""
+    """Fill `ranks` with positions, and `changes`; return their number, -1 above the limit."""
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
@@ -408,7 +408,7 @@ def _compact_classes(
     classes: Any,
     counts: Any,
 ) -> Any:
-    """The same, of several classes, in the order of positions; counts what is in each class."""
+    """Collect changes of several classes in the order of positions; count each class's elements."""
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
@@ -656,7 +656,10 @@ def _put_classes(
 
 @njit
 def _split(counts: Any, shifts: Any, ranks: Any, changes: Any, symbols: Any, words: Any, large: Any, state: Any) -> Any:
-    """Symbols, open bits and large changes; `state` is the gap that does not fit, the open bits, the large changes."""
+    """Write symbols, open bits and large changes.
+
+    `state` returns a gap that does not fit, and the numbers of open bits and large changes.
+    """
     one, two, sixty = np.uint64(1), np.uint64(2), np.uint64(63)
     kind = changes.dtype.type
     most, five = kind(SMALL), kind(SMALL + 1)
@@ -710,7 +713,10 @@ def _join(
     changes: Any,
     state: Any,
 ) -> Any:
-    """Ranks and changes; 0, or the number of what is wrong. `state`: open bits and large changes that were used."""
+    """Read ranks and changes; return 0, or the number of the fault.
+
+    `state` returns the numbers of open bits and large changes that were used.
+    """
     one, two, sixty, six = np.uint64(1), np.uint64(2), np.uint64(63), np.uint64(6)
     kind = changes.dtype.type
     five = kind(SMALL + 1)

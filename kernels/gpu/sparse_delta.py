@@ -1,4 +1,4 @@
-"""Sparse deltas on the GPU: count members and changes by blocks, scan, move; nothing but the changes leaves the device.
+"""Sparse deltas on the GPU: count by blocks, scan, move; only changes leave the device.
 
 Coding the changes is the host's: they are a few percent of the arrays, and cross the bus faster than the arrays are
 read (docs/decisions/sparse-deltas.md).
@@ -29,7 +29,7 @@ APPLY = Launch(block=2048, warps=8, registers=255)
 
 @triton.jit
 def low_bits(pattern, WIDTH: tl.constexpr):
-    """The pattern without its sign, as int32 (int64 for 64 bits), so that it compares as a number."""
+    """The pattern without its sign, comparable as a number: int32 (int64 for 64 bits)."""
     if WIDTH == 64:
         low = pattern & 0x7FFFFFFFFFFFFFFF
     elif WIDTH == 32:
@@ -53,7 +53,7 @@ def class_of(pattern, edges_ptr, WIDTH: tl.constexpr, EDGES: tl.constexpr):
 
 @triton.jit
 def step_of(x, y, WIDTH: tl.constexpr, FLOAT: tl.constexpr, XOR: tl.constexpr):
-    """The change from pattern y to x; of what is above WIDTH bits nothing is stored."""
+    """The change from pattern y to x; bits above WIDTH are dropped."""
     s = sign_extended(x, WIDTH)
     t = sign_extended(y, WIDTH)
     if XOR:
@@ -102,7 +102,10 @@ def count_kernel(
     COMPARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """counts[c, block] = elements of class c; with COMPARE counts[EDGES + 1 + c, block] = those that changed."""
+    """Count the elements of each class, and with COMPARE the changed ones, by blocks.
+
+    counts[c, block], and counts[EDGES + 1 + c, block].
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -133,7 +136,10 @@ def collect_kernel(
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move rank and change of each changed element to its place; `starts` is what lies before each block, by class."""
+    """Move rank and change of each changed element to its position in the result.
+
+    `starts` counts the elements before each block, by class.
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -163,7 +169,10 @@ def mark_kernel(
     CLASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """marks[base of its class + rank] = 1 for each change; what does not ascend or is beyond its class is counted."""
+    """Mark each changed element: marks[base of its class + rank] = 1.
+
+    Ranks that do not ascend or are beyond their class are counted.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < m
     rank = tl.load(ranks_ptr + offsets, mask=inside, other=0)
@@ -196,7 +205,10 @@ def flag_count_kernel(
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """counts[c, block] = marked elements of class c; counts[EDGES + 1, block] = marked ones of all classes."""
+    """Count the marked elements of each class and of all classes, by blocks.
+
+    counts[c, block], and counts[EDGES + 1, block].
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
@@ -230,7 +242,10 @@ def apply_kernel(
     EMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the new pattern of each marked element to its place in `out`; with EMIT one after another, and where."""
+    """Write the new pattern of each marked element to its position in `out`.
+
+    With EMIT one after another, with their positions.
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n

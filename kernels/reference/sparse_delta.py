@@ -1,4 +1,4 @@
-"""Oracle of the sparse deltas: flags of what changed, running counts for ranks, symbols one after another."""
+"""Oracle of the sparse deltas: flags of changes, running counts for ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def collect_changes(
 
 
 def _classes(p: Array, edges: tuple[int, ...], dtype: str) -> list[Array]:
-    """Which elements are in each class, by their patterns (int64, two's complement where they are 64 bits wide)."""
+    """Mark the elements of each class by their patterns (int64).
+
+    64-bit patterns are in two's complement.
+    """
     xp = array_namespace(p)
     if not edges:
         return [xp.ones(p.shape, dtype=xp.bool)]

@@ -1,4 +1,4 @@
-"""Sparse deltas: all back ends against NumPy's own comparison, and nothing hostile gets through."""
+"""Sparse deltas: all back ends against NumPy's comparison; hostile data is refused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_in_place_copies_and_limits(back_end: BackEnd, fresh: np.random.Generato
 
 
 def test_what_is_equal_at_first_is_copied_too(fresh: np.random.Generator) -> None:
-    """The copy begins at the first change; what is before it is the parent's."""
+    """The copy begins at the first change; before it lie the parent's values."""
     n = 3 * compiled.BLOCK + 77
     for first in (0, 63, 64, compiled.BLOCK - 1, compiled.BLOCK, 2 * compiled.BLOCK + 100, n - 1):
         old = random_patterns(fresh, "float16", n)
@@ -186,7 +186,7 @@ def test_a_class_without_members_has_no_changes(back_end: BackEnd) -> None:
 
 
 def test_no_index_leaves_its_array(fresh: np.random.Generator) -> None:
-    """The compiled loops check no index; run as plain Python on arrays of the exact size, NumPy does."""
+    """Run the compiled loops as plain Python, where NumPy checks every index."""
     symbols, extra, large = split_changes(
         SparseDelta(np.asarray([3, 1]), np.asarray([2, 700, 9000, 4]), np.asarray([1, 9, 2, 70], np.uint16)),
         [2, 0],
