@@ -100,7 +100,9 @@ class Found:
     is_number: bool = True
 
 
-def encode_sparse(data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArray | None = None) -> Found | None:
+def encode_sparse(
+    data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArray | None = None, *, classes: bool = True
+) -> Found | None:
     """Code bytes against as many of the parent by their changes.
 
     Args:
@@ -108,6 +110,8 @@ def encode_sparse(data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArr
         before: as many of the parent.
         spec: says the dtype.
         copy_to: as many bytes, which receive `data` in the same pass unless nothing changed.
+        classes: whether floats may be in classes of their parent's magnitude; without, a reader that has only some of
+            the parent's items finds the changes of those.
 
     Returns:
         None where the items have no width that is supported, or a sample has too many changes: then nothing was copied.
@@ -123,7 +127,7 @@ def encode_sparse(data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArr
     share = np.count_nonzero(some(new) != sampled) / max(sampled.size, 1)
     if share > _LIKELY:
         return None
-    edges = _edges(sampled, how, float(share), new.size)
+    edges = _edges(sampled, how, float(share), new.size) if classes else ()
     target = None if copy_to is None else how.view(copy_to)
     delta = collect_changes(new, old, edges, limit=new.size // MOST, copy_to=target, dtype=how.dtype)
     if delta is None:

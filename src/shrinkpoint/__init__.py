@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from .store.store import NotCompactedWarning, RestoreNotCountedWarning, SkippedCheckpointWarning, Store
     from .store.trail import Trail
     from .trainers.hub import load_pretrained, save_pretrained
+    from .trainers.publishing.publisher import PublishConflictError, Published, Publisher
+    from .trainers.publishing.subscriber import Subscriber
     from .trainers.rows import RowTracker
     from .trainers.sensitivity import SensitivityTracker
 
@@ -91,6 +93,8 @@ _SUBJECTS = {
     "store.store": "NotCompactedWarning RestoreNotCountedWarning SkippedCheckpointWarning Store",
     "store.trail": "Trail",
     "trainers.hub": "load_pretrained save_pretrained",
+    "trainers.publishing.publisher": "PublishConflictError Published Publisher",
+    "trainers.publishing.subscriber": "Subscriber",
     "trainers.rows": "RowTracker",
     "trainers.sensitivity": "SensitivityTracker",
 }
@@ -118,6 +122,9 @@ __all__ = [
     "MissingParentError",
     "NewerFormatError",
     "NotCompactedWarning",
+    "PublishConflictError",
+    "Published",
+    "Publisher",
     "Quantize",
     "RestoreNotCountedWarning",
     "Retention",
@@ -136,6 +143,7 @@ __all__ = [
     "SkippedCheckpointWarning",
     "Store",
     "StoreWarning",
+    "Subscriber",
     "Trail",
     "UnknownArraysWarning",
     "UnmatchedRuleWarning",

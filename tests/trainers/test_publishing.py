@@ -1,0 +1,497 @@
+"""Publisher and subscriber: every bit, in every dtype; and what goes wrong is an error or put right, never a mixture."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from shrinkpoint.trainers.publishing import subscriber as module
+from shrinkpoint.trainers.publishing.layout import Version
+from shrinkpoint.trainers.publishing.publisher import PublishConflictError
+
+DTYPES = [
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int64, torch.bool),
+]
+
+
+def state(seed: int = 0, n: int = 3000) -> dict[str, torch.Tensor]:
+    """A tensor of every dtype."""
+    x = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed)) * 30
+    made = {str(d): x.to(d) for d in DTYPES if d not in (torch.complex64, torch.bool)}
+    made["complex"] = torch.view_as_complex(x)
+    made["bool"] = x > 0
+    made["scalar"] = torch.tensor(3.5)
+    made["empty"] = torch.zeros(0, 3)
+    return made
+
+
+def step(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """The same with a share of the bytes' lowest bits flipped."""
+    g = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, t in tensors.items():
+        flat = t.clone().reshape(-1).view(torch.uint8)
+        at = torch.rand(flat.shape, generator=g) < share
+        flat[at] ^= 1
+        made[name] = flat.view(t.dtype).reshape(t.shape)
+    return made
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Equal to the bit."""
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8)) for k in a
+    )
+
+
+@pytest.mark.parametrize("share", [0.002, 0.3])
+def test_every_bit_of_every_dtype(tmp_path: Path, share: float) -> None:
+    publisher, now = sp.Publisher(tmp_path), state()
+    served = {k: torch.zeros_like(v) for k, v in now.items()}
+    places = {k: v.data_ptr() for k, v in served.items()}
+    publisher.publish(0, now)
+    subscriber = sp.Subscriber(tmp_path, served)
+    assert subscriber.version is None
+    for version in range(1, 6):
+        assert subscriber.update() == version - 1
+        assert same(served, now)
+        now = step(now, share, version)
+        publisher.publish(version, now)
+    assert subscriber.update() == subscriber.version == subscriber.newest == 5
+    assert same(served, now)
+    assert {k: v.data_ptr() for k, v in served.items()} == places
+    assert subscriber.last is not None
+    assert subscriber.last.links == 1
+    assert subscriber.update() == 5
+
+
+def test_missed_versions_are_one_patch_and_small(tmp_path: Path) -> None:
+    w = torch.randn(400, 500).bfloat16()
+    publisher, served = sp.Publisher(tmp_path), {"w": w.clone()}
+    publisher.publish(10, {"w": w})
+    subscriber = sp.Subscriber(tmp_path, served)
+    assert subscriber.version == 10  # by its hash: nothing is loaded
+    now, sizes = {"w": w}, []
+    for version in range(11, 16):
+        now = step(now, 0.002, version)
+        sizes.append(publisher.publish(version, now).nbytes)
+    assert max(sizes) < w.nbytes / 40
+    assert subscriber.update() == 15
+    assert same(served, now)
+    assert subscriber.last is not None
+    assert subscriber.last.links == 5
+    assert subscriber.last.nbytes == sum(sizes)
+
+
+def test_bases_keep_and_restart(tmp_path: Path) -> None:
+    now = {"w": torch.randn(200, 200)}
+    publisher = sp.Publisher(tmp_path, base_every=3, keep=2)
+    late = {"w": torch.zeros(200, 200)}
+    for version in range(1, 12):
+        now = step(now, 0.01, version)
+        done = publisher.publish(version, now)
+        assert (done.base_bytes > 0) == (version % 3 == 1)
+    kept = sorted(p.name for p in (tmp_path / "versions").iterdir())
+    assert kept == ["000000000010.json", "000000000011.json"]
+    assert all(int(p.name[:12]) >= 10 for p in (tmp_path / "data").iterdir())
+    assert sp.Subscriber(tmp_path, late).update() == 11
+    assert same(late, now)
+    again = sp.Publisher(tmp_path)
+    assert again.newest == 11
+    with pytest.raises(BadArgumentError, match="not above 11"):
+        again.publish(7, now)  # a trainer that went back to an older checkpoint
+    now = step(now, 0.01, 99)
+    assert again.publish(12, now).base_bytes > 0
+    assert sp.Subscriber(tmp_path, late).update() == 12
+    assert same(late, now)
+
+
+def test_a_version_twice(tmp_path: Path) -> None:
+    now = {"w": torch.randn(50)}
+    publisher = sp.Publisher(tmp_path)
+    publisher.publish(1, now)
+    assert publisher.publish(1, now).nbytes == 0
+    assert sp.Publisher(tmp_path).publish(1, now).nbytes == 0
+    with pytest.raises(BadArgumentError, match="version 1 is not above 1"):
+        publisher.publish(1, step(now, 0.5, 0))
+
+
+def test_two_publishers_one_after_the_other(tmp_path: Path) -> None:
+    now = {"w": torch.randn(50)}
+    first, second = sp.Publisher(tmp_path), sp.Publisher(tmp_path)
+    first.publish(1, now)
+    second.publish(2, step(now, 0.5, 1))
+    with pytest.raises(PublishConflictError, match=r"newest version is 2.*wrote 1 last"):
+        first.publish(3, step(now, 0.5, 2))
+
+
+def race(url: str, value: float, barrier: Any, results: Any) -> None:
+    publisher = sp.Publisher(url)
+    barrier.wait()
+    try:
+        publisher.publish(1, {"w": torch.full((50000,), value)})
+        results.put(("done", value))
+    except (PublishConflictError, BadArgumentError):
+        results.put(("refused", value))
+
+
+def test_two_processes_publish_the_same_version(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    workers = [context.Process(target=race, args=(str(tmp_path), float(i), barrier, results)) for i in (1, 2)]
+    for worker in workers:
+        worker.start()
+    found = sorted(results.get(timeout=120) for _ in workers)
+    for worker in workers:
+        worker.join()
+    assert [what for what, _ in found] == ["done", "refused"]
+    served = {"w": torch.zeros(50000)}
+    assert sp.Subscriber(tmp_path, served).update() == 1
+    assert (served["w"] == found[0][1]).all()
+
+
+def killed(url: str, path: str) -> None:
+    served = {"a": torch.zeros(200_000), "b": torch.zeros(200_000)}
+    subscriber = sp.Subscriber(url, served)
+    real, seen = module._write, []
+
+    def dying(tensor: torch.Tensor, patch: Any) -> None:
+        if seen:
+            torch.save(served, path)
+            os._exit(9)
+        seen.append(1)
+        real(tensor, patch)
+
+    module._write = dying
+    subscriber.update()
+
+
+def test_a_reader_killed_in_the_commit_begins_again(tmp_path: Path) -> None:
+    now = {"a": torch.randn(200_000), "b": torch.randn(200_000)}
+    publisher = sp.Publisher(tmp_path / "x")
+    publisher.publish(1, now)
+    worker = multiprocessing.get_context("spawn").Process(
+        target=killed, args=(str(tmp_path / "x"), str(tmp_path / "mixed.pt"))
+    )
+    worker.start()
+    worker.join(120)
+    assert worker.exitcode == 9
+    mixed = torch.load(tmp_path / "mixed.pt")
+    assert torch.equal(mixed["a"], now["a"])
+    assert not mixed["b"].any()
+    subscriber = sp.Subscriber(tmp_path / "x", mixed)
+    assert subscriber.version is None
+    now = step(now, 0.01, 1)
+    publisher.publish(2, now)
+    assert subscriber.update() == 2
+    assert same(mixed, now)
+
+
+def test_a_commit_that_fails_begins_from_a_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"a": torch.randn(3000), "b": torch.randn(3000)}
+    publisher, served = sp.Publisher(tmp_path), {k: v.clone() for k, v in now.items()}
+    publisher.publish(1, now)
+    subscriber = sp.Subscriber(tmp_path, served)
+    now = step(now, 0.01, 1)
+    publisher.publish(2, now)
+    real, calls = module._write, []
+
+    def failing(tensor: torch.Tensor, patch: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of order")
+        real(tensor, patch)
+
+    monkeypatch.setattr(module, "_write", failing)
+    with pytest.raises(RuntimeError, match="out of order"):
+        subscriber.update()
+    assert subscriber.version is None
+    assert subscriber.update() == 2
+    assert same(served, now)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_model_changed_by_hand_is_loaded_whole(tmp_path: Path, verify: bool) -> None:
+    now = {"w": torch.randn(300, 300)}
+    publisher, served = sp.Publisher(tmp_path), {"w": torch.zeros(300, 300)}
+    publisher.publish(1, now)
+    subscriber = sp.Subscriber(tmp_path, served)
+    subscriber.update()
+    if verify:
+        served["w"].numpy()[0, 0] += 1  # PyTorch does not count this
+    else:
+        served["w"][0, 0] += 1
+    now = step(now, 0.01, 1)
+    publisher.publish(2, now)
+    assert subscriber.update(verify=verify) == 2
+    assert same(served, now)
+
+
+@pytest.mark.parametrize("missing", ["versions/000000000003.json", "d", "cut", "flipped"])
+def test_missing_and_damaged_links(tmp_path: Path, missing: str) -> None:
+    now = {"w": torch.randn(300, 300)}
+    publisher, served = sp.Publisher(tmp_path, base_every=5), {"w": now["w"].clone()}
+    states = {}
+    for version in range(1, 8):
+        publisher.publish(version, now)
+        states[version] = now
+        now = step(now, 0.01, version)
+        if version == 2:
+            subscriber = sp.Subscriber(tmp_path, served)
+            assert subscriber.update() == 2
+    path = tmp_path / missing if missing[0] == "v" else next((tmp_path / "data").glob("000000000003-d-*"))
+    if missing == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif missing == "flipped":
+        blob = bytearray(path.read_bytes())
+        blob[-1] ^= 1
+        path.write_bytes(blob)
+    else:
+        path.unlink()
+    assert subscriber.update() == 7  # over the base of version 6
+    assert same(served, states[7])
+    for path in (tmp_path / "data").iterdir():
+        path.unlink()
+    publisher.publish(8, now)
+    for path in (tmp_path / "data").glob("000000000008*"):
+        path.write_bytes(b"x")
+    assert subscriber.update() == 7  # the old version stays whole
+    assert same(served, states[7])
+    with pytest.raises(CorruptDataError, match="no version can be read"):
+        sp.Subscriber(tmp_path, {"w": torch.zeros(300, 300)}).update()
+
+
+def test_a_store_that_begins_again(tmp_path: Path) -> None:
+    import shutil
+
+    now = {"w": torch.randn(300)}
+    served = {"w": torch.zeros(300)}
+    sp.Publisher(tmp_path / "x").publish(7, now)
+    subscriber = sp.Subscriber(tmp_path / "x", served)
+    assert subscriber.update() == 7
+    shutil.rmtree(tmp_path / "x")
+    assert subscriber.update() == 7
+    now = {"w": torch.randn(300)}
+    sp.Publisher(tmp_path / "x").publish(1, now)
+    assert subscriber.update() == 1
+    assert same(served, now)
+
+
+def test_names_and_shapes_that_changed(tmp_path: Path) -> None:
+    publisher, served = sp.Publisher(tmp_path), {"w": torch.zeros(4, 5)}
+    publisher.publish(1, {"w": torch.ones(4, 5)})
+    subscriber = sp.Subscriber(tmp_path, served)
+    subscriber.update()
+    for version, (other, message) in enumerate(
+        [
+            ({"w": torch.ones(5, 4)}, r"w: float32 \(5, 4\) is published, float32 \(4, 5\) is here"),
+            ({"w": torch.ones(4, 5).half()}, "float16"),
+            ({"v": torch.ones(4, 5)}, "w: not published"),
+            ({"w": torch.ones(4, 5), "v": torch.ones(1)}, "v: not in the model"),
+        ],
+        2,
+    ):
+        assert publisher.publish(version, other).base_bytes > 0
+        with pytest.raises(BadArgumentError, match=message):
+            subscriber.update()
+        assert (served["w"] == 1).all()
+    publisher.publish(9, {"w": torch.full((4, 5), 2.0)})
+    assert subscriber.update() == 9
+    assert (served["w"] == 2).all()
+
+
+def test_the_lock_is_held_while_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, held = threading.Lock(), []
+    real = module._write
+    monkeypatch.setattr(module, "_write", lambda t, p: (held.append(lock.locked()), real(t, p)))
+    real_stage = module.stage
+    monkeypatch.setattr(module, "stage", lambda *a: (held.append(not lock.locked()), real_stage(*a))[1])
+    sp.Publisher(tmp_path).publish(1, {"w": torch.ones(5)})
+    assert sp.Subscriber(tmp_path, {"w": torch.zeros(5)}).update(lock=lock) == 1
+    assert held == [True, True]
+    assert not lock.locked()
+
+
+def test_modules_with_tied_tensors_and_buffers() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(9, 9), nn.Linear(9, 9), nn.BatchNorm1d(9)
+            self.b.weight = self.a.weight
+
+    trained, served = Net(), Net()
+    publisher = sp.Publisher("memory://tied")
+    publisher.publish(1, trained.state_dict())
+    subscriber = sp.Subscriber("memory://tied", served)
+    with torch.no_grad():
+        subscriber.update()
+        trained.a.weight[0] += 1
+        trained.norm.running_mean += 1  # type: ignore[operator]
+        publisher.publish(2, trained.state_dict())
+        assert subscriber.update() == 2
+    assert same(trained.state_dict(), served.state_dict())
+    assert served.b.weight is served.a.weight
+
+
+def test_patches_for_an_engine_that_applies_them(tmp_path: Path) -> None:
+    now = {"w": torch.randn(3000).bfloat16(), "v": torch.randn(10)}
+    publisher, served = sp.Publisher(tmp_path), {k: v.clone() for k, v in now.items()}
+    publisher.publish(1, now)
+    subscriber = sp.Subscriber(tmp_path, served)
+    now = step(now, 0.01, 5)
+    publisher.publish(2, now)
+    for name, positions, values in subscriber.patches():
+        assert (np.diff(positions) > 0).all()
+        served[name].view(-1)[torch.from_numpy(positions)] = values
+    assert subscriber.version == 2
+    assert same(served, now)
+    assert list(subscriber.patches()) == []
+    now = step(now, 0.01, 6)
+    publisher.publish(3, now)
+    next(subscriber.patches())  # given up
+    assert subscriber.version is None
+    assert subscriber.update() == 3
+    assert same(served, now)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn])
+def test_slices(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Each receiver takes the rows, columns or block that it holds."""
+    g = torch.Generator().manual_seed(0)
+    now = {"w": (30 * torch.randn(60, 50, 4, generator=g)).to(dtype), "v": torch.randn(7, generator=g)}
+    publisher = sp.Publisher(tmp_path, sliced=True)
+    publisher.publish(1, now)
+    wheres = [(slice(0, 30), slice(0, 50), slice(0, 4)), (slice(20, 60), slice(10, 35), slice(1, 3))]
+    receivers = []
+    for where in wheres:
+        mine = {"part": torch.zeros_like(now["w"][where]).contiguous(), "v": torch.zeros(7)}
+        receivers.append((mine, where, sp.Subscriber(tmp_path, mine, select={"part": ("w", where)})))
+    for version, share in ((2, 0.01), (3, 0.5), (4, 0.0), (5, 0.02)):
+        now = step(now, share, version)
+        publisher.publish(version, now)
+        for i, (mine, where, subscriber) in enumerate(receivers):
+            if version == 3 and i:
+                continue
+            assert subscriber.update() == version
+            assert same(mine, {"part": now["w"][where].contiguous(), "v": now["v"]})
+    with pytest.raises(BadArgumentError, match="slices"):
+        sp.Subscriber(tmp_path, {"w": torch.zeros(3)}, select={"w": ("w", (slice(0, 4),))})
+    with pytest.raises(BadArgumentError, match="no tensor 'x'"):
+        sp.Subscriber(tmp_path, {"w": torch.zeros(3)}, select={"x": ("w", ())})
+    outside = {"w": torch.zeros(30, 50, 4, dtype=dtype)}
+    with pytest.raises(BadArgumentError, match="does not fit"):
+        sp.Subscriber(tmp_path, outside, select={"w": ("w", (slice(31, 61), slice(0, 50), slice(0, 4)))}).update()
+
+
+def test_slices_need_a_publisher_that_says_so(tmp_path: Path) -> None:
+    sp.Publisher(tmp_path).publish(1, {"w": torch.ones(4, 4)})
+    mine = {"w": torch.zeros(2, 4)}
+    with pytest.raises(BadArgumentError, match="sliced=True"):
+        sp.Subscriber(tmp_path, mine, select={"w": ("w", (slice(0, 2), slice(0, 4)))}).update()
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    publisher = sp.Publisher(tmp_path)
+    served = {"w": torch.zeros(3)}
+    assert sp.Subscriber(tmp_path, served).update() is None
+    for call, message in (
+        (lambda: publisher.publish(-1, served), "version"),
+        (lambda: publisher.publish(10**12, served), "version"),
+        (lambda: publisher.publish(1, [1]), "state dict"),  # type: ignore[arg-type]
+        (lambda: publisher.publish(1, {"w": 3}), "'w' is a int"),
+        (lambda: publisher.publish(1, {"w": torch.zeros(3).to_sparse()}), "layout"),
+        (lambda: sp.Publisher(tmp_path, keep=0), "keep"),
+        (lambda: sp.Publisher(tmp_path, base_every=0), "base_every"),
+        (lambda: sp.Subscriber(tmp_path, {}), "no tensors"),
+        (lambda: sp.Subscriber(tmp_path, {"w": torch.zeros(4, 4).T[1:]}), "contiguous"),
+    ):
+        with pytest.raises(BadArgumentError, match=message):
+            call()
+    publisher.publish(1, served)
+    path = next((tmp_path / "data").iterdir())
+    path.unlink()
+    with pytest.raises((CorruptDataError, MissingParentError)):
+        sp.Subscriber(tmp_path, {"w": torch.ones(3)}).update()
+
+
+def test_a_version_file_is_checked() -> None:
+    made = Version(5, 4, "data/000000000005-d-0123456789abcdef.spt", 9, None, 0, "0" * 32, "x", False)
+    assert Version.from_bytes(made.to_bytes(), 5) == made
+    for i in range(len(made.to_bytes())):
+        blob = bytearray(made.to_bytes())
+        blob[i] ^= 2
+        with pytest.raises(CorruptDataError):
+            Version.from_bytes(bytes(blob), 5)
+    for other in (
+        Version(5, 5, made.delta, 9, None, 0, "0" * 32, "x", False),
+        Version(5, None, made.delta, 9, None, 0, "0" * 32, "x", False),
+        Version(5, 4, "../x", 9, None, 0, "0" * 32, "x", False),
+        Version(5, 4, made.delta, -1, None, 0, "0" * 32, "x", False),
+        Version(5, None, None, 0, None, 0, "0" * 32, "x", False),
+    ):
+        with pytest.raises(CorruptDataError):
+            Version.from_bytes(other.to_bytes(), 5)
+    with pytest.raises(CorruptDataError):
+        Version.from_bytes(made.to_bytes(), 6)
+    for blob in (b"", b"[]", b"{", b"null", b"[" * 10**5):
+        with pytest.raises(CorruptDataError):
+            Version.from_bytes(blob, 5)
+
+
+def ranks(rank: int, port: int, url: str, results: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(60.0).reshape(10, 6)
+    publisher = sp.Publisher(url, sliced=True)
+    try:
+        served = {
+            "a": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(0)]),
+            "b": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(1)]),
+            "c": distribute_tensor(torch.zeros(10, 6), mesh, [Replicate()]),
+        }
+        subscriber = sp.Subscriber(url, served)
+        ok = []
+        for version in (1, 2):
+            trained = {name: distribute_tensor(whole * version, mesh, [Shard(1)]) for name in served}
+            publisher.publish(version, trained)
+            dist.barrier()
+            ok.append(subscriber.update() == version)
+            ok += [torch.equal(t.full_tensor(), whole * version) for t in served.values()]
+            dist.barrier()
+        results.put(all(ok))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo is tested on Linux")
+def test_distributed_tensors(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    workers = [context.Process(target=ranks, args=(i, port, str(tmp_path), results)) for i in range(2)]
+    for worker in workers:
+        worker.start()
+    assert [results.get(timeout=120) for _ in workers] == [True, True]
+    for worker in workers:
+        worker.join()

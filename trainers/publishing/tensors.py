@@ -1,0 +1,118 @@
+"""The tensors of a state dict as flat bytes: their specs, their hashes, and which slice of a whole one is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ...codec.errors import BadArgumentError
+from ...codec.state.leaves import LeafSpec, NpArray
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the receiver.
+
+    Args:
+        name: in the receiver's state dict.
+        tensor: what is written to: the whole tensor, or the local part of a distributed one.
+        source: name of the published tensor.
+        spec: of the published tensor; its shape is None's where the receiver cannot know it.
+        where: of each axis the first index and the length that are here; None: all of it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    source: str
+    where: tuple[tuple[int, int], ...] | None
+
+
+def spec_of(tensor: torch.Tensor) -> LeafSpec:
+    """Library, dtype and shape of a tensor."""
+    return LeafSpec("torch", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def host_bytes(tensor: torch.Tensor) -> NpArray:
+    """The bytes of a tensor in C order: without a copy where it is contiguous and on the CPU."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    data: NpArray = flat.view(torch.uint8).numpy()
+    return data
+
+
+def tensors_of(state: Any, what: str) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict, whole: distributed ones are gathered, which all ranks must do together.
+
+    Raises:
+        BadArgumentError: it is not a mapping from strings to tensors.
+    """
+    if not isinstance(state, Mapping):
+        raise BadArgumentError(f"{what} is a {type(state).__qualname__}; a state dict is needed")
+    found = {}
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise BadArgumentError(f"{what}: {name!r} is a {type(value).__qualname__}; names and tensors are needed")
+        if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+            raise BadArgumentError(f"{what}: {name} has layout {value.layout} on {value.device}; dense ones are needed")
+        gather = getattr(value, "full_tensor", None)
+        found[name] = value.detach() if gather is None else gather().detach()
+    return found
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """A hash of dtype, shape and bits."""
+    h = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    h.update(host_bytes(tensor).data)
+    return str(h.hexdigest())
+
+
+def state_hash(hashes: Mapping[str, str]) -> str:
+    """A hash of all tensors by their hashes; the order of names does not matter."""
+    h = xxhash.xxh3_128()
+    for name in sorted(hashes):
+        h.update(f"{len(name)} {name} {hashes[name]}".encode())
+    return str(h.hexdigest())
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | None) -> dict[str, Part]:
+    """The parts that a receiver holds.
+
+    Args:
+        tensors: its state dict.
+        select: `{name: (source name, (slice, ...))}` for those that are a slice of a published tensor; slices have a
+            start and a stop and no step. Others are whole, or as a DTensor says.
+
+    Raises:
+        BadArgumentError: a name that the model does not have, or slices that are not of the tensor's shape.
+    """
+    found = {}
+    for name in select or {}:
+        if name not in tensors:
+            raise BadArgumentError(f"select: the model has no tensor {name!r}")
+    for name, tensor in tensors.items():
+        if select and name in select:
+            source, slices = select[name]
+            where = tuple((int(s.start or 0), int(s.stop) - int(s.start or 0)) for s in slices)
+            if tuple(n for _, n in where) != tuple(tensor.shape):
+                raise BadArgumentError(f"select: {name} has shape {tuple(tensor.shape)}, its slices {slices}")
+            found[name] = Part(name, tensor, str(source), where)
+        elif hasattr(tensor, "device_mesh"):
+            found[name] = _local(name, tensor)
+        else:
+            found[name] = Part(name, tensor, name, None)
+    return found
+
+
+def _local(name: str, tensor: Any) -> Part:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    where = tuple(zip(map(int, offset), map(int, shape), strict=True))
+    whole = all(start == 0 and n == size for (start, n), size in zip(where, tensor.shape, strict=True))
+    return Part(name, tensor.to_local(), name, None if whole else where)
