@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .loader import Loader
     from .loop import resume, save
-    from .online import apply_update
     from .preemption import Preemption
     from .training_state import TrainingState
 
 _WHERE = {
-    "apply_update": "online",
     "Loader": "loader",
     "Preemption": "preemption",
     "resume": "loop",
@@ -21,7 +19,7 @@ _WHERE = {
     "TrainingState": "training_state",
 }
 
-__all__ = ["Loader", "Preemption", "TrainingState", "apply_update", "resume", "save"]
+__all__ = ["Loader", "Preemption", "TrainingState", "resume", "save"]
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Publisher and subscriber: every bit, in every dtype; and what goes wrong is an error or put right, never a mixture."""
+"""Publisher and subscriber: every bit, in every dtype; what goes wrong is an error or put right, never a mixture."""
 
 from __future__ import annotations
 

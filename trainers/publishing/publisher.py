@@ -92,7 +92,7 @@ class Publisher:
 
     @property
     def newest(self) -> int | None:
-        """The newest version at the URL, whoever wrote it; None where there is none."""
+        """The newest version at the URL, by any publisher; None without one."""
         return max(self._versions(), default=None)
 
     def publish(self, version: int, state: Mapping[str, Any]) -> Published:
@@ -163,13 +163,13 @@ class Publisher:
         return [v for v in found if v is not None]
 
     def _is_repeated(self, version: int, state_is: str) -> bool:
-        """Whether this very version is there; raises where the number is taken, or the URL is another's."""
+        """Whether this very version is there already; raises where the number is taken."""
         newest, last = self.newest, self._last
         if last is not None and newest != last.version:
             mine = last.version
             self._forget()
             raise PublishConflictError(
-                f"{self._files.path('versions')}: the newest version is {newest}, and this publisher wrote {mine} last: "
+                f"{self._files.path('versions')}: the newest version is {newest}; this publisher wrote {mine} last: "
                 "another one writes to the same URL, or its files were removed. The next version is a base"
             )
         if newest is None or version > newest:
@@ -186,7 +186,7 @@ class Publisher:
     def _file(
         self, data: dict[str, NpArray], specs: dict[str, LeafSpec], hashes: dict[str, str] | None
     ) -> tuple[bytes, str]:
-        """A checkpoint file of these tensors, against the kept ones if hashes are given, and its identity."""
+        """A checkpoint file of these tensors and its identity; a delta if hashes are given."""
         pieces, records = [], []
         for name, own in data.items():
             before = None
@@ -233,7 +233,7 @@ class Publisher:
         self._kept, self._hashes = {}, {}
 
     def _remove_old(self) -> None:
-        """Remove versions beyond `keep` that no kept one needs; what cannot be removed is left to the next time."""
+        """Remove versions beyond `keep` that no kept one needs; errors leave them to the next call."""
         versions = sorted(self._versions())
         if len(versions) <= self._keep:
             return

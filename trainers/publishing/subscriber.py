@@ -54,7 +54,7 @@ class Subscriber:
     One thread updates at a time. Other threads may run the model meanwhile if they hold `lock` while they do.
 
     Args:
-        url: what was given to `Publisher`.
+        url: the URL of the `Publisher`.
         model: a module, or a mapping from names to tensors, contiguous, on any device. DTensors take their local part,
             and need versions published with `sliced=True`.
         select: `{name: (published name, (slice, ...))}` for tensors that are a slice of a published one, as those of
@@ -88,12 +88,12 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version that the model holds; None where it is none, or not known."""
+        """The version that the model holds; None if it is not known."""
         return None if self._at is None else self._at.version
 
     @property
     def newest(self) -> int | None:
-        """The newest version at the URL; None where there is none."""
+        """The newest version at the URL; None without one."""
         return max(self._versions(), default=None)
 
     def update(self, *, lock: AbstractContextManager[Any] | None = None, verify: bool = False) -> int | None:
@@ -101,7 +101,7 @@ class Subscriber:
 
         Args:
             lock: entered once, while the model is written; may be entered again by the next update (`threading.Lock`).
-            verify: hash the model first, so that any change by hand is found. Default: changes that PyTorch counts
+            verify: hash the model first, so that every change that others made to it is found. Default: changes that PyTorch counts
                 are found (not those by way of `.data` or of shared memory).
 
         Returns:
@@ -120,9 +120,9 @@ class Subscriber:
         return version.version
 
     def patches(self, *, verify: bool = False) -> Iterator[tuple[str, NpArray, torch.Tensor]]:
-        """Give the changes to the newest version for an engine that applies them itself to the model's tensors.
+        """Yield the changes to the newest version, for an engine that applies them itself.
 
-        Nothing is written here. The model is taken to hold the new version once the iterator is at its end, so apply
+        Apply them to the model's tensors; nothing is written here. The model is taken to hold the new version once the iterator is at its end, so apply
         each patch to these tensors; where that stops before the end, the next update begins from a base.
 
         Args:
@@ -156,7 +156,7 @@ class Subscriber:
             return None
 
     def _recognised(self) -> Version | None:
-        """The published version that the model holds, by hash; None for a model with slices, which has no hash."""
+        """The published version that the model holds, by hash; None for a model with slices."""
         if any(part.where is not None for part in self._parts.values()):
             return None
         versions = sorted(self._versions(), reverse=True)
@@ -200,7 +200,7 @@ class Subscriber:
         return self._read(at.version) == at
 
     def _chains(self, number: int, problems: list[str]) -> Iterator[list[tuple[Version, str, int]]]:
-        """Ways to a version: deltas from what the model holds, unless a base is smaller; then from the newest base."""
+        """Ways to a version, the smaller first: deltas from what the model holds, or from a base."""
         deltas: list[tuple[Version, str, int]] = []
         base: list[tuple[Version, str, int]] | None = None
         at: int | None = number
@@ -249,7 +249,7 @@ class Subscriber:
         return version, patches, report
 
     def _records(self, ckpt: Checkpoint, version: Version) -> dict[str, ArrayRecord]:
-        """The record of each tensor of the model; raises BadArgumentError where names, dtypes or shapes differ."""
+        """The record of each tensor; raises BadArgumentError where names, dtypes or shapes differ."""
         published = {record.path: record for record in ckpt.records}
         lines, found = [], {}
         for name, part in self._parts.items():
@@ -298,7 +298,7 @@ _write: Callable[[torch.Tensor, Patch], None] = write
 
 
 def _expected(part: Part, published: LeafSpec) -> LeafSpec:
-    """The spec that a published tensor must have: the tensor's own, or of a slice a shape that it is inside of."""
+    """The spec that a published tensor must have; of a slice, a shape that contains it."""
     own = spec_of(part.tensor)
     if part.where is None:
         return own

@@ -1,4 +1,4 @@
-"""The tensors of a state dict as flat bytes: their specs, their hashes, and which slice of a whole one is here."""
+"""The tensors of a state dict: flat bytes, specs, hashes, and slices of published ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Part:
 
     Args:
         name: in the receiver's state dict.
-        tensor: what is written to: the whole tensor, or the local part of a distributed one.
+        tensor: the whole tensor, or the local part of a distributed one; updates are written to it.
         source: name of the published tensor.
-        spec: of the published tensor; its shape is None's where the receiver cannot know it.
         where: of each axis the first index and the length that are here; None: all of it.
     """
 
@@ -38,7 +37,7 @@ def spec_of(tensor: torch.Tensor) -> LeafSpec:
 
 
 def host_bytes(tensor: torch.Tensor) -> NpArray:
-    """The bytes of a tensor in C order: without a copy where it is contiguous and on the CPU."""
+    """The bytes of a tensor in C order; no copy if it is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
