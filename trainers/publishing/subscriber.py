@@ -101,8 +101,8 @@ class Subscriber:
 
         Args:
             lock: entered once, while the model is written; may be entered again by the next update (`threading.Lock`).
-            verify: hash the model first, so that every change that others made to it is found. Default: changes that PyTorch counts
-                are found (not those by way of `.data` or of shared memory).
+            verify: hash the model first, so that every change that others made to it is found. Default: those changes
+                are found that PyTorch counts (not those by way of `.data` or of shared memory).
 
         Returns:
             The version that the model now holds; None where nothing has been published.
@@ -122,8 +122,8 @@ class Subscriber:
     def patches(self, *, verify: bool = False) -> Iterator[tuple[str, NpArray, torch.Tensor]]:
         """Yield the changes to the newest version, for an engine that applies them itself.
 
-        Apply them to the model's tensors; nothing is written here. The model is taken to hold the new version once the iterator is at its end, so apply
-        each patch to these tensors; where that stops before the end, the next update begins from a base.
+        Apply each to the model's tensors; nothing is written here. The model is taken to hold the new version once the
+        iterator is at its end; where that stops before, the next update begins from a base.
 
         Args:
             verify: as `update` has it.
@@ -228,8 +228,7 @@ class Subscriber:
         before = self._at
         for version, name, size in chain:
             data = self._files.read(name)
-            ckpt = Checkpoint(data, None)
-            ckpt._body.check_all()
+            ckpt = Checkpoint.from_bytes(data)  # every checksum
             if len(data) != size or ckpt.id[:16] != name[-20:-4]:
                 raise CorruptDataError(f"{self._files.path(name)}: not the file that version {version.version} names")
             if ckpt.is_delta and (before is None or ckpt.parent_id != before.state * 2):
