@@ -127,14 +127,23 @@ class StateArguments:
     earlier: Any
 
 
-def check_arguments(
-    processes: ProcessGroup, arguments: SearchArguments, arrays: StateArguments
-) -> tuple[SearchInputs, WatchedInputs | None, str]:
-    """Check all arguments on every process, before any process enters a collective operation.
+@dataclass(frozen=True, slots=True)
+class CheckedInputs:
+    """The checked arrays of a search.
 
-    Returns:
-        The flattened state, its hashes, and a fingerprint that trials of the same search share; None and "" where no
-        trials are run and no other process takes part.
+    Args:
+        inputs: the flattened state, with gradients and kinds.
+        watched: hashes of the values that `evaluate` must not change; None where no trials are run.
+        fingerprint: identifies the inputs, and is stored in every trial; "" where no trials are run.
+    """
+
+    inputs: SearchInputs
+    watched: WatchedInputs | None
+    fingerprint: str
+
+
+def check_arguments(processes: ProcessGroup, arguments: SearchArguments, arrays: StateArguments) -> CheckedInputs:
+    """Check all arguments on every process, before any process enters a collective operation.
 
     Raises:
         BadArgumentError: an argument is unusable, here or on another process, or differs between processes.
@@ -154,7 +163,7 @@ def check_arguments(
     reports = processes.all(check)
     inputs, watched = taken[0]
     if watched is None:
-        return inputs, None, ""
+        return CheckedInputs(inputs, None, "")
     for rank, other in enumerate(reports):
         unlike = sorted(name for name, value in other["same"].items() if value != reports[0]["same"][name])
         if unlike:
@@ -166,7 +175,7 @@ def check_arguments(
     point = next(iter(arguments.cube))
     names = [f.name for f in dataclasses.fields(StateArguments)]
     common = [reports[0]["same"][n] for n in names] + [r["own"] for r in reports if inputs.is_sharded]
-    return inputs, watched, hashed(json.dumps([common, point.config().to_json()]))
+    return CheckedInputs(inputs, watched, hashed(json.dumps([common, point.config().to_json()])))
 
 
 def _check(arguments: SearchArguments) -> None:

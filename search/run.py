@@ -85,11 +85,12 @@ def search(
         chosen = SearchOptions() if options is None else options
         arguments = SearchArguments(evaluate, threshold, last, chosen)
         arrays = StateArguments(state, prev, grads, kinds, getattr(chosen, "earlier", None))
-        inputs, watched, fingerprint = check_arguments(processes, arguments, arrays)
+        checked = check_arguments(processes, arguments, arrays)
+        inputs = checked.inputs
         cube, allowed = arguments.cube, arguments.allowed
         if last is not None and arguments.is_spent:
             return with_costs(budget_spent(last, allowed, cube), last, begin)
-        if evaluate is None or watched is None:
+        if evaluate is None:
             if not inputs.is_sharded:
                 SearchState.made(inputs, next(iter(cube)))
             return with_costs(error_target_result(allowed, cube, ahead=arrays.earlier is not None), last, begin)
@@ -97,9 +98,7 @@ def search(
         if not search_state.leaves:
             return with_costs(nothing_to_choose(allowed, cube, search_state), last, begin)
         with ProgressReport(chosen.progress, chosen.budget, silent=processes.rank != 0) as report:
-            trials = Trials(
-                inputs, search_state, watched, fingerprint, evaluate, allowed, processes, report, chosen.resume, cube
-            )
+            trials = Trials(checked, search_state, evaluate, allowed, processes, report, chosen.resume, cube)
             found = with_costs(_agreed(processes, _search(trials, arguments)), last, begin)
             report.say(f"search: {found}", warn=not found.met)
         return found

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
+from .arguments import CheckedInputs
 from .cube import Cube, Point, normal
 from .degradation_model import Candidate, Known, Pattern
 from .direction import SURELY, Direction
@@ -19,7 +20,7 @@ from .process_group import Json, ProcessGroup
 from .progress import ProgressReport
 from .quality import Evaluate, Scale, measured, scale
 from .result import SearchResult, Trial
-from .search_state import SearchInputs, SearchState, WatchedInputs
+from .search_state import SearchState
 
 _REPEATS = 2
 _FAR = 2.0
@@ -30,10 +31,8 @@ class Trials:
     """The trials of one search.
 
     Args:
-        inputs: the state, gradients and kinds as the caller passes them.
-        search_state: the same, flattened.
-        watched: hashes of the values that `evaluate` must not change.
-        fingerprint: identifies the inputs; trials of another search have another one.
+        checked: the state, gradients and kinds as the caller passes them.
+        search_state: the arrays that points change.
         evaluate: the user's function.
         allowed: largest degradation that passes.
         processes: the processes that share the work.
@@ -44,10 +43,8 @@ class Trials:
 
     def __init__(
         self,
-        inputs: SearchInputs,
+        checked: CheckedInputs,
         search_state: SearchState,
-        watched: WatchedInputs,
-        fingerprint: str,
         evaluate: Evaluate,
         allowed: float,
         processes: ProcessGroup,
@@ -56,7 +53,7 @@ class Trials:
         cube: Cube,
     ) -> None:
         self._evaluate, self.allowed = evaluate, allowed
-        self._inputs, self._watched, self.state = inputs, watched, fingerprint
+        self._inputs, self._watched, self.state = checked.inputs, checked.watched, checked.fingerprint
         self._processes, self._report = processes, report
         self.direction = Direction(cube, search_state.system)
         for trial in done:
@@ -229,7 +226,7 @@ class Trials:
     def _quality(self, point: Point | None, restored: object = None) -> float:
         what = "the state itself" if point is None else str(point)
         quality = measured(self._evaluate, self.search_state.exact() if point is None else restored, what)
-        path = self._watched.unlike(self._inputs.watch())
+        path = None if self._watched is None else self._watched.unlike(self._inputs.watch())
         if path is not None:
             raise BadArgumentError(
                 f"evaluate changed {path} of the state that is being saved; "
