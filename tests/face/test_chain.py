@@ -84,7 +84,7 @@ def test_mistakes_with_several_files_save_nothing(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_ends_the_series_after_those_before_it(tmp_path: Path) -> None:
     files = series(tmp_path, "epoch_1.pt", "epoch_2.pt", "epoch_3.pt")
     files[1].write_bytes(b"junk")
-    code, out, err = run("compress", *files, tmp_path / "run", "--step-from-name")
+    code, out, err = run("compress", *files, tmp_path / "run", "--step-from-name", "--preset", "lossless")
     assert code == 1
     assert "epoch_2.pt" in err
     assert sp.Store(tmp_path / "run").steps() == [1]
@@ -94,12 +94,12 @@ def test_a_file_that_cannot_be_read_ends_the_series_after_those_before_it(tmp_pa
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 @pytest.mark.parametrize("name", ["o.pt", "o.safetensors", "o.spt", "dcp"])
 def test_outputs_follow_the_umask(mask: int, name: str, tmp_path: Path) -> None:
-    (tmp_path / "a.spt").write_bytes(sp.compress({"w": WEIGHTS}).to_bytes())
+    (tmp_path / "a.spt").write_bytes(sp.compress({"w": WEIGHTS}, cfg=sp.presets.lossless()).to_bytes())
     (source,) = series(tmp_path, "a.pt")
     before = os.umask(mask)
     try:
         if name == "o.spt":
-            good("compress", source, tmp_path / name)
+            good("compress", source, tmp_path / name, "--preset", "lossless")
         else:
             good("restore", tmp_path / "a.spt", tmp_path / name, "--to", name.removeprefix("o."))
     finally:

@@ -209,7 +209,7 @@ def test_mistakes(tmp_path: Path) -> None:
     bad(1, "it has no seal; `shrinkpoint seal .*f` writes one", "verify", tmp_path / "f")
     (tmp_path / "f" / "linked").symlink_to(tmp_path)
     bad(2, "linked: is neither a file nor a folder", "seal", tmp_path / "f")
-    sp.Store(tmp_path / "store").save(1, {"w": torch.zeros(3)})
+    sp.Store(tmp_path / "store", sp.presets.lossless()).save(1, {"w": torch.zeros(3)})
     bad(2, "is a store, which has checksums of its own", "seal", tmp_path / "store")
     bad(2, "--newest takes one run folder, not 2", "verify", "--newest", tmp_path, tmp_path)
     bad(1, "holds no sealed checkpoint", "verify", "--newest", tmp_path / "empty")
@@ -266,7 +266,7 @@ def test_single_files_and_checkpoint_files_are_candidates(tmp_path: Path) -> Non
 
 
 def test_the_newest_intact_step_of_a_store(tmp_path: Path) -> None:
-    store = sp.Store(tmp_path / "store")
+    store = sp.Store(tmp_path / "store", sp.presets.lossless())
     for step in (1, 2):
         store.save(step, {"w": torch.arange(10000.0) + step})
     assert good("verify", "--newest", tmp_path / "store") == "2\n"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint, Row
 
 ORDERS = ("path", "bytes", "error")
+_ERRORS = (">rel. L2", ">max. rel.")
+"""Columns of `error_columns`."""
 
 
 def info(
@@ -30,7 +32,8 @@ def info(
     """Show the header of a checkpoint, and a line for each array.
 
     The error columns are the relative L2 error of each array (or its bound, after <=), and the largest relative error
-    of its elements where the codec bounds that. Only the header is read; the content hash of a file is not computed.
+    of its elements where the codec bounds that. "why" is the rule or evidence that chose the codec. Only the header is
+    read; the content hash of a file is not computed.
     """
     from ..codec.errors import BadArgumentError
 
@@ -56,17 +59,32 @@ def info(
     line(f"{size(ckpt.raw_nbytes)} in {len(ckpt.records)} arrays -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}")
     line()
     table(
-        ("path", "codec", "dtype", "shape", ">raw", ">stored", ">bits", ">rel. L2", ">max. rel.", "note"),
+        (
+            "path",
+            "codec",
+            "stream",
+            "dtype",
+            "shape",
+            ">raw",
+            ">stored",
+            ">bits",
+            ">rel. L2",
+            ">max. rel.",
+            "why",
+            "note",
+        ),
         [
             (
                 row.path,
                 row.codec,
+                row.stream,
                 row.dtype,
                 "x".join(map(str, row.shape)) or "()",
                 size(row.raw_bytes),
                 size(row.stored_bytes),
                 f"{row.bits_per_element:.2f}",
                 *error_columns(row.error, row.measure),
+                row.why,
                 row.note,
             )
             for row in rows

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec.checkpoint import ArrayRecord, Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
@@ -49,6 +49,24 @@ class Error:
     largest: float
 
 
+class Choice(NamedTuple):
+    """How arrays of one kind are stored.
+
+    Args:
+        kind: category of the arrays.
+        codec: the codec chosen.
+        stream: the stream format that it wrote.
+        why: the rule or evidence that chose the codec.
+        note: the codec's note, up to a colon.
+    """
+
+    kind: str
+    codec: str
+    stream: str
+    why: str
+    note: str
+
+
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """One step.
@@ -64,7 +82,7 @@ class StepRow:
         parts: category -> stored bytes; they sum to `nbytes`.
         raw_parts: category -> bytes of the arrays.
         errors: role and measure -> errors.
-        choices: (category, codec, note) -> number of arrays.
+        choices: number of arrays by choice.
     """
 
     step: int
@@ -77,7 +95,7 @@ class StepRow:
     parts: dict[str, int]
     raw_parts: dict[str, int]
     errors: dict[str, Error]
-    choices: Counter[tuple[str, str, str]]
+    choices: Counter[Choice]
 
     @property
     def ratio(self) -> float:
@@ -208,12 +226,12 @@ def _row(manifest: Manifest, ckpt: Checkpoint, labels: tuple[str, ...]) -> StepR
     parts: Counter[str] = Counter()
     raw: Counter[str] = Counter()
     errors: dict[str, list[float]] = {}
-    choices: Counter[tuple[str, str, str]] = Counter()
+    choices: Counter[Choice] = Counter()
     for record in ckpt.records:
         kind = category(record)
         parts[kind] += record.nbytes
         raw[kind] += record.spec.nbytes
-        choices[kind, record.stream, record.note.partition(":")[0]] += 1
+        choices[Choice(kind, record.codec, record.stream, record.why, record.note.partition(":")[0])] += 1
         if record.measure != "exact":
             role = kind if kind.endswith("moments") else "weights"
             errors.setdefault(f"{role}, {record.measure}", []).append(record.error)

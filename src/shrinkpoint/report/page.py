@@ -16,7 +16,7 @@ from typing import Any
 
 from ..commands.text import printable, size
 from . import charts
-from .collect import MAX_NOTES, MAX_STEPS, MAX_TENSORS, Run, Tensor
+from .collect import MAX_NOTES, MAX_STEPS, MAX_TENSORS, Choice, Run, Tensor
 from .histogram import BINS
 from .script import SCRIPT
 
@@ -178,22 +178,22 @@ def _parts(run: Run) -> str:
 
 
 def _choices(run: Run) -> list[str]:
-    arrays: Counter[tuple[str, str, str]] = Counter()
-    steps: dict[tuple[str, str, str], set[int]] = {}
-    notes: dict[tuple[str, str, str], list[str]] = {}
+    arrays: Counter[Choice] = Counter()
+    steps: dict[Choice, set[int]] = {}
+    notes: dict[Choice, list[str]] = {}
     for step in run.steps:
-        for (kind, codec, note), count in step.choices.items():
-            choice = kind, codec, _NUMBER.sub("#", note)
+        for found, count in step.choices.items():
+            choice = found._replace(note=_NUMBER.sub("#", found.note))
             arrays[choice] += count
             steps.setdefault(choice, set()).add(step.step)
-            notes.setdefault(choice, []).append(note)
+            notes.setdefault(choice, []).append(found.note)
     most = sorted(arrays.most_common(MAX_NOTES))
     rows = [
-        (*choice[:2], merged(notes[choice]), count, len(steps[choice]), _range(sorted(steps[choice])))
+        (*choice[:-1], merged(notes[choice]), count, len(steps[choice]), _range(sorted(steps[choice])))
         for choice, count in most
     ]
     left = len(arrays) - len(most)
-    columns = ("kind", "codec", "choice", ">arrays", ">steps", "which steps")
+    columns = ("kind", "codec", "stream", "chosen by", "note", ">arrays", ">steps", "which steps")
     more = [f'<p class="note">{left} rarer choices are omitted (at most {MAX_NOTES} are shown).</p>'] if left else []
     return ["<h2>Choices of the codecs</h2>", _table(columns, rows), *more]
 
@@ -272,7 +272,8 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
         "kind": tensor.category,
         "dtype": record.spec.dtype,
         "shape": "x".join(map(str, record.spec.shape)) or "()",
-        "codec": record.stream,
+        "codec": f"{record.codec}, stream {record.stream}",
+        "why": shown(record.why),
         "note": shown(record.note),
         "sizes": f"{size(record.spec.nbytes)}, {size(record.nbytes)}",
         "error": "exact" if record.measure == "exact" else f"{record.error:.3g} ({shown(record.measure)})",

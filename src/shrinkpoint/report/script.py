@@ -64,7 +64,7 @@ SCRIPT = """"use strict";
       "value (height: number of elements, logarithmic)"));
     place.replaceChildren(svg);
     var facts_of = [["path", t.path], ["kind", t.kind], ["dtype, shape", t.dtype + " " + t.shape],
-      ["codec", t.codec + (t.note ? " (" + t.note + ")" : "")], ["raw, stored", t.sizes],
+      ["codec", t.codec + (t.note ? " (" + t.note + ")" : "")], ["chosen by", t.why], ["raw, stored", t.sizes],
       ["error", t.error], ["range", counts.length ? short(t.low) + " to " + short(t.high) : "no finite value"],
       ["zero, not finite", t.zeros + ", " + t.odd]];
     if (t.codebook.length) {
