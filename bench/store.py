@@ -279,10 +279,10 @@ class _Work:
     def save(self) -> Job:
         """The job of `Store.save`, the lock, both syncs and the manifest included."""
         store = self._store()
-        before = store._head
+        before = store.session.head
 
         def call() -> object:
-            store._head = before if self.kind == "delta" else None
+            store.session.head = before if self.kind == "delta" else None
             return store.save(1, self.pair.after)
 
         return self._job(call, loading=False)

@@ -1,12 +1,11 @@
-"""The steps of a store: which there are, and committing one.
-
-Nothing here is remembered between calls: another process may save, compact or collect at any time.
-"""
+"""The steps of a store: which there are, and committing one."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,51 +19,85 @@ _ATTEMPTS = 100
 
 
 def named(steps: Iterable[int]) -> str:
-    """Steps for a message, the lowest ones and the last."""
+    """Return steps for a message: the lowest ones and the last."""
     found = sorted(steps)
     shown = found if len(found) <= 10 else [*found[:8], "...", found[-1]]
     return f"step{'s' * (len(found) > 1)} {', '.join(map(str, shown))}"
 
 
 def unknown(files: Files, what: str, steps: Sequence[int]) -> BadArgumentError:
-    """That there is no such step or tag, with those that there are."""
+    """Return the error for a step or tag that does not exist, with those that do."""
     shown = f"it has {'... ' if len(steps) > 10 else ''}{', '.join(map(str, steps[-10:]))}" if steps else "it is empty"
     return BadArgumentError(f"{what} is not in {files.root}; {shown}")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A step's manifest as it was found."""
+    """A step's manifest and its generation."""
 
     generation: int
     manifest: Manifest
 
 
+_LISTED_FOR = 1.0
+"""Seconds after which a save lists the steps again, even if the folder looks unchanged."""
+
+
 class Catalog:
-    """The folder of manifests."""
+    """The folder of manifests.
+
+    Another process may save, compact or collect at any time. Between two calls this object keeps parsed files only
+    together with a stamp that shows whether they are still the same, so that a call reads what has changed.
+    """
 
     def __init__(self, files: Files) -> None:
         self._files = files
+        self._names: set[str] = set()
+        self._known: dict[int, list[int]] = {}
+        self._parsed: dict[str, tuple[object, Manifest]] = {}
+        self._listed: tuple[float, object] = (-math.inf, None)
 
-    def generations(self) -> dict[int, list[int]]:
-        """Step -> generations of its manifest, ascending (more than one only while one replaces another)."""
-        found: dict[int, list[int]] = {}
-        for name in self._files.list(FOLDER):
-            parsed = parse_name(name)
-            if parsed is not None:
-                found.setdefault(parsed[0], []).append(parsed[1])
-        return {step: sorted(found[step]) for step in sorted(found)}
+    def generations(self) -> Mapping[int, list[int]]:
+        """Return step -> generations of its manifest, ascending.
+
+        There is more than one only while one replaces another.
+        """
+        self._listed = time.monotonic(), self._files.stamp(FOLDER)
+        names = set(self._files.list(FOLDER))
+        if names != self._names:
+            known = {step: set(found) for step, found in self._known.items()}
+            for name in names ^ self._names:
+                if (parsed := parse_name(name)) is not None:
+                    known.setdefault(parsed[0], set()).symmetric_difference_update([parsed[1]])
+            self._names, self._known = names, {step: sorted(known[step]) for step in sorted(known) if known[step]}
+            for name in self._parsed.keys() - names:
+                del self._parsed[name]
+        return self._known
+
+    def recent(self) -> Mapping[int, list[int]]:
+        """Return `generations` as they were at most a second ago, with this object's own commits.
+
+        The folder is not listed again if it is unchanged. For decisions that a concurrent writer could invalidate
+        anyway.
+        """
+        when, stamp = self._listed
+        is_recent = stamp is not None and time.monotonic() - when < _LISTED_FOR and self._files.stamp(FOLDER) == stamp
+        return self._known if is_recent else self.generations()
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """Return the committed steps, ascending."""
         return list(self.generations())
 
     def get(self, step: int, generation: int | None = None) -> Entry | None:
-        """A step's manifest, of the highest generation unless told; None where there is no such step.
+        """Return a step's manifest, by default the highest generation; None if it does not exist.
 
         Raises:
-            CorruptDataError, NewerFormatError: it is not readable.
+            CorruptDataError, NewerFormatError: it cannot be read.
         """
+        known = self._known.get(step)
+        # Generations follow each other without a gap: without a next one the last known is the highest, if it exists.
+        if generation is None and known and not self._exists(step, known[-1] + 1):
+            generation = known[-1]
         for _ in range(_ATTEMPTS):
             newest = self.generations().get(step, [None])[-1] if generation is None else generation
             if newest is None:
@@ -77,10 +110,10 @@ class Catalog:
         raise CorruptDataError(f"step {step}: its manifest is listed but cannot be read")
 
     def settled(self, step: int, work: Callable[[Entry], T]) -> T:
-        """Read a step; once more where its files went because compaction had moved it to others meanwhile.
+        """Read a step; again if compaction has moved it to other files meanwhile.
 
         Raises:
-            MissingParentError: a file of it is gone, or the step itself.
+            MissingParentError: one of its files is missing, or the step itself.
         """
         entry = self.present(step)
         while True:
@@ -93,15 +126,25 @@ class Catalog:
                 entry = now
 
     def present(self, step: int) -> Entry:
-        """As `get`, of a step that was there a moment ago; MissingParentError where it is not any more."""
+        """Return `get` of a step that existed a moment ago, or raise MissingParentError."""
         entry = self.get(step)
         if entry is None:
             raise MissingParentError(f"step {step}: it was removed while it was read")
         return entry
 
+    def _exists(self, step: int, generation: int) -> bool:
+        return self._files.exists(f"{FOLDER}/{manifest_name(step, generation)}")
+
     def _read(self, step: int, generation: int) -> Manifest:
+        name = manifest_name(step, generation)
+        stamp = self._files.stamp(f"{FOLDER}/{name}")
+        before, found = self._parsed.get(name, (None, None))
+        if found is not None and stamp is not None and stamp == before:
+            return found
         try:
-            return Manifest.from_bytes(self._files.read(f"{FOLDER}/{manifest_name(step, generation)}"), step)
+            found = Manifest.from_bytes(self._files.read(f"{FOLDER}/{name}"), step)
+            self._parsed[name] = stamp, found
+            return found
         except FileNotFoundError:
             raise
         except OSError as e:
@@ -110,16 +153,16 @@ class Catalog:
             raise CorruptDataError(f"step {step}: its manifest cannot be read: {e}") from None
 
     def all(self) -> dict[int, Entry]:
-        """Every step's manifest.
+        """Return the manifest of every step.
 
         Raises:
-            CorruptDataError, NewerFormatError: one is not readable, so nobody can say what it needs.
+            CorruptDataError, NewerFormatError: one cannot be read, so the files that it needs are unknown.
         """
         found = ((step, self.get(step, generations[-1])) for step, generations in self.generations().items())
         return {step: entry for step, entry in found if entry is not None}
 
     def readable(self) -> tuple[dict[int, Entry], dict[int, str]]:
-        """Every step's manifest where it is readable, and what is wrong with the others."""
+        """Return the manifests that can be read, and the reason for each other step."""
         entries: dict[int, Entry] = {}
         problems: dict[int, str] = {}
         for step, generations in self.generations().items():
@@ -133,12 +176,15 @@ class Catalog:
         return entries, problems
 
     def commit(self, manifest: Manifest) -> Entry:
-        """Make a step exist, in the place of whatever it was; one atomic step. Nothing happens where it is the same."""
-        known = self.generations().get(manifest.step, [])
+        """Create or replace a step in one atomic operation. An identical one is left as it is."""
+        known = self.recent().get(manifest.step, [])
         with contextlib.suppress(CorruptDataError, NewerFormatError):
             present = self.get(manifest.step, known[-1]) if known else None
             if present is not None and present.manifest == manifest:
                 return present
+        if self._exists(manifest.step, known[-1] + 2 if known else 1):
+            # Another writer has replaced the step since the folder was listed.
+            known = self.generations().get(manifest.step, [])
         while True:
             entry = Entry(known[-1] + 1 if known else 0, manifest)
             if self._create(entry):
@@ -147,7 +193,7 @@ class Catalog:
             known = self.generations().get(manifest.step, [])
 
     def replace(self, old: Entry, manifest: Manifest) -> Entry | None:
-        """Replace a manifest by another of the same step, unless someone else has done so since it was read."""
+        """Replace a manifest by another of the same step, unless another process has done so first."""
         known = self.generations().get(manifest.step, [])
         entry = Entry(old.generation + 1, manifest)
         if not known or known[-1] != old.generation or not self._create(entry):
@@ -158,24 +204,35 @@ class Catalog:
     def _create(self, entry: Entry) -> bool:
         name = manifest_name(entry.manifest.step, entry.generation)
         if entry.generation > MAX_GENERATION:
-            # Under a name that no reader takes for a manifest the step would be gone.
+            # A name that no reader takes for a manifest would lose the step.
             last = self._files.path(f"{FOLDER}/{manifest_name(entry.manifest.step, MAX_GENERATION)}")
             raise CorruptDataError(f"step {entry.manifest.step}: {last} is the last generation there can be; drop it")
-        return self._files.create(f"{FOLDER}/{name}", entry.manifest.to_bytes())
+        when, stamp = self._listed
+        is_current = stamp is not None and self._files.stamp(FOLDER) == stamp
+        created = self._files.create(f"{FOLDER}/{name}", entry.manifest.to_bytes())
+        if created and is_current:
+            step = entry.manifest.step
+            is_last = not self._known or step > next(reversed(self._known))
+            self._known[step] = [*self._known.get(step, []), entry.generation]
+            if not is_last:
+                self._known = {s: self._known[s] for s in sorted(self._known)}
+            self._names.add(name)
+            self._listed = when, self._files.stamp(FOLDER)
+        return created
 
     def _forget(self, step: int, generations: list[int]) -> None:
-        """Remove generations that a higher one has replaced; what cannot be removed now is garbage.
+        """Remove generations that a higher one has replaced, if that is possible.
 
-        Whatever the error: the step is there, and network libraries have some that are no OSError.
+        All errors are ignored: the step exists, and network libraries have errors that are not an OSError.
         """
         with contextlib.suppress(Exception):
             self._files.remove([f"{FOLDER}/{manifest_name(step, g)}" for g in generations])
 
     def drop(self, steps: dict[int, list[int]]) -> None:
-        """Remove steps with these generations, the highest last: a crash must not bring a former one back.
+        """Remove steps with these generations, the highest last, so that a crash restores none.
 
         Raises:
-            CorruptDataError: one is no file.
+            CorruptDataError: one is not a file.
         """
         for part in (slice(None, -1), slice(-1, None)):
             names = [f"{FOLDER}/{manifest_name(step, n)}" for step, known in steps.items() for n in known[part]]
@@ -183,4 +240,4 @@ class Catalog:
                 self._files.remove(names)
             except IsADirectoryError as e:
                 where = e.filename or self._files.path(FOLDER)
-                raise CorruptDataError(f"{where} is a folder in the place of a manifest; remove it by hand") from None
+                raise CorruptDataError(f"{where} is a folder in the place of a manifest; remove it") from None

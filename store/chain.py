@@ -1,4 +1,4 @@
-"""Reading chains: the data files of a step from its base upwards, each resolved by the one below."""
+"""Reading chains: the data files of a step, from its base upwards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FOLDER = "data"
 
 
 def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
-    """Do something with a data file; what goes wrong is said with the step and the path."""
+    """Do something with a data file; errors name the step and the path."""
     path = files.path(f"{FOLDER}/{name}")
     try:
         return work()
     except FileNotFoundError:
         below = name.partition("-")[0].lstrip("0") or "0"
         whose = "" if below == str(step) else f"below it, step {below}: "
-        raise MissingParentError(f"step {step}: {whose}its file {path} is gone") from None
+        raise MissingParentError(f"step {step}: {whose}its file {path} is missing") from None
     except ShrinkpointError as e:
         raise type(e)(f"step {step}: {path}: {e}") from None
     except OSError as e:
@@ -35,7 +35,7 @@ def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
 
 
 def read(files: Files, step: int, name: str, parent: Checkpoint | None) -> Checkpoint:
-    """A data file's checkpoint, resolved.
+    """Return the checkpoint of a data file, resolved.
 
     Raises:
         CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
@@ -44,13 +44,13 @@ def read(files: Files, step: int, name: str, parent: Checkpoint | None) -> Check
 
 
 def check(manifest: Manifest, found: Checkpoint) -> None:
-    """Raise CorruptDataError unless a checkpoint is the one a manifest names."""
+    """Raise CorruptDataError unless a checkpoint is the one that a manifest names."""
     if (found.id, found.nbytes, found.identity) != (manifest.id, manifest.nbytes, manifest.identity):
         raise CorruptDataError(f"step {manifest.step}: {manifest.file} is not the checkpoint its manifest names")
 
 
 def resolve(files: Files, manifest: Manifest) -> tuple[Checkpoint, Checkpoint]:
-    """A step's checkpoint, resolved by reading its chain from the base upwards, and that base."""
+    """Return a step's checkpoint, resolved by reading its chain upwards, and the base."""
     base: Checkpoint | None = None
     found: Checkpoint | None = None
     for name in reversed(manifest.chain):
@@ -63,7 +63,7 @@ def resolve(files: Files, manifest: Manifest) -> tuple[Checkpoint, Checkpoint]:
 
 
 def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Checkpoint]:
-    """For `codec.partial`: opens the files of a chain one below the other, fetching their headers only."""
+    """Return a function that opens the headers of a chain downwards, for `codec.partial`."""
     names = iter(manifest.chain)
 
     def open_next(above: Checkpoint | None) -> Checkpoint:
@@ -76,7 +76,7 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
             size = files.size(path)
             if above is None and size != manifest.nbytes:
                 raise CorruptDataError(f"{size} bytes; its manifest says {manifest.nbytes}")
-            # Its hash is not computed: that would take all of it. The name has the beginning of it.
+            # Its hash is not computed, which would read all of it. The name contains the beginning of the hash.
             claimed = manifest.id if above is None else str(above.parent_id)
             data = Ranged(size, lambda start, stop: files.read_range(path, start, stop))
             ckpt = Checkpoint(data, None, claimed)
@@ -90,13 +90,13 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
 
 
 def carried_by(ckpt: Checkpoint) -> int:
-    """Bytes of the arrays that have to be decoded of a parent before its child can be."""
+    """Return the bytes of the arrays of a parent that must be decoded before its child."""
     return sum(r.spec.nbytes for r in ckpt.records if r.format.has_deltas)
 
 
 @dataclass(eq=False)
 class Node:
-    """A file in the forest of all chains; the entry is the step it is the checkpoint of, if any is left."""
+    """A file in the forest of all chains; `entry` is its step, None if that was removed."""
 
     name: str
     step: int
@@ -104,7 +104,7 @@ class Node:
     children: dict[str, Node] = field(default_factory=dict)
 
     def below(self) -> Iterator[Node]:
-        """It and all nodes over it."""
+        """Yield this node and all nodes above it."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -113,7 +113,7 @@ class Node:
 
 
 def forest(entries: Iterable[Entry]) -> list[Node]:
-    """All chains, those with the same files at their bottom joined there; one tree a base."""
+    """Return all chains as trees, one per base; chains that share files share nodes."""
     roots: dict[str, Node] = {}
     for entry in sorted(entries, key=lambda e: e.manifest.step):
         level, node = roots, None
@@ -127,7 +127,7 @@ def forest(entries: Iterable[Entry]) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of a file on the way up: its checkpoint, or why there is none."""
+    """A file that was read: its checkpoint, or the reason why it has none."""
 
     node: Node
     checkpoint: Checkpoint | None
@@ -135,9 +135,9 @@ class Found:
 
 
 def walk(files: Files, root: Node) -> Iterator[Found]:
-    """Resolve a tree from its base upwards, each file once; a parent is kept in memory until its last child is read.
+    """Resolve a tree from its base upwards; hold a parent until its last child is read.
 
-    Whoever takes children from a node that it was given is not given what is over them.
+    A caller that removes children from a node that was yielded skips everything above them.
     """
     stack: list[tuple[Node, Checkpoint | None, ShrinkpointError | None]] = [(root, None, None)]
     while stack:

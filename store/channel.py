@@ -1,4 +1,4 @@
-"""Messages between processes of one user: JSON, with file descriptors beside it, over a Unix socket."""
+"""Messages between a Saver and its worker: JSON with file descriptors, over a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _MOST_DESCRIPTORS = 64
 
 
 class ProtocolError(Exception):
-    """What came over the socket is no message."""
+    """The bytes received are not a message."""
 
 
 def send(sock: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one message; the receiver gets duplicates of the descriptors."""
     data = json.dumps(message).encode()
     data = _HEAD.pack(len(data), len(descriptors)) + data
-    # In one call where the system takes it whole, as it does a short one: what is interrupted is sent or it is not.
+    # In one call, which the system takes whole if it is short: an interrupted message is sent or not sent.
     sent = socket.send_fds(sock, [data], list(descriptors)) if descriptors else sock.send(data)
     if sent < len(data):
         sock.sendall(memoryview(data)[sent:])
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors, which the caller closes.
+    """Return the next message and its descriptors, which the caller closes.
 
     Raises:
         EOFError: the other end is closed.
-        ProtocolError: what came is no message.
+        ProtocolError: the bytes received are not a message.
     """
     descriptors: list[int] = []
     try:
@@ -44,13 +44,13 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise ProtocolError(f"a message of {length} bytes with {count} descriptors")
         data = _exactly(sock, length, descriptors)
         if len(descriptors) != count:
-            raise ProtocolError(f"{len(descriptors)} descriptors came, not {count}")
+            raise ProtocolError(f"{len(descriptors)} descriptors received, not {count}")
         try:
             message = json.loads(data)
         except (ValueError, RecursionError) as e:
             raise ProtocolError(str(e)) from None
         if not isinstance(message, dict):
-            raise ProtocolError("no object")
+            raise ProtocolError("not an object")
     except BaseException:
         close_all(descriptors)
         raise
@@ -58,7 +58,7 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors, whatever their state."""
+    """Close descriptors; errors are ignored."""
     for fd in descriptors:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -78,7 +78,7 @@ def _exactly(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
 
 
 def high(fd: int) -> int:
-    """The descriptor, moved above those of standard input and output: in a process without them it may be theirs."""
+    """Return a descriptor above 2; a lower one could become a standard stream."""
     if fd > 2:
         return fd
     import fcntl

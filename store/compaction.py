@@ -1,15 +1,14 @@
-"""Compaction: long chains become short ones, and every step stays what it was, to the bit, at every instant.
+"""Compaction: long chains become short ones, and every step keeps its bits at every moment.
 
 A chain of n deltas takes n decodes to restore its last step. Compaction gives each step another parent: number its
 steps 0 (the base), 1, 2, ... and write i in base g; the parent of i is i with its lowest non-zero digit cleared. No
 step is then farther from the base than it has non-zero digits, at most D for n <= g**D, and most deltas still span few
-steps. The least g that meets the bound is taken. A delta whose parent changes is *stated anew* (`codec.rebase`: a
-super-step where it spans several); the others stay as they are, for a checkpoint that was stated anew answers to its
-old identity.
+steps. The least g that meets the bound is taken. A delta whose parent changes is *restated* (`codec.rebase`: a
+super-step if it spans several); the others stay as they are, because a restated checkpoint keeps its old identity.
 
-A step moves to its new files by one new generation of its manifest, after they are durable. The old files are garbage
-then, for `gc`. Only what is over the bound is visited, and what it stands on. A run that was interrupted is gone on
-with by the next one, of whatever process: first, what stands on old files of moved steps is put on their new ones.
+A step moves to its new files by one new generation of its manifest, after they are durable. The old files are then
+garbage for `gc`. Only steps over the bound are visited, and those below them. The next run, of any process, continues
+an interrupted one: first it gives steps above moved ones the new files as parents.
 
 Source: LC-Checkpoint, section 4.3 (super-steps).
 """
@@ -31,14 +30,20 @@ from .files import Files
 from .lock import Lease
 from .manifest import Manifest, data_name
 
+MAX_COST = 2.5
+"""What restoring a step of a compacted chain costs at most, in multiples of a base; see `Store.compact`."""
 LEAST_SHARE = 0.7
-"""What a delta is taken to cost at the least, in multiples of a base, however little of it has to be decoded: its file
-is read and checked too. Measured by the default configuration (5 M parameters, one core): 0.3 from one step to the
-next, 0.75 over ten steps and more, as compaction makes them."""
+"""The least cost assumed for a delta, in multiples of a base, however little of it must be decoded: its file is read
+and checked too. Measured with the default configuration (5 M parameters, one core): 0.3 from one step to the next, 0.75
+over ten steps and more, as compaction makes them."""
+
+
+_LEAST_FREED = 1 << 16
+"""Files of removed steps of fewer bytes are left alone."""
 
 
 def without_lowest_digit(number: int, base: int) -> int:
-    """A positive number with its lowest non-zero digit cleared.
+    """Return a positive number with its lowest non-zero digit cleared.
 
     Example:
         >>> [without_lowest_digit(i, 10) for i in (7, 30, 37, 100)]
@@ -51,7 +56,7 @@ def without_lowest_digit(number: int, base: int) -> int:
 
 
 def digit_base(steps: int, depth: int) -> int:
-    """The least base g >= 2 in which no number below `steps` has more than `depth` (1 or more) non-zero digits.
+    """Return the least base in which numbers below `steps` have at most `depth` non-zero digits.
 
     Example:
         >>> digit_base(100, 2), digit_base(100, 6), digit_base(100, 1)
@@ -67,7 +72,7 @@ def digit_base(steps: int, depth: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A step on the way up: its number in the chain, its checkpoint, its manifest as it will be."""
+    """A step that was visited: its number in the chain, its checkpoint, and its new manifest."""
 
     number: int
     checkpoint: Checkpoint
@@ -84,7 +89,7 @@ class Compaction:
     Args:
         files: of the store.
         catalog: of the store.
-        lease: held shared; renewed from step to step.
+        lease: held shared; renewed at every step.
         max_cost: of restoring any step, in multiples of a base, 1 or more.
         progress: called after each step with (step, done, total).
     """
@@ -100,14 +105,15 @@ class Compaction:
         self._files, self._catalog, self._lease = files, catalog, lease
         self._max_cost, self._progress = max_cost, progress
         self._changed: set[int] = set()
+        self._nearest = False
         self.problems: dict[int, str] = {}
-        """Steps that are not readable and stayed as they were, and why."""
+        """Steps that cannot be read and stay as they were, and why."""
         self._done = self._total = 0
 
     def run(self) -> list[int]:
-        """Compact every tree that has a step over the bound; returns the steps that were moved, ascending."""
+        """Compact every tree that has a step over the bound; return the moved steps, ascending."""
         roots = []
-        # Of a step with an unreadable manifest nothing is known; it stays as it is.
+        # Nothing is known of a step with an unreadable manifest; it stays as it is.
         entries, self.problems = self._catalog.readable()
         self._go_on(entries)
         for root in forest(entries.values()):
@@ -116,11 +122,29 @@ class Compaction:
                 roots.append(root)
                 self._total += len(costs)
         for root in roots:
-            self._tree(root)
+            self._tree(root, self._over(root), self._base_for(root))
+        return sorted(self._changed)
+
+    def free(self) -> list[int]:
+        """Give steps other parents, to free files of removed steps; return the moved steps.
+
+        Only where these files take over twice the bytes of the bases that are written instead, so that every rewrite
+        of a chain frees at least as much as it writes.
+        """
+        entries, self.problems = self._catalog.readable()
+        sizes = self._files.sizes(FOLDER)
+        self._nearest = True
+        for root in forest(entries.values()):
+            nodes = list(root.below())
+            freed = sum(sizes.get(node.name, 0) for node in nodes if node.entry is None)
+            moved = {child: child.entry for node in nodes if node.entry is None for child in node.children.values()}
+            written = sum(entry.manifest.base_nbytes for entry in moved.values() if entry is not None)
+            if freed > max(2 * written, _LEAST_FREED):
+                self._tree(root, set(nodes), None)
         return sorted(self._changed)
 
     def _go_on(self, entries: dict[int, Entry]) -> None:
-        """Put steps whose parent was moved without them on its new files: no data is read for it but headers."""
+        """Give steps whose parent was moved its new files as parents; only headers are read."""
         for step in sorted(entries):
             m = entries[step].manifest
             below = entries.get(int(m.parents[0][:12])) if m.parents else None
@@ -133,15 +157,14 @@ class Compaction:
                 same = parent.file == m.parents[0] or opener(self._files, m)(None).parent_id == parent.identity
                 carried = parent.carried + carried_by(opener(self._files, parent)(None))
             except (ShrinkpointError, FileNotFoundError):
-                continue  # the walk says why
+                continue  # the walk reports the reason
             moved = replace(m, parents=parent.chain, carried=carried)
             if same and carried <= m.carried and (entry := self._catalog.replace(entries[step], moved)) is not None:
                 entries[step] = entry
                 self._changed.add(step)
 
-    def _tree(self, root: Node) -> None:
-        base, over = self._base_for(root), self._over(root)
-        # For each file: the steps below it that something above may still be coded against, and whether any was moved.
+    def _tree(self, root: Node, over: set[Node], base: int | None) -> None:
+        # For each file: the steps below it that may still become parents, and whether the last was moved.
         below: dict[Node, tuple[tuple[_Live, ...], bool]] = {root: ((), False)}
         for found in walk(self._files, root):
             live, is_moved = below.pop(found.node)
@@ -153,7 +176,7 @@ class Compaction:
                 why, step = str(found.problem), entry.manifest.step
                 self.problems[step] = why if why.startswith(f"step {step}:") else f"step {step}: below it, {why}"
             if not is_moved:
-                # What is within the bound and stands on what stays is left alone, unread.
+                # Steps within the bound above unmoved ones are left alone, unread.
                 for name, child in list(found.node.children.items()):
                     if child not in over:
                         self._done += sum(node.entry is not None for node in found.node.children.pop(name).below())
@@ -166,7 +189,7 @@ class Compaction:
             below.update((child, (live, is_moved)) for child in found.node.children.values())
 
     def _over(self, root: Node) -> set[Node]:
-        """The nodes of steps over the bound, and of what these stand on."""
+        """The nodes of steps over the bound, and the nodes below them."""
         found: set[Node] = set()
         for node in reversed(list(root.below())):
             is_over = node.entry is not None and node.entry.manifest.restore_cost > self._max_cost
@@ -175,7 +198,7 @@ class Compaction:
         return found
 
     def _base_for(self, root: Node) -> int | None:
-        """The base of the numbers of a tree's steps; None where the bound leaves room for no delta."""
+        """The base of the numbers of a tree's steps; None if the bound allows no delta."""
         deepest, share = 0, LEAST_SHARE
         stack = [(root, 0)]
         while stack:
@@ -191,9 +214,9 @@ class Compaction:
         return digit_base(deepest, room) if room else None
 
     def _step(self, entry: Entry, ckpt: Checkpoint, live: tuple[_Live, ...], base: int | None) -> tuple[_Live, ...]:
-        """Move a step to its new parent; returns what the steps above it may be coded against."""
+        """Move a step to its new parent; return the steps that those above it may have as parents."""
         number = live[-1].number + 1 if live else 0
-        parent = None
+        parent = live[-1] if self._nearest and live else None
         if base is not None and number:
             target = without_lowest_digit(number, base)
             parent = next(known for known in live if known.number == target)
@@ -203,12 +226,12 @@ class Compaction:
         manifest = self._restated(entry.manifest, ckpt, parent)
         if manifest != entry.manifest and self._catalog.replace(entry, manifest) is not None:
             self._changed.add(manifest.step)
-        # Of what the next step may need: this one, and where this one's number has fewer digits.
+        # The next step may need this one, and those whose number is this one's with digits cleared.
         kept = [known for known in live if base is not None and _is_prefix(known.number, number, base)]
         return (*kept, _Live(number, ckpt, manifest))
 
     def _restated(self, manifest: Manifest, ckpt: Checkpoint, parent: _Live | None) -> Manifest:
-        """The step's manifest over another parent, its data file durable."""
+        """Return the step's manifest over another parent, after its data file is durable."""
         chain = parent.manifest.chain if parent is not None else ()
         carried = parent.carried if parent is not None else 0
         if ckpt.parent_id == (parent.checkpoint.identity if parent is not None else None):
@@ -224,14 +247,14 @@ class Compaction:
 
 
 def _is_prefix(low: int, number: int, base: int) -> bool:
-    """Whether clearing lowest digits of a number leads to `low`."""
+    """Whether clearing the lowest digits of a number gives `low`."""
     while number > low:
         number = without_lowest_digit(number, base)
     return number == low
 
 
 def _check_same(old: Checkpoint, new: Checkpoint) -> None:
-    """Raise CorruptDataError unless two checkpoints hold the same: nothing is replaced on trust."""
+    """Raise CorruptDataError unless two checkpoints hold the same values."""
     same = old.identity == new.identity and len(old.records) == len(new.records)
     for a, b in zip(old.records, new.records, strict=True) if same else ():
         if a.format.has_deltas:
@@ -240,4 +263,4 @@ def _check_same(old: Checkpoint, new: Checkpoint) -> None:
         else:
             same = same and [bytes(p) for p in old.pieces_of(a)] == [bytes(p) for p in new.pieces_of(b)]
     if not same:
-        raise CorruptDataError(f"{old.id[:12]}...: restated as {new.id[:12]}... it is not the same")
+        raise CorruptDataError(f"{old.id[:12]}...: restated as {new.id[:12]}... it has other values")

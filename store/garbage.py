@@ -1,4 +1,4 @@
-"""Garbage collection: which steps a retention keeps, which files no step needs, and removing the rest."""
+"""Garbage collection: remove steps by a retention, and files that no step needs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Collection, Mapping
 
 from ..codec.checkpoint import Checkpoint
-from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ..codec.parallel import give_way
-from . import branches, labels, restores
+from . import labels, restore_counter, rewinds
 from .catalog import FOLDER as STEPS
-from .catalog import Catalog, Entry, unknown
+from .catalog import Catalog, Entry, named, unknown
 from .chain import FOLDER as DATA
 from .files import TEMPORARY, Files, StoreWarning, is_damage
 from .lock import Lease, Lock
@@ -19,51 +19,57 @@ from .manifest import Manifest, is_data, manifest_name
 from .retention import Retention
 
 _AT_ONCE = 64
-"""Files that are removed before the lock is renewed, and before whoever has more urgent work may take over."""
-_FOLDERS = (STEPS, DATA, labels.PINS, labels.TAGS, restores.FOLDER, branches.FOLDER)
+"""Files that are removed before the lock is renewed and the work may be interrupted."""
+_FOLDERS = (STEPS, DATA, labels.PINS, labels.TAGS, restore_counter.FOLDER, rewinds.FOLDER)
 
 
 def collect(
     files: Files, catalog: Catalog, lease: Lease, retention: Retention | None, *, dry_run: bool = False
 ) -> list[str]:
-    """Remove the steps that a retention does not keep (None: it keeps all), then every file that no step needs.
+    """Remove steps by a retention (None: keep all), then files that no step needs.
 
-    The manifests go first: at no instant does a step need a file that is gone.
+    Manifests are removed first, so that a step never needs a missing file.
 
     Args:
         files: of the store.
         catalog: of the store.
         lease: on the store, held alone.
-        retention: what to keep; pinned and tagged steps are always kept.
+        retention: which steps to keep; pinned and tagged steps are always kept.
         dry_run: remove nothing.
 
     Returns:
-        Names of what was removed, or would be.
+        Names of the files that were removed, or would be.
 
     Raises:
-        CorruptDataError, NewerFormatError: a manifest, tag or record of `branches` is not readable, so nobody can say
-            what it needs.
+        CorruptDataError: a manifest, tag or record of `rewinds` cannot be read, so what it needs is unknown.
     """
     generations = catalog.generations()
-    entries = catalog.all()
+    entries, problems = catalog.readable()
+    if problems:
+        step = min(problems)
+        raise CorruptDataError(
+            f"{files.root}: nothing was removed, because the files that {named(problems)} needs are unknown: "
+            f"{problems[step]}; remove the step with Store.drop({step}) or `shrinkpoint drop {files.root} {step}`, "
+            "then collect again"
+        )
     protected = labels.protected(files)
-    records = branches.read(files)
+    records = rewinds.read(files)
     if retention is not None and retention.best and all(e.manifest.metric is None for e in entries.values()):
         if entries:
             message = f"{files.root}: best={retention.best}, but no step has a metric: all are kept; see Store.rate"
             warnings.warn(message, StoreWarning, stacklevel=3)
     elif retention is not None:
-        behind = branches.behind(catalog, records)
+        behind = rewinds.behind(catalog, records)
         keep = _kept(files, retention, entries)
         if behind:
-            # A run that went back has two ends: each keeps what it would as the newest.
+            # A run that went back has two ends; each keeps what it would keep as the newest.
             keep |= _kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
         entries = {s: e for s, e in entries.items() if s in keep | protected}
     needed = {name for entry in entries.values() for name in entry.manifest.chain}
     doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
     manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
     garbage = [_garbage(files, folder, needed) for folder in _FOLDERS]
-    garbage.append(branches.garbage(records, {s: e.manifest.identity for s, e in entries.items()}))
+    garbage.append(rewinds.garbage(records, {s: e.manifest.identity for s, e in entries.items()}))
     if not dry_run:
         gone = list(doomed)
         for start in range(0, len(gone), _AT_ONCE):
@@ -79,11 +85,11 @@ def collect(
 
 
 def drop(files: Files, catalog: Catalog, steps: Collection[int]) -> None:
-    """Remove steps, whatever the retention; the store must be held alone.
+    """Remove steps, regardless of a retention; the store must be held alone.
 
     Raises:
-        BadArgumentError: one is not there, or is pinned or tagged.
-        CorruptDataError: what stands for one is no file.
+        BadArgumentError: one does not exist, or is pinned or tagged.
+        CorruptDataError: the manifest of one is a folder.
     """
     generations = catalog.generations()
     protected = labels.protected(files)
@@ -96,15 +102,17 @@ def drop(files: Files, catalog: Catalog, steps: Collection[int]) -> None:
 
 
 def take_back(files: Files, catalog: Catalog, lock: Lock, file: str) -> None:
-    """Remove the data file of a save that failed, unless a step names it: the same bytes may have been saved. Nothing
-    happens where others write: it is garbage."""
+    """Remove the data file of a failed save, unless a step names it, whose bytes are the same.
+
+    If others are writing, it is left as garbage.
+    """
     with contextlib.suppress(Exception), lock.alone(0.0):
         if not any(file.endswith(name) for e in catalog.all().values() for name in e.manifest.chain):
             files.remove([file])
 
 
 def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:
-    """Files of a folder that are temporary, or data that no step needs."""
+    """Temporary files of a folder, and data files that no step needs."""
     return [
         f"{folder}/{name}"
         for name in files.list(folder)
@@ -113,7 +121,7 @@ def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:
 
 
 def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> set[int]:
-    """The steps to keep. One that is damaged must not take the place of one that is not."""
+    """The steps to keep. A damaged step must not be kept in the place of an intact one."""
     intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
     damaged: set[int] = set()
     known: dict[str, bool] = {}
@@ -130,7 +138,7 @@ def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> s
 
 
 def _is_intact(files: Files, manifest: Manifest, known: dict[str, bool]) -> bool:
-    """Whether a step's files are all there, as they were written; those of a chain are read once, see `known`."""
+    """Whether a step's files are intact; each file is read once, see `known`."""
     for name in manifest.chain:
         if name not in known:
             give_way()

@@ -1,4 +1,4 @@
-"""What people say of steps: pins and tags. Both keep a step from being removed."""
+"""Pins and tags of steps. Both keep a step from being removed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Collection
 
 from ..codec.errors import BadArgumentError, CorruptDataError
 from .catalog import Catalog, unknown
+from .checksummed_json import seal, unseal
 from .files import Files, is_damage
 from .manifest import MAX_STEP, check_step
-from .sealed import seal, unseal
 
 PINS, TAGS = "pins", "tags"
 _PIN = re.compile("[0-9]{12}")
@@ -18,7 +18,7 @@ _TAG = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 
 
 def check_tag(name: object) -> str:
-    """A tag's name, or BadArgumentError; it becomes a file's name, and must not look like a step."""
+    """Return a tag's name or raise BadArgumentError; it becomes a file name."""
     if not isinstance(name, str) or not _TAG.fullmatch(name):
         raise BadArgumentError(
             f"a tag is 1 to 100 letters, digits, '_', '.' or '-' and begins with a letter or '_'; not {name!r:.120}"
@@ -27,33 +27,33 @@ def check_tag(name: object) -> str:
 
 
 def pins(files: Files) -> set[int]:
-    """The pinned steps."""
+    """Return the pinned steps."""
     return {int(name) for name in files.list(PINS) if _PIN.fullmatch(name)}
 
 
 def pin_name(step: int) -> str:
-    """The file that pins a step."""
+    """Return the name of the file that pins a step."""
     return f"{PINS}/{step:012d}"
 
 
 def _names(files: Files) -> list[str]:
-    """The tags that there are, readable or not."""
+    """The names of all tags, readable or not."""
     found = (file.removesuffix(".json") for file in files.list(TAGS) if file.endswith(".json"))
     return [name for name in found if _TAG.fullmatch(name)]
 
 
 def tags(files: Files) -> dict[str, int]:
-    """Tag -> step, by name.
+    """Return tag -> step, by name.
 
     Raises:
-        CorruptDataError: one is not readable, so nobody can say what it protects.
+        CorruptDataError: one cannot be read, so the step that it protects is unknown.
     """
     found = ((name, read_tag(files, name)) for name in _names(files))
     return {name: step for name, step in found if step is not None}
 
 
 def read_tag(files: Files, name: str) -> int | None:
-    """The step a tag stands for, or None."""
+    """Return the step of a tag, or None."""
     path = tag_name(name)
     try:
         step = unseal(files.read(path))["step"]
@@ -64,12 +64,12 @@ def read_tag(files: Files, name: str) -> int | None:
     except (ValueError, KeyError, OSError) as e:
         if isinstance(e, OSError) and not is_damage(e, local=files.local):
             raise
-        raise CorruptDataError(f"{files.path(path)}: no tag: {str(e)[:200]}; untag {name!r}, or remove it") from None
+        raise CorruptDataError(f"{files.path(path)}: not a tag: {str(e)[:200]}; untag {name!r}") from None
     return step
 
 
 def unreadable(files: Files) -> dict[str, str]:
-    """Path -> what is wrong, of the tags that are damaged."""
+    """Return path -> reason of the damaged tags."""
     found = {}
     for name in _names(files):
         try:
@@ -80,32 +80,32 @@ def unreadable(files: Files) -> dict[str, str]:
 
 
 def check_alike(files: Files, names: Collection[str]) -> None:
-    """Raise BadArgumentError where a new tag differs from another by case only: some disks have one file for both."""
+    """Raise BadArgumentError if a new tag differs from another by case only."""
     there = _names(files)
     for name in names:
         for other in (*there, *names):
             if name not in there and other != name and other.lower() == name.lower():
                 raise BadArgumentError(
-                    f"tag {name!r}: there is {other!r}, the same file where case does not count; untag it first"
+                    f"tag {name!r}: {other!r} exists, which is the same file on disks that ignore case; untag it first"
                 )
 
 
 def tag_name(name: str) -> str:
-    """The file of a tag."""
+    """Return the name of the file of a tag."""
     return f"{TAGS}/{name}.json"
 
 
 def tag_data(step: int) -> bytes:
-    """What is in it."""
+    """Return the contents of the file of a tag."""
     return seal({"step": step})
 
 
 def meant(files: Files, catalog: Catalog, step: object) -> int:
-    """The step that is meant by a number or tag, which must be there.
+    """Return the step of a number or tag, which must exist.
 
     Raises:
-        BadArgumentError: it is not.
-        CorruptDataError: the tag is not readable.
+        BadArgumentError: it does not exist.
+        CorruptDataError: the tag cannot be read.
     """
     steps = catalog.steps()
     found = step
@@ -117,7 +117,7 @@ def meant(files: Files, catalog: Catalog, step: object) -> int:
 
 
 def protected(files: Files) -> set[int]:
-    """Steps that are pinned or tagged.
+    """Return the steps that are pinned or tagged.
 
     Raises:
         CorruptDataError: as `tags`.

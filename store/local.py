@@ -1,7 +1,7 @@
-"""A folder on a local disk, such that a crash or a power loss at any instant leaves whole files or none.
+"""A folder on a local disk: a crash or power loss at any moment leaves whole files or none.
 
-A file is written under a temporary name, synced, renamed (or linked, where the name must be new), and its folder
-synced: before that last sync nothing counts. Links inside the store are never followed, neither to read nor to write.
+A file is written under a temporary name, synced, renamed (or linked, if the name must be new), and its folder is
+synced: only then is it durable. Links inside the store are never followed, neither to read nor to write.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import itertools
 import os
 import posixpath
 import stat
+import warnings
 from collections.abc import Iterator, Sequence
 
-from .files import TEMPORARY
+from .files import TEMPORARY, StoreWarning
 
 _READ = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file must not hang its reader
+    | getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file must not block the reader
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_BINARY", 0)
 )
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-"""What file systems without hard links answer."""
+"""Errors of file systems without hard links."""
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+"""Errors of file systems that cannot sync a folder, such as some network file systems."""
+_unsynced = False
 
 
 class LocalFiles:
@@ -34,13 +38,14 @@ class LocalFiles:
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self._prefix = root if root.endswith("/") else f"{root}/"
 
     def path(self, name: str) -> str:
         """Full path of a name."""
-        return posixpath.join(self.root, name)
+        return self._prefix + name
 
     def _folder(self, folder: str) -> str:
-        """Full path of a folder, which may be missing but must be no link: what it holds may be removed one day."""
+        """Full path of a folder. It may be missing but must not be a link."""
         path = self.path(folder)
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -53,51 +58,67 @@ class LocalFiles:
         fd = os.open(posixpath.join(self._folder(folder), base), _READ)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "no regular file", self.path(name))
+                raise OSError(errno.EINVAL, "not a regular file", self.path(name))
             yield fd
         finally:
             os.close(fd)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file; FileNotFoundError where there is none."""
+        """All bytes of a file; FileNotFoundError if it does not exist."""
         with self._opened(name) as fd:
             return _read(fd, os.fstat(fd).st_size)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop of a file; fewer where it ends before."""
+        """Bytes start..stop of a file; fewer if it ends before."""
         with self._opened(name) as fd:
             os.lseek(fd, start, os.SEEK_SET)
             return _read(fd, min(stop, os.fstat(fd).st_size) - start)
 
     def size(self, name: str) -> int:
-        """Bytes of a file; FileNotFoundError where there is none."""
+        """Size of a file in bytes; FileNotFoundError if it does not exist."""
         with self._opened(name) as fd:
             return os.fstat(fd).st_size
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether a file exists."""
         return os.path.lexists(self.path(name))
 
     def modified(self, name: str) -> float:
         """When a file was written, in seconds by the clock of its file system."""
         return os.lstat(self.path(name)).st_mtime
 
+    def stamp(self, name: str) -> object:
+        """A value that changes with a file or folder; None if it is missing."""
+        with contextlib.suppress(OSError):
+            found = os.lstat(self.path(name))
+            return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Name -> size in bytes of the files in a folder; empty if the folder does not exist."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder(folder)) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
+
     def list(self, folder: str) -> Sequence[str]:
-        """Names of the files in a folder, sorted, temporary ones too; empty where there is no such folder."""
+        """Sorted names of all files in a folder; empty if the folder does not exist."""
         try:
             return sorted(os.listdir(self._folder(folder)))
         except FileNotFoundError:
             return []
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, over another if need be: durable when this returns, as before or whole when it raises."""
+        """Write or replace a file: durable when this returns; when it raises, old or new, but whole."""
         target = self.path(name)
         with self._temporary(name, data) as temporary:
             os.replace(temporary, target)
         sync_folder(posixpath.dirname(target))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file that must not be there; False if it is, with other bytes. Of two that race, one succeeds."""
+        """Write a file that must not exist; False if it does, with other bytes."""
         target = self.path(name)
         try:
             with self._temporary(name, data) as temporary:
@@ -107,13 +128,13 @@ class LocalFiles:
         try:
             sync_folder(posixpath.dirname(target))
         except BaseException:
-            # What is not durable must not be seen to be there.
+            # A file that is not durable must not be visible.
             _discard(target)
             raise
         return True
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Whether a file that was there a moment ago has these bytes; it may be gone again."""
+        """Whether a file that existed a moment ago has these bytes; it may be removed again."""
         try:
             return self.read(name) == data
         except FileNotFoundError:
@@ -121,14 +142,14 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def _temporary(self, name: str, data: bytes) -> Iterator[str]:
-        """A synced file of these bytes beside the name it is for; gone afterwards if it is still there."""
+        """A synced temporary file in the same folder; removed afterwards if it still exists."""
         below, base = posixpath.split(name)
         folder = self._folder(below)
         make_folder(folder)
         for number in itertools.count():
             temporary = posixpath.join(folder, f"{TEMPORARY}{number}-{base}")
             try:
-                # Never an existing file, nor through a link: another writer may be at this very name.
+                # Never an existing file or a link: another writer may use this name.
                 file = open(temporary, "xb")  # noqa: SIM115 - closed before it is renamed
                 break
             except FileExistsError:
@@ -141,7 +162,7 @@ class LocalFiles:
         except BaseException as error:
             _discard(temporary)
             if isinstance(error, OSError):
-                # A full disk is met in a write, which does not know what it writes to.
+                # The error of a full disk comes without a file name.
                 error.filename = error.filename or self.path(name)
             raise
         try:
@@ -150,7 +171,7 @@ class LocalFiles:
             _discard(temporary)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files of one folder, durably; those that are not there are passed over."""
+        """Remove files of one folder, durably; missing ones are skipped."""
         touched = ""
         for name in names:
             self._folder(posixpath.dirname(name))
@@ -162,7 +183,7 @@ class LocalFiles:
 
 
 def _read(fd: int, n: int) -> bytes:
-    """The next n bytes, fewer only at the end of the file; the system gives at most 2 GiB at once."""
+    """The next n bytes, fewer only at the end of the file; a call returns at most 2 GiB."""
     parts = []
     while n > 0 and (part := os.read(fd, min(n, 1 << 30))):
         parts.append(part)
@@ -179,21 +200,21 @@ def link(temporary: str, target: str) -> None:
     except OSError as e:
         if e.errno not in _NO_LINKS:
             raise
-        # Without hard links two writers that commit the same step at the same instant cannot be told apart.
+        # Without hard links, two writers that commit the same step at the same moment cannot be distinguished.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "exists", target) from None
         os.replace(temporary, target)
 
 
 def _discard(path: str) -> None:
-    """Remove a file if it is there and that can be done; what is left behind is garbage and does no harm."""
+    """Remove a file if that is possible; otherwise it is garbage and does no harm."""
     with contextlib.suppress(OSError):
         if os.path.lexists(path):
             os.unlink(path)
 
 
 def make_folder(folder: str) -> None:
-    """Create a folder and its parents, each made durable in the one above it."""
+    """Create a folder and its parents, each durable in the one above it."""
     missing = []
     while folder and not os.path.isdir(folder):
         missing.append(folder)
@@ -205,11 +226,28 @@ def make_folder(folder: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable. Windows has no such call and does it by itself."""
+    """Make the names in a folder durable. Windows has no such call and does it itself."""
     if os.name == "nt":
         return
     fd = os.open(folder or ".", os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as e:
+        if e.errno not in _NO_FOLDER_SYNC:
+            raise
+        warn_unsynced(folder, e)
     finally:
         os.close(fd)
+
+
+def warn_unsynced(folder: str, error: OSError) -> None:
+    """Warn once per process that a file system cannot sync folders."""
+    global _unsynced
+    if not _unsynced:
+        _unsynced = True
+        warnings.warn(
+            f"{folder}: this file system cannot sync folders ({error.strerror}): checkpoints are saved, but a power "
+            "loss may undo the newest of them",
+            StoreWarning,
+            stacklevel=3,
+        )

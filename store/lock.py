@@ -1,12 +1,12 @@
-"""Who may work on a store at once: any number of savers and compactors together, a collector of garbage alone.
+"""Locks of a store: savers and compactors share it, garbage collection has it alone.
 
-Whoever adds files holds the lock *shared* from before it looks at its parents until its manifest is there; `gc` holds
-it *alone*, so nothing is removed that a manifest about to be written will name. Readers need no lock.
+A process that adds files holds the lock *shared* from before it reads the parents until its manifest exists; `gc` holds
+it *alone*, so that it removes nothing that a future manifest will name. Readers need no lock.
 
 On a local disk the lock is `flock`, which the system releases when a process dies. Elsewhere holders are objects:
-`locks/shared-*`, one a holder, and `locks/alone`, made by a conditional put. Each side writes its own object before it
-looks for the other's, so of two that begin at once at least one sees the other. What a crashed holder leaves behind
-counts for nothing after `STALE` seconds by the storage's own clock (no other clock is asked).
+`locks/shared-*`, one per holder, and `locks/alone`, made by a conditional put. Each side writes its own object before
+it looks for the other's, so that at least one of two that begin together sees the other. The object of a crashed holder
+is ignored after `STALE` seconds by the storage's own clock; no other clock is used.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ except ImportError:  # not a POSIX system
 
 FOLDER = "locks"
 STALE = 3600.0
-"""Seconds after which an object that a lock consists of is taken for a crashed process's; a holder renews its own."""
+"""Age in seconds from which a lock object is attributed to a crashed process; holders renew theirs."""
 _FILE = "lock"
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 _SHORT_OF_LOCKS = 1.0
-"""Seconds for which ENOLCK is taken for a moment's want of memory, and not for a file system that has no locks: of two
-processes of which only one fell back to lock files neither would see the other."""
+"""Seconds for which ENOLCK is taken for a temporary lack of memory rather than a file system without locks: if only one
+of two processes fell back to lock files, they would not see each other."""
 _without: set[int] = set()
-"""Devices of which that was waited for in vain."""
+"""Devices that still answered ENOLCK after this time."""
 
 
 class InUseError(TimeoutError):
-    """Others held the lock all the time that it was waited for."""
+    """The lock was held by others for the whole time of waiting."""
 
 
 class Lease:
     """A lock that is held."""
 
     def renew(self) -> None:
-        """Tell others that the holder lives; TimeoutError if it was taken for dead in the meantime."""
+        """Show that the holder is alive; TimeoutError if the lock was taken away meanwhile."""
 
 
 class Lock(Protocol):
-    """A lock with two modes; both raise InUseError when it cannot be had in time."""
+    """A lock with two modes; both raise InUseError if it cannot be acquired in time."""
 
     def shared(self) -> contextlib.AbstractContextManager[Lease]:
-        """Held beside other shared holders."""
+        """Hold it together with other shared holders."""
         ...
 
     def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
-        """Held by nobody else."""
+        """Hold it alone."""
         ...
 
 
 _descriptors: set[int] = set()
-"""Descriptors of this process's locks. A forked process (a data loader's worker) has them too, and would hold the locks
-for as long as it lives, even where this process was killed."""
+"""Descriptors of this process's locks. A forked process (a data loader's worker) inherits them and would hold the locks
+as long as it lives, even after this process was killed."""
 
 
 def _let_go() -> None:
-    """In a process just forked: close the locks of the one it is from, which holds them as before."""
+    """Close the inherited locks in a forked process; the parent still holds them."""
     while _descriptors:
         with contextlib.suppress(OSError):
             os.close(_descriptors.pop())
@@ -80,25 +80,25 @@ if hasattr(os, "register_at_fork"):
 
 
 def open_lock(files: Files) -> Lock:
-    """The lock of a store."""
+    """Return the lock of a store."""
     return FileLock(files) if files.local and fcntl is not None else ObjectLock(files)
 
 
 class FileLock:
-    """`flock` on a file of the store's folder; where the file system has none, lock files as on an object store."""
+    """`flock` on a file of the store's folder; lock files if the file system does not have it."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[Lease]:
-        """Held beside other shared holders; waits as long as it takes."""
+        """Hold it together with other shared holders; waits without a limit."""
         with self._held(fcntl.LOCK_SH, None) as lease:
             yield lease
 
     @contextlib.contextmanager
     def alone(self, timeout: float) -> Iterator[Lease]:
-        """Held by nobody else."""
+        """Hold it alone."""
         with self._held(fcntl.LOCK_EX, timeout) as lease:
             yield lease
 
@@ -119,7 +119,7 @@ class FileLock:
                 yield Lease()
             finally:
                 if fd in _descriptors:
-                    # Before it is closed: a process that is being forked just now has the same lock open.
+                    # Before it is closed: a process that is just being forked has the same lock open.
                     fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             if fd in _descriptors:
@@ -128,7 +128,7 @@ class FileLock:
 
 
 def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
-    """Take the lock; False where the file system knows none."""
+    """Take the lock; False if the file system has no locks."""
     try:
         if timeout is None:
             _have(fd, mode)
@@ -164,7 +164,7 @@ def _have(fd: int, mode: int) -> None:
 
 
 def _patience(timeout: float, path: str, first: float = 0.005) -> Iterator[None]:
-    """Turns of waiting, ever longer ones, until InUseError."""
+    """Yield between pauses of growing length, until InUseError."""
     end = time.monotonic() + timeout
     pause = first
     while True:
@@ -207,7 +207,7 @@ class ObjectLock:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[Lease]:
-        """Held beside other shared holders."""
+        """Hold it together with other shared holders."""
         token = uuid.uuid4().hex
         name = f"{FOLDER}/shared-{token}"
         try:
@@ -216,20 +216,20 @@ class ObjectLock:
                 if "alone" not in self._files.list(FOLDER):
                     break
                 if self._is_stale(self._alone, name):
-                    # Should its holder wake up after all, it finds that the lock is lost.
+                    # If its holder is alive after all, it will find that the lock is lost.
                     self._files.remove([self._alone])
                     break
-                # Stepping back lets the other side finish instead of waiting for this one.
+                # Withdrawing lets the other side finish instead of waiting for this one.
                 self._files.remove([name])
             yield _ObjectLease(self._files, name, token.encode())
         finally:
-            # What cannot be removed now grows stale; network libraries have errors that are no OSError.
+            # An object that cannot be removed becomes stale. Network libraries have errors that are not an OSError.
             with contextlib.suppress(Exception):
                 self._files.remove([name])
 
     @contextlib.contextmanager
     def alone(self, timeout: float) -> Iterator[Lease]:
-        """Held by nobody else."""
+        """Hold it alone."""
         token = uuid.uuid4().hex.encode()
         for _ in _patience(timeout, self._files.path(self._alone), self._poll):
             if self._files.create(self._alone, token):
@@ -247,13 +247,13 @@ class ObjectLock:
                     break
             yield _ObjectLease(self._files, self._alone, token)
         finally:
-            # Of a holder that was taken for dead another one's may stand there now. What stays grows stale.
+            # It may be another holder's now, if this one was considered dead. An object that remains becomes stale.
             with contextlib.suppress(Exception):
                 if self._files.read(self._alone) == token:
                     self._files.remove([self._alone])
 
     def _others(self) -> list[str]:
-        """Shared holders that live; the objects of dead ones are removed."""
+        """The live shared holders; the objects of dead ones are removed."""
         alive = []
         for base in self._files.list(FOLDER):
             name = f"{FOLDER}/{base}"
@@ -266,7 +266,7 @@ class ObjectLock:
         return alive
 
     def _is_stale(self, name: str, now: str) -> bool:
-        """Whether an object is so much older than one written just now, both by the storage's clock."""
+        """Whether an object is `STALE` seconds older than one written just now."""
         try:
             then: Any = self._files.modified(name)
         except FileNotFoundError:
@@ -276,4 +276,4 @@ class ObjectLock:
         try:
             return bool(self._files.modified(now) - then > STALE)
         except (FileNotFoundError, NotImplementedError, KeyError):
-            return False  # without what it is compared with nothing is known of its age
+            return False  # its age is unknown without the other object

@@ -1,8 +1,8 @@
 """The manifest of a step: the small file whose appearance makes a checkpoint exist.
 
-`steps/000000000010.json` is the first one of step 10. When the step is saved anew or its chain is compacted, the next
-generation `steps/000000000010.r1.json` is created and the former removed: the highest one counts, so a step is
-never without a manifest, and of two writers that race for a generation one is told that it lost.
+`steps/000000000010.json` is the first one of step 10. When the step is replaced or its chain compacted, the next
+generation `steps/000000000010.r1.json` is created and the former removed. The highest one counts, so that a step always
+has a manifest, and only one of two writers can create a generation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
 from ..kernels.arguments import integer
-from .sealed import seal, unseal
+from .checksummed_json import check_sum, seal
 
 VERSION = 1
 MAX_STEP = 10**12 - 1
@@ -27,18 +27,18 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a store knows of one step.
+    """The properties of a step that a store knows without reading its data.
 
     Args:
         step: training step.
         file: name of the data file.
         id: content hash of that file.
-        identity: what deltas over it name as their parent: `id`, or the identity of the checkpoint the file restates.
+        identity: the name by which deltas refer to it: `id`, or the identity of the checkpoint that the file restates.
         nbytes: stored bytes.
         raw_nbytes: bytes of the state.
         parents: data files of the chain below it, the nearest first, the base last; empty for a base. They are named
-            here so that a chain stays readable when one of its steps is saved anew.
-        carried: bytes of the arrays that have to be decoded below it before it can be.
+            here so that a chain stays readable when one of its steps is replaced.
+        carried: bytes of the arrays that must be decoded below it first.
         since_base: checkpoints saved since the base, 0 for the base itself.
         base_nbytes: stored bytes of that base.
         spent: stored bytes of all checkpoints saved since it, this one included.
@@ -60,7 +60,7 @@ class Manifest:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """Data files it is decoded from, its own first."""
+        """Data files that it is decoded from, its own first."""
         return (self.file, *self.parents)
 
     @property
@@ -75,24 +75,26 @@ class Manifest:
 
     @property
     def restore_cost(self) -> float:
-        """Bytes of arrays decoded to restore it, in multiples of its own; 1 for a base, at most one more a delta."""
+        """Bytes decoded to restore it, in multiples of its own; 1 for a base."""
         return 1.0 + (self.carried / self.raw_nbytes if self.raw_nbytes else 0.0)
 
     def to_bytes(self) -> bytes:
-        """JSON with a checksum."""
+        """Return JSON with a checksum."""
         return seal({"version": VERSION, **asdict(self)})
 
     @staticmethod
     def from_bytes(data: bytes, step: int) -> Manifest:
-        """Read and check one; a name that could leave the folder is refused."""
+        """Read and check a manifest; a name that could leave the folder is refused."""
         try:
-            version = json.loads(data)["version"]
+            fields = json.loads(data)
+            version = fields.pop("version")
             if type(version) is int and version > VERSION:
                 raise NewerFormatError(
                     f"step {step}: manifest version {str(version)[:20]}; this reader knows up to {VERSION}"
                 )
-            fields = unseal(data)
-            if type(fields.pop("version")) is not int or version != VERSION:
+            check_sum(data)
+            del fields["checksum"]
+            if type(version) is not int or version != VERSION:
                 raise ValueError(f"version {str(version)[:20]!r}")
             manifest = Manifest(**{**fields, "parents": tuple(fields["parents"])})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
@@ -116,12 +118,12 @@ class Manifest:
 
 
 def check_step(step: Any) -> int:
-    """A step's number, also one of NumPy's, or BadArgumentError."""
+    """Return a step's number, also a NumPy one, or raise BadArgumentError."""
     return integer("step", step, 0, MAX_STEP)
 
 
 def check_metric(metric: Any) -> float | None:
-    """How good a model is, as a float, or BadArgumentError."""
+    """Return a metric as a float, or raise BadArgumentError."""
     if metric is None:
         return None
     try:
@@ -134,17 +136,17 @@ def check_metric(metric: Any) -> float | None:
 
 
 def data_name(step: int, identity: str) -> str:
-    """Name of a checkpoint's data file: the content hash keeps a step saved anew apart from its former self."""
+    """Return the name of a data file, which contains the beginning of its hash."""
     return f"{step:012d}-{identity[:16]}.spt"
 
 
 def manifest_name(step: int, generation: int) -> str:
-    """Name of a manifest."""
+    """Return the name of a manifest."""
     return f"{step:012d}.r{generation}.json" if generation else f"{step:012d}.json"
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """Step and generation that a manifest's file name stands for; None for other files."""
+    """Return the step and generation in a manifest's file name; None for other files."""
     match = _NAME.fullmatch(name)
     return (int(match.group(1)), int(match.group(2) or 0)) if match else None
 

@@ -1,4 +1,4 @@
-"""Any fsspec file system but the local disk: objects that appear whole, conditional puts, retries with backoff."""
+"""Objects of any fsspec file system but the local disk, with retries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Answers that asking again does not change."""
+"""Errors that a retry does not change."""
 _MISTAKES = (TypeError, ValueError, AttributeError, NotImplementedError, ImportError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often, and after how long, a failed request is made again.
+    """How often, and after how long, a failed request is repeated.
 
     Args:
         attempts: requests at most, 1 or more; default 6.
@@ -31,13 +31,13 @@ class Retry:
     sleep: Callable[[float], None] = time.sleep
 
     def __call__(self, request: Callable[[], T]) -> T:
-        """The answer to a request that may be made more than once."""
+        """Return the answer to a request that may be repeated."""
         for attempt in range(self.attempts - 1):
             try:
                 return request()
             except (*_FINAL, *_MISTAKES):
                 raise
-            # Network libraries have errors of their own that are no OSError.
+            # Network libraries have errors of their own that are not an OSError.
             except Exception:
                 self.sleep(self.first * 2**attempt)
         return request()
@@ -47,7 +47,7 @@ class ObjectFiles:
     """The files below a prefix of an fsspec file system.
 
     Writing an object is atomic. `create` is a conditional put (If-None-Match) where the file system has one (`mode=
-    "create"`, as s3fs does); elsewhere two writers that commit the same step at the same instant cannot be told apart.
+    "create"`, as s3fs does); elsewhere two writers that commit the same step at the same moment are not distinguished.
     """
 
     local = False
@@ -63,15 +63,15 @@ class ObjectFiles:
         return posixpath.join(self.root, name)
 
     def read(self, name: str) -> bytes:
-        """All bytes of an object; FileNotFoundError where there is none."""
+        """All bytes of an object; FileNotFoundError if it does not exist."""
         return bytes(self._retry(lambda: self.fs.cat_file(self.path(name))))
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop of an object; fewer where it ends before."""
+        """Bytes start..stop of an object; fewer if it ends before."""
         return bytes(self._retry(lambda: self.fs.cat_file(self.path(name), start=start, end=stop)))
 
     def size(self, name: str) -> int:
-        """Bytes of an object; FileNotFoundError where there is none."""
+        """Size of an object in bytes; FileNotFoundError if it does not exist."""
         self.fs.invalidate_cache()
         return int(self._retry(lambda: self.fs.info(self.path(name)))["size"])
 
@@ -80,8 +80,21 @@ class ObjectFiles:
         self.fs.invalidate_cache()
         return float(self._retry(lambda: self.fs.modified(self.path(name))).timestamp())
 
+    def stamp(self, name: str) -> object:
+        """None: a request takes as long as reading."""
+        return None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Name -> size in bytes of the objects in a folder; empty if it does not exist."""
+        self.fs.invalidate_cache()
+        try:
+            found = self._retry(lambda: self.fs.ls(self.path(folder), detail=True))
+        except FileNotFoundError:
+            return {}
+        return {posixpath.basename(one["name"].rstrip("/")): int(one["size"] or 0) for one in found}
+
     def list(self, folder: str) -> Sequence[str]:
-        """Names of the objects in a folder, sorted; empty where there is no such folder."""
+        """Sorted names of the objects in a folder; empty if it does not exist."""
         self.fs.invalidate_cache()
         try:
             found = self._retry(lambda: self.fs.ls(self.path(folder), detail=False))
@@ -90,13 +103,13 @@ class ObjectFiles:
         return sorted(posixpath.basename(p.rstrip("/")) for p in found)
 
     def write(self, name: str, data: bytes) -> None:
-        """Put an object, over another if need be."""
+        """Write or replace an object."""
         self._retry(lambda: self.fs.pipe_file(self.path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put an object that must not be there; False if it is, with other bytes.
+        """Write an object that must not exist; False if it does, with other bytes.
 
-        An answer may be lost on its way after the object was put; asked again, the store finds its own bytes.
+        An answer may be lost after the object was written; the retry then finds the same bytes.
         """
 
         def put() -> bool:
@@ -105,7 +118,7 @@ class ObjectFiles:
             except FileExistsError:
                 return False
             except OSError as e:
-                # s3fs gives a failed precondition as EINVAL where the server does not say which one failed.
+                # s3fs reports a failed precondition as EINVAL if the server does not name it.
                 if e.errno != errno.EINVAL or not self._exists(name):
                     raise
                 return False
@@ -115,18 +128,18 @@ class ObjectFiles:
             placed = self._retry(put)
         elif placed := not self.exists(name):
             self.write(name, data)
-        # Retried by itself: six tries are for one request, and not for this one with the put before it.
+        # Retried separately: the attempts are per request.
         return placed or self._retry(lambda: self._holds(name, data))
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Whether an object that was there a moment ago has these bytes; it may be gone again."""
+        """Whether an object that existed a moment ago has these bytes; it may be removed again."""
         try:
             return bytes(self.fs.cat_file(self.path(name))) == data
         except FileNotFoundError:
             return False
 
     def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
+        """Whether an object exists."""
         return self._retry(lambda: self._exists(name))
 
     def _exists(self, name: str) -> bool:
@@ -134,7 +147,7 @@ class ObjectFiles:
         return bool(self.fs.exists(self.path(name)))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are passed over."""
+        """Remove objects; missing ones are skipped."""
         for name in names:
             try:
                 self._retry(lambda name=name: self.fs.rm_file(self.path(name)))  # type: ignore[misc]

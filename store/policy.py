@@ -1,4 +1,4 @@
-"""When the next checkpoint is a base."""
+"""The decision whether the next checkpoint is a base."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WORTH = 0.99
 
 
 def wants_base(policy: ChainPolicy, last: Manifest, restore_cost: float) -> bool:
-    """Whether the checkpoint after `last` shall be a base.
+    """Whether the checkpoint after `last` must be a base.
 
-    The size predictor compares what the next i + 1 checkpoints will take if one is a base now and they grow as they did
-    since the last one, `1 + S1 + ... + Si`, with the least they take as deltas, `(i + 1) Si`; sizes are in multiples of
-    the base. It is made for deltas against the base, which grow; those of a linear chain hardly do.
+    The size predictor compares the bytes of the next i + 1 checkpoints if the first is a base and they grow as since
+    the last base, `1 + S1 + ... + Si`, with the least they take as deltas, `(i + 1) Si`; sizes are in multiples of the
+    base. It is meant for deltas against the base, which grow; those of a linear chain hardly do.
 
     Args:
-        policy: what was asked for.
+        policy: the chain policy.
         last: the checkpoint saved last.
         restore_cost: of the delta that would be made, in multiples of a base.
 
@@ -50,20 +50,20 @@ class Size:
 
     @staticmethod
     def of(ckpt: Checkpoint) -> Size:
-        """Of this one."""
+        """Return the size of a checkpoint."""
         return Size(ckpt.nbytes, ckpt.raw_nbytes)
 
 
 def is_pointless(delta: Size, base: Size) -> bool:
-    """Whether a delta spares less than a hundredth of what a base takes.
+    """Whether a delta saves less than a hundredth of the bytes of a base.
 
-    Of values stored beside a mask of one bit each, as BitSnap does, that is so from where 15/16 of those of 16 bits
-    changed. The hundredth is for the few arrays (norms, counters) that are coded otherwise. Below 64 KiB the answer is
-    no: there are frames to spare, and nothing else.
+    With a mask of one bit per value, as in BitSnap, this is so if over 15/16 of the 16-bit values changed. The
+    hundredth allows for the few arrays (norms, counters) that are coded differently. Below 64 KiB the answer is no:
+    headers dominate there.
 
     Args:
         delta: a delta.
-        base: a base. Where it is of another state, which may have been smaller, shares of the raw bytes are compared.
+        base: a base. It may be of another state, of another size: shares of the raw bytes are compared.
 
     Example:
         >>> [is_pointless(Size(n, 400_000), Size(90_000, 300_000)) for n in (118_000, 119_000)]
@@ -77,16 +77,16 @@ def is_pointless(delta: Size, base: Size) -> bool:
 def smaller(
     policy: ChainPolicy, delta: Checkpoint, base: Size, whole: Callable[[], Checkpoint]
 ) -> tuple[Checkpoint, Size | None]:
-    """A delta, or a base in its place where the policy asks for it and the delta would spare next to nothing.
+    """Return a delta, or a base if the policy allows it and the delta saves almost nothing.
 
     Args:
-        policy: what was asked for.
-        delta: what was made.
-        base: what a base takes, as far as that is known.
-        whole: makes the base; called where there is doubt.
+        policy: the chain policy.
+        delta: the delta.
+        base: the size of a base, as far as it is known.
+        whole: makes the base; called only if the decision is close.
 
     Returns:
-        The one that is to be saved, and what a base of the state takes; None where none was made.
+        The one to be saved, and the size of the base of this state; None if it was not made.
     """
     if not policy.only_smaller or not is_pointless(Size.of(delta), base):
         return delta, None
@@ -95,5 +95,5 @@ def smaller(
 
 
 def payload(ckpt: Checkpoint) -> Size:
-    """Of all arrays, without the header: that of a delta names its parent, which is no reason for a base."""
+    """Return the size of all arrays without the header, which is larger in a delta."""
     return Size(sum(sum(record.lengths) for record in ckpt.records), ckpt.raw_nbytes)

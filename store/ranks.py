@@ -1,4 +1,4 @@
-"""Several ranks, each with a store of its own, agree on the step to go on from."""
+"""Ranks with a store each agree on the step to resume from."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from functools import partial
 from typing import Any
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
-from .agent import InMemory
 from .files import StoreWarning
+from .memory_copies import MemoryCopies
 from .store import Store
 
 _NONE, _FAILED = -1, -2
 _MESSAGE = 1000
-"""Bytes of what a rank says of its error."""
+"""Bytes of a rank's error message."""
 
 
 def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -> int:
-    """The newest step that every rank can load; the same answer on all of them.
+    """Return the newest step that every rank can load; the same on all of them.
 
-    Each rank says the newest step it has intact, in memory or in storage (read and checked, as `load` will). While they
-    differ, each goes back to the newest it has that is no newer than the least of them: after an all-gather each,
+    Each rank reports the newest step that it has intact, in memory or in storage (read and checked, as by `load`).
+    While they differ, each rank goes back to its newest intact step up to the least of them, after an all-gather:
 
         s_r <- max {s intact on rank r : s <= min_q s_q}
 
-    Steps are compared by their numbers alone. Where a run went back, and ranks have saved other states under the same
-    numbers since, only `drop=True` tells them apart: it has removed what was newer than the answer each time.
+    Steps are compared by their numbers alone. If a run went back and ranks saved other states under the same numbers
+    since, use `drop=True` each time: it removes the steps above the answer.
 
     Args:
-        store: this rank's.
-        group: a `torch.distributed` process group; None: the default one, or this process alone where there is none.
-        drop: remove this rank's newer steps, which some rank lacks: from the store, and from memory; the same on all
-            ranks. Default False.
+        store: of this rank.
+        group: a `torch.distributed` process group; None: the default one, or only this process without one.
+        drop: remove this rank's newer steps, which some rank lacks, from the store and from memory; the same value on
+            all ranks. Default False.
 
     Raises:
-        CorruptDataError: there is no such step; on all ranks alike.
-        Exception: what keeps this rank from looking: storage that cannot be reached, or `store` is none.
-        ShrinkpointError: another rank cannot look, or drop; it says which, and why.
+        CorruptDataError: no step is intact on all ranks; raised on all of them.
+        Exception: this rank cannot read its store, or `store` is not a Store.
+        ShrinkpointError: another rank cannot read or drop; the message says which, and why.
         BadArgumentError: a step to be dropped is pinned or tagged.
 
     Example:
@@ -66,14 +66,14 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
         everyone = _told(partial(again, everyone[_own(group)], min(everyone)), group)
     mine = everyone[0]
     if mine == _NONE:
-        raise CorruptDataError(f"{store.url}: there is no step that all {len(everyone)} ranks hold intact")
+        raise CorruptDataError(f"{store.url}: no step that all {len(everyone)} ranks hold intact")
     newer = [step for step in steps[: steps.index(mine)] if step > mine]
 
     def dropped() -> int:
         if newer:
             store.drop(*newer)
             if store.in_memory:
-                InMemory(store.url, store.in_memory).drop(newer)
+                MemoryCopies(store.url, store.in_memory).drop(newer)
         return mine
 
     if drop:
@@ -82,7 +82,7 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
 
 
 def _in_order(store: Store) -> list[int]:
-    """Steps as `load` tries them: what a run left behind when it went back comes last."""
+    """Steps in the order of `load`: those that a run left behind come last."""
     try:
         return store.candidates()
     except CorruptDataError as e:
@@ -101,7 +101,7 @@ def _newest_intact(store: Store, steps: list[int]) -> int:
 
 
 def _told(work: Callable[[], int], group: Any, does: str = "look for its newest step") -> list[int]:
-    """What `work` says on every rank. Where it raises on one, all raise: nobody waits for who will not come."""
+    """The results of `work` on every rank; if it raises on one, all raise."""
     error: Exception | None = None
     step = _FAILED
     try:
@@ -133,14 +133,14 @@ def _is_distributed() -> bool:
 
 
 def _own(group: Any) -> int:
-    """This process's place in what is gathered."""
+    """The index of this process in gathered lists."""
     import torch.distributed as dist
 
     return dist.get_rank(group) if _is_distributed() else 0
 
 
 def _gathered(numbers: list[int], group: Any) -> list[list[int]]:
-    """As many numbers from every rank."""
+    """The same number of numbers from every rank."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""`Saver`: saves that cost the trainer one copy of its state; a worker process compresses and writes them."""
+"""`Saver`: the trainer copies its state; a worker process compresses and writes the copy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import json
+import math
 import os
 import queue
 import threading
@@ -25,38 +26,42 @@ from ..codec.inputs import by_weights
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
 from ..kernels.arguments import choice, instance, integer, number, or_none
-from . import copying
-from .files import is_of_this_process
-from .head import Head
+from . import host_copy
+from .chain_head import ChainHead
+from .executors import Executor, Origin, ProcessExecutor, ThreadExecutor, Warned
+from .exit_cleanup import EXIT_CLEANUP
+from .jobs import kinds_tree
+from .maintenance import Maintenance
 from .manifest import check_metric, check_step
-from .process import Origin, Place, ProcessPlace, ThreadPlace
 from .retention import Retention
 from .snapshot import Snapshot, plan, take
 from .store import Store
-from .unclosed import Unclosed
-from .upkeep import Upkeep
-from .worker import Warned, kinds_tree
+from .urls import is_of_this_process, one_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
-_WITHIN = (
-    "a saver was called within one of its own calls, as by a signal handler: let the handler take a note, and save "
-    "between two steps"
+STOPPED = 30.0
+"""Seconds that a stopped worker (SIGSTOP) is waited for, by a save and at exit."""
+_NESTED = (
+    "a saver was called within one of its own calls, for example by a signal handler: let the handler set a flag, and "
+    "save between two steps"
 )
-_BARREN = 2
-"""After so many workers in a row that died before they had saved anything the next one begins anew: reading the chain
-may be what they died of."""
+_FRUITLESS = 2
+"""After so many workers in a row that died before they had saved anything, the next one starts a new chain: reading the
+old one may have killed them."""
+_LOOK = 1.0
+"""Seconds between two looks at a worker that is waited for."""
 
 
 class SaverWarning(ShrinkpointWarning):
-    """The worker was warned while it saved, or the saver has something to say that is no error."""
+    """A warning of the worker, or of the saver itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What came of one `Saver.save`; what failed is an exception instead.
+    """The result of one `Saver.save`; a failure is an exception instead.
 
     Args:
         step: training step.
@@ -66,9 +71,9 @@ class SaveResult:
         nbytes: stored bytes.
         raw_nbytes: bytes of the state.
         is_delta: whether it was stored as a delta.
-        seconds: from the snapshot's end until it was durable.
-        stall: seconds that `save` kept the trainer, `waited` included.
-        waited: seconds of these for the save before it.
+        seconds: from the end of the snapshot until it was durable.
+        stall: seconds that `save` took of the trainer's time, `waited` included.
+        waited: seconds of these spent waiting for the save before it.
     """
 
     step: int
@@ -101,34 +106,35 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """A save that was handed over: its step, the store's head then, and what comes of it."""
+    """A save that was handed over: its step, the store's head at that time, and its result."""
 
     step: int
-    head: Head | None
+    head: ChainHead | None
     future: Future[SaveResult]
 
     @property
     def is_durable(self) -> bool:
-        """Whether it is done, and neither lost nor cancelled."""
+        """Whether it is done, and neither failed nor cancelled."""
         return self.future.done() and self.future.exception() is None and self.future.result().status == "saved"
 
 
 class _Runner:
-    """The thread that hands jobs to a place and fulfils their futures. It knows nothing of its Saver."""
+    """The thread that hands jobs to an executor and resolves their futures."""
 
-    def __init__(self, place: Place, upkeep: bool) -> None:
-        self.place = place
+    def __init__(self, executor: Executor, url: str, maintains: bool) -> None:
+        self.executor, self.url = executor, url
         self.errors: deque[BaseException] = deque()
-        self.tending: Future[None] | None = None
+        self.maintaining: Future[None] | None = None
         self.last: SaveResult | None = None
         self.saved: SaveResult | None = None
         self.future: Future[SaveResult] | None = None
         self.warned: list[str] = []
         self.ended = False
-        self._failed = ""
-        self._said: list[Warned] = []
         self.pid = os.getpid()
-        self._upkeep = upkeep
+        self._failed = ""
+        self._stopped_at = math.inf
+        self._reported: list[Warned] = []
+        self._maintains = maintains
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shrinkpoint-saver", daemon=True)
         self._thread.start()
@@ -138,12 +144,12 @@ class _Runner:
         return self.future is not None and not self.future.done()
 
     def submit(self, job: _Job) -> None:
-        """Hand a job to the place; when this returns it no longer depends on this process."""
+        """Hand a job to the executor, which finishes it even if this process ends."""
         self.future = job.future
         try:
-            # What failed here is tried once more, and told, by the thread.
+            # If this fails, the thread tries once more and reports the error.
             with contextlib.suppress(Exception):
-                self.place.hand(job.step, job.snapshot, job.origin)
+                self.executor.hand(job.step, job.snapshot, job.origin)
             job.stall = time.perf_counter() - job.begin
         finally:
             self._jobs.put(job)
@@ -152,7 +158,7 @@ class _Runner:
         while (job := self._jobs.get()) is not None:
             begin = time.perf_counter()
             try:
-                answer, warned = self.place.run(job.step, job.snapshot, job.origin)
+                answer, warned = self.executor.run(job.step, job.snapshot, job.origin)
             except BaseException as e:
                 self.errors.append(e)
                 job.future.set_exception(e)
@@ -161,42 +167,77 @@ class _Runner:
             self.last = SaveResult(step=job.step, stall=job.stall, waited=job.waited, **answer)
             if self.last.status == "saved":
                 self.saved = self.last
-            # What a save before this one said already is not said again at each.
-            self.warned += [f"step {job.step}: {c}: {m}" for c, m in warned if (c, m) not in self._said]
-            self._said = warned
+            # A warning that the save before this one gave is not repeated.
+            self.warned += [f"step {job.step}: {c}: {m}" for c, m in warned if (c, m) not in self._reported]
+            self._reported = warned
             done: Future[None] = Future()
-            if tend := self._upkeep and self.last.status == "saved":
-                self.tending = done
+            if maintains := self._maintains and self.last.status == "saved":
+                self.maintaining = done
             job.future.set_result(self.last)
-            if tend:
-                self._tend(job.step)
+            if maintains:
+                self._maintain(job.step)
                 done.set_result(None)
 
-    def _tend(self, step: int) -> None:
-        """What is due after a save, unless there is another one to do."""
+    def _maintain(self, step: int) -> None:
+        """Do the maintenance after a save, unless another one is waiting."""
         if not self._jobs.empty():
             return
         failed = ""
         try:
-            self.warned += [f"after step {step}: {c}: {m}" for c, m in self.place.tend()]
+            self.warned += [f"after step {step}: {c}: {m}" for c, m in self.executor.maintain()]
         except ChildProcessError as e:
             self.errors.append(e)
         except Exception as e:
-            # No state is lost by it: it must not take the place of a save. Told again when it has changed.
+            # No state is lost by it, so no save fails for it. Reported again when it has changed.
             failed = f"{type(e).__name__}: {e}"
             if failed != self._failed:
                 self.warned.append(f"after step {step}, compact= and keep= could not be done: {failed}")
         self._failed = failed
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until nothing is in flight; errors are left for `take_error`."""
+        """Wait until nothing is in flight; errors are left for `take_error`.
+
+        Raises:
+            TimeoutError: it takes longer.
+            ChildProcessError: the worker is stopped, see `_ended`.
+        """
         if self.busy:
             self.check_elsewhere("be waited for")
-        if self.future is not None and not concurrent.futures.wait([self.future], timeout).done:
+        if self.future is not None and not self._ended(self.future, timeout):
             raise TimeoutError(f"a save is still in flight after {timeout:g} s")
 
+    def rest(self) -> None:
+        """Stop the maintenance between saves."""
+        if self.maintaining is not None and not self.maintaining.done():
+            self.executor.cancel()
+            self._ended(self.maintaining)
+
+    def _ended(self, future: Future[Any], timeout: float | None = None) -> bool:
+        """Whether some work ended in time.
+
+        Raises:
+            ChildProcessError: the worker has been stopped for `STOPPED` seconds, and may stay so forever.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            if concurrent.futures.wait([future], max(0.0, min(_LOOK, end - time.monotonic()))).done:
+                return True
+            now = time.monotonic()
+            if now >= end:
+                return False
+            if not self.executor.is_stopped():
+                self._stopped_at = math.inf
+                continue
+            self._stopped_at = min(self._stopped_at, now)
+            if now - self._stopped_at >= STOPPED:
+                pid = self.executor.pid
+                raise ChildProcessError(
+                    f"the saver's worker (process {pid}) has been stopped for {STOPPED:g} s, by SIGSTOP or a debugger; "
+                    f"its save to {self.url} is not durable; `kill -CONT {pid}` lets it finish"
+                )
+
     def take_error(self, stacklevel: int = 5) -> BaseException | None:
-        """The newest error that nobody was told of yet, those before it as notes; warnings are passed on here."""
+        """Return the newest pending error, with earlier ones as notes; issue pending warnings."""
         while self.warned:
             warnings.warn(self.warned.pop(0), SaverWarning, stacklevel=stacklevel)
         error = self.errors.pop() if self.errors else None
@@ -211,27 +252,24 @@ class _Runner:
         return threading.current_thread() is self._thread
 
     def check_elsewhere(self, what: str) -> None:
-        """Refuse to a callback what waits for the thread that it runs in."""
+        """Refuse a callback that would wait for the thread that it runs in."""
         if self.is_here:
             raise ShrinkpointError(f"a saver cannot {what} by a callback of its future, which is part of a save")
 
     def close(self) -> None:
-        """Wait, end the thread, free the place. In a forked child there is nothing to end."""
+        """Wait, end the thread and free the executor. In a forked child there is nothing to end."""
         if os.getpid() != self.pid:
             return
         self.wait()
         self.ended = True
-        self.place.cancel()  # what is done between saves
+        self.rest()
         self._jobs.put(None)
         self._thread.join()
-        self.place.close()
-
-
-_UNCLOSED = Unclosed()
+        self.executor.close()
 
 
 def _one_at_a_time(method: Callable[Concatenate[Saver, P], R]) -> Callable[Concatenate[Saver, P], R]:
-    """Other threads wait for their turn; a call within a call of the same thread fails, and one in a forked process."""
+    """Run one call at a time; refuse a nested call, and one in a forked process."""
 
     @functools.wraps(method)
     def call(self: Saver, /, *args: P.args, **options: P.kwargs) -> R:
@@ -239,54 +277,55 @@ def _one_at_a_time(method: Callable[Concatenate[Saver, P], R]) -> Callable[Conca
         with self._turn(), self._lock:
             if self._inside:
                 self._refused = True
-                raise ShrinkpointError(_WITHIN)
+                raise ShrinkpointError(_NESTED)
             try:
                 self._inside, self._refused = True, False
                 result = method(self, *args, **options)
             finally:
                 self._inside = False
-            if self._refused:  # and whoever raised was not heard
-                warnings.warn(f"refused meanwhile: {_WITHIN}", SaverWarning, stacklevel=2)
+            if self._refused:  # and its exception may have been ignored
+                warnings.warn(f"refused meanwhile: {_NESTED}", SaverWarning, stacklevel=2)
             return result
 
     return call
 
 
 class Saver:
-    """Saves to a store while training goes on; one save is in flight at a time.
+    """Saves to a store while training continues; one save is in flight at a time.
 
     `save` copies the state and returns. A worker, a fresh process with a low priority, compresses the copy and commits
-    it to the store, as `Store.save` would: the files are the same. It keeps what the next delta needs, so only the copy
-    of the state crosses. The first save goes on from what `store` has saved or loaded by then, as `store.save` would:
-    after `state = store.load()` with a delta, with an untouched store with a base. So does a save whose step is not
-    above the last one's, where `store` has loaded one meanwhile: the run has gone back.
+    it to the store as `Store.save` would: the files are the same. The worker keeps what the next delta needs, so only
+    the copy of the state is passed to it. The first save continues from what `store` has saved or loaded by then: after
+    `state = store.load()` with a delta, with an untouched store with a base. So does a save whose step is not above the
+    last one's if `store` has loaded a step in between: the run has gone back.
 
-    What goes wrong with a save is raised by the next call of `save`, `wait` or `close`, and by the future that `save`
-    returned; what goes wrong between saves (`compact`, `keep`) is a SaverWarning. If the worker is killed that is a
-    ChildProcessError; the save after it starts another one, which reads the chain of the last save and goes on with it.
-    An error of the last save that no call was left to raise is printed at exit, and the exit status is 120.
+    An error of a save is raised by the next call of `save`, `wait` or `close`, and by the future that `save` returned;
+    an error between saves (`compact`, `keep`) is a SaverWarning. A killed worker is a ChildProcessError; the save after
+    it starts another worker, which reads the chain of the last save and continues it. A stopped worker (SIGSTOP) is
+    waited for during 30 s; then a ChildProcessError names the process. An error that no call was left to raise is
+    printed at exit, and the exit status is 120.
 
-    With a process, a state counts as saved once `save` has returned: the worker has all of it, and finishes the save
+    With a process, a state counts as saved once `save` has returned: the worker has all of it and finishes the save
     even if the trainer is killed at once.
 
-    Memory: one copy of the state (with `grads`), made at the first save and used again, and the worker's own: see
+    Memory: one copy of the state (with `grads`), allocated at the first save and reused, and the worker's own: see
     docs/saver.md.
 
     Args:
-        store: where to, and what the first save builds on. The Saver opens it anew: what it saves does not change what
+        store: where to save, and what the first save builds on. The Saver opens it again: its saves do not change what
             `store.save` builds on.
         on_busy: what `save` does while a save is in flight: "wait" for it (default); "skip", so that the new state is
-            not saved; "cancel", which gives the older one up if it is not compressed yet, and saves the new one.
+            not saved; "cancel" the older one if it is not compressed yet, and save the new one.
         mode: "process"; or "thread", in this process: its Python code then takes turns with the trainer's, and GPU
-            arrays are copied and quantized on their device. Default: a process, but a thread where the URL lives in
-            this process's memory (`memory://`) and on Windows.
-        nice: how much the worker stands back for other processes, 0 to 19; default 10.
+            arrays are copied and quantized on their device. Default: a process, but a thread where the URL is in this
+            process's memory (`memory://`) and on Windows.
+        nice: how far the worker's priority is below the trainer's, 0 to 19; default 10.
         threads: how many the worker computes with, default 1.
-        compact: shorten chains between saves: once restoring a step takes so many times the bytes of a base, those of
-            over 2.5 are compacted, see `Store.compact`, and what was in their place is removed; in [1, 1e6]. None
-            (default): never.
+        compact: shorten chains between saves: once restoring a step costs so many times the bytes of a base, chains of
+            over 2.5 are compacted (see `Store.compact`) and their former files removed; in [1, 1e6]. None (default):
+            never.
         keep: remove all other steps between saves, see `Store.gc`; None (default): keep all. Adapters whose own files
-            point to steps (Accelerate, Orbax) refuse it: they remove what they replace.
+            point to steps (Accelerate, Orbax) refuse it: they remove replaced steps themselves.
 
     Raises:
         BadArgumentError: an argument out of range.
@@ -297,7 +336,7 @@ class Saver:
         >>> import shrinkpoint as sp
         >>> store = sp.Store("memory://docs-saver")
         >>> with sp.Saver(store) as saver:
-        ...     done = saver.save(10, {"w": np.arange(6.0)})
+        ...     done = saver.save(10, {"weight": np.arange(6.0)})
         >>> done.result().status, store.steps()
         ('saved', [10])
 
@@ -323,17 +362,17 @@ class Saver:
         keep = or_none("keep", keep, instance, Retention)
         in_memory = is_of_this_process(store.url)
         if mode == "process" and (in_memory or os.name != "posix"):
-            why = f"{store.url} lives in this process's memory" if in_memory else f"there is none on {os.name}"
+            why = f"{store.url} is in this process's memory" if in_memory else f"{os.name} has no worker processes"
             raise BadArgumentError(f"mode is 'process', but {why}; use mode='thread'")
         self.store = store
         self.on_busy = on_busy
         self.keep = keep
         self.mode = mode or ("thread" if in_memory or os.name != "posix" else "process")
-        self._upkeep = upkeep = Upkeep(compact, keep)
-        self._place: Callable[[], Place] = (
-            (lambda: ThreadPlace(store, upkeep))
+        self._maintenance = maintenance = Maintenance(compact, keep)
+        self._execute: Callable[[], Executor] = (
+            (lambda: ThreadExecutor(store, maintenance))
             if self.mode == "thread"
-            else (lambda: ProcessPlace(store, nice=nice, threads=threads, upkeep=upkeep))
+            else (lambda: ProcessExecutor(store, nice=nice, threads=threads, maintenance=maintenance))
         )
         self._lock = threading.RLock()
         self._inside = self._refused = self._closing = False
@@ -343,7 +382,7 @@ class Saver:
         self._runner: _Runner | None = None
         self._last: SaveResult | None = None
         self._saved: SaveResult | None = None
-        self._barren = 0
+        self._fruitless = 0
         self._handed: _Handed | None = None
         self._durable: _Handed | None = None
         self._start()
@@ -353,13 +392,13 @@ class Saver:
         return f"<Saver to {self.store.url}, {self.mode}, {doing}>"
 
     def _start(self) -> _Runner:
-        runner = _Runner(self._place(), bool(self._upkeep))
+        runner = _Runner(self._execute(), one_name(self.store.url), bool(self._maintenance))
         self._runner = runner
-        self._finalizer = _UNCLOSED.add(self, runner)
+        self._finalizer = EXIT_CLEANUP.add(self, runner)
         return runner
 
     def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Before the lock: a future's callback does not wait for whoever closes the saver, and so for its own end."""
+        """Entered before the lock: a callback does not wait for a thread that closes the saver."""
         if self._runner is None or not self._runner.is_here:
             return contextlib.nullcontext()
         while not self._lock.acquire(timeout=0.05):
@@ -371,12 +410,12 @@ class Saver:
 
     @property
     def _is_closed(self) -> bool:
-        """Also at exit, by `Unclosed`."""
+        """Also at exit, by `ExitCleanup`."""
         return self._closed or (self._runner is not None and self._runner.ended)
 
     @property
     def _is_foreign(self) -> bool:
-        """Whether it belongs to the process that this one was forked from; a thread there may have held the lock."""
+        """Whether it belongs to the parent process; a thread there may have held the lock."""
         return self._pid != os.getpid()
 
     def _check_own(self) -> None:
@@ -395,14 +434,14 @@ class Saver:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that hold the snapshot."""
-        return self._runner.place.arena.size if self._runner is not None else 0
+        """Bytes of the snapshot's memory."""
+        return self._runner.executor.arena.size if self._runner is not None else 0
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker; None where there is none, as after `close`."""
-        place = self._runner.place if self._runner is not None and not self._is_closed else None
-        return place.pid if isinstance(place, ProcessPlace) else None
+        """Process id of the worker; None without a worker process, as after `close`."""
+        executor = self._runner.executor if self._runner is not None and not self._is_closed else None
+        return executor.pid if isinstance(executor, ProcessExecutor) else None
 
     @_one_at_a_time
     def save(
@@ -415,7 +454,7 @@ class Saver:
         metric: float | None = None,
         cfg: Config | None = None,
     ) -> Future[SaveResult]:
-        """Copy a state and see to its being saved; when this returns, training may go on and change it.
+        """Copy a state and hand it over to be saved; then training may change the state.
 
         Args:
             step: training step, see `Store.save`.
@@ -426,15 +465,15 @@ class Saver:
             cfg: see `Store.save`.
 
         Returns:
-            A future of what comes of it: done at once for a skipped save.
+            A future of the result, done at once for a skipped save.
 
         Raises:
             BadArgumentError, UnsupportedLeafError: see `compress`; nothing was started.
             ShrinkpointError: called within a call of the same Saver, as by a signal handler; in a forked process; or by
                 a callback of a save's future that would have to wait for another save.
-            ChildProcessError: the worker was killed; say `save` again for a new one.
-            MemoryError: there is no memory for the snapshot.
-            Exception: what the save before this one raised. The state given now is not saved then.
+            ChildProcessError: the worker was killed (call `save` again for a new one) or is stopped.
+            MemoryError: too little memory for the snapshot.
+            Exception: the error of the save before this one. The state given now is not saved then.
         """
         begin = time.perf_counter()
         runner = self._ready()
@@ -448,27 +487,28 @@ class Saver:
         if runner.busy and self.on_busy == "skip":
             future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
             return future
-        planned = plan({"state": state, "beside": [grads, metric, asked], "kinds": kinds_tree(kinds)})
+        planned = plan({"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)})
         waiting = time.perf_counter()
         if runner.busy:
             if self.on_busy == "cancel":
-                runner.place.cancel()
+                runner.executor.cancel()
             runner.wait()
             self._raise(runner)
         waited = time.perf_counter() - waiting
         if self._handed is not None and self._handed.is_durable:
             self._durable = self._handed
-        snapshot = take(planned, runner.place.arena, on_device=runner.place.on_device)
+        snapshot = take(planned, runner.executor.arena, on_device=runner.executor.on_device)
         runner.submit(_Job(step, snapshot, future, begin, waited, self._origin(step)))
         self._handed = _Handed(step, self.store.head, future)
-        if planned.nbytes >= copying.STREAMED:
-            copying.load_beside()
+        if planned.nbytes >= host_copy.STREAMED:
+            host_copy.load_in_thread()
         return future
 
     def _check_names(self, state: Any, grads: Any, kinds: Mapping[str, Any] | None) -> None:
-        """Refuse at once, not by way of the worker at the next save, what belongs to no array of the state.
+        """Refuse gradients and kinds that belong to no array.
 
-        Kinds are looked at where their names are new, for spelling the paths of all arrays takes as long as the plan.
+        Now rather than in the worker, whose error comes with the next save. Kinds are checked if their names are new,
+        because spelling the paths of all arrays takes as long as the plan.
         """
         if grads is None and (kinds is None or set(kinds) == self._known):
             return
@@ -478,19 +518,19 @@ class Saver:
         self._known = set() if kinds is None else set(kinds)
 
     def _origin(self, step: int) -> Origin | None:
-        """What a worker that has saved nothing yet builds on: the last save of the one before, or the store's head.
+        """What a new worker builds on: the last save of its predecessor, or the store's head.
 
-        The latter for any worker where the run has gone back: the store has loaded a step since the newest save, and
-        this one's is not above that. (What is loaded to be looked at is followed by a higher one.) It has not while the
-        save that would have told of it is lost, so the newest one that is durable is asked, too.
+        Any worker builds on the latter where the run has gone back: the store has loaded a step since the newest save,
+        and this save's step is not above that one's. (A step that is loaded only to be inspected is followed by a
+        higher one.) The newest save may be lost, so the newest durable one is compared too.
         """
         head = self.store.head
-        barren = self._barren >= _BARREN and (self._runner is None or self._runner.saved is None)
-        if not barren and head is not None and self.store.loaded is not None:
+        fruitless = self._fruitless >= _FRUITLESS and (self._runner is None or self._runner.saved is None)
+        if not fruitless and head is not None and self.store.loaded is not None:
             for before in (self._handed, self._durable):
                 if before is not None and step <= before.step and head is not before.head:
                     return Origin(head.last.step, head.last.identity, head, back=True)
-        if self._barren >= _BARREN:
+        if self._fruitless >= _FRUITLESS:
             return None
         if self._saved is not None:
             return Origin(self._saved.step, self._saved.id)
@@ -501,15 +541,15 @@ class Saver:
         """Wait until nothing is in flight.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: seconds; None: without a limit.
 
         Returns:
-            Result of the newest save; None where there was none.
+            Result of the newest save; None if there was none.
 
         Raises:
-            TimeoutError: it takes longer; the save goes on.
+            TimeoutError: it takes longer; the save continues.
             ShrinkpointError: see `save`.
-            Exception: what the save raised.
+            Exception: the error of the save.
         """
         if self._runner is not None and not self._is_closed:
             self._runner.wait(timeout)
@@ -517,12 +557,12 @@ class Saver:
         return self.last
 
     def rest(self) -> None:
-        """Wait for the save in flight, and give up what is done between saves, until the next one.
+        """Wait for the save in flight, and stop the maintenance until the next one.
 
-        For who is about to remove steps: while chains are compacted `Store.drop` and `Store.gc` wait.
+        To be called before steps are removed: while chains are compacted, `Store.drop` and `Store.gc` wait.
 
         Raises:
-            ShrinkpointError: called by a callback of a save's future, which comes before that work.
+            ShrinkpointError: called by a callback of a save's future, which runs before the maintenance.
         """
         if self._runner is not None:
             self._runner.check_elsewhere("rest")
@@ -535,16 +575,14 @@ class Saver:
         if self._is_closed or runner is None:
             return
         runner.wait()
-        if runner.tending is not None and not runner.tending.done():
-            runner.place.cancel()
-            runner.tending.result()
+        runner.rest()
 
     def close(self) -> None:
-        """Wait for the save in flight, end the worker and free the memory; again and again if you like.
+        """Wait for the save in flight, end the worker and free the memory. May be called again.
 
         Raises:
             ShrinkpointError: called within a call of the same Saver, as by a signal handler.
-            Exception: what the last save raised, if nobody was told yet.
+            Exception: the error of the last save, if it was not raised yet.
         """
         if self._runner is not None:
             self._runner.check_elsewhere("be closed")
@@ -563,7 +601,7 @@ class Saver:
         try:
             runner.wait()
             self._closed = True
-            _UNCLOSED.remove(self._finalizer, runner)
+            EXIT_CLEANUP.remove(self._finalizer, runner)
             runner.close()
         finally:
             self._closing = False
@@ -581,7 +619,7 @@ class Saver:
         if error is None:
             self.close()
             return
-        # The caller's exception is what matters; what became of the save is said beside it.
+        # The caller's exception is raised; the result of the save is a note on it.
         runner = self._runner
         in_flight = runner.future if runner is not None and runner.busy and not self._is_foreign else None
         try:
@@ -594,7 +632,7 @@ class Saver:
                 error.add_note(f"Step {result.step} was in flight to {self.store.url}: it is {result.status}.")
 
     def _ready(self) -> _Runner:
-        """The running worker; what went wrong since the last call is raised first."""
+        """The running worker; errors since the last call are raised first."""
         if self._is_closed:
             raise BadArgumentError("the saver is closed")
         runner = self._runner
@@ -604,19 +642,19 @@ class Saver:
         return runner
 
     def _raise(self, runner: _Runner, stacklevel: int = 5) -> None:
-        """Raise what a finished save raised, or that the worker died meanwhile; such a worker is put away."""
+        """Raise the error of a finished save, or that the worker has died."""
         if runner.busy:
             return
         error = runner.take_error(stacklevel)
-        place = runner.place
-        if isinstance(place, ProcessPlace) and not place.alive:
+        executor = runner.executor
+        if isinstance(executor, ProcessExecutor) and not executor.alive:
             if error is None:
-                error = ChildProcessError(place.epitaph())
-            error.add_note("Nothing is in flight now; the next save starts a new worker that goes on with the chain.")
+                error = ChildProcessError(executor.epitaph())
+            error.add_note("Nothing is in flight now; the next save starts a new worker that continues the chain.")
             self._last = runner.last or self._last
             self._saved = runner.saved or self._saved
-            self._barren = 0 if runner.saved is not None else self._barren + 1
-            _UNCLOSED.remove(self._finalizer, runner)
+            self._fruitless = 0 if runner.saved is not None else self._fruitless + 1
+            EXIT_CLEANUP.remove(self._finalizer, runner)
             self._runner = None
             runner.close()
         if error is not None:

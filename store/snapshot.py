@@ -1,7 +1,7 @@
-"""A consistent copy of a state in memory that two processes share, as fast as memory can be copied.
+"""A consistent copy of a state in memory that two processes share.
 
-The copy is kept in one anonymous file in memory that is made once and used for every save: no name that could be left
-behind, no page faults after the first time. Trees cross as JSON nodes, arrays as their bytes; nothing is pickled.
+The copy is in one anonymous file in memory that is allocated once and used for every save: no file is left behind, and
+no page faults occur after the first save. Trees are passed as JSON nodes, arrays as their bytes; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..codec.errors import ShrinkpointError
 from ..codec.state import tree
 from ..codec.state.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
 from ..kernels.arrays import is_torch
-from . import copying
+from . import host_copy
+from .memory_limit import available_memory
 
 Bytes = npt.NDArray[np.uint8]
 CONTROL = 64
@@ -33,7 +34,7 @@ _GROW = 1 << 20
 
 
 class Arena:
-    """Anonymous memory that can be shared with another process; it grows when a larger state comes and never shrinks.
+    """Anonymous memory that can be shared with another process; it never shrinks.
 
     Args:
         fd: descriptor of the other process's arena, which this object then owns; None: a new one.
@@ -52,26 +53,26 @@ class Arena:
         if self.fd is None:
             self._map = mmap.mmap(-1, self.size)
         else:
-            # Every page is mapped now: one by one, in the middle of the first copy, costs many times more.
+            # Map every page now: one by one, during the first copy, takes many times as long.
             populate = getattr(mmap, "MAP_POPULATE", 0)
             self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | populate)
 
     def reserve(self, nbytes: int) -> bool:
-        """Make room for so many bytes beside the control bytes; whether the memory is another one now.
+        """Make room for so many bytes and the control bytes; return whether the memory was replaced.
 
         Raises:
-            MemoryError: there is no such room; what was there is left as it was.
+            MemoryError: too little memory; the arena is unchanged.
         """
         size = -(-(nbytes + CONTROL) // _GROW) * _GROW
         if size <= self.size:
             return False
         available = available_memory()
         if available is not None and size - self.size > available:
-            raise MemoryError(f"a snapshot of {nbytes} bytes: this machine has {available} bytes available")
+            raise MemoryError(f"a snapshot of {nbytes} bytes: {available} bytes are available here")
         if self.fd is not None:
             try:
                 os.ftruncate(self.fd, size)
-                # Allocated now, so that too little memory is an error here and no SIGBUS in the middle of a copy.
+                # Allocated now, so that too little memory is an error here rather than a SIGBUS during a copy.
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(self.fd, 0, size)
             except OSError as e:
@@ -84,19 +85,19 @@ class Arena:
         return True
 
     def view(self, offset: int, nbytes: int) -> Bytes:
-        """Bytes of the snapshot, shared, not copied."""
+        """Return bytes of the snapshot, shared, not copied."""
         if self._map is None or not 0 <= offset <= offset + nbytes <= self.size - CONTROL:
             raise ValueError(f"bytes {offset} to {offset + nbytes} of an arena of {self.size - CONTROL}")
         return np.frombuffer(self._map, np.uint8, nbytes, CONTROL + offset)
 
     @property
     def address(self) -> int:
-        """Where the first byte of the snapshot is."""
+        """Address of the first byte of the snapshot."""
         return int(np.frombuffer(self._map or b"", np.uint8).ctypes.data) + CONTROL
 
     @property
     def stop(self) -> bool:
-        """Set by the process that owns the arena to ask the other one to give up what it does with it."""
+        """Set by the owner of the arena to ask the other process to stop its work."""
         return self._map is not None and self._map[0] != 0
 
     @stop.setter
@@ -105,7 +106,7 @@ class Arena:
             self._map[0] = int(value)
 
     def pin(self) -> None:
-        """Lock the memory for direct copies from a CUDA device; a warning says where that is refused."""
+        """Lock the memory for direct copies from a CUDA device; warn if that is refused."""
         if self._pinned is not None or self._map is None:
             return
         import torch
@@ -130,7 +131,7 @@ class Arena:
         self._pinned = None
 
     def close(self) -> None:
-        """Give the memory back; arrays that still view it keep it alive."""
+        """Release the memory; arrays that still view it keep it alive."""
         self.unpin()
         self._map, self.size = None, 0
         if self.fd is not None:
@@ -138,17 +139,8 @@ class Arena:
             self.fd = None
 
 
-def available_memory() -> int | None:
-    """Bytes of memory that can be had without taking them from anyone; None where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as f:
-        for line in f:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 def anonymous(name: str) -> int:
-    """Descriptor of a file without a name, in memory where the system has such files."""
+    """Return the descriptor of a file without a name, in memory if the system has such files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as f:
@@ -157,12 +149,12 @@ def anonymous(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where everything of some trees will stand in an arena; nothing is copied yet.
+    """The layout of some trees in an arena; nothing is copied yet.
 
     Args:
         trees: name -> nodes (see `codec.state.tree`), array numbers counted through all trees.
         specs: of each array.
-        values: of each array, contiguous; the live ones where they are.
+        values: of each array, contiguous; the live arrays themselves.
         pointers: to each array's values in host memory; 0 where they are elsewhere.
         sizes: of each array in bytes.
         offsets: of each array in the arena.
@@ -180,14 +172,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A finished copy: what stands where in the arena.
+    """A finished copy and its layout in the arena.
 
     Args:
         trees: name -> nodes.
         specs: of each array.
         offsets: of each array in the arena.
         kept: number -> flat copy of an array that stayed on its device.
-        ready: (device, event) pairs: when those copies are there.
+        ready: (device, event) pairs: when those copies are complete.
     """
 
     trees: dict[str, list[Any]]
@@ -197,8 +189,8 @@ class Snapshot:
     ready: list[tuple[Any, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, from which another process that has the arena makes the snapshot again."""
-        # Few of the specs differ, and this is time that the trainer waits.
+        """Return plain values, for another process that has the same arena."""
+        # Few specs differ, and the trainer waits during this.
         numbers: dict[int, int] = {}
         of = [numbers.setdefault(id(spec), len(numbers)) for spec in self.specs]
         distinct = {id(spec): [spec.library, spec.dtype, list(spec.shape)] for spec in self.specs}
@@ -206,13 +198,13 @@ class Snapshot:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Snapshot:
-        """The inverse of `to_json`."""
+        """Invert `to_json`."""
         distinct = [LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape in data["specs"]]
         return Snapshot(data["trees"], [distinct[number] for number in data["of"]], data["offsets"])
 
 
 def plan(trees: Mapping[str, Any]) -> Plan:
-    """Take trees apart and lay them out; tied arrays once.
+    """Flatten trees and lay them out; tied arrays once.
 
     Args:
         trees: name -> dict, list or tuple, as for `compress`.
@@ -240,7 +232,7 @@ def plan(trees: Mapping[str, Any]) -> Plan:
                     try:
                         spec, flat = read_leaf(node.value, "")
                     except ShrinkpointError:
-                        # Spelling the paths of all arrays takes time: it is done once one is needed.
+                        # Spelling the paths of all arrays takes time: it is done only for a message.
                         _, spelled = tree.flatten(value, is_array)
                         read_leaf(node.value, spelled[len(numbers)].path)
                         raise
@@ -259,9 +251,9 @@ def plan(trees: Mapping[str, Any]) -> Plan:
 
 
 def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
-    """What tells an ordinary tensor in host memory from others: its address, dtype, shape, strides; else None.
+    """Address, dtype, shape and strides of a plain tensor in host memory, or None.
 
-    Most arrays of a state are such, and `read_leaf`, which knows all kinds, takes five times as long for one.
+    Most arrays of a state are such tensors, and `read_leaf`, which handles all kinds, takes five times as long.
     """
     torch = sys.modules.get("torch")
     if torch is None or type(t) not in (torch.Tensor, torch.nn.Parameter):
@@ -277,7 +269,7 @@ def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
 
 
 def _spec_of(plain: tuple[Any, ...], known: dict[Any, LeafSpec]) -> LeafSpec:
-    """What `read_leaf` says of such a tensor; made once for those that are alike."""
+    """The spec of such a tensor as from `read_leaf`; equal ones share one."""
     kind = plain[1:3]
     spec = known.get(kind)
     if spec is None:
@@ -292,15 +284,15 @@ def _pointer(flat: Any) -> int:
 
 
 def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
-    """Copy what was planned. When this returns, the live arrays may change.
+    """Copy the arrays of a plan. When this returns, the live arrays may change.
 
     Args:
-        planned: the plan of the arrays as they are now.
-        arena: where to; what it held before is lost.
-        on_device: arrays on a GPU are copied there, for a reader in this process, rather than to the host.
+        planned: the plan, made from the arrays as they are now.
+        arena: the target; its former contents are lost.
+        on_device: copy arrays on a GPU there, for a reader in this process, rather than to the host.
 
     Raises:
-        MemoryError: the arena cannot grow so far.
+        MemoryError: the arena cannot grow to this size.
     """
     arena.reserve(planned.nbytes)
     base = arena.address
@@ -322,12 +314,12 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
         else:
             arena.pin()
             from_bytes(arena.view(offset, size), planned.specs[number]).copy_(flat, non_blocking=True)
-    copying.copy(pieces)
+    host_copy.copy(pieces)
     return Snapshot(planned.trees, planned.specs, planned.offsets, kept, _finish(devices, on_device))
 
 
 def _finish(devices: set[Any], on_device: bool) -> list[tuple[Any, Any]]:
-    """Wait for copies to the host; of copies on a device, the events after which they are there."""
+    """Wait for copies to the host; return the events that complete copies on a device."""
     events = []
     for device in devices:
         import torch
@@ -343,7 +335,7 @@ def _finish(devices: set[Any], on_device: bool) -> list[tuple[Any, Any]]:
 
 
 def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:
-    """The trees of a snapshot. Their arrays are views of the arena: gone when the next snapshot is taken."""
+    """Return the trees of a snapshot; their arrays are views, valid until the next snapshot."""
     arrays: list[Any] = []
     for number, (spec, offset) in enumerate(zip(snapshot.specs, snapshot.offsets, strict=True)):
         if number in snapshot.kept:
@@ -363,9 +355,11 @@ class _Namespace:
 
 
 class HostArray:
-    """The values of an array of a library that the reader need not load: JAX would take a GPU for itself.
+    """The values of an array of another library, which the reader need not import.
 
-    `compress` reads it as it reads the array itself: same library, dtype, shape and values.
+    JAX, for example, would allocate a GPU.
+
+    `compress` reads it like the array itself: same library, dtype, shape and values.
     """
 
     def __init__(self, library: str, values: npt.NDArray[Any]) -> None:
@@ -373,7 +367,7 @@ class HostArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As that of the array."""
+        """The shape of the array."""
         return self._values.shape
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
@@ -389,5 +383,5 @@ class HostArray:
         return self._values.__dlpack_device__()
 
     def get(self) -> npt.NDArray[Any]:
-        """The values, by the name CuPy has for it."""
+        """Return the values, as CuPy's method of this name."""
         return self._values

@@ -1,4 +1,4 @@
-"""Copying steps, and what is said of them, from one store's files to another's."""
+"""Copying steps with their labels and records from one store to another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
-from . import branches, labels, restores
+from . import labels, restore_counter, rewinds
 from .catalog import Catalog
 from .chain import FOLDER
 from .files import Files
@@ -19,7 +19,7 @@ from .manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A store that is copied from or to."""
+    """The source or target of a copy."""
 
     url: str
     files: Files
@@ -35,22 +35,21 @@ def copy_all(
     may_go: bool = False,
     repair: bool = False,
 ) -> list[int]:
-    """Copy steps with all they need, the lowest first, then their pins and tags, all restores so far, and the records
-    of runs that went back.
+    """Copy steps, the lowest first, then pins, tags, restores and records of rewinds.
 
     Args:
-        source: where they are.
+        source: the store to copy from.
         chosen: manifests of the steps.
-        target: where to.
-        lease: on the target, held shared; renewed from step to step.
-        may_go: whether a step that a run beside us removes before its turn is left out; else it is an error.
-        repair: whether the files of steps that the target has already are read, too, and damaged ones written anew.
+        target: the store to copy to.
+        lease: on the target, held shared; renewed at every step.
+        may_go: leave out a step that another process removes before its turn; otherwise it is an error.
+        repair: also read the files of steps that the target has already, and rewrite damaged ones.
 
     Returns:
-        The steps that are in the target now.
+        The chosen steps that the target has now.
 
     Raises:
-        BadArgumentError: the target has another one of a number or tag; nothing is copied.
+        BadArgumentError: the target has a different step or tag of that name; nothing is copied.
         CorruptDataError, MissingParentError, NewerFormatError: a step is not intact; those before it are copied.
     """
     tags = {name: step for name, step in labels.tags(source.files).items() if step in chosen}
@@ -80,7 +79,7 @@ def copy_all(
                 copy_files(source.files, there[step], target.files, sound)
             except MissingParentError:
                 raise MissingParentError(
-                    f"step {step}: damaged in {target.url}, and {source.url} has it in other files, for one was "
+                    f"step {step}: damaged in {target.url}, and {source.url} has it in other files, because one was "
                     "compacted: drop it there, and copy again"
                 ) from None
         lease.renew()
@@ -89,23 +88,23 @@ def copy_all(
     for name, step in tags.items():
         if step in chosen:
             target.files.write(labels.tag_name(name), labels.tag_data(step))
-    restores.copy(source.files, target.files)
-    for record in branches.copied(source.files, source.catalog, {s: m.identity for s, m in chosen.items()}):
-        branches.write(target.files, record)
+    restore_counter.copy(source.files, target.files)
+    for record in rewinds.copied(source.files, source.catalog, {s: m.identity for s, m in chosen.items()}):
+        rewinds.write(target.files, record)
     return sorted(chosen)
 
 
 def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]) -> None:
-    """Copy what is missing or damaged of a step's chain, the base first.
+    """Copy the missing or damaged files of a step's chain, the base first.
 
     Args:
-        source: where the step is.
+        source: the files to copy from.
         manifest: of the step.
-        target: where to.
-        sound: names of files that the target is known to have; those of the chain join them.
+        target: the files to copy to.
+        sound: names of files that the target is known to have; those of the chain are added.
 
     Raises:
-        CorruptDataError, MissingParentError: a file is not what its name says, or gone.
+        CorruptDataError, MissingParentError: a file does not match its name, or is missing.
     """
     for name in reversed(manifest.chain):
         path = f"{FOLDER}/{name}"
@@ -115,9 +114,9 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
         try:
             data = source.read(path)
         except FileNotFoundError:
-            raise MissingParentError(f"step {manifest.step}: its file {source.path(path)} is gone") from None
+            raise MissingParentError(f"step {manifest.step}: its file {source.path(path)} is missing") from None
         if not _is_named(name, data):
-            raise CorruptDataError(f"step {manifest.step}: {source.path(path)} is not what its name says")
+            raise CorruptDataError(f"step {manifest.step}: {source.path(path)} does not match its name")
         target.write(path, data)
         sound.add(name)
 
@@ -128,7 +127,7 @@ def _copy_step(source: Files, manifest: Manifest, target: Side, sound: set[str])
 
 
 def _is_sound(files: Files, name: str) -> bool:
-    """Whether a file is there, and is what its name says: a step is not let exist over a damaged one."""
+    """Whether a file exists and matches its name."""
     path = f"{FOLDER}/{name}"
     with contextlib.suppress(FileNotFoundError):
         return files.exists(path) and _is_named(name, files.read(path))

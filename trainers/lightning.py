@@ -32,7 +32,7 @@ from ..searching.arguments import SearchOptions
 from ..searching.process_group import ProcessGroup
 from ..searching.result import SearchResult
 from ..store.store import Store
-from ..store.trail import aims
+from ..store.weight_average import needs_average
 from .background import Background, check_compact
 from .hyperparameters import plain_form
 from .lightning_strategies import of_both, plugins, watch
@@ -197,7 +197,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     def earlier(self, path: PathLike, state: Any) -> Earlier | None:
         """The weights as they were, where a save to this path is to be coded ahead of their drift (`Config.ahead`), so
         that a search can do the same; None: it is not, or only the worker in the background knows them."""
-        if self.background or not aims(self.cfg):
+        if self.background or not needs_average(self.cfg):
             return None
         store = self._store(path)
         return store.earlier(state, next_step(store))

@@ -18,7 +18,8 @@ from ..codec.errors import ShrinkpointWarning
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult
-from ..store.store import Saved, Store
+from ..store.session import Saved
+from ..store.store import Store
 from . import model_state as models
 from .auxiliary_state import at, label
 from .frozen_parameters import ONCE, Frozen, digest_of, load_frozen, store_once

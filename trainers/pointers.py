@@ -25,9 +25,9 @@ from ..codec.evidence.kind import kinds_for
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
-from ..store.files import one_name
 from ..store.local import LocalFiles
 from ..store.store import Store
+from ..store.urls import one_name
 from .processes import rank
 from .save_timing import timed
 

@@ -31,7 +31,7 @@ from .processes import world
 
 if TYPE_CHECKING:
     from ..store.saver import SaveResult
-    from ..store.store import Saved
+    from ..store.session import Saved
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]
 Named: TypeAlias = Sequence[tuple[str, torch.optim.Optimizer]]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..store.files import one_name
+from ..store.urls import one_name
 
 R = TypeVar("R")
 _REMEMBERED = 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import os
 import pickle
 import uuid
@@ -17,26 +18,64 @@ from typing import TYPE_CHECKING, Any
 
 import llvmlite  # type: ignore[import-untyped]
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
 from numba.core.serialize import dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _DIGEST = 16
+
+
+def _folders(function: Callable[..., object]) -> list[str]:
+    """The folders that may hold compiled code of a function, in Numba's order, whether or not they are writable."""
+    own = bool(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
+    locators: list[Any] = [UserProvidedCacheLocator] if own else [InTreeCacheLocator, UserWideCacheLocator]
+    source = inspect.getfile(function)
+    return [str(locator(function, source).get_cache_path()) for locator in locators]
+
+
+class _ReadOnlyLocator(InTreeCacheLocator):
+    """A folder that is not writable and holds compiled code: an image whose kernels were compiled at build time."""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: Any) -> Any:
+        """The locator, or None where no folder can be read; Numba itself ignores folders that it cannot write."""
+        found = [folder for folder in _folders(py_func) if os.path.isdir(folder)]
+        if not found:
+            return None
+        self: Any = cls(py_func, py_file)
+        self._cache_path = found[0]
+        return self
+
+
+class _Implementation(CompileResultCacheImpl):
+    """Numba's choice of a folder, with folders that can only be read as the last choice."""
+
+    _locator_classes = [*CompileResultCacheImpl._locator_classes, _ReadOnlyLocator]  # noqa: RUF012 - as Numba has it
 
 
 class Kept(FunctionCache):
     """Numba's cache of one function, in files that may be damaged, missing or not writeable.
 
+    Code is read from every folder that Numba knows, also from one that cannot be written.
+
     Raises:
         RuntimeError: no cache folder can be written.
     """
 
+    _impl_class = _Implementation
+
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         stamp = self._impl.locator.get_source_stamp(), _hint_stamp()
-        files = _Files(self.cache_path, self._impl.filename_base, stamp)
+        files = _Files(self.cache_path, self._impl.filename_base, stamp, _folders(function))
         self._cache_file = files  # type: ignore[assignment]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -64,8 +103,9 @@ class _Files:
     machines and versions apart; of two keys that share a name the later one has the file, and the other misses.
     """
 
-    def __init__(self, folder: str, base: str, stamp: Any) -> None:
+    def __init__(self, folder: str, base: str, stamp: Any, others: Sequence[str] = ()) -> None:
         self._folder, self._base, self._stamp = folder, base, stamp
+        self._others = [other for other in others if other != folder]
 
     def flush(self) -> None:
         """Delete all cached versions of this function."""
@@ -75,9 +115,14 @@ class _Files:
                     os.unlink(os.path.join(self._folder, name))
 
     def load(self, key: Any) -> Any:
-        """Return the data saved under this key; None if they are missing or damaged."""
+        """Return the data saved under this key in any folder; None if they are missing or damaged."""
+        name = os.path.basename(self._path(key))
+        found = (self._read(os.path.join(folder, name), key) for folder in (self._folder, *self._others))
+        return next((data for data in found if data is not None), None)
+
+    def _read(self, path: str, key: Any) -> Any:
         try:
-            with open(self._path(key), "rb") as file:
+            with open(path, "rb") as file:
                 digest, contents = file.read(_DIGEST), file.read()
         except OSError:
             return None

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
 
+from . import compile_notice
 from .cache import Kept, warn_uncached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 F = TypeVar("F", bound="Callable[..., object]")
+compile_notice.install()
 
 
 def njit(function: F) -> F:

@@ -5,6 +5,7 @@ Each name is imported from its module on first use, so that importing the packag
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,13 @@ if TYPE_CHECKING:
     from .searching.arguments import SearchOptions
     from .searching.result import SearchResult
     from .searching.run import search
-    from .store.agent import InMemoryWarning
     from .store.files import StoreWarning
+    from .store.memory_copies import InMemoryWarning
     from .store.ranks import newest_common_step
     from .store.retention import Retention
     from .store.saver import Saver, SaveResult, SaverWarning
     from .store.store import NotCompactedWarning, RestoreNotCountedWarning, SkippedCheckpointWarning, Store
-    from .store.trail import Trail
+    from .store.weight_average import WeightAverage
     from .trainers.hub import load_pretrained, save_pretrained
     from .trainers.publishing.publisher import PublishConflictError, Published, Publisher
     from .trainers.publishing.subscriber import Subscriber
@@ -85,13 +86,13 @@ _SUBJECTS = {
     "searching.arguments": "SearchOptions",
     "searching.result": "SearchResult",
     "searching.run": "search",
-    "store.agent": "InMemoryWarning",
     "store.files": "StoreWarning",
+    "store.memory_copies": "InMemoryWarning",
     "store.ranks": "newest_common_step",
     "store.retention": "Retention",
     "store.saver": "SaveResult Saver SaverWarning",
     "store.store": "NotCompactedWarning RestoreNotCountedWarning SkippedCheckpointWarning Store",
-    "store.trail": "Trail",
+    "store.weight_average": "WeightAverage",
     "trainers.hub": "load_pretrained save_pretrained",
     "trainers.publishing.publisher": "PublishConflictError Published Publisher",
     "trainers.publishing.subscriber": "Subscriber",
@@ -99,6 +100,8 @@ _SUBJECTS = {
     "trainers.sensitivity": "SensitivityTracker",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
+_RENAMED = {"Trail": "WeightAverage"}
+"""Former names, which work for one release."""
 _MODULES = ("codec", "kernels", "presets", "searching", "store", "trainers")
 """Names that are modules; `searching` is the package of the function `search`."""
 
@@ -144,10 +147,10 @@ __all__ = [
     "Store",
     "StoreWarning",
     "Subscriber",
-    "Trail",
     "UnknownArraysWarning",
     "UnmatchedRuleWarning",
     "UnsupportedLeafError",
+    "WeightAverage",
     "compress",
     "decompress",
     "kinds",
@@ -169,6 +172,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name in _MODULES:
         found: Any = import_module(f".{name}", __name__)
+    elif name in _RENAMED:
+        warnings.warn(f"{name} is now called {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals().get(_RENAMED[name]) or __getattr__(_RENAMED[name])
     elif name in _MODULE_OF:
         found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     else:

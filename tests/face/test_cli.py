@@ -779,7 +779,7 @@ def test_a_damaged_tag_is_found_and_removed(store: sp.Store) -> None:
     assert (code, out.splitlines()[-1]) == (1, "3 checkpoints checked, 0 not intact, 2 tags or records damaged")
     code, out, err = run("untag", store.url, "best")
     assert code == 0
-    assert "other.json: no tag" in err
+    assert "other.json: not a tag" in err
     (Path(store.url) / "tags" / "other.json").rmdir()
     assert parsed("ls", store.url)
     assert parsed("tag", store.url, "best", 20)["tags"] == {"best": 20, "last": 30}

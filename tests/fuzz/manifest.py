@@ -17,8 +17,8 @@ from tests.fuzz.common import alter_json, fuzz, instrumented
 
 with instrumented():
     import shrinkpoint as sp
+    from shrinkpoint.store.checksummed_json import seal
     from shrinkpoint.store.manifest import Manifest
-    from shrinkpoint.store.sealed import seal
     from tests.store.common import fill, lossless
 
 STORE = fill(sp.Store(f"memory://{uuid.uuid4()}", lossless()), 0, 1, 2)

@@ -37,6 +37,7 @@ import numpy as np, shrinkpoint.kernels as k
 packed = k.pack_mask(np.array([True, False, True] * 5)).tolist()
 print(json.dumps({{"packed": packed, **counted()}}))
 """
+NOTICE = "Compiling kernels, once per machine"
 RIGHT = np.packbits(np.array([True, False, True] * 5), bitorder="little").tolist()
 
 
@@ -53,7 +54,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[Any, str]:
     """What a process printed as JSON, and its standard error."""
     printed, said = process.communicate(timeout=300)
     assert process.returncode == 0, said[-2000:]
-    return json.loads(printed), said
+    return json.loads(printed), "".join(line for line in said.splitlines(True) if NOTICE not in line)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -80,6 +81,14 @@ def test_the_second_process_compiles_nothing(filled: Path) -> None:
     assert not found["misses"]
     assert found["hits"]
     assert not said
+
+
+def test_compiling_is_said_once_and_only_where_it_takes_long(filled: Path, tmp_path: Path) -> None:
+    """On the log; a process that only reads the cache says nothing."""
+    at_once = f"import shrinkpoint.kernels.cpu.compile_notice as c\nc.PATIENCE = 0.0\n{PACK}"
+    for folder, times in ((tmp_path, 1), (filled, 0)):
+        process = start(at_once, NUMBA_CACHE_DIR=str(folder))
+        assert process.communicate(timeout=300)[1].count(NOTICE) == times
 
 
 def test_damaged_files_are_compiled_anew_and_whole_again(filled: Path, tmp_path: Path) -> None:
@@ -191,6 +200,27 @@ def test_what_is_not_what_was_written_is_a_miss(
     assert outcome(twice()) == MISS
     assert files_of(tmp_path / "kept") == [file]
     assert outcome(twice()) == HIT
+
+
+def test_a_warmed_cache_that_cannot_be_written_is_read(
+    twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image whose kernels were compiled when it was built, and that is mounted read-only."""
+    assert outcome(twice()) == MISS
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    def opened(path: str, mode: str) -> Any:
+        return refuse() if "w" in mode else open(path, mode)
+
+    monkeypatch.setattr("numba.core.caching.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(cache, "open", opened, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert outcome(twice()) == HIT
+    with pytest.warns(RuntimeWarning, match="cannot be kept on disk"):
+        assert outcome(twice(), 2.0) == (4.0, 0, 1)
 
 
 def test_code_that_cannot_be_rebuilt_is_a_miss(twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.searching.cube import Cube, Point
 from shrinkpoint.searching.result import SearchResult
 
-from ..store import test_trail
+from ..store import test_weight_average
 from .calls import search
 
 CUBE = Cube(bins=(8, 16, 32), prune=(0.0,), metric=("magnitude",), protect=(0.0005,), rate=(0.0, 0.002))
@@ -21,7 +21,7 @@ CHAIN = sp.ChainPolicy(base_every=None)
 
 
 def drifting(step: int) -> Any:
-    return test_trail.drifting(step, (300, 400))
+    return test_weight_average.drifting(step, (300, 400))
 
 
 class Loss:

@@ -120,15 +120,15 @@ def _upkeep(root: Path) -> tuple[int, Callable[[], None]]:
         store.pin(step)
     for step in (7, 8):
         saver.save(step, state(step)).result(PATIENCE)
-        assert runner.tending is not None
-        runner.tending.result(PATIENCE)
+        assert runner.maintaining is not None
+        runner.maintaining.result(PATIENCE)
 
     def work() -> None:
         for step in (0, 3):
             store.unpin(step)
         saver.save(9, state(9)).result(PATIENCE)
-        assert runner.tending is not None
-        runner.tending.result(PATIENCE)
+        assert runner.maintaining is not None
+        runner.maintaining.result(PATIENCE)
         saver.wait()
 
     assert saver.pid is not None
@@ -266,7 +266,7 @@ def check(root: Path, before: set[int], scenario: Scenario, trial: Trial) -> Non
     for chosen in (steps, steps[:1]):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", ".*passed over", StoreWarning)
+            warnings.filterwarnings("ignore", ".*skipped", StoreWarning)
             newest = store.candidates()[0] if steps else -1
             assert not steps or store.load(count=False)["step"] in (newest, scenario.replaced.get(newest))
             assert newest == (max(scenario.replaced, default=steps[-1]) if ended_well and steps else newest)

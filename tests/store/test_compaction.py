@@ -170,7 +170,7 @@ def test_what_is_damaged_stays_as_it_is(tmp_path: Path) -> None:
     store.gc()
     assert all(same(store.load(step, count=False), step) for step in range(7))
     path.unlink()
-    with pytest.warns(NotCompactedWarning, match="step 7: its file .* is gone"):
+    with pytest.warns(NotCompactedWarning, match="step 7: its file .* is missing"):
         store.compact(2.0)
     manifest_path(tmp_path, 3).write_bytes(b"{}")
     with pytest.warns(NotCompactedWarning, match="steps 3, 7, .*; step 7: "):

@@ -14,11 +14,11 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.store import local
-from shrinkpoint.store.files import open_files
+from shrinkpoint.store.checksummed_json import seal, unseal
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.retention import Retention
-from shrinkpoint.store.sealed import seal, unseal
 from shrinkpoint.store.store import RestoreNotCountedWarning
+from shrinkpoint.store.urls import open_files
 from tests.store.common import data_path, fill, leftovers, lossless, manifest_path, same
 from tests.store.racing import race
 

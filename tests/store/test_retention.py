@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.store import local
+from shrinkpoint.store.checksummed_json import seal
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.store.retention import Retention
-from shrinkpoint.store.sealed import seal
 from shrinkpoint.store.store import RestoreNotCountedWarning, Saved
 from tests.store.common import data_path, fill, listing, lossless, manifest_path, same, state
 
@@ -104,7 +104,7 @@ def test_the_head_may_go(tmp_path: Path) -> None:
 def test_a_chain_whose_files_are_gone_is_not_gone_on_with(tmp_path: Path) -> None:
     store = fill(sp.Store(tmp_path, lossless()), 1, 2)
     data_path(tmp_path, 1).unlink()
-    with pytest.warns(StoreWarning, match="step 2: .*000000000001-.* is gone: a new chain begins"):
+    with pytest.warns(StoreWarning, match="step 2: .*000000000001-.* is missing: a new chain begins"):
         assert not store.save(3, state(3)).is_delta
     assert store.save(4, state(4)).is_delta
     assert same(sp.Store(tmp_path).load(), 4)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -32,11 +31,13 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
 from shrinkpoint.codec.state.leaves import is_array, read_leaf
-from shrinkpoint.store import copying, process
+from shrinkpoint.store import executors, host_copy
+from shrinkpoint.store.jobs import kinds_tree
+from shrinkpoint.store.maintenance import Maintenance
+from shrinkpoint.store.memory_copies import MemoryCopies
 from shrinkpoint.store.saver import SaverWarning
 from shrinkpoint.store.snapshot import Arena, HostArray, plan, rebuild, take
-from shrinkpoint.store.upkeep import Upkeep
-from shrinkpoint.store.worker import _save, kinds_tree
+from shrinkpoint.store.worker import _save
 
 from ..codec.common import difference, threads
 
@@ -152,11 +153,11 @@ def test_another_process_sees_what_stands_in_the_arena() -> None:
 @pytest.mark.parametrize("cores", [1, 4])
 def test_copies_past_the_cache(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From any address, on one thread and on many; nothing beside the targets is written."""
-    if copying.kernel() is None:
+    if host_copy.kernel() is None:
         pytest.skip("Numba does not compile here")
-    monkeypatch.setattr(copying, "_PART", 1024)
-    monkeypatch.setattr(copying, "STREAMED", 0)
-    monkeypatch.setattr(copying.ctypes, "memmove", None)
+    monkeypatch.setattr(host_copy, "_PART", 1024)
+    monkeypatch.setattr(host_copy, "STREAMED", 0)
+    monkeypatch.setattr(host_copy.ctypes, "memmove", None)
     sizes = (1, 63, 64, 65, 1023, 1024, 1025, 12345)
     source = np.random.default_rng(0).integers(1, 256, 20_000, dtype=np.uint8)
     room = np.zeros(40_064, np.uint8)
@@ -168,7 +169,7 @@ def test_copies_past_the_cache(cores: int, monkeypatch: pytest.MonkeyPatch) -> N
         expected[to : to + size] = source[at : at + size]
         at, to = at + size, to + -(-size // 64) * 64 + 64
     with threads(cores):
-        copying.copy(pieces)
+        host_copy.copy(pieces)
     assert np.array_equal(target, expected)
 
 
@@ -294,7 +295,7 @@ def test_kinds_cross_as_a_tree() -> None:
     rows = np.array([3, 255], np.uint8)
     touched = sp.Kind("embedding", "weight", "0.weight", rows=rows)
     kinds = {**sp.kinds(module, torch.optim.Adam(module.parameters())), "0.weight": touched, "other": "norm"}
-    from shrinkpoint.store.worker import _kinds
+    from shrinkpoint.store.jobs import _kinds
 
     arena = Arena()
     found = rebuild(take(plan({"kinds": kinds_tree(kinds)}), arena), arena)["kinds"]
@@ -466,12 +467,8 @@ def killed(saver: sp.Saver) -> None:
 @posix
 @linux
 @pytest.mark.parametrize(("against", "in_memory"), [("previous", 0), ("base", 0), ("previous", 2)])
-def test_the_worker_after_a_killed_one_goes_on_with_the_chain(
-    against: str, in_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_after_a_killed_one_goes_on_with_the_chain(against: str, in_memory: int, tmp_path: Path) -> None:
     """The files are those of a run in which nothing was killed."""
-    runtime = tempfile.TemporaryDirectory(prefix="sp-")  # a socket's name must be short
-    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime.name)
     cfg = sp.Config(chain=sp.ChainPolicy(5, against))  # type: ignore[arg-type]
     plainly = sp.Store(tmp_path / "plainly", cfg)
     store = sp.Store(tmp_path / "beside", cfg, in_memory=in_memory)
@@ -483,10 +480,10 @@ def test_the_worker_after_a_killed_one_goes_on_with_the_chain(
                 killed(saver)
     assert files(tmp_path / "beside") == files(tmp_path / "plainly")
     assert store.verify() == {}
-    if store._memory is not None:
-        assert store._memory.steps()[-1] == 5
-        store._memory.end()
-    runtime.cleanup()
+    if in_memory:
+        copies = MemoryCopies(store.url)
+        assert copies.steps()[-1] == 5
+        copies.clear()
 
 
 @posix
@@ -512,17 +509,17 @@ def test_a_chain_that_workers_die_of_is_given_up(tmp_path: Path) -> None:
 def test_an_interrupt_between_saver_and_worker(sent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not the job came across: it is done, once, and answers stay with what they answer."""
     store = sp.Store(tmp_path / "run", LOSSLESS)
-    real = process.send
+    real = executors.send
     with sp.Saver(store) as saver:
 
         def interrupted(*args: Any) -> None:
-            monkeypatch.setattr(process, "send", real)
+            monkeypatch.setattr(executors, "send", real)
             if sent:
                 real(*args)
             raise KeyboardInterrupt
 
         for first in (1, 4):  # with the descriptors of the shared memory, and without
-            monkeypatch.setattr(process, "send", interrupted)
+            monkeypatch.setattr(executors, "send", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saver.save(first, state(first))
             for step in (first + 1, first + 2):
@@ -559,20 +556,20 @@ def test_nobody_waits_for_the_copying_kernel(monkeypatch: pytest.MonkeyPatch) ->
         asked.set()
         released.wait()
 
-    monkeypatch.setattr(copying, "kernel", kernel)
-    monkeypatch.setattr(copying, "STREAMED", 1)
-    monkeypatch.setattr(copying.os, "register_at_fork", lambda before: None)
-    copying.load_beside.cache_clear()
+    monkeypatch.setattr(host_copy, "kernel", kernel)
+    monkeypatch.setattr(host_copy, "STREAMED", 1)
+    monkeypatch.setattr(host_copy.os, "register_at_fork", lambda before: None)
+    host_copy.load_in_thread.cache_clear()
     try:
         with sp.Saver(sp.Store(memory_url(), LOSSLESS)) as saver:
             for step in range(3):
                 assert saver.save(step, state(step)).result(PATIENCE).status == "saved"
             assert asked.wait(PATIENCE)
-            assert copying.load_beside().is_alive()
+            assert host_copy.load_in_thread().is_alive()
     finally:
         released.set()
-        copying.load_beside().join()
-        copying.load_beside.cache_clear()
+        host_copy.load_in_thread().join()
+        host_copy.load_in_thread.cache_clear()
 
 
 @posix
@@ -659,10 +656,10 @@ def test_a_chain_that_is_no_more_is_left_with_a_warning(what: str, tmp_path: Pat
     job: dict[str, Any] = {"origin": [store.head.last.step, store.head.last.identity, False]}
     answers = []
     for step in (2, 3):
-        trees = {"state": state(step), "beside": [None, None, None], "kinds": {}}
+        trees = {"state": state(step), "options": [None, None, None], "kinds": {}}
         answers.append(_save(worker, {**job, "step": step, "snapshot": take(plan(trees), arena).to_json()}, arena))
     ((_, message),) = answers[0]["warnings"]
-    assert message.startswith("a new chain begins, the one of step 1 ")
+    assert message.startswith("a new chain begins, because the one of step 1 ")
     assert [a["is_delta"] for a in answers] == [False, True]
     assert answers[1]["warnings"] == []
     assert difference(state(3), sp.Store(tmp_path / "run").load(3)) == ""
@@ -756,7 +753,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
         self.stop: Any = None
-        real = process.perform
+        real = executors.perform
 
         def held(store: Any, step: int, snapshot: Any, arena: Any, stop: Any, **more: Any) -> Any:
             self.stop = stop
@@ -765,7 +762,7 @@ class Gate:
                 pass
             return real(store, step, snapshot, arena, stop, **more)
 
-        monkeypatch.setattr(process, "perform", held)
+        monkeypatch.setattr(executors, "perform", held)
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "skip", "cancel"])
@@ -816,7 +813,7 @@ def test_an_exception_inside_says_what_became_of_the_save(monkeypatch: pytest.Mo
     def broken(*_: Any, **__: Any) -> Any:
         raise OSError(28, "no space")
 
-    monkeypatch.setattr(process, "perform", broken)
+    monkeypatch.setattr(executors, "perform", broken)
     with pytest.raises(KeyError) as error:
         interrupted(6)
     assert any("failed as well: OSError" in note for note in error.value.__notes__)
@@ -835,8 +832,8 @@ def test_what_the_save_before_said_is_not_said_again(tmp_path: Path) -> None:
 
 
 def test_warnings_of_the_worker_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = process.ThreadPlace.run
-    monkeypatch.setattr(process.ThreadPlace, "run", lambda *a: (real(*a)[0], [("UserWarning", "careful")]))
+    real = executors.ThreadExecutor.run
+    monkeypatch.setattr(executors.ThreadExecutor, "run", lambda *a: (real(*a)[0], [("UserWarning", "careful")]))
     saver = sp.Saver(sp.Store(memory_url()))
     saver.save(7, {"a": 1})
     with pytest.warns(SaverWarning, match="step 7: UserWarning: careful"):
@@ -950,9 +947,9 @@ def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -
     done = program(
         f"""
         import gc
-        from shrinkpoint.store import process
+        from shrinkpoint.store import executors
 
-        place = process.{mode.title()}Place
+        place = executors.{mode.title()}Executor
         run = place.run
 
         def collecting(*args):
@@ -986,7 +983,7 @@ def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: 
         import atexit
         from shrinkpoint.store import saver as module
 
-        atexit.unregister(module._UNCLOSED._end)
+        atexit.unregister(module.EXIT_CLEANUP._end)
 
         @atexit.register
         def last():
@@ -997,7 +994,7 @@ def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: 
             saver.wait()
             saver.close()
 
-        atexit.register(module._UNCLOSED._end)
+        atexit.register(module.EXIT_CLEANUP._end)
         saver = sp.Saver(sp.Store(sys.argv[1] + "/run"), mode={mode!r})
         saver.save(1, {{"weight": np.arange(1000)}})
         """,
@@ -1055,7 +1052,7 @@ def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path)
     done = program(
         f"""
         import signal, warnings
-        from shrinkpoint.store import process
+        from shrinkpoint.store import executors
         from shrinkpoint.store import saver as module
 
         def then_a_signal(function):
@@ -1071,7 +1068,7 @@ def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path)
         if {moment!r} == "take":
             module.take = then_a_signal(module.take)
         else:
-            process.ProcessPlace.hand = then_a_signal(process.ProcessPlace.hand)
+            executors.ProcessExecutor.hand = then_a_signal(executors.ProcessExecutor.hand)
         store = sp.Store(sys.argv[1] + "/run", sp.presets.lossless())
         signal.signal(signal.SIGUSR1, lambda *_: saver.save(20, {{"weight": np.full(1000, 2)}}))
         warnings.simplefilter("always")
@@ -1086,7 +1083,7 @@ def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path)
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    said = "within one of its own calls, as by a signal handler"
+    said = "within one of its own calls, for example by a signal handler"
     if moment == "take":
         assert said in done.stdout
         assert done.stdout.endswith("{30: 3}\n")
@@ -1270,7 +1267,7 @@ def test_an_argument_that_no_save_can_take_is_refused_at_once(tmp_path: Path, wr
 @pytest.mark.parametrize("chain", ["simplecache::", "filecache::", "dir::simplecache::"])
 def test_a_cache_in_the_url_is_refused(chain: str) -> None:
     """It gives what was once under a name: a step that was saved anew, a tag that was moved."""
-    with pytest.raises(sp.BadArgumentError, match="a cache is in it"):
+    with pytest.raises(sp.BadArgumentError, match="it contains a cache"):
         sp.Store(f"{chain}{memory_url()}")
 
 
@@ -1322,8 +1319,8 @@ def test_a_trainer_with_many_files_an_odd_path_and_no_folder(tmp_path: Path) -> 
 
 def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C inside `Popen.poll` leaves its lock taken: every wait then lasts as long as it may."""
-    monkeypatch.setattr(process, "_PATIENCE", 0.5)
-    place = process.ProcessPlace(sp.Store(tmp_path / "run"), nice=0, threads=1, upkeep=Upkeep())
+    monkeypatch.setattr(executors, "_PATIENCE", 0.5)
+    place = executors.ProcessExecutor(sp.Store(tmp_path / "run"), nice=0, threads=1, maintenance=Maintenance())
     closing = threading.Thread(target=place.close, daemon=True)
     with place._process._waitpid_lock:  # type: ignore[attr-defined]
         closing.start()

@@ -15,10 +15,11 @@ import fsspec
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.store.files import Files, open_files
+from shrinkpoint.store.files import Files
 from shrinkpoint.store.lock import ObjectLock
 from shrinkpoint.store.objects import ObjectFiles
 from shrinkpoint.store.retention import Retention
+from shrinkpoint.store.urls import open_files
 from tests.store import ceph, gcs
 from tests.store.common import fill, lossless, same
 from tests.store.racing import race

@@ -9,8 +9,9 @@ from typing import TypeVar
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ...codec.format.ranged import Ranged
-from ...store.files import Files, open_files
+from ...store.files import Files
 from ...store.local import LocalFiles, make_folder
+from ...store.urls import open_files
 from .metadata import FOLDER, MAX_BYTES, Index, RankFile, metadata_name, parse
 
 T = TypeVar("T")

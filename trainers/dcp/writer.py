@@ -35,7 +35,7 @@ from ...store.chain import carried_by
 from ...store.files import TEMPORARY, Files
 from ...store.manifest import Manifest
 from ...store.policy import Size, smaller, wants_base
-from ...store.trail import Trail, aims
+from ...store.weight_average import WeightAverage, needs_average
 from .chain import carry, open_folder, read_index, resolve
 from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
@@ -66,7 +66,7 @@ class _Parent:
     shards: Mapping[tuple[str, Offsets], Offsets]
     last: RankFile
     whole: Size | None = None
-    trail: Trail | None = None
+    trail: WeightAverage | None = None
 
     @property
     def base_size(self) -> Size:
@@ -387,14 +387,14 @@ class Writer(StorageWriter):
         """What this object's last save left, in whichever process that was."""
         return _kept.get(self._token) if self._travelled else self._head
 
-    def _trail(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> Trail | None:
+    def _trail(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
         """Where the weights come from: as the last save knew it, else from what the parent holds; None: not needed."""
-        if not aims(self.cfg):
+        if not needs_average(self.cfg):
             return None
         last = self._last()
         if last is not None and last.trail is not None and _fits(last.shards, shards):
             return last.trail
-        return Trail(None if head is None else head.checkpoint)
+        return WeightAverage(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
         """The parent in the folder saved to last, else in `parent=` (its errors are raised), else in this folder."""
@@ -427,7 +427,7 @@ class Writer(StorageWriter):
         shards: Mapping[tuple[str, Offsets], Offsets],
         head: _Parent | None,
         whole: Size | None,
-        trail: Trail | None,
+        trail: WeightAverage | None,
     ) -> None:
         """Let the next delta be against what was just written, or against its base."""
         folder = str(self.path)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ..kernels.errors import BadArgumentError
 from ..store import local
-from ..store.files import TEMPORARY, one_name
+from ..store.files import TEMPORARY
 from ..store.permissions import follow_umask
+from ..store.urls import one_name
 
 
 def check_free(target: Path, force: bool) -> None:

@@ -60,9 +60,9 @@ def gc(
     """
     from ..codec.errors import BadArgumentError
     from ..store.catalog import FOLDER, Catalog
-    from ..store.files import open_files
     from ..store.manifest import manifest_name
     from ..store.retention import Retention
+    from ..store.urls import open_files
     from .sources import open_store
 
     retention = None

@@ -198,7 +198,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
 
 def folder_nbytes(url: str) -> int:
     """The bytes of all files below a folder or URL."""
-    from ..store.files import open_files
+    from ..store.urls import open_files
 
     files = open_files(url)
     if not files.local:

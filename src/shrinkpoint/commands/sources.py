@@ -61,7 +61,7 @@ def open_listing(url: str) -> Files:
         CorruptDataError: it is not a store, or is empty.
     """
     from ..store.catalog import Catalog
-    from ..store.files import opened
+    from ..store.urls import opened
 
     _check_store(url)
     files = opened(url)

@@ -14,8 +14,8 @@ from ..codec.checkpoint import ArrayRecord, Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.moments import guess
 from ..codec.parallel import map_chunks
-from ..store import restores
-from ..store.files import open_files
+from ..store import restore_counter
+from ..store.urls import open_files
 from .histogram import Histogram, histogram
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def collect(
         name=name,
         steps=tuple(rows),
         all_steps=len(numbers),
-        restored=tuple(restores.steps(open_files(store.url))),
+        restored=tuple(restore_counter.steps(open_files(store.url))),
         restores=store.restores(),
         tensors=tensors,
         all_tensors=all_tensors,

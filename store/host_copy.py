@@ -1,4 +1,4 @@
-"""Copying many pieces of host memory as fast as it goes, for a reader that is another process or comes later."""
+"""Fast copies of many pieces of host memory, for a reader in another process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..codec.parallel import map_chunks, threads
 Piece = tuple[int, int, int]
 """Target (a multiple of 64), source, bytes."""
 STREAMED = 16 << 20
-"""Bytes altogether from which they are copied past the cache: of fewer a copy takes a millisecond or two anyway, not
-worth loading a compiler for."""
+"""Total bytes from which pieces are copied past the cache: a smaller copy takes a millisecond or two, which is not
+worth loading a compiler."""
 _PART = 16 << 20
 """Bytes one thread copies at a time."""
 _SETTLE = 5.0
 """Seconds that a fork waits for the kernel to be loaded."""
 _MANY = 4
-"""Cores that together copy faster than one does; two were measured to be slower."""
+"""Cores that copy faster than one core; two were measured to be slower."""
 
 
 def copy(pieces: Sequence[Piece]) -> None:
-    """Copy pieces that do not overlap, on all cores where there are enough to gain by it.
+    """Copy pieces that do not overlap, on all cores if there are enough of them.
 
     Past the cache once `kernel` is loaded: measured 1.5 times as fast as `memmove`, array by array.
 
@@ -49,7 +49,7 @@ def copy(pieces: Sequence[Piece]) -> None:
 
 
 def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces, large ones in parts, in groups of about the same size."""
+    """The pieces in groups of about the same size; large ones are split."""
     parts = [
         (target + i, source + i, min(_PART, size - i)) for target, source, size in pieces for i in range(0, size, _PART)
     ]
@@ -60,12 +60,12 @@ def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 @functools.cache
 def kernel() -> Callable[..., Any] | None:
-    """The compiled copy, loaded when it is first asked for; None where compiling is switched off."""
+    """Return the compiled copy, loaded at the first call; None if compilation is disabled."""
     import numba
 
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None
-    from .streaming import stream
+    from .nontemporal_copy import stream
 
     empty = np.zeros(0, np.uint64)
     stream(empty, empty, empty)
@@ -73,10 +73,10 @@ def kernel() -> Callable[..., Any] | None:
 
 
 @functools.cache
-def load_beside() -> threading.Thread:
-    """Load `kernel` in a thread of its own, once: nobody waits for it but the end of the process.
+def load_in_thread() -> threading.Thread:
+    """Load `kernel` once, in a thread that only the end of the process waits for.
 
-    A daemon would be cut off in the middle of compiling where the process ends, which takes the process down with it.
+    A daemon thread would be cut off while it compiles, which crashes the process at exit.
     """
     thread = threading.Thread(target=kernel, name="shrinkpoint-copying")
 
@@ -84,7 +84,7 @@ def load_beside() -> threading.Thread:
         if thread is not threading.current_thread():
             thread.join(_SETTLE)
 
-    # A child forked in the middle of an import would wait for ever at the lock of that module.
+    # A child forked during an import would wait forever for the lock of that module.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=settle)
     thread.start()

@@ -1,4 +1,4 @@
-"""Which steps of a store are not intact, and why."""
+"""Verification: read every step of a store and find those that are not intact."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Progress = Callable[[int, int, int], None]
 
 
 def problems(files: Files, catalog: Catalog, progress: Progress | None = None) -> dict[int, str]:
-    """Read every step with its whole chain, each file once; what is wrong with steps, by step. Empty: all is well.
+    """Read every step with its chain, each file once; return the damaged steps and the reasons.
 
     Args:
-        files: of the store; in no copy of them in memory is looked.
+        files: of the store; copies in memory are not used.
         catalog: of the store.
         progress: called after each step.
     """
@@ -41,7 +41,7 @@ def problems(files: Files, catalog: Catalog, progress: Progress | None = None) -
 
 
 def _still_wrong(files: Files, catalog: Catalog, entry: Entry, problem: ShrinkpointError) -> str:
-    """What is wrong with a step; "" where it was only moved or removed since its manifest was read."""
+    """Why a step is damaged; "" if it was only moved or removed since its manifest was read."""
     step = entry.manifest.step
     try:
         now = catalog.get(step)

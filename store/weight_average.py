@@ -1,8 +1,8 @@
-"""The weights of some checkpoints ago, as a slow average, for `compress(earlier=)`.
+"""Past weights as a slow average, for `compress(earlier=)`.
 
-One copy of the weights in float32 stands for all of the past. It follows by a tenth of the way at each checkpoint, so
-that the way from it to the weights is about that of the last ten. No checkpoint holds it: who goes on with a chain
-begins with what the chain restores to.
+One copy of the weights in float32 stands for all of the past. It moves a tenth of the way at each checkpoint, so that
+its distance to the weights is about that of the last ten checkpoints. No checkpoint stores it: a run that continues a
+chain begins with the weights that the chain restores.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..kernels.arrays import is_torch, on_gpu
 
 Array = Any
 _SHARE = 0.1
-"""Part of the way to the weights that the average goes at each checkpoint."""
+"""Part of the way to the weights that the average moves at each checkpoint."""
 _BLOCK = (1 << 15) - 1
-"""Elements moved at once on the host: what is made on the way stays in the cache, and torch begins no threads."""
+"""Elements updated at once on the host: temporary arrays stay in the cache, and torch starts no threads."""
 
 
-def aims(cfg: Config) -> bool:
-    """Whether a configuration wants weights ahead of their drift: as it says, else where levels are kept back."""
+def needs_average(cfg: Config) -> bool:
+    """Whether a configuration codes weights ahead of their drift: by default if a rate is set."""
     if cfg.ahead is not None or cfg.chain.against == "base":
         return bool(cfg.ahead)
     return cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)
@@ -43,11 +43,11 @@ def aims(cfg: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """A training step, which moves on as the weights do.
+    """The training step of the average, which moves as the weights do.
 
     Args:
-        step: None: not known.
-        counted: whether the optimizer's state says so, in whose steps it is then.
+        step: None: unknown.
+        counted: whether the step is the optimizer's own count, rather than the number that was given.
     """
 
     step: float | None
@@ -55,45 +55,47 @@ class _Clock:
 
     @staticmethod
     def of(arrays: Mapping[str, Array], step: float | None) -> _Clock:
-        """As a state's own count has it, else as given."""
+        """From the optimizer's count in a state, or else the step given."""
         counted = steps_taken(arrays, lambda path: _number(arrays[path]))
         return _Clock(step) if counted is None else _Clock(counted, counted=True)
 
     def until(self, now: _Clock) -> float | None:
-        """Steps from here; None where they are not known, or none."""
+        """Steps from here; None where they are unknown or not positive."""
         if self.step is None or now.step is None or self.counted is not now.counted:
             return None
         return now.step - self.step if now.step > self.step else None
 
     def moved(self, now: _Clock) -> _Clock:
-        """A part of the way nearer; there, where the way is not known."""
+        """A tenth of the way towards another step; all of it where the distance is unknown."""
         if self.step is None or now.step is None or self.counted is not now.counted:
             return now
         return _Clock(self.step + _SHARE * (now.step - self.step), now.counted)
 
 
-class Trail:
-    """A slow average of the weights that are stored as levels, each on its weight's device: 4 bytes a weight.
+class WeightAverage:
+    """A slow average of the weights that are stored as levels: 4 bytes per weight.
+
+    Each average is on the device of its weight.
 
     Args:
         checkpoint: resolved; the average begins with its weights. None (default): with those of the first `follow`.
-        step: training step at which they were; None: not known. Where the state of the optimizer counts its own steps
-            (`step` beside a second moment), that count is taken instead, here and below.
+        step: training step of these weights; None: unknown. Where the optimizer's state counts its own steps (`step`
+            next to a second moment), that count is used instead, here and below.
 
     Raises:
-        BadArgumentError: no checkpoint, or a step that is no number.
+        BadArgumentError: `checkpoint` is not a Checkpoint, or `step` not a number.
         MissingParentError: the checkpoint is not resolved.
 
     Example:
         >>> import numpy as np
         >>> import shrinkpoint as sp
         >>> w, cfg = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), sp.Config(rate=0.002)
-        >>> ckpt, trail = None, Trail()
+        >>> ckpt, average = None, WeightAverage()
         >>> for step in range(10, 60, 10):
         ...     state = {"weight": w * np.float32(1 + 0.001 * step)}
-        ...     ckpt = sp.compress(state, ckpt, cfg, earlier=trail.earlier(state, step))
-        ...     trail.follow(state, ckpt, step)
-        >>> trail.earlier(state, step).steps
+        ...     ckpt = sp.compress(state, ckpt, cfg, earlier=average.earlier(state, step))
+        ...     average.follow(state, ckpt, step)
+        >>> average.earlier(state, step).steps
         30.951
     """
 
@@ -117,35 +119,35 @@ class Trail:
                 self._means[record.path] = values.reshape(record.spec.shape)
 
     def earlier(self, state: Any, step: float | None = None) -> Earlier:
-        """The average of those weights that a state has, in the same shapes, and how long ago they were.
+        """Return the average of a state's weights, and how many steps ago they were.
 
         Args:
-            state: which will be compressed.
-            step: its training step; None: not known.
+            state: the state that will be compressed, or its `arrays_by_path`.
+            step: its training step; None: unknown.
 
         Returns:
-            What `compress(earlier=)` takes; its arrays are the average itself, which the next `follow` changes.
+            The argument of `compress(earlier=)`; its arrays are the average itself, which the next `follow` changes.
 
         Raises:
-            BadArgumentError: the state is no tree, or the step no number.
+            BadArgumentError: the state is not a tree, or the step not a number.
         """
-        arrays = _by_path(state)
+        arrays = arrays_by_path(state)
         return Earlier(self._fitting(arrays), self._clock.until(_Clock.of(arrays, _checked(step))))
 
     def follow(self, state: Any, checkpoint: Checkpoint, step: float | None = None) -> None:
-        """Go a tenth of the way to the weights of a state that was compressed.
+        """Move a tenth of the way towards the weights of a state that was compressed.
 
         Args:
-            state: the state.
-            checkpoint: what it was compressed to.
-            step: its training step; None: not known.
+            state: the state, or its `arrays_by_path`.
+            checkpoint: its checkpoint.
+            step: its training step; None: unknown.
 
         Raises:
-            BadArgumentError: the state is no tree, the checkpoint none, or the step no number.
+            BadArgumentError: the state is not a tree, the checkpoint not a Checkpoint, or the step not a number.
         """
         step = _checked(step)
         arguments.instance("checkpoint", checkpoint, Checkpoint)
-        arrays = _by_path(state)
+        arrays = arrays_by_path(state)
         means = self._fitting(arrays)
         self._clock = self._clock.moved(_Clock.of(arrays, step))
         self._means = {}
@@ -157,24 +159,30 @@ class Trail:
                 self._means[record.path] = now.reshape(record.spec.shape)
 
     def _fitting(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The averages of those arrays that have the shape they had."""
+        """The averages of the arrays that still have the same shape."""
         return {path: mean for path, mean in self._means.items() if _shape(arrays.get(path)) == _shape(mean)}
 
 
 def _checked(step: Any) -> float | None:
-    """A step's number, also one of NumPy's; None where it is not known."""
+    """Return a step as a number, also a NumPy one; None: unknown."""
     return arguments.or_none("step", step, arguments.number, -math.inf, math.inf, open_low=True, open_high=True)
 
 
-def _by_path(state: Any) -> Mapping[str, Array]:
-    """The arrays of a state; of those that share a path (keys 0 and "0") none, for it does not tell which is meant."""
+class _Arrays(dict[str, Array]):
+    """The result of `arrays_by_path`."""
+
+
+def arrays_by_path(state: Any) -> Mapping[str, Array]:
+    """Return the arrays of a state by path; those that share a path are left out."""
+    if isinstance(state, _Arrays):
+        return state
     nodes = flatten(state, is_array)[1]
     times = Counter(node.path for node in nodes)
-    return {node.path: node.value for node in nodes if times[node.path] == 1}
+    return _Arrays({node.path: node.value for node in nodes if times[node.path] == 1})
 
 
 def _number(x: Array) -> float | None:
-    """A single number; None for anything else, and for what is spread over devices."""
+    """The value of an array of one element; None for other arrays, and for sharded ones."""
     return float(x.reshape(())) if _shape(x) in ((), (1,)) and not is_sharded(x) else None
 
 
@@ -184,19 +192,19 @@ def _shape(x: Array) -> tuple[int, ...] | None:
 
 @np.errstate(over="ignore")
 def _copied(flat: Array) -> Array:
-    """As float32 of its own."""
+    """A copy in float32."""
     if not is_torch(flat):
         return flat.astype("float32")
     import torch
 
-    # What is made in inference mode cannot be moved on outside of it.
+    # A tensor made in inference mode cannot be updated outside of it.
     with torch.inference_mode(False):
         return flat.float().clone()
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def _moved(mean: Array, flat: Array) -> Array:
-    """The mean, a part of the way nearer; begun anew where a value was not finite, which no mean would forget."""
+    """The updated mean; it restarts where a value was not finite, which no mean would forget."""
     block = CHUNK if on_gpu(flat) else _BLOCK
     for start in range(0, mean.shape[0], block):
         own, new = mean[start : start + block], flat[start : start + block]

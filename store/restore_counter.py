@@ -1,4 +1,4 @@
-"""How often a run was restored: one small file each, numbered, so that two at once count as two."""
+"""The number of restores of a run, as one small numbered file per restore."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TRIES = 10
 
 
 def count(files: Files) -> int:
-    """Restores so far: the highest number."""
+    """Return the number of restores so far: the highest number."""
     numbers = [int(match.group(1)) for name in files.list(FOLDER) if (match := _NAME.fullmatch(name))]
     return max(numbers, default=0)
 
 
 def steps(files: Files) -> list[int]:
-    """The steps restored from, in order; a record that cannot be read is left out: the count stands beside."""
+    """Return the steps that were restored, in order; unreadable records are left out."""
     found = []
     for name in filter(_NAME.fullmatch, files.list(FOLDER)):
         try:
@@ -36,9 +36,9 @@ def steps(files: Files) -> list[int]:
 
 
 def add(files: Files, step: int, known: int) -> int:
-    """Count one more, of this step; returns how many there are then."""
+    """Count a restore of this step; return the new number of restores."""
     number = max(known, count(files)) + 1
-    # The token tells this restore from another of the same step that takes the same number at the same moment.
+    # The token distinguishes this restore from another of the same step with the same number at the same moment.
     data = json.dumps({"step": step, "token": uuid.uuid4().hex}).encode()
     while not _created(files, _path(files, number), data):
         number += 1
@@ -46,7 +46,7 @@ def add(files: Files, step: int, known: int) -> int:
 
 
 def copy(source: Files, target: Files) -> None:
-    """Count in the target what is counted in the source, each restore once however often it is copied."""
+    """Count the restores of the source in the target too, each once however often it is copied."""
     there = set(_records(target))
     number = count(target)
     for data in _records(source):
@@ -57,21 +57,21 @@ def copy(source: Files, target: Files) -> None:
 
 
 def _records(files: Files) -> list[bytes]:
-    """The bytes of each record, in order: by its token they tell one restore from every other."""
+    """The bytes of each record, in order; its token makes each unique."""
     return [files.read(f"{FOLDER}/{name}") for name in sorted(files.list(FOLDER)) if _NAME.fullmatch(name)]
 
 
 def _path(files: Files, number: int) -> str:
-    """The record of a number; under one that has no name of nine digits nobody would find it."""
+    """The name of a record; a number of over nine digits would not be found."""
     if number > _MOST:
         last = files.path(f"{FOLDER}/{_MOST:09d}.json")
-        raise CorruptDataError(f"{last}: no run is restored so often; remove it")
+        raise CorruptDataError(f"{last}: a run is not restored so often; remove it")
     return f"{FOLDER}/{number:09d}.json"
 
 
 def _created(files: Files, name: str, data: bytes) -> bool:
     for _ in range(_TRIES - 1):
-        # A reader holds no lock, so `gc` may take the file in the making for garbage, and again the next time.
+        # A reader holds no lock, so `gc` may remove the temporary file as garbage, even several times.
         with contextlib.suppress(FileNotFoundError):
             return files.create(name, data)
     return files.create(name, data)

@@ -1,7 +1,7 @@
-"""Copying past the cache: stores that do not first read what they overwrite. Compiled; `copying` decides when.
+"""A compiled copy past the cache, by non-temporal stores; see `host_copy`.
 
-An ordinary store of a line that is not in the cache reads it from memory before it writes it back: a copy moves three
-bytes a byte. A non-temporal one moves two. `memmove` does so by itself only for single arrays of many megabytes.
+An ordinary store to a line that is not in the cache reads the line before it is written: a copy moves three bytes per
+byte. A non-temporal store moves two. `memmove` uses them only for single arrays of many megabytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from ..kernels.cpu.jit import njit
 
 LINE = 64
-"""Bytes of a cache line, which a target must be aligned to."""
+"""Bytes of a cache line, to which a target must be aligned."""
 _VECTOR = 32
 
 
@@ -53,7 +53,7 @@ def _move_byte(context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(context: Any) -> Any:
-    """All of it is there before anything that follows: such stores are not ordered by themselves."""
+    """Complete these stores before all that follows; they are not ordered otherwise."""
 
     def generate(machine: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")

@@ -18,11 +18,11 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import Stopped, give_way, map_chunks
-from shrinkpoint.store import chain, process
+from shrinkpoint.store import chain, executors
 from shrinkpoint.store.compaction import Compaction
+from shrinkpoint.store.maintenance import Maintainer, Maintenance
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.saver import SaverWarning
-from shrinkpoint.store.upkeep import Keeper, Upkeep
 
 from .common import lossless, manifest_path, same, state
 
@@ -37,8 +37,8 @@ MOMENTS = 50
 def tended(saver: sp.Saver) -> None:
     """Until what is due after the newest save is done."""
     assert saver._runner is not None
-    assert saver._runner.tending is not None
-    saver._runner.tending.result(PATIENCE)
+    assert saver._runner.maintaining is not None
+    saver._runner.maintaining.result(PATIENCE)
 
 
 def save(saver: sp.Saver, step: int) -> sp.SaveResult:
@@ -111,7 +111,7 @@ def test_what_was_given_up_is_done_after_the_next_save(monkeypatch: pytest.Monke
     store = sp.Store(url, lossless())
     for step in range(9):
         store.save(step, state(step))
-    keeper = Keeper(store, Upkeep(compact=4.0))
+    maintainer = Maintainer(store, Maintenance(compact=4.0))
     for moments in range(200):
         asked = 0
 
@@ -120,7 +120,7 @@ def test_what_was_given_up_is_done_after_the_next_save(monkeypatch: pytest.Monke
             asked += 1
             return asked > most
 
-        keeper.tend(stop, alone=True)
+        maintainer.run(stop, alone=True)
         assert sp.Store(url).verify() == {}
         assert all(same(sp.Store(url).load(step, count=False), step) for step in (0, 5, 8))
         if asked <= moments:
@@ -134,7 +134,7 @@ def test_what_was_given_up_is_done_after_the_next_save(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(Compaction, "run", lambda self: pytest.fail("compacted again"))
         store.save(9, state(9))
-        keeper.tend(lambda: False, alone=True)
+        maintainer.run(lambda: False, alone=True)
 
 
 ENDLESS = """
@@ -205,7 +205,7 @@ def test_a_worker_killed_in_the_middle_of_it(tmp_path: Path, endless: Callable[[
         tended(saver)
         with pytest.raises(ChildProcessError, match="killed by SIGKILL") as error:
             saver.save(3, state(3))
-        assert any("goes on with the chain" in note for note in error.value.__notes__)
+        assert any("continues the chain" in note for note in error.value.__notes__)
         assert save(saver, 3).is_delta
     assert endless()[0] == "begun"
     assert store.steps() == [1, 2, 3]
@@ -294,7 +294,8 @@ def test_what_goes_wrong_is_told_and_no_save_is_refused_for_it(mode: str, tmp_pa
                 warnings.simplefilter("always")
                 saver.wait()
             assert [w.category for w in told] == [SaverWarning] * (step in (2, 6))
-            assert all("could not be done: CorruptDataError: step 1: " in str(w.message) for w in told)
+            assert all("could not be done: CorruptDataError: " in str(w.message) for w in told)
+            assert all("that step 1 needs" in str(w.message) for w in told)
             assert store.steps() == ([5] if step == 5 else store.steps())
         assert store.steps() == [1, 5, 6, 7]
     assert same(store.load(), 7)
@@ -324,7 +325,7 @@ def test_a_skipped_or_failed_save_is_followed_by_nothing(tmp_path: Path) -> None
         with pytest.raises(sp.BadArgumentError):
             saver.wait()
         assert saver._runner is not None
-        assert saver._runner.tending is None
+        assert saver._runner.maintaining is None
 
 
 def test_without_being_asked_nothing_is_done(tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ def test_without_being_asked_nothing_is_done(tmp_path: Path) -> None:
         for step in range(4):
             save(saver, step)
         assert saver._runner is not None
-        assert saver._runner.tending is None
+        assert saver._runner.maintaining is None
     assert sp.Store(tmp_path).describe(3).restore_cost > 3
 
 
@@ -342,10 +343,12 @@ def test_arguments_that_are_none(bad: dict[str, Any], tmp_path: Path) -> None:
         sp.Saver(sp.Store(tmp_path), **bad)
 
 
-@pytest.mark.parametrize("upkeep", [Upkeep(), Upkeep(3.0), Upkeep(keep=Retention(2, every=5, best=1, largest=True))])
-def test_it_crosses_to_the_worker_as_json(upkeep: Upkeep) -> None:
-    assert Upkeep.from_json(upkeep.to_json()) == upkeep
-    assert bool(upkeep) == (upkeep != Upkeep())
+@pytest.mark.parametrize(
+    "upkeep", [Maintenance(), Maintenance(3.0), Maintenance(keep=Retention(2, every=5, best=1, largest=True))]
+)
+def test_it_crosses_to_the_worker_as_json(upkeep: Maintenance) -> None:
+    assert Maintenance.from_json(upkeep.to_json()) == upkeep
+    assert bool(upkeep) == (upkeep != Maintenance())
 
 
 def test_futures_of_callers_are_done_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,11 +387,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_within_the_bound_is_not_read_again(reads: list[str]) -> None:
     """On a chain without an end a compaction costs the same each time."""
     store = sp.Store(f"memory://{uuid.uuid4()}", lossless())
-    keeper, costs = Keeper(store, Upkeep(compact=6.0)), []
+    maintainer, costs = Maintainer(store, Maintenance(compact=6.0)), []
     for step in range(60):
         store.save(step, state(step))
         reads.clear()
-        keeper.tend(lambda: False, alone=True)
+        maintainer.run(lambda: False, alone=True)
         if reads:
             costs.append(len(reads))
     assert len(costs) > 8
@@ -399,7 +402,7 @@ def test_what_is_within_the_bound_is_not_read_again(reads: list[str]) -> None:
     assert store.gc() == []
 
 
-def tend_for(keeper: Keeper, moments: int) -> None:
+def tend_for(maintainer: Maintainer, moments: int) -> None:
     """As far as it gets until it was asked so often."""
     asked = 0
 
@@ -408,19 +411,19 @@ def tend_for(keeper: Keeper, moments: int) -> None:
         asked += 1
         return asked > moments
 
-    keeper.tend(stop, alone=True)
+    maintainer.run(stop, alone=True)
 
 
 def test_it_goes_on_where_it_was_cut_off() -> None:
     """Saves that leave time for a part of it: no chain grows without end, for each time begins where the last ended."""
     store = sp.Store(f"memory://{uuid.uuid4()}", lossless())
-    keeper, costs = Keeper(store, Upkeep(compact=6.0)), []
+    maintainer, costs = Maintainer(store, Maintenance(compact=6.0)), []
     for step in range(80):
         store.save(step, state(step))
         # Another process each time: nothing rests on what one remembers.
         if step % 7 == 0:
-            keeper = Keeper(store, Upkeep(compact=6.0))
-        tend_for(keeper, MOMENTS)
+            maintainer = Maintainer(store, Maintenance(compact=6.0))
+        tend_for(maintainer, MOMENTS)
         costs.append(store.describe(step).restore_cost)
     assert max(costs) <= 12.0
     assert store.verify() == {}
@@ -434,10 +437,10 @@ def test_old_steps_go_though_compaction_never_ends(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Compaction, "run", run)
     store = sp.Store(f"memory://{uuid.uuid4()}", lossless())
-    keeper = Keeper(store, Upkeep(compact=1.0, keep=Retention(last=2)))
+    maintainer = Maintainer(store, Maintenance(compact=1.0, keep=Retention(last=2)))
     for step in range(6):
         store.save(step, state(step))
-        tend_for(keeper, 100)
+        tend_for(maintainer, 100)
         assert store.steps() == [*range(max(0, step - 1), step + 1)]
 
 
@@ -449,7 +452,7 @@ def test_a_damaged_chain_is_not_tried_after_every_save(tmp_path: Path, monkeypat
         return plain(self)
 
     monkeypatch.setattr(Compaction, "run", run)
-    keeper = Keeper(store, Upkeep(compact=3.0))
+    maintainer = Maintainer(store, Maintenance(compact=3.0))
     for step in range(20):
         store.save(step, state(step))
         if step == 1:
@@ -457,16 +460,16 @@ def test_a_damaged_chain_is_not_tried_after_every_save(tmp_path: Path, monkeypat
             path.write_bytes(path.read_bytes()[:-1])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            keeper.tend(lambda: False, alone=True)
+            maintainer.run(lambda: False, alone=True)
     assert runs == [3, 8, 18]  # at costs of 4, 8 and 17, about
     # A new chain is compacted as any other.
     store = sp.Store(tmp_path, lossless())
-    keeper._store = store
+    maintainer._store = store
     for step in range(20, 25):
         store.save(step, state(step))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            keeper.tend(lambda: False, alone=True)
+            maintainer.run(lambda: False, alone=True)
     assert runs[3:] == [23]
     assert store.describe(23).restore_cost <= 2.5
 
@@ -480,7 +483,7 @@ def test_what_storage_says_is_no_busy_store(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(store._files, "list", out)
     with pytest.raises(TimeoutError, match="no answer"):
-        Keeper(store, Upkeep(keep=Retention(last=1))).tend(lambda: False, alone=True)
+        Maintainer(store, Maintenance(keep=Retention(last=1))).run(lambda: False, alone=True)
 
 
 def test_steps_go_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +514,7 @@ def test_of_two_errors_the_save_s_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
         go.wait(PATIENCE)
         raise ChildProcessError("killed")
 
-    monkeypatch.setattr(Keeper, "tend", tend)
+    monkeypatch.setattr(Maintainer, "run", tend)
     saver = sp.Saver(sp.Store(f"memory://{uuid.uuid4()}", lossless()), keep=Retention())
     save(saver, 0)
     assert began.wait(PATIENCE)
@@ -519,7 +522,7 @@ def test_of_two_errors_the_save_s_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(process, "perform", full)
+    monkeypatch.setattr(executors, "perform", full)
     future = saver.save(1, state(1))
     go.set()
     with pytest.raises(OSError, match="No space left") as error:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
-from shrinkpoint.store import branches, transfer
+from shrinkpoint.store import rewinds, transfer
 from shrinkpoint.store.files import Files, StoreWarning
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.saver import SaverWarning
@@ -26,7 +26,7 @@ from shrinkpoint.store.store import SkippedCheckpointWarning
 from tests.store.common import data_path, fill, lossless, same, state
 
 TENS = tuple(range(10, 110, 10))
-LEFT = "goes on from step 50 and leaves steps 70, 80, 90, 100 behind"
+LEFT = "continues from step 50 and leaves steps 70, 80, 90, 100 behind"
 
 
 def second(step: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_the_end_that_was_saved_last_is_loaded(gone_back: sp.Store) -> None:
     other = sp.Store(gone_back.url, lossless())
     assert other.steps() == list(TENS)
     assert other.candidates() == [70, 60, 50, 40, 30, 20, 10, 100, 90, 80]
-    with pytest.warns(StoreWarning, match=r"loaded step 70; passed over steps 80, 90, 100, .* went back to step 50"):
+    with pytest.warns(StoreWarning, match=r"loaded step 70; skipped steps 80, 90, 100, .* went back to step 50"):
         assert same(other.load(), 1070)
     assert other.verify() == {}
     # By number the other end is what it was, and compaction does not bring it back.
@@ -122,7 +122,7 @@ def test_a_run_that_replays_steps_before_it_parts_has_gone_back(url: str, replay
         fill(store, *steps)
         assert newest(url) == 100
         assert store.loaded == steps[-1]
-    with pytest.warns(StoreWarning, match=f"goes on from step {steps[-1]} and leaves steps? .*100 behind"):
+    with pytest.warns(StoreWarning, match=f"continues from step {steps[-1]} and leaves steps? .*100 behind"):
         store.save(steps[-1] + 5, second(steps[-1] + 5))
     assert store.loaded is None
     assert newest(url) == 1000 + steps[-1] + 5
@@ -336,7 +336,7 @@ def test_going_back_to_what_is_gone_is_told(tmp_path: Path) -> None:
         sp.Store(store.url).drop(10)
         with pytest.warns(SaverWarning) as caught:
             told(saver, 15)
-    why = "the chain of the last save is gone on with, the one of step 10 cannot be"
+    why = "the chain of the last save continues, because the one of step 10 cannot be"
     assert any(why in str(warning.message) for warning in caught)
     assert store.describe(15).parents[0] == store.describe(20).file
 
@@ -395,7 +395,7 @@ def test_a_copy_taken_while_the_run_goes_back(tmp_path: Path, monkeypatch: pytes
         if len(calls) == 2:
             other = sp.Store(tmp_path / "run", lossless())
             other.load(50)
-            with pytest.warns(StoreWarning, match="goes on from step 50"):
+            with pytest.warns(StoreWarning, match="continues from step 50"):
                 other.save(55, second(55))
         real(*args)
 
@@ -452,7 +452,7 @@ def test_what_comes_after_the_commit_does_not_undo_it(
 
     monkeypatch.setattr(store._files, "create", created)
     monkeypatch.setattr(store._files, "remove", removed)
-    with pytest.warns(StoreWarning, match="goes on from step 20"), contextlib.suppress(KeyboardInterrupt):
+    with pytest.warns(StoreWarning, match="continues from step 20"), contextlib.suppress(KeyboardInterrupt):
         store.save(step, second(step))  # of a RuntimeError there is nothing to be told: what it left is garbage
     assert bool(removals) == (step == 30 or "memory" in url)
     assert newest(url) == 1000 + step
@@ -470,14 +470,14 @@ def record(store: sp.Store) -> tuple[Files, str]:
 def test_records_that_are_none(gone_back: sp.Store, broken: bytes | None) -> None:
     """Nothing is removed; `load()` says that it takes the highest."""
     files, path = record(gone_back)
-    whole = branches.unseal(files.read(path))
-    files.write(path, branches.seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)
+    whole = rewinds.unseal(files.read(path))
+    files.write(path, rewinds.seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)
     with pytest.raises(sp.CorruptDataError, match="left/"):
         gone_back.gc(Retention())
     with pytest.raises(sp.CorruptDataError, match="left/"):
         gone_back.candidates()
     assert gone_back.steps() == list(TENS)
-    with pytest.warns(StoreWarning, match="no record of a run that went back.*takes the highest"):
+    with pytest.warns(StoreWarning, match="not a record of a run that went back.*takes the highest"):
         assert same(gone_back.load(), 100)
     ((name, why),) = gone_back.verify_labels().items()
     assert name == path

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.store.trail import aims
+from shrinkpoint.store.weight_average import needs_average
 
 RATED = sp.Config(rate=0.002, chain=sp.ChainPolicy(base_every=None))
 
@@ -47,7 +47,7 @@ def lag(store: sp.Store, step: int, window: int = 90) -> float:
     ],
 )
 def test_who_aims(cfg: sp.Config, wanted: bool) -> None:
-    assert aims(cfg) is wanted
+    assert needs_average(cfg) is wanted
     assert sp.Config.from_json(cfg.to_json()) == cfg
 
 
@@ -64,8 +64,8 @@ def test_steps_that_are_no_numbers(step: Any) -> None:
     state = drifting(0)
     ckpt = sp.compress(state)
     with pytest.raises(sp.BadArgumentError, match="step is "):
-        sp.Trail(ckpt, step)
-    trail = sp.Trail(ckpt, 0)
+        sp.WeightAverage(ckpt, step)
+    trail = sp.WeightAverage(ckpt, 0)
     with pytest.raises(sp.BadArgumentError, match="step is "):
         trail.earlier(state, step)
     with pytest.raises(sp.BadArgumentError, match="step is "):
@@ -76,27 +76,27 @@ def test_steps_that_are_no_numbers(step: Any) -> None:
 @pytest.mark.parametrize("ckpt", [b"", {}, 5, np.ones(3)])
 def test_a_trail_of_what_is_no_checkpoint(ckpt: Any) -> None:
     with pytest.raises(sp.BadArgumentError, match=r"checkpoint is .* a Checkpoint is needed"):
-        sp.Trail(ckpt)
+        sp.WeightAverage(ckpt)
     for no in (ckpt, None):
         with pytest.raises(sp.BadArgumentError, match=r"checkpoint is .* a Checkpoint is needed"):
-            sp.Trail().follow(drifting(0), no)
+            sp.WeightAverage().follow(drifting(0), no)
 
 
 def test_a_trail_of_a_delta_without_its_parent() -> None:
     delta = sp.compress(drifting(10), sp.compress(drifting(0)))
     with pytest.raises(sp.MissingParentError, match="read without its parent"):
-        sp.Trail(sp.Checkpoint.from_bytes(delta.to_bytes()))
+        sp.WeightAverage(sp.Checkpoint.from_bytes(delta.to_bytes()))
 
 
 def test_a_checkpoint_of_other_shapes_is_not_followed() -> None:
-    trail = sp.Trail()
+    trail = sp.WeightAverage()
     trail.follow(drifting(0), sp.compress(drifting(0, (70, 100))), 0)
     assert trail.earlier(drifting(0)).weights == {}
 
 
 def test_a_store_saves_what_compress_makes_of_the_trail(tmp_path: Path) -> None:
     cfg = sp.Config(rate=0.002, chain=sp.ChainPolicy(base_every=8))
-    store, trail, parent = sp.Store(tmp_path, cfg), sp.Trail(), None
+    store, trail, parent = sp.Store(tmp_path, cfg), sp.WeightAverage(), None
     for number in range(20):
         step, state = 10 * number, drifting(10 * number)
         parent = None if number % 8 == 0 else parent
@@ -124,7 +124,7 @@ def test_after_a_restore_the_trail_begins_with_what_was_restored(tmp_path: Path)
     again = sp.Store(tmp_path, RATED)
     restored = again.load(50)
     parent = again.read(50)
-    trail = sp.Trail(parent, 50)
+    trail = sp.WeightAverage(parent, 50)
     np.testing.assert_array_equal(trail.earlier(restored).weights["model/weight"], restored["model"]["weight"])
     for step in (60, 70, 80):
         state = drifting(step)
@@ -172,9 +172,9 @@ def test_weights_that_come_go_or_change_their_shape(tmp_path: Path) -> None:
 
 def test_a_trail_is_the_mean_it_says() -> None:
     """`s += (w - s) / 10` in float32, of weights of any dtype, beside them; steps the same."""
-    cfg, trail = sp.Config(rate=0.002), sp.Trail()
+    cfg, trail = sp.Config(rate=0.002), sp.WeightAverage()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        trail, mean, since = sp.Trail(), None, None
+        trail, mean, since = sp.WeightAverage(), None, None
         for number in range(5):
             w = torch.from_numpy(drifting(10 * number)["model"]["weight"]).to(dtype)
             state = {"weight": w}
@@ -194,7 +194,7 @@ def test_a_trail_is_the_mean_it_says() -> None:
 
 def test_steps_that_nobody_told_make_nothing_up() -> None:
     state = drifting(0)
-    trail = sp.Trail()
+    trail = sp.WeightAverage()
     ckpt = sp.compress(state, cfg=RATED, earlier=trail.earlier(state, 5))
     trail.follow(state, ckpt)
     assert trail.earlier(state, 10).steps is None
@@ -227,7 +227,7 @@ def test_an_optimizer_that_counts_its_steps_is_believed(kind: Any) -> None:
 
 
 def test_counts_of_another_kind_begin_anew() -> None:
-    trail = sp.Trail()
+    trail = sp.WeightAverage()
     for step, count in ((10, None), (20, 500.0), (30, 600.0), (40, float("nan")), (50, None), (60, 700.0)):
         state = drifting(step) if count is None else counting(step, np.array(count))
         found = trail.earlier(state, step).steps
@@ -238,12 +238,12 @@ def test_counts_of_another_kind_begin_anew() -> None:
 def test_what_is_no_single_number_is_no_count() -> None:
     state = counting(10, np.array([5.0, 6.0]))
     state["step"], state["data"] = np.array(7.0), {"count": np.array(8)}
-    trail = sp.Trail()
+    trail = sp.WeightAverage()
     trail.follow(state, sp.compress(state, cfg=RATED), 10)
     assert trail.earlier(state, 12).steps == 2.0
 
 
-def follow(trail: sp.Trail, w: Any, step: int) -> Any:
+def follow(trail: sp.WeightAverage, w: Any, step: int) -> Any:
     state = {"weight": w}
     trail.follow(state, sp.compress(state, cfg=RATED, earlier=trail.earlier(state, step)), step)
     return trail.earlier(state).weights["weight"]
@@ -290,7 +290,7 @@ def test_saves_in_inference_mode_and_out_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", [np.array, torch.tensor])
 def test_a_value_that_was_not_finite_is_forgotten(library: Any) -> None:
-    trail, w = sp.Trail(), drifting(0)["model"]["weight"]
+    trail, w = sp.WeightAverage(), drifting(0)["model"]["weight"]
     follow(trail, library(w), 0)
     for bad in (np.inf, np.nan, -np.inf):
         broken = w.copy()
@@ -308,7 +308,7 @@ def test_a_trail_that_has_no_room_is_given_up(
     store = sp.Store(tmp_path, RATED)
     store.save(0, drifting(0))
     with monkeypatch.context() as patched:
-        patched.setattr(sp.Trail, "follow", lambda *a: (_ for _ in ()).throw(error("no room")))
+        patched.setattr(sp.WeightAverage, "follow", lambda *a: (_ for _ in ()).throw(error("no room")))
         store.save(10, drifting(10))
     saved = store.save(20, drifting(20)).checkpoint
     again = sp.Store(tmp_path, RATED)

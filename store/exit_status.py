@@ -1,4 +1,4 @@
-"""A failure that is found when the program is over: it changes the exit status, and nothing else."""
+"""The exit status of a process whose failure is found only while it ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 def fail_at_exit() -> None:
-    """Let this process end with status 120, Python's own for an error of the clean-up after the program.
+    """Let this process end with status 120, Python's own for an error while it finalizes.
 
-    Exceptions of exit handlers are printed and change nothing, and `os._exit` in one of them would cut off those that
-    are to run after it. What Python does look at is whether the standard streams could be flushed at the very end, so
-    there, after all handlers, one of them says that it could not. An exception that nobody caught has a status already
-    and keeps it; one that was given to `sys.exit` becomes 120.
+    Exceptions of exit handlers are printed and change nothing, and `os._exit` in one of them would prevent the later
+    ones. Python does check whether the standard streams can be flushed at the very end, so one of them raises an error
+    there, after all handlers. An uncaught exception has set a status already and keeps it; one given to `sys.exit`
+    becomes 120.
     """
     if getattr(sys, "last_value", None) is not None:
         return
     for stream, first in ((sys.stderr, sys.__stderr__), (sys.stdout, sys.__stdout__)):
         if first is not stream:
-            _refuse_at_the_end(first)  # redirected now, it may be the one again by then
+            _refuse_at_the_end(first)  # redirected now, it may be restored by then
         if _refuse_at_the_end(stream):
             return
 
@@ -31,7 +31,7 @@ def _refuse_at_the_end(stream: Any, frame: Any = sys._getframe) -> bool:
 
     def refuse() -> None:
         flush()
-        # Python's finalization calls this from no Python code; whoever else wants to flush may.
+        # Python's finalization calls this without a Python caller; all other callers just flush.
         if frame().f_back is None and getattr(sys, "last_value", None) is None:
             raise OSError("a save failed")
 

@@ -1,4 +1,4 @@
-"""What happens to Savers that nobody closed: their saves are finished and their errors shown, at exit or before."""
+"""Clean-up of Savers that were not closed: finish their saves and show their errors."""
 
 from __future__ import annotations
 
@@ -10,29 +10,39 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-from .failing import fail_at_exit
+from .exit_status import fail_at_exit
 
 
 class Work(Protocol):
-    """What of a Saver is left when it is gone. It knows nothing of the Saver."""
+    """The part of a Saver that remains after the Saver was collected; it has no reference to it."""
 
     pid: int
+    url: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller runs in the thread that does the work."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until no save is in flight."""
+        ...
 
     def close(self) -> None:
         """Finish, and free everything."""
         ...
 
     def take_error(self) -> BaseException | None:
-        """What nobody was told of yet."""
+        """Return the error that was not raised yet."""
         ...
 
 
-class Unclosed:
-    """The work of a process's Savers that are not closed.
+class ExitCleanup:
+    """The work of the Savers of this process that are not closed.
 
-    The collector of garbage may find a Saver in any thread, within anything: an import, the start of a thread, the work
-    itself. To wait there might be for ever, so it goes to a thread that is there for it. That one may be cut off at
-    exit, where all that is left is finished by the main thread.
+    Python's garbage collector may find a Saver in any thread, at any point: within an import, the start of a thread, or
+    the work itself. Waiting there could last forever, so a thread of its own does it. That thread may be cut off at
+    exit; then the main thread finishes the rest.
     """
 
     def __init__(self) -> None:
@@ -42,14 +52,14 @@ class Unclosed:
             os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Of a process: nothing of its parent's, one of whose threads may hold the lock."""
+        """Start empty, also in a forked child: a thread of the parent may have held the lock."""
         self._open: dict[Work, None] = {}
         self._turn = threading.RLock()
         self._collected: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, saver: object, work: Work) -> weakref.finalize[Any, Any]:
-        """Until `remove`, or until it is done here."""
+        """Register some work until `remove`, or until it is finished here."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="shrinkpoint-unclosed", daemon=True)
             self._thread.start()
@@ -59,9 +69,19 @@ class Unclosed:
         return found
 
     def remove(self, finalizer: weakref.finalize[Any, Any], work: Work) -> None:
-        """Whoever closes the Saver does what is to be done."""
+        """Forget some work: the caller closes the Saver."""
         finalizer.detach()
         self._open.pop(work, None)
+
+    def wait_for(self, url: str) -> None:
+        """Wait for the saves in flight to a store. Their errors are left for their own Savers.
+
+        Raises:
+            ChildProcessError: a worker is stopped, see `Work.wait`.
+        """
+        for work in list(self._open):
+            if work.url == url and not work.is_here:
+                work.wait()
 
     def _hand(self, work: Work) -> None:
         if work.pid == os.getpid():
@@ -76,7 +96,7 @@ class Unclosed:
             self._finish(work)
 
     def _finish(self, work: Work) -> None:
-        """Whatever it raises is shown, and keeps nobody from the others."""
+        """Close some work and show its error, which does not keep the others from being closed."""
         with self._turn:
             if work not in self._open:
                 return
@@ -84,7 +104,7 @@ class Unclosed:
             try:
                 work.close()
                 error = work.take_error()
-            except Exception as e:  # a warning that was made an error, too
+            except Exception as e:  # also a warning that was made an error
                 error = e
             finally:
                 self._open.pop(work, None)
@@ -92,3 +112,7 @@ class Unclosed:
                 fail_at_exit()
                 # Raised by an exit handler it would be shown without its notes.
                 sys.excepthook(type(error), error, error.__traceback__)
+
+
+EXIT_CLEANUP = ExitCleanup()
+"""The one of this process."""

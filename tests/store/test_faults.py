@@ -1,0 +1,320 @@
+"""Faults of the machine around a store: signals, read-only disks, odd file systems, small containers, many steps."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shrinkpoint as sp
+from shrinkpoint.store import local, memory_limit, signals
+from shrinkpoint.store.files import StoreWarning
+
+from .common import fill, lossless, manifest_path, same
+
+posix = pytest.mark.skipif(os.name != "posix", reason="a worker process needs POSIX")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+
+
+def script(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What became of a program of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+
+
+# ------------------------------------------------------------------------------------------------------- processes
+
+
+@posix
+@pytest.mark.parametrize("moment", ["starting", "saving"])
+def test_signals_of_a_scheduler_lose_no_save(moment: str, tmp_path: Path) -> None:
+    """To the worker itself, as to every process of a job; its process group is not the trainer's."""
+    done = script(
+        """
+        import os, sys, time, numpy as np, shrinkpoint as sp
+        from shrinkpoint.store.signals import IGNORED
+        saver = sp.Saver(sp.Store(sys.argv[1]))
+        assert os.getpgid(saver.pid) == saver.pid
+        if sys.argv[2] == "saving":
+            saver.save(1, {"weight": np.zeros(9)}).result()
+        saver.save(2, {"weight": np.random.default_rng(0).normal(size=3_000_000)})
+        for number in IGNORED:
+            os.kill(saver.pid, number)
+        saver.save(3, {"weight": np.zeros(9)})
+        saver.close()
+        """,
+        tmp_path,
+        moment,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sp.Store(tmp_path).steps()[-2:] == [2, 3]
+
+
+@posix
+def test_every_signal_that_can_be_ignored_is_or_has_a_reason() -> None:
+    faults = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT", "SIGEMT"}
+    others = {"SIGKILL", "SIGSTOP", "SIGCONT", "SIGCHLD", "SIGINFO"}
+    named = {s.name for s in signal.Signals if not s.name.startswith("SIGRT")}
+    assert {s.name for s in signals.IGNORED} == named - faults - others
+
+
+@linux
+def test_a_stopped_worker_is_waited_for_within_a_limit(tmp_path: Path) -> None:
+    done = script(
+        """
+        import os, signal, sys, time, numpy as np, shrinkpoint as sp
+        from shrinkpoint.store import saver as module
+        module.STOPPED = 1.0
+        saver = sp.Saver(sp.Store(sys.argv[1]))
+        saver.save(1, {"weight": np.zeros(9)}).result()
+        os.kill(saver.pid, signal.SIGSTOP)
+        saver.save(2, {"weight": np.ones(9)})
+        print(saver.pid, flush=True)
+        """,
+        tmp_path,
+    )
+    pid = int(done.stdout)
+    try:
+        assert done.returncode == 120
+        assert f"ChildProcessError: the saver's worker (process {pid}) has been stopped for 1 s" in done.stderr
+        assert sp.Store(tmp_path).steps() == [1]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    end = time.monotonic() + 60
+    while sp.Store(tmp_path).steps() != [1, 2] and time.monotonic() < end:
+        time.sleep(0.1)
+    assert sp.Store(tmp_path).steps() == [1, 2], "once it goes on, it finishes the save"
+
+
+@posix
+def test_load_waits_for_a_save_in_flight_of_this_process(tmp_path: Path) -> None:
+    """A notebook cell that is run twice: its first Saver is still at work when the second one resumes."""
+    saver = sp.Saver(sp.Store(tmp_path))
+    saver.save(1, {"weight": np.random.default_rng(0).normal(size=2_000_000)})
+    assert saver.busy
+    assert sp.Store(f"{tmp_path}/.").load()["weight"].size == 2_000_000
+    assert not saver.busy
+    saver.close()
+
+
+# ----------------------------------------------------------------------------------------------------- file systems
+
+
+def _can_mount() -> bool:
+    unshare = shutil.which("unshare")
+    return (
+        unshare is not None and not subprocess.run([unshare, "-m", "true"], capture_output=True, check=False).returncode
+    )
+
+
+@pytest.mark.skipif(not _can_mount(), reason="needs the right to mount")
+def test_a_saver_needs_nothing_writable_but_its_store() -> None:
+    """Root, /tmp and /dev/shm are mounted read-only, as in a hardened container."""
+    program = """
+        import sys, numpy as np, shrinkpoint as sp
+        for folder in ("/tmp", "/dev/shm", "/var/tmp"):
+            try:
+                open(f"{folder}/shrinkpoint-probe", "weight")
+                raise SystemExit(f"{folder} is writable")
+            except OSError:
+                pass
+        store = sp.Store(sys.argv[1])
+        with sp.Saver(store) as saver:
+            for step in (1, 2):
+                saver.save(step, {"weight": np.arange(9.0) + step})
+        print(store.steps(), store.load()["weight"][0])
+        """
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as store:
+        mounts = (
+            'mount --bind "$1" "$1" && mount -t tmpfs -o ro none /dev/shm && mount -o remount,ro,bind / && '
+            '{ mount -o remount,ro,bind /tmp 2>/dev/null; exec "$2" -W ignore::RuntimeWarning -c "$3" "$1"; }'
+        )
+        command = ["unshare", "-m", "sh", "-c", mounts, "sh", store, sys.executable, textwrap.dedent(program)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "[1, 2] 2.0\n"
+
+
+def test_a_file_system_that_syncs_no_folders_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        synced(fd)
+
+    monkeypatch.setattr(local.os, "fsync", fsync)
+    monkeypatch.setattr(local, "_unsynced", False)
+    with pytest.warns(StoreWarning, match="cannot sync folders"):
+        fill(sp.Store(tmp_path), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fill(sp.Store(tmp_path), 2)
+    assert same(sp.Store(tmp_path).load(), 2)
+
+
+# ------------------------------------------------------------------------------------------------------- many steps
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often a folder is listed and a manifest parsed."""
+    calls: Counter[str] = Counter()
+    listdir, parsed = os.listdir, sp.store.manifest.Manifest.from_bytes  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(local.os, "listdir", lambda path: (calls.update([Path(path).name]), listdir(path))[1])
+        patch.setattr(
+            "shrinkpoint.store.manifest.Manifest.from_bytes",
+            staticmethod(lambda *a: (calls.update(["manifest"]), parsed(*a))[1]),
+        )
+        yield calls
+
+
+def test_a_save_lists_and_parses_nothing_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.store.catalog._LISTED_FOR", 3600.0)
+    store = fill(sp.Store(tmp_path, lossless()), 1, 2)
+    with counted(monkeypatch) as calls:
+        fill(store, 3, 4, 5)
+    assert calls["steps"] == calls["data"] == 0
+    assert calls["manifest"] <= 3  # the head's, once each
+    with counted(monkeypatch) as calls:
+        assert list(store.manifests()[0]) == [1, 2, 3, 4, 5]
+        assert list(store.manifests()[0]) == [1, 2, 3, 4, 5]
+    assert calls["manifest"] <= 5
+
+
+def test_what_others_write_is_seen_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.store.catalog._LISTED_FOR", 3600.0)
+    one, other = sp.Store(tmp_path), sp.Store(tmp_path)
+    fill(one, 1, 2)
+    fill(other, 9)
+    with pytest.warns(StoreWarning, match="step 3 is saved below step 9"):
+        fill(one, 3)
+    for _ in range(2):
+        with pytest.warns(StoreWarning, match="below step 9"):
+            sp.Store(tmp_path).save(4, {"weight": np.zeros(3)})
+        one.save(4, {"weight": np.ones(3)})
+    assert one.load(4)["weight"].tolist() == other.load(4)["weight"].tolist() == [1.0] * 3
+    other.drop(4)
+    assert one.steps() == [1, 2, 3, 9]
+    one.drop(9)
+    fill(other, 9)
+    assert same(one.load(), 9)
+
+
+def test_a_replaced_manifest_is_parsed_again(tmp_path: Path) -> None:
+    store, other = sp.Store(tmp_path), sp.Store(tmp_path)
+    fill(store, 1)
+    assert store.describe(1).metric is None
+    other.rate(1, 0.5)
+    assert store.describe(1).metric == 0.5
+    other.drop(1)
+    other.save(1, {"weight": np.zeros(3)})
+    assert store.describe(1).raw_nbytes == other.describe(1).raw_nbytes == 24
+
+
+# -------------------------------------------------------------------------------------------- retention and garbage
+
+
+def test_a_malformed_manifest_is_named_with_its_remedy(tmp_path: Path) -> None:
+    store = fill(sp.Store(tmp_path), 1, 2, 3)
+    os.truncate(manifest_path(tmp_path, 2), 40)
+    with pytest.raises(sp.CorruptDataError, match=r"shrinkpoint drop .* 2`") as caught:
+        store.gc(sp.Retention(last=1))
+    assert str(tmp_path) in str(caught.value)
+    assert store.steps() == [1, 2, 3]
+    store.drop(2)
+    store.gc(sp.Retention(last=1))
+    assert store.steps() == [3]
+
+
+def drifting(store: sp.Store, steps: int) -> dict[int, bytes]:
+    """Save a state that changes everywhere; step -> its weights as they are restored."""
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(200, 300)).astype(np.float32)
+    for step in range(1, steps + 1):
+        w = w + 0.1 * rng.normal(size=w.shape).astype(np.float32)
+        store.save(step, {"weight": w})
+    return {step: store.load(step, count=False)["weight"].tobytes() for step in store.steps()}
+
+
+@pytest.mark.parametrize("every", [None, 10])
+def test_a_retention_frees_space(every: int | None, tmp_path: Path) -> None:
+    store = sp.Store(tmp_path, sp.Config())
+    expected = drifting(store, 20)
+    before = store.disk_usage()
+    assert before.steps == before.total == sum(p.stat().st_size for p in (tmp_path / "data").iterdir())
+    store.gc(sp.Retention(last=3, every=every))
+    kept = [10, 18, 19, 20] if every else [18, 19, 20]
+    assert store.steps() == kept
+    after = store.disk_usage()
+    assert after.steps == after.total < before.total / 2
+    assert all(store.load(step, count=False)["weight"].tobytes() == expected[step] for step in kept)
+    assert not store.verify()
+    assert store.describe(20).is_delta, "only the lowest step of a chain becomes a base"
+
+
+def test_little_is_left_to_the_chain(tmp_path: Path) -> None:
+    """What a removed base takes is not worth to be written again as another one."""
+    store = sp.Store(tmp_path, sp.Config())
+    drifting(store, 3)
+    store.gc(sp.Retention(last=2))
+    usage = store.disk_usage()
+    assert store.steps() == [2, 3]
+    assert usage.steps < usage.total
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limits_of_a_container_count(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the machine's memory and of each limit above this process."""
+    folder = tmp_path / ("memory" if version == 1 else "") / "job" / "task"
+    folder.mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    cached = "total_inactive_file" if version == 1 else "inactive_file"
+    line = "5:cpu,memory:/job/task" if version == 1 else "0::/job/task"
+    (tmp_path / "own").write_text(f"3:cpuset:/elsewhere\n{line}\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    for name in ("CGROUPS", "OWN_CGROUPS", "MEMINFO"):
+        found = {"CGROUPS": tmp_path, "OWN_CGROUPS": tmp_path / "own", "MEMINFO": tmp_path / "meminfo"}[name]
+        monkeypatch.setattr(memory_limit, name, str(found))
+    assert memory_limit.available_memory() == 50 * 1024
+
+    def limit(where: Path, most: Any, used: int, cache: int) -> None:
+        for name, value in zip(names, (most, used), strict=True):
+            (where / name).write_text(f"{value}\n")
+        (where / "memory.stat").write_text(f"anon 1\n{cached} {cache}\n")
+
+    limit(folder, 2**63 - 4096 if version == 1 else "max", 9000, 0)
+    assert memory_limit.available_memory() == 50 * 1024
+    limit(folder.parent, 20000, 9000, 1000)
+    assert memory_limit.available_memory() == 12000
+    limit(folder, 10000, 9500, 400)
+    assert memory_limit.available_memory() == 900
+    limit(folder, 10000, 11000, 0)
+    assert memory_limit.available_memory() == 0
+
+
+def test_a_snapshot_beyond_the_limit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.store.snapshot.available_memory", lambda: 1 << 20)
+    with sp.Saver(sp.Store(tmp_path)) as saver, pytest.raises(MemoryError, match="1048576 bytes are available"):
+        saver.save(1, {"weight": np.zeros(1 << 20)})
