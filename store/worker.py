@@ -83,6 +83,7 @@ def _warm_up(modules: list[str]) -> None:
     import numpy as np
 
     from ..codec.compress import compress
+    from ..codec.evidence.kind import Kind
 
     weight = np.linspace(-1, 1, 4096, dtype=np.float32).reshape(64, 64)
     moments = {"step": 1, "exp_avg": weight, "exp_avg_sq": weight**2}
@@ -93,7 +94,8 @@ def _warm_up(modules: list[str]) -> None:
 
         torch.set_num_threads(1)
         state["model"]["other.weight"] = torch.from_numpy(weight)
-    compress(state, compress(state))
+    kinds = {f"model/{name}": Kind("linear") for name in state["model"]}
+    compress(state, compress(state, kinds=kinds), kinds=kinds)
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nobody(tmp_path: Path) -> None:
     path = data_path(tmp_path, 1)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(sp.CorruptDataError, match="no regular file"):
+    with pytest.raises(sp.CorruptDataError, match="not a regular file"):
         sp.Store(tmp_path).load(1)
     assert list(store.verify()) == [1]
 

@@ -170,7 +170,9 @@ def test_the_last_restore_there_can_be(tmp_path: Path) -> None:
     store.load()
     (tmp_path / "restores" / "999999999.json").write_bytes(b"{}")
     for _ in range(2):
-        with pytest.warns(RestoreNotCountedWarning, match=r"999999999\.json: no run is restored so often; remove it"):
+        with pytest.warns(
+            RestoreNotCountedWarning, match=r"999999999\.json: a run is not restored so often; remove it"
+        ):
             assert same(sp.Store(tmp_path).load(), 1)
     assert len(list((tmp_path / "restores").iterdir())) == 2
     (tmp_path / "restores" / "999999999.json").unlink()
@@ -259,7 +261,7 @@ def test_pins_and_tags(tmp_path: Path) -> None:
         for act in (lambda n: store.tag(n, 1), store.untag):
             with pytest.raises(sp.BadArgumentError, match="a tag is"):
                 act(name)
-    with pytest.raises(sp.BadArgumentError, match="there is 'best', the same file where case does not count"):
+    with pytest.raises(sp.BadArgumentError, match="'best' exists, which is the same file on disks that ignore case"):
         store.tag("Best", 1)
     other = fill(sp.Store(tmp_path / "other", lossless()), 3)
     other.tag("BEST", 3)

@@ -381,7 +381,7 @@ def test_a_copy_that_never_gets_a_step_ends(tmp_path: Path, monkeypatch: pytest.
         real(*args)
 
     monkeypatch.setattr(transfer, "copy_files", meanwhile)
-    with pytest.raises(sp.MissingParentError, match="every step was removed before it was copied, 10 times over"):
+    with pytest.raises(sp.MissingParentError, match="every step was removed before it was copied, 10 times"):
         store.copy(tmp_path / "copy")
 
 
