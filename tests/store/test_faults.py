@@ -131,7 +131,7 @@ def test_a_saver_needs_nothing_writable_but_its_store() -> None:
         import sys, numpy as np, shrinkpoint as sp
         for folder in ("/tmp", "/dev/shm", "/var/tmp"):
             try:
-                open(f"{folder}/shrinkpoint-probe", "weight")
+                open(f"{folder}/shrinkpoint-probe", "w")
                 raise SystemExit(f"{folder} is writable")
             except OSError:
                 pass
