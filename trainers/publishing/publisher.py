@@ -17,7 +17,8 @@ from ...codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ...codec.format import container
 from ...codec.state.leaves import LeafSpec, NpArray
 from ...kernels.arguments import flag, integer
-from ...store.files import Files, open_files
+from ...store.files import Files
+from ...store.urls import open_files
 from .layout import LARGEST, Version, data_name, version_name, version_of
 from .patches import encode
 from .tensors import hash_of, host_bytes, spec_of, state_hash, tensors_of

@@ -15,7 +15,8 @@ import torch
 from ...codec.checkpoint import ArrayRecord, Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from ...codec.state.leaves import LeafSpec, NpArray
-from ...store.files import Files, open_files
+from ...store.files import Files
+from ...store.urls import open_files
 from .layout import Version, version_name, version_of
 from .patches import Patch, of_one, stage, write
 from .tensors import Part, hash_of, parts_of, spec_of, state_hash
