@@ -23,7 +23,7 @@ FIELDS = ("Args", "Raises")
 NOTE = "<!-- Written by docs/build_api.py from the docstrings; not to be edited by hand. -->"
 IN_SIGHT = "Examples see the names of their own module, NumPy as `np`, `torch` and `torch.nn` as `nn`."
 INTERNAL = "not by users"
-"""Methods below a comment with these words are no part of the interface."""
+"""Methods below a comment with these words do not belong to the interface."""
 
 Definition = ast.FunctionDef | ast.ClassDef
 Part = tuple[str, tuple[str, ...] | None]
@@ -70,7 +70,7 @@ def folder(name: str, *without: str) -> tuple[Part, ...]:
 
 
 def pages() -> list[Page]:
-    """What there is, from the face down to the kernels."""
+    """Return all pages, from the public names down to the kernels."""
     return [
         Page(
             "shrinkpoint",
@@ -182,7 +182,7 @@ def pages() -> list[Page]:
 
 
 def definitions(module: Module, names: tuple[str, ...] | None) -> Iterator[Definition]:
-    """The public functions and classes of a module, in the order of `names` or of the source."""
+    """Return the public functions and classes of a module, in order of `names` or source."""
     found = {n.name: n for n in module.tree.body if isinstance(n, Definition)}
     for name in names if names is not None else [n for n in found if not n.startswith("_")]:
         if name in found and ast.get_docstring(found[name]):
@@ -190,7 +190,7 @@ def definitions(module: Module, names: tuple[str, ...] | None) -> Iterator[Defin
 
 
 def methods(module: Module, node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """The public methods of a class that say what they do."""
+    """Return the public methods of a class that have a docstring."""
     lines = module.source.splitlines()
     stop = next((i for i in range(node.lineno, node.end_lineno or 0) if INTERNAL in lines[i]), len(lines))
     is_codec = any(isinstance(p, ast.AnnAssign) and ast.unparse(p.annotation) == "ClassVar[str]" for p in node.body)
@@ -205,7 +205,7 @@ def methods(module: Module, node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
 
 
 def signature(module: Module, node: Definition) -> str:
-    """How it is called: the source's own lines; of a dataclass its fields."""
+    """Return the call signature: the source's own lines; for a dataclass its fields."""
     if isinstance(node, ast.FunctionDef):
         text = _head(module, node)
         kinds = [ast.unparse(d) for d in node.decorator_list]
@@ -249,7 +249,7 @@ def _head(module: Module, node: ast.FunctionDef) -> str:
 
 
 def sections(docstring: str) -> tuple[str, dict[str, str]]:
-    """A docstring's text, and its sections by name.
+    """Split a docstring into its text and its sections by name.
 
     A section that begins on the line of its name ends with the next empty line, another with the next line that is not
     indented.
@@ -269,7 +269,10 @@ def sections(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def items(text: str) -> list[tuple[str, str]]:
-    """The entries of `Args` or `Raises`: name and description. A section that is no list has one without a name."""
+    """Return the entries of `Args` or `Raises` as (name, description).
+
+    Text that is not a list becomes one entry without a name.
+    """
     found: list[tuple[str, str]] = []
     for line in textwrap.dedent(text).splitlines():
         entry = re.match(r"([A-Za-z_*][\w*, ]*): (.*)", line)
@@ -300,7 +303,7 @@ def _body(docstring: str) -> list[str]:
 
 
 def entry(module: Module, node: Definition, level: int, owner: str = "") -> list[str]:
-    """The lines of one definition, methods included."""
+    """Return the lines of one definition, methods included."""
     out = [
         f"{'#' * level} {owner}{node.name}",
         "",
@@ -317,7 +320,7 @@ def entry(module: Module, node: Definition, level: int, owner: str = "") -> list
 
 
 def render(page: Page) -> str:
-    """A page as Markdown."""
+    """Return a page as Markdown."""
     out = [NOTE, f"# {page.title}", "", page.about, "", IN_SIGHT, ""]
     for name, names in page.modules:
         module = load(name)
@@ -334,7 +337,7 @@ def render(page: Page) -> str:
 
 
 def render_index(all_of_them: list[Page]) -> str:
-    """The table of contents: every definition with its first line."""
+    """Return the table of contents: every definition with its first line."""
     out = [
         NOTE,
         "# API reference",
@@ -358,13 +361,13 @@ def render_index(all_of_them: list[Page]) -> str:
 
 
 def built() -> dict[str, str]:
-    """File name -> text of everything in `docs/api/`."""
+    """Return the text of every file in `docs/api/` by file name."""
     every = pages()
     return {"index.md": render_index(every)} | {f"{p.file}.md": render(p) for p in every}
 
 
 def main() -> int:
-    """Write what differs; with `--check` write nothing and return 1 where something does."""
+    """Write the pages that differ; with `--check` write nothing and return 1 if any differs."""
     check = "--check" in sys.argv[1:]
     wanted = built()
     there = {p.name: p.read_text(encoding="utf-8") for p in OUT.glob("*.md")} if OUT.is_dir() else {}
