@@ -160,8 +160,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     The last line has two sums: the bytes of the files of the steps listed, and all bytes in the folder, which also
     holds files that only removed steps or older generations need. `compact` and `gc` free these.
     """
-    from ..store import labels
-    from ..store import restores as counter
+    from ..store import labels, restore_counter
     from ..store.catalog import Catalog
     from .sources import open_listing
 
@@ -179,7 +178,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
         entry |= {"delta": m.is_delta, "nbytes": m.nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
-    restores = counter.count(files)
+    restores = restore_counter.count(files)
     occupied = folder_nbytes(store)
     if as_json:
         emit({"store": store, "restores": restores, "folder_nbytes": occupied, "steps": found})
