@@ -54,7 +54,7 @@ def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> S
 
 
 def open_listing(url: str) -> Files:
-    """The files of an existing store that has checkpoints, for listings that do not need the codecs.
+    """Open the files of a store that has checkpoints, without importing the codecs.
 
     Raises:
         OSError: the path does not exist.
@@ -80,7 +80,7 @@ def _check_store(url: str) -> None:
 
 
 def check_exists(path: str) -> None:
-    """Raise FileNotFoundError for a missing path, with the name in its folder that is most like it.
+    """Raise FileNotFoundError for a missing path, with the most similar name in its folder.
 
     Raises:
         OSError: the path does not exist, or cannot be reached.

@@ -34,7 +34,9 @@ def size(nbytes: float) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that is most like a mistyped one, for the end of a message; "" if none is alike.
+    """Return a hint at the known name most similar to a mistyped one.
+
+    It is for the end of a message, and "" if no name is similar.
 
     Example:
         >>> nearest("modle/*", ["model", "optimizer"]), nearest("x", ["model"])
