@@ -1,4 +1,4 @@
-"""FSDP2 with compressed, delta-coded checkpoints: each rank saves its own shards; any number of ranks resumes.
+"""FSDP2 with compressed checkpoints: each rank saves its shards; any number resumes.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py run/
 """
@@ -20,7 +20,7 @@ from shrinkpoint.trainers.dcp import Reader, Writer
 
 
 def main(folder: str, steps: int = 60) -> float:
-    """Train a small network, resuming from the newest checkpoint of the folder; returns the last loss."""
+    """Train a small network from the newest checkpoint of the folder; return the last loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group()
     if device == "cuda":

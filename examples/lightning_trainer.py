@@ -1,4 +1,4 @@
-"""Lightning with compressed checkpoints, saved while training goes on: one plugin; `ModelCheckpoint` stays as it is.
+"""Lightning with compressed checkpoints, saved in the background by one plugin.
 
 pip install '.[lightning]'                       # in a checkout
 python examples/lightning_trainer.py run/

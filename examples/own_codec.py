@@ -30,7 +30,7 @@ STREAM = "example.rounded"
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Keep `bits` mantissa bits of float32 arrays, 0 to 23: a relative error of at most `2**-(bits + 1)`."""
+    """Keep `bits` mantissa bits (0 to 23) of float32: relative error up to `2**-(bits + 1)`."""
 
     bits: int = 7
     id: ClassVar[str] = "example.rounded"

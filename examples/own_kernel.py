@@ -1,4 +1,4 @@
-"""A kernel of one's own, as this package has them: a plain oracle, Numba, Triton, and one visible choice by device.
+"""A kernel like those of this package: oracle, Numba, Triton, one dispatch by device.
 
 Everything is decided on the bits of the numbers, so that all three agree to the bit, on every machine.
 
@@ -95,7 +95,7 @@ def on_gpu(flat: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def main() -> list[str]:
-    """Compare the back ends that are here with the oracle, at sizes around a block; returns their names."""
+    """Compare the available back ends with the oracle; return their names."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.append("cuda")

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop with compressed checkpoints: stop it whenever you like and start it again.
+"""A plain PyTorch loop with compressed checkpoints: stop and restart it at any time.
 
 python examples/plain_loop.py run/
 """

@@ -1,4 +1,4 @@
-"""Accelerate: `save_state` and `load_state` with weights and optimizers compressed, through their own hooks."""
+"""Accelerate: `save_state` and `load_state` with compressed weights and optimizers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class CompressedStates:
             self._clear()
 
     def _frozen_of(self, model: Any, tree: Any) -> dict[str, Any]:
-        """Return the frozen parameters that belong to a checkpoint: the model's own, if they are the same."""
+        """Return the frozen parameters of a checkpoint: the model's own, if they are the same."""
         found = Frozen.of_tree({"frozen": tree})
         if found is None:
             return {}
@@ -117,7 +117,7 @@ class CompressedStates:
         preemption.finish(self.store, step, lambda: self.accelerator.save_state(output_dir), self.wait)
 
     def _once(self, thing: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Let the next call of a method be answered by something else; Accelerate's hooks cover models alone."""
+        """Replace the next call of a method; Accelerate's hooks cover models only."""
 
         def stand_in(*args: Any, **keywords: Any) -> Any:
             del thing.__dict__[name]
@@ -202,7 +202,7 @@ class CompressedStates:
 
 
 def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | None = None) -> CompressedStates:
-    """Let an Accelerator's `save_state` put weights and optimizers into a store, and `load_state` take them from it.
+    """Let an Accelerator save weights and optimizers to a store, and load them from it.
 
     The folder that `save_state` writes then holds a pointer to a step of the store, and what is small (schedulers,
     scaler, samplers, random number generators) as ever. Folders without a pointer are loaded as before. With automatic
@@ -248,7 +248,7 @@ def _folders(home: str) -> list[str]:
 
 
 def _remove_cut_off(home: str) -> None:
-    """Remove folders of saves that were cut off: Accelerate would count them, and remove a complete one for them."""
+    """Remove folders of interrupted saves, which Accelerate would count as checkpoints."""
     for name in _folders(home) if os.path.isdir(home) else ():
         folder = os.path.join(home, name)
         if read_pointer(os.path.join(folder, POINTER)) is None and _is_cut_off(folder):
@@ -256,7 +256,7 @@ def _remove_cut_off(home: str) -> None:
 
 
 def _is_cut_off(folder: str) -> bool:
-    """Whether a folder without a pointer has only what `save_state` writes beside one, or nothing at all."""
+    """Whether a folder without a pointer is that of an interrupted save."""
     path = os.path.join(folder, "optimizer.bin")
     if not os.listdir(folder):
         return True

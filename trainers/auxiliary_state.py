@@ -1,4 +1,4 @@
-"""The parts of a training besides model and optimizer, each at its place in the state: `ema`, or `more/teacher`."""
+"""The parts of a training besides model and optimizer, by place: `ema`, `more/teacher`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MORE = "more"
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryState:
-    """Scheduler, scaler, averaged model and further objects with a state, as far as they are given.
+    """Scheduler, scaler, averaged model and further objects with a state.
 
     Args:
         parts: place -> object.

@@ -1,4 +1,4 @@
-"""Saves behind pointer files while training goes on: a file points to its checkpoint once that is durable."""
+"""Save in the background; a pointer file appears when its checkpoint is durable."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Background:
         kinds: Mapping[str, Any] | None = None,
         cfg: Config | None = None,
     ) -> None:
-        """Copy a state and see to its being saved as the store's next step, and to a file that points there.
+        """Copy a state, save it as the store's next step, and let a file point to that.
 
         Raises:
             Exception: what the save before this one raised, see `Saver.save`; this one was not begun then.
@@ -127,7 +127,7 @@ class Background:
         future.add_done_callback(lambda saved: self._finish(saved, path, before))
 
     def then(self, work: Callable[[], object]) -> None:
-        """Do something once the save in flight is durable, in its thread, or at once. Left out where the save fails.
+        """Call `work` when the save in flight is durable, or at once; not if the save fails.
 
         It comes before what the saver does between saves, or instead of the rest of that: what removes steps would
         wait for a compaction.

@@ -1,4 +1,4 @@
-"""Send an optimizer's whole state from rank 0 to the processes, each of which keeps its part."""
+"""Send an optimizer's whole state from rank 0; each process keeps its part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Array:
 
 
 def redistributed(value: Any, like: Any) -> Any:
-    """Return a whole tensor sharded as `like`, if that is a DTensor of the same shape; any other value unchanged."""
+    """Return a whole tensor sharded as the DTensor `like`; other values unchanged."""
     if not hasattr(like, "device_mesh") or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
     if hasattr(value, "device_mesh"):
@@ -38,7 +38,7 @@ def redistributed(value: Any, like: Any) -> Any:
 def broadcast_entries(
     entries: Mapping[str, Mapping[str, Any]], settings: Any, parameters: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], Any]:
-    """Return rank 0's entries and settings on every process; arrays of a parameter's shape are sharded as it is.
+    """Return rank 0's entries and settings on every process, sharded as the parameters are.
 
     One array is whole in memory at a time, on the parameter's device.
 

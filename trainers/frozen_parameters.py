@@ -1,4 +1,4 @@
-"""Frozen parameters: kept out of the steps of a run, stored once or named by reference, and verified by a hash."""
+"""Frozen parameters: stored once or named by reference, and verified by a hash."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Frozen:
 
     @staticmethod
     def of_tree(tree: Any) -> Frozen | None:
-        """Return the record in a stored tree, or None if it has none; CorruptDataError if it is malformed."""
+        """Return the record in a stored tree, or None; CorruptDataError if it is malformed."""
         found = tree.get("frozen") if isinstance(tree, Mapping) else None
         if found is None:
             return None
@@ -66,7 +66,7 @@ def check_frozen(frozen: Any) -> str | None:
 
 
 def frozen_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that do not require a gradient; names are those of the bare model.
+    """Return the bare model's names of the parameters that do not require a gradient.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
@@ -86,7 +86,7 @@ def _parameters(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tenso
 
 
 def digest_of(model: nn.Module, names: Sequence[str]) -> str:
-    """Return the hash of some parameters, whole ones; "" on ranks other than 0. A collective with several processes.
+    """Return the hash of parameters, "" on ranks other than 0; a collective.
 
     Args:
         model: wrapped or not.
@@ -121,7 +121,7 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def record(model: nn.Module, frozen: str | None) -> Frozen | None:
-    """Return the record of a model's frozen parameters as `frozen` asks for it; None: they belong to each step."""
+    """Return the record of a model's frozen parameters; None: they belong to each step."""
     names = [] if check_frozen(frozen) is None else frozen_names(model)
     if not names:
         return None
@@ -129,12 +129,12 @@ def record(model: nn.Module, frozen: str | None) -> Frozen | None:
 
 
 def frozen_store(store: Store) -> Store:
-    """Return the store of the frozen parameters of a run: lossless, in the folder `frozen` of the run's store."""
+    """Return the lossless store of a run's frozen parameters, in the folder `frozen`."""
     return Store(f"{store.url.rstrip('/')}/{FOLDER}", lossless())
 
 
 def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
-    """Store frozen parameters unless the run's store has them. A collective with several processes."""
+    """Store frozen parameters unless the run's store has them; a collective."""
     if found.source is not None:
         return
 

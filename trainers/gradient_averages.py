@@ -1,4 +1,4 @@
-"""Running averages of gradients on the host, and how gradients get there from where they are."""
+"""Running averages of gradients on the host, and the copies from the device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Average:
         return self._like is not None
 
     def read(self, which: str) -> Tensor:
-        """A copy of `mean` or `square`, sharded as the parameter is; this process's part is on the host."""
+        """Return a copy of `mean` or `square`, sharded as the parameter, on the host."""
         self.mend()
         found: Tensor = getattr(self, which).clone()
         if self._like is None:
@@ -97,7 +97,7 @@ class Transfer:
     def fold(
         self, pairs: Sequence[tuple[Average, Tensor]], beta: float, scale: Any, skipped: Any, batch: int = 0
     ) -> None:
-        """Take the gradients of a batch into their averages; `scale` and `skipped` are those of AMP, or None."""
+        """Add a batch's gradients to their averages; `scale`, `skipped`: of AMP, or None."""
         on_host = [(a, g) for a, g in pairs if g.device.type != "cuda"]
         on_gpu = [(a, g) for a, g in pairs if g.device.type == "cuda"]
         if on_host:
@@ -137,7 +137,7 @@ class Transfer:
         return done, copied, *small
 
     def hold_back(self) -> None:
-        """Let the training's streams go on only once the gradients are copied; the host does not wait.
+        """Let the device wait until the gradients are copied; the host does not wait.
 
         To be called before the optimizer steps, for some write into the gradients: SGD with Nesterov's momentum, fused
         ones as they unscale under AMP, hooks that clip.

@@ -1,4 +1,4 @@
-"""Sharded tensors of which each process keeps its part on the host, whatever device the others are on."""
+"""Sharded tensors whose local part is on the host, for a mesh on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def on_host(local: Tensor, like: Any) -> DTensor:
-    """A DTensor with the shape, mesh and placements of another one, whose part on this process is on the CPU.
+    """Return a DTensor laid out as another one, with its local part on the CPU.
 
     Read whole, it goes through the device of its mesh, which torch's own would refuse to do: so a model's gradient
     averages take no device memory, but for one tensor at a time as `compress` gathers it.

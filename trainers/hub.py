@@ -1,4 +1,4 @@
-"""Model folders compressed for transfer: the safetensors files of a model, alone or against a base model.
+"""Model folders compressed for transfer, alone or against a base model.
 
 A folder of a model hub (`config.json`, tokenizer, `*.safetensors`) becomes a folder where each safetensors file is a
 checkpoint, `NAME.safetensors.spt`; everything else is copied as it is. What it saved and lost stands in the model card.

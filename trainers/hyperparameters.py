@@ -1,4 +1,4 @@
-"""Hyperparameters in a checkpoint: those with an obvious plain form get it, others are reported with their names."""
+"""Hyperparameters in a checkpoint: plain forms, and a report of unsupported ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..codec.state.tree import flatten
 
 
 def plain_form(value: Any) -> Any:
-    """Return hyperparameters in which enums, dataclasses and paths have a plain form; other values are unchanged.
+    """Return hyperparameters with enums, dataclasses and paths in plain form.
 
     An enum becomes its value, a dataclass a dict of its fields, a path a string.
 

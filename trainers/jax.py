@@ -1,4 +1,4 @@
-"""JAX: pytrees of one's own containers (Optax's states, named tuples, registered dataclasses) as plain trees, and back.
+"""JAX: pytrees of registered containers (Optax states) as plain trees, and back.
 
     ckpt = sp.compress(nested(state), prev)
     state = fitted(sp.decompress(ckpt, prev), state)
@@ -83,7 +83,7 @@ def names(tree: Any, *, what: str = "the tree") -> list[str]:
 
 
 def fitted(plain: Any, like: Any, *, what: str = "like", partial: bool = False) -> Any:
-    """A plain tree in the containers of another, which has the same names and shapes; the inverse of `nested`.
+    """Return a plain tree in the containers of another; the inverse of `nested`.
 
     Args:
         plain: what `nested` gave, after `decompress` or `Store.load`.
@@ -180,7 +180,7 @@ def _rank(dtype: Any) -> int:
 
 
 def _has(dtype: Any) -> bool:
-    """Whether JAX has arrays of a dtype now; of others it would make narrower ones, with other values."""
+    """Whether JAX, as it is configured, has arrays of a dtype."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 

@@ -77,7 +77,7 @@ Module = TypeVar("Module")
 
 
 class CompressedIO(CheckpointIO):  # type: ignore[misc]
-    """Lightning's checkpoint plugin: what `ModelCheckpoint` saves goes to a store beside its files, as deltas.
+    """Lightning's checkpoint plugin: saves to a store next to its files, as deltas.
 
     `dir/epoch=1-step=20.ckpt` is a small file that points into the store `dir/shrinkpoint`. Removing it (`save_top_k`)
     removes its checkpoint there; others that are coded against it stay readable. A checkpoint that Lightning wrote
@@ -150,8 +150,10 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
             saver.save(path, state, grads=grads, kinds=self.kinds, cfg=self.chosen)
 
     def gradients(self, state: dict[str, Any]) -> Any:
-        """Gradient averages as `compress` takes them: for the weights, and for their averages where those are saved
-        in their place (`WeightAveraging`, `EMAWeightAveraging`)."""
+        """Return gradient averages as `compress` takes them, by their places in the state.
+
+        With `WeightAveraging` and `EMAWeightAveraging` the averaged weights are saved in place of the weights.
+        """
         if self.grads is None:
             return None
         return {place: self.grads for place in ("state_dict", "current_model_state") if place in state}
@@ -167,7 +169,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return store.parent if saver is None else saver.parent()
 
     def parent_of_all(self, path: PathLike, team: ProcessGroup) -> Checkpoint | None:
-        """The first process's `parent`, on all of them: the others, who have saved nothing, read it from storage.
+        """Return the first process's `parent` on all processes, which read it from storage.
 
         None too where it was removed meanwhile, and only the first process still has it.
 
@@ -195,8 +197,10 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return found[0]
 
     def earlier(self, path: PathLike, state: Any) -> Earlier | None:
-        """The weights as they were, where a save to this path is to be coded ahead of their drift (`Config.ahead`), so
-        that a search can do the same; None: it is not, or only the worker in the background knows them."""
+        """Return the past weights if a save to this path is coded ahead of their drift (`Config.ahead`).
+
+        A search then does the same. None: it is not, or only the worker in the background knows them.
+        """
         if self.background or not needs_average(self.cfg):
             return None
         store = self._store(path)
@@ -223,7 +227,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Called by Lightning. Nothing in a compressed checkpoint needs pickle, whatever `weights_only` is."""
+        """Called by Lightning. A compressed checkpoint needs no pickle."""
         if _is_temporary(path):
             fs, name = fsspec.core.url_to_fs(os.fspath(path))
             kept: dict[str, Any] = _moved(decompress(Checkpoint.from_bytes(fs.cat_file(name))), map_location)
@@ -250,7 +254,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 
 
 class CompressedCheckpoints(Callback):  # type: ignore[misc]
-    """Beside `CompressedIO`: random number generators in the checkpoint, layer types and sensitivity for the codec.
+    """Callback for `CompressedIO`: random numbers, layer types, sensitivity, preemption.
 
     Lightning itself does not save random number generators. With them, those of each process, a run resumed from a
     checkpoint at the end of an epoch computes the numbers of one that was not interrupted. Resumed by another number of
@@ -325,8 +329,11 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self._restore()
 
     def _restore(self) -> None:
-        """Before the loop draws the order of the epoch, which it does before `on_train_start`. Of a sharded model a
-        checkpoint is loaded after `on_fit_start`, of others before."""
+        """Restore the generators before the loop draws the order of the epoch.
+
+        It does so before `on_train_start`. The checkpoint of a sharded model is loaded after `on_fit_start`, that of
+        others before.
+        """
         if self._fitting and self._restored is not None:
             restore_rng(self._restored)
             self._restored = None
@@ -379,7 +386,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         filepath: PathLike,
         storage_options: Any = None,
     ) -> None:
-        """The strategy's `save_checkpoint`, which Lightning calls on all processes, with a search before it."""
+        """Search, then call the strategy's `save_checkpoint`; called on all processes."""
         if _is_temporary(filepath):
             save(checkpoint, filepath, storage_options)
             return
@@ -486,7 +493,7 @@ def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> 
 
 
 def _options_of(search: Callable[..., SearchResult]) -> SearchOptions:
-    """The options that a `functools.partial` of `search` holds; the defaults for any other callable."""
+    """Return the options in a `functools.partial` of `search`; else the defaults."""
     held = search.keywords.get("options") if isinstance(search, functools.partial) else None
     return held if isinstance(held, SearchOptions) else SearchOptions()
 

@@ -1,4 +1,4 @@
-"""Lightning's sharded strategies, which write or read checkpoints by themselves, past the plugin that is to do it."""
+"""Lightning's sharded strategies, some of which bypass the checkpoint plugin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plugins(strategy: Any) -> list[Any]:
 
 @functools.cache
 def watch(plugin: type) -> None:
-    """See to it that a sharded strategy with such a plugin uses it or is refused when fitting begins.
+    """Wrap the strategies so that they use such a plugin, or are refused when fitting begins.
 
     A plugin is told neither of the strategy nor of what that saves without it, so the strategies' own methods are
     wrapped; one without such a plugin is what it was. FSDP2 puts the whole state together for the plugin, where told
@@ -119,7 +119,7 @@ def _load(
 
 @contextlib.contextmanager
 def _raw(strategy: Any, path: PathLike) -> Iterator[str | None]:
-    """A checkpoint as `torch.save` has it, beside its own file, where all processes see it; None: it is raw already."""
+    """Write a checkpoint as `torch.save` does, next to its file; None: it is raw already."""
     raw, error, told = os.fspath(path) + ".raw", None, ""
     try:
         try:

@@ -1,4 +1,4 @@
-"""A data loader that knows how many of its batches were consumed, so that a resumed run skips none and repeats none."""
+"""A data loader that counts consumed batches, so that a resumed run repeats none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Streams: TypeAlias = tuple[torch.Tensor, Any, Any]
 
 
 class Loader:
-    """Batches of a data loader, counted as they are handed out; `state_dict` is the position of a checkpoint.
+    """Counts the batches that a data loader hands out; its state is the position.
 
     A batch is consumed once the loop has it; those that workers prefetched are not. Shuffling depends on one seed drawn
     from the global generator (or the loader's own) at the start of each epoch, so the order of a resumed epoch is that
@@ -114,7 +114,7 @@ class Loader:
         self.epoch, self.batch, self._start = self.epoch + 1, 0, None
 
     def _begin(self) -> dict[str, Any]:
-        """What the order of this epoch depends on: drawn now, or as it was when the epoch was interrupted."""
+        """Return the seed of this epoch's order: drawn now, or that of the interrupted epoch."""
         if self._start is not None:
             for generator, state in zip(self._generators, self._start["generators"], strict=True):
                 generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
@@ -183,7 +183,7 @@ class Loader:
 
 
 class _Order:
-    """A sampler whose random numbers come from streams of its own, seeded for each epoch; it begins where it is told.
+    """A sampler with a seeded random stream of its own for each epoch.
 
     A sampler with no generator of its own draws from the global ones, and how far ahead workers prefetch would decide
     where these stand.

@@ -1,4 +1,4 @@
-"""The plain training loop: one call saves everything a resumed run needs, one call restores it."""
+"""The plain training loop: `save` stores a run, `resume` restores it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOG = logging.getLogger("shrinkpoint.trainers")
 
 
 class RanksChangedWarning(ShrinkpointWarning):
-    """The number of processes has changed: random number generators and data positions start from the beginning."""
+    """Random number generators and data positions start again: another number of processes."""
 
 
 class PartNotRestoredWarning(ShrinkpointWarning):
@@ -156,7 +156,7 @@ def resume(
     rng: bool = True,
     keep: Sequence[str] = (),
 ) -> int:
-    """Load the newest intact checkpoint, or that of a step, into freshly built parts; return the steps done.
+    """Load a checkpoint into freshly built parts; return the steps done.
 
     An empty store is the beginning of a run: nothing is changed, and 0 is returned. With `presets.lossless()` the
     resumed run computes exactly the numbers of an uninterrupted one. A save of this process to the same store that is
@@ -297,7 +297,7 @@ def _check_parts(state: Any, where: str, into: TrainingState) -> None:
 
 
 def _report_empty(store: Store) -> None:
-    """Log that a run begins, and name a similar folder that has checkpoints: the name may be mistyped."""
+    """Log that a run begins, with a similar folder that has checkpoints."""
     message, similar = f"{store.url}: no checkpoint; the run begins at step 0", None
     if "://" not in store.url:
         home, name = os.path.split(os.path.abspath(store.url))
@@ -326,7 +326,7 @@ def _store_of(saver: Any) -> Store:
 
 
 def _check_trackers(model: Any, tracker: Any, sensitivity: Any, grads: Any) -> None:
-    """Refuse other objects, and a tracker of another module: its names would not be those of the state."""
+    """Refuse objects of other types, and a tracker of another module."""
     if tracker is not None:
         if not isinstance(tracker, RowTracker):
             raise BadArgumentError(f"tracker must be a RowTracker, not {type(tracker).__qualname__}")

@@ -1,4 +1,4 @@
-"""A model's folder on disk: its safetensors files, raw or compressed, and what else is in it."""
+"""A model's folder: its safetensors files, raw or compressed, and other files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ModelFolder:
         return found
 
     def some(self, names: Mapping[str, Any], beside: Path) -> Tensors:
-        """Those of these names that there are: from the file `beside`, where it has them, else from the first."""
+        """Return the tensors of these names that exist, preferably from one file."""
         where = self._where()
         chosen: dict[Path, list[str]] = {}
         for name in names:
@@ -230,7 +230,7 @@ def new_folder(path: PathLike) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file, durably; its folder is made, and a file that is there is refused (FileExistsError)."""
+    """Write a new file durably, making its folder; FileExistsError if it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.write(data)

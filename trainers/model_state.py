@@ -1,4 +1,4 @@
-"""A model's and its optimizers' state by parameter names, and back, whatever parallelism they are under.
+"""State of a model and its optimizers by parameter name, under any parallelism.
 
 Through `torch.distributed.checkpoint.state_dict`: names are those of the bare model (no "module." of DDP, no
 "_orig_mod." of `torch.compile`), optimizer entries go by the parameter's name instead of its number. Under several
@@ -36,7 +36,7 @@ _HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 
 class StateMismatchWarning(ShrinkpointWarning):
-    """With `strict=False`: parts of a checkpoint that the model has no place for, or the reverse."""
+    """With `strict=False`: the checkpoint and the model differ in some parts."""
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -79,8 +79,9 @@ def kinds_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
 
 def refuse_flat(model: nn.Module) -> None:
-    """Refuse a model of FSDP1: its optimizers have flat parameters of no name, and torch puts its whole state together
-    on accelerators alone (docs/trainers.md).
+    """Refuse a model of FSDP1: its optimizers have flat parameters without names.
+
+    torch gathers its whole state on accelerators only (docs/trainers.md).
 
     Raises:
         BadArgumentError: there is a FullyShardedDataParallel in it.
@@ -93,7 +94,7 @@ def refuse_flat(model: nn.Module) -> None:
 
 
 def refuse_unplaced(model: nn.Module) -> None:
-    """Refuse to fill a model whose parameters are on the meta device: nothing would be put anywhere.
+    """Refuse a model with parameters on the meta device: they cannot hold values.
 
     Raises:
         BadArgumentError: it has such parameters or buffers.
@@ -107,7 +108,7 @@ def refuse_unplaced(model: nn.Module) -> None:
 
 
 def model_state(model: nn.Module, *, frozen: bool = True) -> dict[str, Any]:
-    """Return parameters and buffers by name; with several processes whole on rank 0, and empty on the others.
+    """Return parameters and buffers by name; whole on rank 0, empty on other ranks.
 
     Args:
         model: wrapped or not.
@@ -173,7 +174,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def gathered(grads: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Gradient averages by parameter name, sharded ones whole on rank 0 and in its host memory, one after another.
+    """Return gradient averages by name; sharded ones are gathered on rank 0's host.
 
     Under several processes a collective; what other ranks get is of no use.
     """
@@ -181,7 +182,7 @@ def gathered(grads: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def sharded(tree: Any, path: str) -> Iterator[str]:
-    """The paths of the DTensors in a tree of dicts, lists and tuples, in the order in which `whole` takes them."""
+    """Yield the paths of the DTensors in a tree, in the order of `whole`."""
     if isinstance(tree, DTensor):
         yield path
     elif isinstance(tree, Mapping):
@@ -193,7 +194,7 @@ def sharded(tree: Any, path: str) -> Iterator[str]:
 
 
 def whole(tree: Any) -> Any:
-    """A tree of dicts, lists and tuples with its DTensors whole on rank 0 and in its host memory, one after another.
+    """Return a tree with its DTensors whole, in the host memory of rank 0.
 
     Under several processes a collective, which all call with the same tree; what other ranks get is of no use.
     """
@@ -222,7 +223,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 
 
 def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """What a saved model state and a model do not agree on, a line each, and nothing where they fit."""
+    """Return a line for each difference between a saved model state and a model."""
     return differences(saved, _held(model), dtypes=True)
 
 
@@ -303,7 +304,7 @@ def set_optimizers(
     *,
     keep: Collection[str] = (),
 ) -> None:
-    """Put a saved state into optimizers: entries by parameter name, settings by the group that holds the parameter.
+    """Load a saved state into optimizers, by parameter names.
 
     Parameters that the saved state does not know, or knows in another shape, start afresh. Under several processes
     rank 0 has the state and the others give an empty one.
@@ -338,7 +339,7 @@ def set_optimizers(
 
 
 def _unstepped(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Entries that were there before the first step: optimizers that make them when they are built need them all."""
+    """Return entries made before the first step: some optimizers need them all."""
     state: dict[int, Any] = optimizer.state_dict()["state"]
     return {n: e for n, e in state.items() if "step" in e and float(e["step"]) == 0}
 
@@ -350,7 +351,7 @@ def _settings(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
 
 
 def _with_own(group: Mapping[str, Any], saved: Mapping[str, Any], keep: Collection[str]) -> dict[str, Any]:
-    """Return a group's settings replaced by the saved ones, except those to keep and those that say how to compute.
+    """Return the saved settings of a group, with the present ones that are kept.
 
     The latter depend on the device, which may be another one than before.
     """
@@ -375,7 +376,7 @@ def check_keep(keep: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LearningRates:
-    """The learning rates of new optimizers and their scheduler, to be restored after an older state was loaded.
+    """Learning rates of new optimizers and schedulers, to restore after loading.
 
     Args:
         groups: (optimizer, number of the group, its rate, its base rate or None if no scheduler has set one).
@@ -397,7 +398,7 @@ class LearningRates:
         return LearningRates(rates, schedulers)
 
     def restore(self) -> None:
-        """Set them again: under a scheduler the rate that its schedule now has for the recorded base rate."""
+        """Set the rates again; under a scheduler in proportion to the base rate."""
         for optimizer, number, rate, base in self.groups:
             group = optimizer.param_groups[number]  # loading has replaced the groups
             before = _number(group.get("initial_lr"))
@@ -428,7 +429,7 @@ def _schedulers(scheduler: Any) -> Iterator[Any]:
 
 
 def _entry_fits(entry: Any, shape: torch.Size) -> bool:
-    """Whether an optimizer's entry is of a parameter of this shape: what is as large as one moment must be that."""
+    """Whether an optimizer's entry fits the shape of a parameter."""
     values = [v for k, v in entry.items() if k.startswith("exp_avg") or k == "momentum_buffer"]
     return all(not isinstance(v, torch.Tensor) or v.ndim != len(shape) or v.shape == shape for v in values)
 

@@ -9,7 +9,7 @@ _INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def bare_name(module: nn.Module, name: str) -> str:
-    """A parameter's name as torch's `get_state_dict` and `trainers.save` have it, whatever is wrapped.
+    """Return a parameter's name without the prefixes of wrappers.
 
     Example:
         >>> model = nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))

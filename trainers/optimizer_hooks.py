@@ -1,4 +1,4 @@
-"""Hooks of torch that go when the object that set them does, and what they must know of the steps they see."""
+"""Hooks of torch that live as long as their object, and nested optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer, optimizer
 
 
 def weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, called only as long as its object lives; None afterwards. `torch.compile` leaves it alone."""
+    """Return a hook that calls a method while its object lives."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -38,7 +38,7 @@ def remove(handles: Sequence[Any]) -> None:
 
 
 class Nesting:
-    """The optimizer steps that are under way, so that one within another is known for what it is.
+    """Recognises optimizer steps that run within another step.
 
     A wrapper's step (`ZeroRedundancyOptimizer`, or a subclass that says `super().step()`) calls the one of the
     optimizer within, and torch's hooks see both. `enter` and `leave` are called by the hooks before and after each, in
@@ -51,7 +51,7 @@ class Nesting:
         """By thread, the outermost first: the ids of the frame and of the parameters of each step."""
 
     def enter(self, parameters: Sequence[Any], ids: frozenset[int]) -> Sequence[Any]:
-        """A step over these, which have those ids, begins; returns those of them that no step around it is over."""
+        """Enter a step; return its parameters that no step around it covers."""
         # Torch's own function around `step`, which goes on until the step has ended, however it ends.
         step: FrameType | None = sys._getframe()
         while step is not None and step.f_code.co_filename != optimizer.__file__:
@@ -89,7 +89,7 @@ class Nesting:
 
 
 def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The closure that `step` was called with, or None; the optimizer itself may be the first argument."""
+    """Return the closure that `step` was called with, or None."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Optimizer):
         return None
     found = [kwargs.get("closure"), *args]
@@ -99,7 +99,7 @@ def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., 
 def after_closure(
     args: Sequence[Any], kwargs: Mapping[str, Any], then: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `step` with a closure that also calls `then`, once: after its first evaluation."""
+    """Return the arguments of `step` with a closure that calls `then` once."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return tuple(args), dict(kwargs)

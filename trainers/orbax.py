@@ -1,4 +1,4 @@
-"""Orbax: a handler for pytrees of JAX arrays whose checkpoints are compressed, deltas of one another.
+"""Orbax: a handler that compresses checkpoints of JAX pytrees.
 
 `CheckpointManager(folder, item_handlers=CompressedHandler(sp.Store(folder / "shrinkpoint")))` names and removes step
 folders as ever; each holds a pointer into the store beside them. The handler is one of whole trees, for a delta is
@@ -143,7 +143,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             raise BadArgumentError(f"{path}: {e}") from None
 
     def metadata(self, directory: Any) -> Any:
-        """Called by Orbax for `item_metadata`: nested dicts of `jax.ShapeDtypeStruct` and plain scalars.
+        """Called by Orbax: return shapes and dtypes as nested dicts.
 
         That is an item to restore to: all comes back as it was saved, in NumPy arrays where JAX does not have the dtype
         now (float64 without `jax_enable_x64`). No array is read for it.
@@ -176,7 +176,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             self._follow()
 
     def _follow(self) -> None:
-        """Remove from the store what no step folder points to any more; nothing of this item is in flight."""
+        """Remove the steps from the store that no step folder points to."""
         if not self.store.steps():
             return
         fs, home = fsspec.core.url_to_fs(self._home)

@@ -1,4 +1,4 @@
-"""Checkpoints of frameworks that name files themselves: the data is in a store, their file only points to a step there.
+"""Pointer files: the file that a framework names points to a step of a store.
 
 So checkpoints can be deltas of one another, and each can still be listed, rotated and removed by its own path. A
 pointer is a small JSON file; it names the store by its relative path where that is beside or above it, so that a run's
@@ -110,7 +110,7 @@ def save_at(
     kinds: Mapping[str, Any] | None = None,
     cfg: Config | None = None,
 ) -> Pointer:
-    """Save a state as the store's next step, then let a file point to it; what it pointed to before is dropped."""
+    """Save a state as the store's next step, and let a file point to it."""
     before = read_pointer(path)
     known, averages = kinds_within(state, kinds), grads_within(state, grads)
     step = next_step(store)
@@ -136,7 +136,7 @@ def point_to(path: PathLike, store: Store, step: int, identity: str, before: Poi
 
 
 def kinds_within(state: Any, kinds: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Of a module's kinds those that a framework's state has: it may hold but a part, by other names (an adapter's)."""
+    """Return those kinds of a module that belong to arrays of a framework's state."""
     return kinds_for(kinds, (node.path for node in flatten(state, is_array)[1])) if kinds else kinds
 
 
@@ -155,7 +155,7 @@ def next_step(store: Store) -> int:
 
 
 def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Pointer:
-    """Let a file point to a step, in one atomic step where the file system can: durable when this returns."""
+    """Let a file point to a step, atomically where possible; durable on return."""
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     where = store.url
     if "://" not in where:
@@ -171,13 +171,13 @@ def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Poi
 
 
 def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
-    """Remove from the store what a file pointed to before it was written anew, and no other does."""
+    """Remove the step that a rewritten file pointed to, if no other file does."""
     if before is not None and is_same(store_of(path, before), store) and not is_shared(path, before):
         drop(store, [before.step])
 
 
 def is_shared(path: PathLike, pointer: Pointer) -> bool:
-    """Whether another file points to the same step: a link, or a copy of the file or of its folder by another name.
+    """Whether another file (a link or a copy) points to the same step.
 
     Looked at are the files of its folder, and those of its name in the folders beside that one. None is waited for:
     what is being saved in the background points to its former step until it is there.

@@ -1,4 +1,4 @@
-"""`Preemption`: when a scheduler signals that the machine goes away, save what is surely durable in time, then exit."""
+"""`Preemption`: save and exit when a scheduler announces the end of the process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MARGIN = 1.5
 
 
 class Preempted(SystemExit):
-    """Ends the process after a signal of the scheduler; `code` is the exit code, `step` the training step."""
+    """Ends the process after a scheduler's signal; has the exit code and the step."""
 
     def __init__(self, code: int, step: int) -> None:
         super().__init__(code)
@@ -57,7 +57,7 @@ class Choice:
 def choose(
     timing: SaveTiming, step: int | None, left: float, types: tuple[bool | None, bool | None] = (None, None)
 ) -> Choice:
-    """Return what is surely durable within the time left, by the measured seconds of the last saves.
+    """Return what can surely be made durable in the time left.
 
     A new save is tried if no save was measured yet: an interrupted save damages no other one.
 
@@ -102,7 +102,7 @@ def _longest(timing: SaveTiming, is_delta: bool | None) -> float | None:
 
 
 class Preemption:
-    """Reacts to the signals by which schedulers announce that they take a machine away (spot instances, Slurm).
+    """Saves and exits when a scheduler announces that it ends the process.
 
     A signal only sets a flag. At the next step boundary all processes of the run agree on it (any one of them may have
     got the signal), save once, wait until the checkpoint is durable, and exit. Where the time left is too short by the
@@ -192,7 +192,7 @@ class Preemption:
         return self._when is not None
 
     def agreed(self) -> float | None:
-        """Return the seconds left, the same decision on all processes; None: no signal, training goes on.
+        """Return the seconds left if any process has got a signal; None: training goes on.
 
         With several processes a collective: all of them call it at the same step boundaries.
         """
@@ -218,7 +218,7 @@ class Preemption:
         sensitivity: SensitivityTracker | None = None,
         grads: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save and exit if a process has got a signal; otherwise return at once. Call it after each training step.
+        """Save and exit if a process has got a signal; call it after each training step.
 
         Args:
             saver, step, model, optimizer, tracker, sensitivity, grads: as for `save`.
@@ -241,7 +241,7 @@ class Preemption:
     def finish(
         self, store: Store, step: int, save: Callable[[], object], wait: Callable[[], object], *, same: bool = False
     ) -> None:
-        """Do the same as `check` with other ways to save: for adapters and training loops of one's own.
+        """Do the same as `check` with another way to save, for adapters and other loops.
 
         Args:
             store: whose measured seconds decide.
@@ -267,7 +267,7 @@ class Preemption:
         return found
 
     def leave(self, store: Store, step: int, choice: Choice, wait: Callable[[], object]) -> NoReturn:
-        """Wait as chosen, report and exit; an error of a new save is raised, that of an older one is reported."""
+        """Wait as chosen, report and exit; errors of the new save are raised."""
 
         def settle() -> None:
             if choice.what == "save":
@@ -329,7 +329,7 @@ def _choose(store: Store, step: int | None, left: float) -> Choice:
 
 
 def _is_delta(store: Store, ahead: int) -> bool | None:
-    """Whether the save so many after the newest durable one is a delta by `ChainPolicy.base_every`; None: unknown."""
+    """Whether the save `ahead` of the newest durable one will be a delta; None: unknown."""
     with contextlib.suppress(ShrinkpointError, OSError):
         steps, every = store.steps(), store.cfg.chain.base_every
         since = store.describe(steps[-1]).since_base + ahead if steps else ahead - 1

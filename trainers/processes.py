@@ -1,4 +1,4 @@
-"""What the processes of a training do together: an error of one is raised on all, so that nobody waits in vain."""
+"""Collectives in which an error of one process is raised on all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rank() -> int:
 
 
 def on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
-    """What `work` found here, and in brief what it found in each process. An error of one is raised on all."""
+    """Call `work` on all processes; return its result here and `brief` of all results."""
     if world() == 1:
         found = work()
         return found, [brief(found)]
@@ -70,7 +70,7 @@ def explaining(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unless(error: BaseException | None) -> Iterator[None]:
-    """What was met here matters more than that the others could not be told of it, for they are gone."""
+    """Raise the local error, rather than the failure to send it to lost processes."""
     try:
         yield
     except RuntimeError:
@@ -80,7 +80,7 @@ def _unless(error: BaseException | None) -> Iterator[None]:
 
 
 def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: str) -> Any:
-    """What `work` returns on rank 0; the others get what `light` makes of it. Its error is raised on all of them.
+    """Call `work` on rank 0; return its result there, and `light` of it elsewhere.
 
     `otherwise` says what became of it where they cannot be told (`explaining`).
     """
@@ -106,7 +106,7 @@ def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: s
 
 
 def _as_told(name: str, text: str, errno: int | None) -> Exception:
-    """An error of another process, of its class where that is one that everybody has and that a text makes.
+    """Return an error of another process, with its class where that is known here.
 
     It does not travel itself: those of storage libraries may hold what cannot, or take more than a text.
     """

@@ -1,4 +1,4 @@
-"""A search by processes that train copies of one model: all of them search the first one's state, over its parent."""
+"""Search with several processes that train copies of one model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..searching.result import SearchResult
 
 
 def of_first(team: ProcessGroup, tree: Any, group: Any) -> Any:
-    """The first process's tree on all of them; only what they do not have alike is sent, one array after another.
+    """Return the first process's tree on all processes; send only what differs.
 
     Scalars, random number generators and buffers that no process tells the others of differ between replicas. A
     collective; what goes wrong before anything is sent is an error on all.

@@ -1,4 +1,4 @@
-"""Which rows of embedding tables a run has touched since a checkpoint: those looked up, and those with a gradient.
+"""The rows of embedding tables that a run has touched since a checkpoint.
 
 Rows are marked in the forward pass, as the paper does it. That misses what moves without a look-up through the module:
 rows of other processes in a reduced gradient, gradients kept from step to step or over a save, tables read past their
@@ -42,7 +42,7 @@ _EVERY = 64
 
 
 class _Table:
-    """The marks of one table: a flag a row since the last snapshot, packed bits (None: every row) for what was before.
+    """Marks of one table: a flag for each row, now and since earlier snapshots.
 
     `pending[i]` are the rows between snapshots i - 1 and i, not yet known to be saved; `base` and `last` those before
     them, since the base and since the last checkpoint. `recent` are rows looked up, `moved` rows seen in gradients.
@@ -194,7 +194,7 @@ def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Hook:
-    """A hook that stays with its module: copies and pickles of the module have one that does nothing."""
+    """A hook whose copies and pickles do nothing."""
 
     def __init__(self, table: _Table) -> None:
         self._table = table
@@ -219,7 +219,7 @@ class _LookUp(_Hook):
 
 
 class _Accumulated(_Hook):
-    """A backward pass is through with a table; of interest where no optimizer of torch's steps, but some hand does."""
+    """Mark rows after a backward pass, for loops without an optimizer of torch."""
 
     def __call__(self, *_: Any) -> None:
         if self._table.stepped:
@@ -240,7 +240,7 @@ def _ignore(*_: Any) -> None:
 
 
 class RowTracker:
-    """Marks the rows of every `nn.Embedding` and `nn.EmbeddingBag` of a module that a training touches.
+    """Marks the rows of embedding tables that training touches.
 
     Those are the rows looked up in a forward pass that a gradient can follow (or in any, where `max_norm` changes rows
     as they are read), and those with a gradient when the optimizer steps, wherever it came from: other processes, an
@@ -316,7 +316,7 @@ class RowTracker:
         return found
 
     def _register(self) -> None:
-        """Follow the tables that are there now; of parameters that were followed before, all marks are kept."""
+        """Follow the present tables; known parameters keep their marks."""
         known, self._tables = self._tables, {}
         for handle in self._handles:
             handle.remove()
@@ -348,7 +348,7 @@ class RowTracker:
     # ------------------------------------------------------------------ hooks of optimizers
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step: gradients are accumulated, reduced over processes and clipped."""
+        """Mark rows before an optimizer's step, when gradients are complete."""
         tables = self._tables_of(optimizer)
         own = self._nesting.enter(tables, frozenset(map(id, tables))) if tables else ()
         if closure_of(args, kwargs) is None:
@@ -392,7 +392,7 @@ class RowTracker:
         return dict(self._untracked)
 
     def kinds(self, optimizer: Optimizers | None = None) -> dict[str, Kind]:
-        """What `kinds(module, optimizer)` gives, with the rows touched until now; for a save of the state as it is now.
+        """Return `kinds(module, optimizer)` with the rows touched until now.
 
         Each call is the snapshot of one save: what is touched afterwards belongs to the next, and so do rows that have
         a gradient now, since a step may follow. Take it together with the state, and call `saved` once that is
@@ -475,7 +475,7 @@ class RowTracker:
         del self._pending[: at + 1]
 
     def follow(self, save: Saved | Future[SaveResult], *, kinds: Mapping[str, Kind] | None = None) -> None:
-        """Call `saved` for what a save comes to: of `Store.save` at once, of `Saver.save` once it is durable.
+        """Call `saved` when the result of a save is known.
 
         A save that fails, or is skipped or cancelled, settles nothing: its rows belong to the next one.
 
@@ -506,12 +506,12 @@ class RowTracker:
                 self.saved(not future.result().is_delta, kinds=taken)
 
     def forget(self) -> None:
-        """Every row may have changed (edited by hand, loaded from elsewhere): the next save compares them all."""
+        """Forget the marks: the next save compares all rows."""
         for table in self._tables.values():
             table.forget()
 
     def shares(self) -> dict[str, tuple[float, float]]:
-        """For each table, the shares of its rows touched since the base and since the last checkpoint."""
+        """Return the shares of rows touched since the base and the last checkpoint."""
         self._check_open()
         self._settle_done()
         table = {}
@@ -543,7 +543,7 @@ class RowTracker:
             raise BadArgumentError("the tracker is closed")
 
     def _check_tables(self) -> None:
-        """Refuse tables of another size than before; follow those that have come in the place of others."""
+        """Refuse tables of another size; follow replaced ones."""
         now = self._look()
         for name, _, weight in now:
             table = self._names.get(name)
@@ -559,7 +559,7 @@ class RowTracker:
 
 
 def _named(optimizer: Any) -> Named:
-    """Optimizers with the name of their place in the state; "" for a single one, wherever it is, or for several."""
+    """Return optimizers by their place in the state; "" for several or a single one."""
     if optimizer is None:
         return ()
     named: list[tuple[Any, Any]]

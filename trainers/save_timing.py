@@ -44,7 +44,7 @@ def _recent() -> deque[float]:
 
 @dataclass(slots=True)
 class SaveTiming:
-    """Measured seconds, from the call of `save` until the checkpoint was durable, of the saves to one store."""
+    """Measured seconds of the saves to one store, until they were durable."""
 
     deltas: deque[float] = field(default_factory=_recent)
     bases: deque[float] = field(default_factory=_recent)
@@ -54,7 +54,7 @@ class SaveTiming:
     _first: deque[float] | None = None
 
     def expected(self, is_delta: bool) -> float | None:
-        """Return the longest of the last saves of a type, or of both where none of this type was made; None: no save.
+        """Return the longest of the last saves of a type, or of both types; None: no save.
 
         Example:
             >>> timing = SaveTiming()
@@ -102,7 +102,7 @@ def timing_of(url: str) -> SaveTiming:
 
 
 def timed(url: str, step: int, save: Callable[[], R]) -> R:
-    """Call `save` and record how long it takes: until it returns, or until the future that it returns is done."""
+    """Call `save` and record the seconds until its checkpoint is durable."""
     timing, begin = timing_of(url), time.monotonic()
     result: Any = save()
     if isinstance(result, Future):
@@ -114,7 +114,7 @@ def timed(url: str, step: int, save: Callable[[], R]) -> R:
 
 
 def wait_for_saves(url: str) -> None:
-    """Wait until no save of this process to a store is in flight; its error is left to the Saver."""
+    """Wait until no save of this process to a store is in flight; ignore its error."""
     running = timing_of(url).running
     if running is not None:
         with contextlib.suppress(concurrent.futures.CancelledError):

@@ -1,4 +1,4 @@
-"""Sensitivity: an exponential average of the gradients of the batches before a checkpoint, kept on the host.
+"""Sensitivity: gradient averages over the batches before a checkpoint, on the host.
 
 A gradient is read when the optimizer is about to step: then it is accumulated over micro-batches, averaged over
 processes (DDP, FSDP2), unscaled (AMP) and clipped, and a step that AMP skips is not recorded. Where `step` is given a
@@ -36,7 +36,7 @@ _NOTHING, _FEWEST = 40, 12
 
 
 class SensitivityWarning(ShrinkpointWarning):
-    """What a `SensitivityTracker` gives is not of the batches just before, or had values that are not finite.
+    """Gradient averages are outdated, or had values that are not finite.
 
     Each tracker says either once.
     """
@@ -53,7 +53,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Followed:
-    """An optimizer's parameters that are the model's, and their clocks, as they were when `state` was found."""
+    """An optimizer's parameters of the model, with their clocks."""
 
     state: tuple[int, ...]
     parameters: list[Tensor]
@@ -62,7 +62,7 @@ class _Followed:
 
 
 def batches_that_count(window: int, beta: float) -> int:
-    """How many of the last batches of a window its average tells from none: all others weigh too little together.
+    """Return the number of last batches that an average in float32 depends on.
 
     What came n batches before the end weighs (1 - beta)**n of the average then; from 2**-40 on that is less than a
     hundred-thousandth of float32's last place. No fewer than twelve are read, so that an average is there for a
@@ -81,7 +81,7 @@ def batches_that_count(window: int, beta: float) -> int:
 
 
 class SensitivityTracker:
-    """Gradient averages of the last batches before each checkpoint, for `compress(grads=)` and `search(grads=)`.
+    """Averages gradients before checkpoints, for `compress` and `search` (`grads=`).
 
     EMA_t = beta * g_t + (1 - beta) * EMA_(t-1), EMA_0 = 0, over the last `window` batches before every `every`-th; beta
     weighs the newest gradient. The sensitivity of a weight is then |EMA w|. Of the window only those batches are read
@@ -168,7 +168,7 @@ class SensitivityTracker:
         self._unhook = weakref.finalize(self, remove, [*self._fire_handles, *handles])
 
     def grads(self, *, shards_only: bool = False) -> dict[str, Tensor] | None:
-        """The averages by parameter name, float32 or float64, on the host; None if no batch was recorded.
+        """Return the averages by parameter name, on the host; None: no batch was recorded.
 
         Of sharded parameters (DTensor) they are DTensors with the parameter's placement, of which each process keeps
         its part on the host: reading them whole is a collective, as `compress` does it, and goes through the device one
@@ -214,7 +214,7 @@ class SensitivityTracker:
         self._fired.clear()
 
     def restart(self, done: int) -> None:
-        """The weights were put back to those after so many batches: forget what was recorded, and go on from there.
+        """Restart after weights of an earlier step were loaded; forget what was recorded.
 
         Args:
             done: batches done, 0 or more, in the unit of `every`.
@@ -241,7 +241,7 @@ class SensitivityTracker:
 
     @property
     def not_finite(self) -> int:
-        """Elements of averages that had to begin anew, since they were not finite; as of the last reading."""
+        """Number of elements of averages that were reset because they were not finite."""
         self._transfer.wait()
         return self._not_finite + sum(a.not_finite for a in self._averages.values())
 
@@ -270,7 +270,7 @@ class SensitivityTracker:
         return read or None
 
     def _why_old(self, found: dict[str, Average]) -> tuple[str, str] | None:
-        """What to say where the averages are not those of the batches just before, by the name of that notice."""
+        """Return the warnings about averages that are outdated, by name."""
         now, every, window = self.batch, self._every, self._window
         newest = max((a.newest for a in found.values()), default=None)
         into, end = 0, now
@@ -301,7 +301,7 @@ class SensitivityTracker:
     # ------------------------------------------------------------------ hooks
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer is about to step: the gradients of its parameters are what they will be used as.
+        """Record gradients before an optimizer's step.
 
         A closure makes them anew within the step: then they are read once it was evaluated.
         """
@@ -337,7 +337,7 @@ class SensitivityTracker:
             self._nesting.leave(followed.parameters)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """A backward pass is through with a parameter; where no optimizer steps, each pass is a batch."""
+        """Record a gradient after a backward pass, for loops without an optimizer."""
         if self._stepped or not self._is_known(parameter):
             return
         if id(parameter) in self._fired or self._backwards < self._done:
@@ -387,7 +387,7 @@ class SensitivityTracker:
     def _record(
         self, parameters: Sequence[Tensor], clocks: Sequence[_Clock], batch: int, scale: Any, skipped: Any
     ) -> None:
-        """Take the gradients into the averages, if the batch is within the window before a checkpoint."""
+        """Add gradients to the averages if the batch is within the window."""
         if self._every is not None and self._every > self._window:
             number, into = divmod(batch, self._every)
             if into < self._every - self._window:

@@ -1,4 +1,4 @@
-"""The whole state of a training run as one plain tree, and back: what a resumed run needs to go on as if never stopped.
+"""The state of a training run as one plain tree, and back.
 
 Model, optimizer (moments and `step`), learning-rate scheduler, the random number generators of torch, Python and NumPy,
 and the position in the data. Only dict, list, tuple, scalars and arrays: nothing in it needs pickle.
@@ -35,7 +35,7 @@ def capture(
     generators: Mapping[str, Generator] | None = None,
     position: Any = None,
 ) -> dict[str, Any]:
-    """Collect the whole training state: a tree of `model`, `optimizer`, `scheduler`, `rng`, `generators`, `position`.
+    """Return the training state: model, optimizer, scheduler, random numbers, position.
 
     The tree is the identity of the run: a process that starts anew and calls `restore` with it computes the same
     numbers as the one that called `capture`, were it not killed. Parts that are not given are left out.
@@ -127,7 +127,7 @@ def restore(
 
 
 def capture_rng() -> dict[str, Any]:
-    """State of the global random number generators: torch (CPU and every accelerator in use), Python, NumPy.
+    """Return the state of the global random number generators of torch, Python and NumPy.
 
     Example:
         >>> state = capture_rng()
@@ -164,7 +164,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def plain(tree: Any) -> Any:
-    """The same tree in dict, list and tuple only (state dicts come as `OrderedDict`, `defaultdict`, named tuples)."""
+    """Return the same tree in dict, list and tuple only."""
     if isinstance(tree, Mapping):
         return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -40,7 +40,7 @@ def differences(
 
 
 def group_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """The same for two states of a torch optimizer: how many parameters each of their groups has."""
+    """Return the differences between the group sizes of two optimizer states."""
     before, now = ([len(group["params"]) for group in state["param_groups"]] for state in (saved, mine))
     return [] if before == now else [f"groups of {before} parameters in the checkpoint, of {now} here"]
 
@@ -48,7 +48,7 @@ def group_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list
 def load_models(
     models: Sequence[nn.Module], states: Sequence[Mapping[str, Any]], where: str, *, strict: bool = True
 ) -> None:
-    """Put saved states into modules, all or none; with `strict` false also where only one of the two has a name.
+    """Load saved states into modules, all or none.
 
     Raises:
         BadArgumentError: parameters were renamed or resized, and no hook of the modules sees to it; a list of them.

@@ -1,4 +1,4 @@
-"""`TrainingState`: the parts of a training run, and the tree in which a checkpoint holds them."""
+"""`TrainingState`: the parts of a training run, and their tree in a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The parts of a training run that a checkpoint holds: what `save` stores and `resume` restores.
+    """The parts of a training run that `save` stores and `resume` restores.
 
     The global random number generators of torch (and its devices), Python and NumPy always belong to it.
 
@@ -77,7 +77,7 @@ class TrainingState:
 
     @property
     def auxiliary(self) -> AuxiliaryState:
-        """The parts other than model, optimizer, loader and generators; BadArgumentError if `more` is no mapping."""
+        """Scheduler, scaler, ema and more; BadArgumentError if `more` is not a mapping."""
         return AuxiliaryState.of(self.scheduler, self.scaler, self.ema, self.more)
 
     def check(self) -> None:
@@ -94,7 +94,7 @@ class TrainingState:
                 raise BadArgumentError(f"{name} is a {type(part).__qualname__}, without state_dict and load_state_dict")
 
     def tree(self, step: int) -> dict[str, Any] | None:
-        """Return the tree that `save` stores: plain dicts, lists, scalars and the live arrays, no copies.
+        """Return the tree that `save` stores: plain containers and the live arrays.
 
         With several processes all of them must call it: the whole state is gathered on rank 0, the others get None.
 
@@ -140,7 +140,7 @@ class TrainingState:
         return state if rank() == 0 else None
 
     def kinds(self, tree: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return what each array of a tree is: kinds of the model and its optimizers, `state` for everything else.
+        """Return the kinds of the model and its optimizers; `state` for all other arrays.
 
         Args:
             tree: as `tree` returned it.
@@ -160,7 +160,7 @@ class TrainingState:
         return names
 
     def unused(self, tree: Mapping[str, Any]) -> list[str]:
-        """Return the names of the parts of a stored tree that this state does not have: `resume` leaves them out."""
+        """Return the names of stored parts that this state lacks, so that `resume` skips them."""
         mine = {"model", *(place[0] for place in self.auxiliary.parts), *["optimizer"] * bool(self.optimizers)}
         names = [name for name in ("optimizer", "scheduler", "scaler", "ema") if name in tree and name not in mine]
         names += [f"more[{name!r}]" for name in tree.get("more", {}) if ("more", name) not in self.auxiliary.parts]

@@ -1,4 +1,4 @@
-"""Transformers: a `Trainer` whose checkpoints are compressed, deltas of one another, and resumed from as ever.
+"""Transformers: a `Trainer` with compressed checkpoints.
 
 `class MyTrainer(CompressedCheckpoints, Trainer)` writes no raw weights or moments at all. Those who cannot subclass add
 `CompressCallback()`, which compresses what Trainer has written. Needs `transformers` and `accelerate`.
@@ -60,7 +60,7 @@ _PARTS = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt"}
 
 
 class CompressedCheckpoints:
-    """Mixin before `Trainer`: its checkpoint folders hold a pointer into the store `output_dir/shrinkpoint`.
+    """Mixin for `Trainer`: checkpoint folders point into the store `output_dir/shrinkpoint`.
 
     The rest of a folder (configuration, tokenizer, trainer state, random number generators) is as Trainer writes it;
     `trainer.train(resume_from_checkpoint=...)`, `save_total_limit`, `load_best_model_at_end` and `save_only_model`
@@ -174,7 +174,7 @@ class CompressedCheckpoints:
             self._finish(output_dir, {})
 
     def _frozen_source(self, model: Any) -> str | None:
-        """Return where frozen parameters are kept: as asked for, else a PEFT model's base by its name."""
+        """Return the argument `frozen`, or for PEFT the name of the base model."""
         if self.frozen is not None or not hasattr(model, "peft_config"):
             return self.frozen
         config = next(iter(model.peft_config.values()))
@@ -298,7 +298,7 @@ class CompressedCheckpoints:
 
 
 class CompressCallback(TrainerCallback):  # type: ignore[misc]
-    """For those who cannot subclass: replaces the weights and moments in a checkpoint folder once Trainer wrote them.
+    """Callback that compresses a checkpoint folder after Trainer wrote it.
 
     To resume, give `expand(folder)` to `resume_from_checkpoint`. Not with `load_best_model_at_end`, which reads raw
     files; such a Trainer is refused. Trainer's rotation works; what it removed leaves the store at the next save.
@@ -348,7 +348,7 @@ class IncompleteCheckpointWarning(ShrinkpointWarning):
 
 
 def newest_complete(folder: PathLike) -> str | None:
-    """The newest checkpoint folder of an `output_dir` that a run can go on from; None: there is none.
+    """Return the newest complete checkpoint folder of an `output_dir`, or None.
 
     `trainer.train(resume_from_checkpoint=newest_complete(output_dir))` begins, or goes on. Folders whose save was cut
     off are passed over; an IncompleteCheckpointWarning names those newer than what is returned.
@@ -400,7 +400,7 @@ def _rotate_before_5(trainer: Any, home: str, limit: int) -> None:
 
 
 def expand(folder: PathLike) -> str:
-    """Write the raw files of a compressed checkpoint folder back into it, so that any Trainer resumes from it.
+    """Write the raw files of a compressed checkpoint folder, for any Trainer.
 
     Raises:
         BadArgumentError: not a compressed checkpoint.
@@ -450,7 +450,7 @@ def _adapter_names(model: Any, weights: Mapping[str, Any]) -> dict[str, str]:
 
 
 class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
-    """Saves and exits at the end of a step after a scheduler's signal, with or without the mixin.
+    """Callback that saves and exits after a scheduler's signal.
 
     The checkpoint is the next `checkpoint-N` of Trainer, and `newest_complete` finds it.
 
@@ -494,5 +494,5 @@ class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def drop_unreferenced(store: Store) -> None:
-    """Remove the steps of a run's store that no folder beside it points to any more, a copy by another name neither."""
+    """Remove the steps of a run's store that no folder next to it points to."""
     drop(store, set(store.steps()) - steps_in_use(store, Path(store.url).parent.glob(f"*/{POINTER}")))

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint with compressed, delta-coded shards: a storage writer and reader for `dcp.save`, `load`.
+"""A compressing storage writer and reader for torch.distributed.checkpoint.
 
     writer = Writer("runs/a", cfg=sp.Config())
     dcp.save(state, storage_writer=writer, checkpoint_id=f"runs/a/step-{step}")

@@ -1,4 +1,4 @@
-"""The containers of one rank, from the newest down to its base: opened, resolved, and carried into another folder."""
+"""The chain of one rank's containers: opened, resolved, and copied to another folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _guarded(files: Files, file: RankFile, name: str, work: Callable[[], T]) -> 
 
 
 def opener(files: Files, file: RankFile) -> Callable[[Checkpoint | None], Checkpoint]:
-    """For `codec.partial`: opens the containers of a rank one below the other, fetching their headers only."""
+    """Return a function that opens a rank's containers from the newest, headers only."""
     chain = iter(file.chain)
 
     def open_next(above: Checkpoint | None) -> Checkpoint:
@@ -88,7 +88,7 @@ def opener(files: Files, file: RankFile) -> Callable[[Checkpoint | None], Checkp
 
 
 def resolve(files: Files, file: RankFile) -> Checkpoint:
-    """A rank's checkpoint, resolved by reading its chain from the base upwards: what the next delta is against."""
+    """Return a rank's resolved checkpoint: the parent of its next delta."""
     found: Checkpoint | None = None
     for name, _ in reversed(file.chain):
 
@@ -104,7 +104,7 @@ def resolve(files: Files, file: RankFile) -> Checkpoint:
 
 
 def carry(source: Files, target: Files, file: RankFile) -> bool:
-    """Let the containers of a chain also be in another checkpoint's folder, which then needs no other one.
+    """Link or copy the containers of a chain into another checkpoint's folder.
 
     Where both are on one local disk they are linked and take no further space; else they are copied.
 

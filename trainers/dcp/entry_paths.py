@@ -1,4 +1,4 @@
-"""Where an entry of a distributed state stands in the container of a rank, and what kind of array it is.
+"""The path of an entry in a rank's container, and the kind of array it is.
 
 A rank's container is an ordinary checkpoint of a nested dict. The entry `optim.state.fc.weight.exp_avg`, which the
 planner flattened from the path `("optim", "state", "fc.weight", "exp_avg")`, stands at that path again, so that rules,

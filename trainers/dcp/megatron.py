@@ -1,4 +1,4 @@
-"""Megatron-Core: strategies for its distributed checkpoints, whose tensors are then compressed and delta-coded.
+"""Megatron-Core: compressing strategies for its distributed checkpoints.
 
     save, load = CompressedSave(sp.Config()), CompressedLoad()
     dist_checkpointing.save(sharded_state_dict, folder, save)
@@ -32,7 +32,7 @@ BACKEND, VERSION = "torch_dist", 1
 
 
 class CompressedSave(SaveShardedStrategy):  # type: ignore[misc]
-    """What `dist_checkpointing.save(..., sharded_strategy=)` takes; keep one for a run, on every rank.
+    """Strategy for `dist_checkpointing.save`; keep one for a run, on every rank.
 
     Saves are synchronous, and of main replicas only. Moments (`optimizer.state.exp_avg.<parameter>`) are known for what
     they are; fp32 master weights are exact, as every entry of an optimizer that is no known moment.
@@ -72,7 +72,7 @@ class CompressedSave(SaveShardedStrategy):  # type: ignore[misc]
 
 
 class CompressedLoad(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """What `dist_checkpointing.load(..., sharded_strategy=)` takes, for any number of ranks and any mesh."""
+    """Strategy for `dist_checkpointing.load`, for any number of ranks and any mesh."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:

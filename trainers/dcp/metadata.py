@@ -1,4 +1,4 @@
-"""The metadata of a distributed checkpoint: which file holds which shard. JSON with a checksum, no pickle.
+"""The metadata of a distributed checkpoint: JSON that says which file holds which shard.
 
     {"checksum": XXH3-128 of the rest, "format": "shrinkpoint-dcp", "version": 1,
      "world": ranks that saved, "partial": whether the shards need not cover the tensors,
@@ -51,7 +51,7 @@ Offsets = tuple[int, ...]
 
 
 def metadata_name(rank: int | None = None) -> str:
-    """The file that makes a checkpoint exist: one for all ranks, or a rank's own where they do not talk.
+    """Return the name of the file that commits a checkpoint, of all ranks or of one.
 
     Trainers look for `.metadata` to tell complete checkpoints from others.
     """
@@ -59,7 +59,7 @@ def metadata_name(rank: int | None = None) -> str:
 
 
 def data_name(rank: int, identity: str) -> str:
-    """Name of a rank's container: the content hash keeps a checkpoint saved anew apart from its former self."""
+    """Return the name of a rank's container, which contains its content hash."""
     return f"{rank:06d}-{identity[:16]}.spt"
 
 
@@ -100,7 +100,7 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a tensor: where it begins, how large it is, which file has it, and as which of the entry's shards."""
+    """A part of a tensor: its offsets and sizes, its file, and its number in the file."""
 
     offsets: Offsets
     sizes: Offsets
@@ -116,7 +116,7 @@ class Layout:
 
     @cached_property
     def by_offsets(self) -> dict[Offsets, Shard]:
-        """Shards by where they begin; of an empty one and another at one place the one with elements."""
+        """Shards by offsets; one with elements is preferred to an empty one."""
         return {s.offsets: s for s in sorted(self.shards, key=lambda s: math.prod(s.sizes) > 0)}
 
     @cached_property
@@ -199,7 +199,7 @@ class Index:
         return self.files[number], shards
 
     def to_torch(self) -> Metadata:
-        """torch's metadata, from which planners plan; the chunks of entries of one layout are one list."""
+        """Return torch's metadata; entries of one layout share one list of chunks."""
         table: dict[str, Any] = {}
         for fqn, e in self.entries.items():
             if e.file is not None:

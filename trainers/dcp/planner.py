@@ -17,7 +17,7 @@ class PartialLoadWarning(ShrinkpointWarning):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's planner, with a full list of what does not fit: `dcp.load(..., planner=LoadPlanner())`.
+    """Planner that lists all mismatches: `dcp.load(..., planner=LoadPlanner())`.
 
     Args:
         strict: True (default): an entry of the state that the checkpoint lacks, or has in another size or kind, is an

@@ -1,4 +1,4 @@
-"""The storage reader: of each rank's container, and of those it is coded against, only the arrays that are needed."""
+"""The storage reader: reads only the arrays that a load needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ A load takes as long with 8 MiB as with 256, and 1.3 to 2.3 times this beside th
 
 
 class Reader(StorageReader):
-    """Distributed checkpoints that `Writer` saved: `dcp.load(state, storage_reader=Reader(path))`.
+    """Reader of what `Writer` saved: `dcp.load(state, storage_reader=Reader(path))`.
 
     Any number of ranks and any mesh may load what any other saved: each reads the shards that overlap with its own, one
     batch after another. Nothing is unpickled that comes from the checkpoint.
@@ -147,7 +147,7 @@ class _Source:
         unflatten(self._top.header["tree"], lambda number, spell: self._numbers.setdefault(spell()[1], number))
 
     def _open(self, above: Checkpoint | None) -> Checkpoint:
-        """A container, or the one below another, opened once: headers of many entries take long to read."""
+        """Open a container, or the one below another, once: long headers take time to read."""
         at = 0 if above is None else next(i for i, c in enumerate(self._opened) if c is above) + 1
         if at == len(self._opened):
             self._opened.append(self._next(above))
@@ -184,7 +184,7 @@ class _Source:
         return number
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Arrays that are decoded together; a moment is never apart from the one that it is decoded with."""
+        """Yield batches of arrays; moments that are decoded together stay in one batch."""
         records, together = self._top.records, dict[int, list[int]]()
         for number in sorted(numbers):
             sibling = records[number].sibling
@@ -209,7 +209,7 @@ class _Source:
         return {n: arrays[top.records[n].key] for n in numbers}
 
     def _fill_values(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """Read what is no tensor: plain values stand in the header, arrays inside of them are decoded."""
+        """Read values other than tensors from the header, and the arrays within them."""
         wanted = {key_of((VALUES, item.storage_index.fqn)) for item in items}
         inside = [n for key, n in self._numbers.items() if "\x1f".join(key.split("\x1f", 2)[:2]) in wanted]
         arrays = self._decoded(inside) if inside else {}

@@ -1,4 +1,4 @@
-"""Thresholds over the shards of all ranks: protection and pruning as one process with the whole state chooses them.
+"""Protection and pruning thresholds over the shards of all ranks.
 
 Each rank counts its own weights in log buckets. Counts add up, so the histograms of all ranks together are those of the
 whole state, and one rank takes the thresholds from them for all. What travels is the counts of the buckets in use, for

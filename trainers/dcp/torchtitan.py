@@ -1,4 +1,4 @@
-"""torchtitan: a mix-in that lets its checkpoint manager save and load compressed checkpoints."""
+"""torchtitan: a mixin that lets its checkpoint manager compress checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .writer import Writer
 
 
 class CompressedCheckpoints:
-    """Put it before torchtitan's manager: `class Manager(CompressedCheckpoints, CheckpointManager): ...`.
+    """Mixin: `class Manager(CompressedCheckpoints, CheckpointManager): ...`.
 
     Everything else stays torchtitan's: when to save, asynchronous modes, what is kept, how a run resumes. Exports for
     Hugging Face go its own way. A class attribute says how to compress:

@@ -1,4 +1,4 @@
-"""The storage writer: each rank compresses its shards against its own previous ones, into one container a save."""
+"""The storage writer: each rank writes one container with its shards, often a delta."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .thresholds import Weights, agree
 
 
 class ParentNotUsedWarning(ShrinkpointWarning):
-    """The checkpoint that a delta was to be against cannot be its parent; a base is written instead."""
+    """The intended parent of a delta cannot be used; a base is written instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ _folders: dict[str, str] = {}
 
 
 class Writer(StorageWriter):
-    """Compressed, delta-coded distributed checkpoints: `dcp.save(state, storage_writer=Writer(path))`.
+    """Compressing writer: `dcp.save(state, storage_writer=Writer(path))`.
 
     Each rank writes one container of its own shards, a delta against what it saved before; rank 0 then writes the
     metadata, which makes the checkpoint exist. Keep one writer for a run, let one save end before the next begins, and
@@ -281,7 +281,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, which commits the checkpoint, then remove what only its predecessor needed.
+        """Write the metadata, which commits the checkpoint, then remove old containers.
 
         Raises:
             BadArgumentError: what the ranks wrote is not what was planned; nothing is committed.
@@ -365,7 +365,7 @@ class Writer(StorageWriter):
     # ---- its chain
 
     def _parent_for(self, files: Files, shards: Mapping[tuple[str, Offsets], Offsets]) -> _Parent | None:
-        """What this save is a delta against, its containers carried into the folder; None: it is a base."""
+        """Return the parent of this save, its containers copied to the folder; None: a base."""
         head = self._last()
         asked = head is None
         if head is None:
@@ -388,7 +388,7 @@ class Writer(StorageWriter):
         return _kept.get(self._token) if self._travelled else self._head
 
     def _trail(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
-        """Where the weights come from: as the last save knew it, else from what the parent holds; None: not needed."""
+        """Return the slow average of the weights, from the last save or the parent, or None."""
         if not needs_average(self.cfg):
             return None
         last = self._last()
@@ -397,7 +397,7 @@ class Writer(StorageWriter):
         return WeightAverage(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
-        """The parent in the folder saved to last, else in `parent=` (its errors are raised), else in this folder."""
+        """Return the parent from the folder saved last, else from `parent=`, else from this one."""
         last = _folders.get(self._token) if self._travelled else None
         named = self.parent if last is None else None
         folder = str(self.path if last is None and named is None else last or named)
@@ -507,7 +507,7 @@ def _wants_base(policy: ChainPolicy, head: _Parent) -> bool:
 
 
 def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[str, Offsets], Offsets]) -> bool:
-    """Whether at least half of the elements were in the parent at the same place of the same tensors."""
+    """Whether at least half of the elements were in the parent at the same place."""
     same = sum(math.prod(sizes) for key, sizes in shards.items() if parent.get(key) == sizes)
     return 2 * same >= sum(math.prod(sizes) for sizes in shards.values())
 
