@@ -78,7 +78,7 @@ class CompressedStates:
     def _load_state(self, *args: Any, **keywords: Any) -> Any:
         """`load_state`, whichever way it ends: optimizers answer for themselves afterwards.
 
-        The main process saves, and no other one may look before it has. A save that failed is told by the next one:
+        The main process saves, and no other one may look before it has. An error of a save is raised by the next one:
         what is there can be loaded, and no other process is left waiting.
         """
         try:

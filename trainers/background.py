@@ -66,7 +66,7 @@ class Background:
 
     Args:
         store: where to.
-        saver: to save by, closed by whoever made it; None: one for that store, ended by `close`.
+        saver: to save by, closed by the caller; None: a new one for that store, ended by `close`.
         compact: of that one, see `Saver`.
 
     Raises:

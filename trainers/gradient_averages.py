@@ -21,7 +21,7 @@ class Average:
     """The running averages of one parameter's gradient, on the host.
 
     `batches` gradients are in them; `newest` is the number of batches that were done after the last of these. An
-    element that is not finite would stay so for good: it begins anew at zero, and is counted in `not_finite`.
+    element that is not finite would stay so: it is reset to zero, and is counted in `not_finite`.
     """
 
     def __init__(self, parameter: Tensor, squares: bool) -> None:
@@ -56,7 +56,7 @@ class Average:
             self.mend()
 
     def mend(self) -> None:
-        """Let the elements that are not finite begin anew."""
+        """Reset the elements that are not finite."""
         for values in (self.mean, self.square):
             # One pass that keeps nothing; where the sum is not finite, as that of large values may be, another.
             if values is not None and not math.isfinite(float(values.sum())):
@@ -81,7 +81,7 @@ class Average:
 
 
 class Transfer:
-    """Gets gradients into their averages: at once from the CPU, from a GPU beside the training.
+    """Gets gradients into their averages: at once from the CPU, from a GPU while training goes on.
 
     On a GPU a gradient is copied to pinned memory on a stream of its own, without the host waiting, and a thread forms
     the average once the copy is there. Each parameter has one pinned buffer, so that the host waits only where its

@@ -91,7 +91,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     process gets the whole state. Those that save by themselves are refused when fitting begins.
 
     The files by which Lightning's tuner (`lr_find`, `scale_batch_size`) rolls a model back, and by which spawned
-    processes hand it over, are exact whatever `cfg` is, and gone afterwards.
+    processes hand it over, are exact with any `cfg`, and gone afterwards.
 
     Args:
         cfg: how to compress; default `Config()`.
@@ -258,7 +258,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
     Lightning itself does not save random number generators. With them, those of each process, a run resumed from a
     checkpoint at the end of an epoch computes the numbers of one that was not interrupted. Resumed by another number of
-    processes, the generators start anew, and a RanksChangedWarning says so.
+    processes, the generators start from their seeds, and a RanksChangedWarning says so.
 
     Args:
         rng: save and restore the generators of torch, Python and NumPy; default True.
@@ -413,14 +413,14 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             more["group"] = dist.group.WORLD
             team = ProcessGroup(dist.group.WORLD)
         prev = io_plugin.parent(path) if team is None else io_plugin.parent_of_all(path, team)
-        told: list[Any] = [state, grads, None]
+        shared: list[Any] = [state, grads, None]
 
         def leading() -> None:
             earlier = None if rank() else io_plugin.earlier(path, state)
-            told[2] = earlier and [earlier.weights, earlier.steps]
+            shared[2] = earlier and [earlier.weights, earlier.steps]
 
         (team or ProcessGroup()).all(leading)
-        state, grads, before = told if team is None else of_first(team, told, dist.group.WORLD)
+        state, grads, before = shared if team is None else of_first(team, shared, dist.group.WORLD)
         more |= {"prev": prev, "grads": grads_within(state, grads), "kinds": kinds_within(state, io_plugin.kinds)}
         if before is not None:
             more["options"] = dataclasses.replace(_options_of(search), earlier=Earlier(*before))
@@ -464,7 +464,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         if found is None:
             return
         if len(found) != world():
-            message = f"saved by {len(found)} processes, resumed by {world()}: random number generators start anew"
+            message = f"saved by {len(found)} processes, resumed by {world()}: "
+            message += "random number generators start from the beginning"
             warnings.warn(message, RanksChangedWarning, stacklevel=2)
             return
         self._restored = found[rank()]

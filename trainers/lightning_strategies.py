@@ -47,8 +47,8 @@ def plugins(strategy: Any) -> list[Any]:
 def watch(plugin: type) -> None:
     """Wrap the strategies so that they use such a plugin, or are refused when fitting begins.
 
-    A plugin is told neither of the strategy nor of what that saves without it, so the strategies' own methods are
-    wrapped; one without such a plugin is what it was. FSDP2 puts the whole state together for the plugin, where told
+    A plugin knows neither the strategy nor what that saves without it, so the strategies' own methods are wrapped;
+    a strategy without such a plugin is unchanged. FSDP2 puts the whole state together for the plugin, where asked
     to (`save_distributed_checkpoint=False`), but would read its file by `torch.load`, and not end it.
 
     Args:
@@ -120,16 +120,16 @@ def _load(
 @contextlib.contextmanager
 def _raw(strategy: Any, path: PathLike) -> Iterator[str | None]:
     """Write a checkpoint as `torch.save` does, next to its file; None: it is raw already."""
-    raw, error, told = os.fspath(path) + ".raw", None, ""
+    raw, error, written = os.fspath(path) + ".raw", None, ""
     try:
         try:
             if strategy.is_global_zero and read_pointer(path) is not None:
                 torch.save(strategy.checkpoint_io.load_checkpoint(path), raw)
-                told = raw
+                written = raw
         except Exception as e:
             error = e
         # What fails on the first process fails on all: they would wait for it.
-        found, why = strategy.broadcast((told, f"{type(error).__name__}: {error}" if error is not None else ""))
+        found, why = strategy.broadcast((written, f"{type(error).__name__}: {error}" if error is not None else ""))
         if error is not None:
             raise error
         if why:

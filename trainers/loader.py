@@ -104,7 +104,7 @@ class Loader:
     def _counted(self, iterator: Iterator[Any], number: int) -> Iterator[Any]:
         for batch in iterator:
             if number != self._number:
-                raise BadArgumentError("this loader is already iterated anew; its batches are counted in one loop only")
+                raise BadArgumentError("this loader is already iterated again; batches are counted in one loop only")
             self.batch += 1
             yield batch
         if number == self._number:

@@ -78,13 +78,13 @@ class ModelFolder:
             found |= tensors
         return found
 
-    def some(self, names: Mapping[str, Any], beside: Path) -> Tensors:
+    def some(self, names: Mapping[str, Any], preferred: Path) -> Tensors:
         """Return the tensors of these names that exist, preferably from one file."""
         where = self._where()
         chosen: dict[Path, list[str]] = {}
         for name in names:
             files = where.get(name, [])
-            fitting = [f for f in files if str(f).removesuffix(SUFFIX) == str(beside)] or files
+            fitting = [f for f in files if str(f).removesuffix(SUFFIX) == str(preferred)] or files
             if fitting:
                 chosen.setdefault(fitting[0], []).append(name)
         found: Tensors = {}
@@ -117,7 +117,7 @@ def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
     """The base's tensors as the parent of a checkpoint: those of the same name, dtype and shape.
 
     Its identity is a hash of these tensors, not of a compressed file: a delta made with one release of the codec is
-    readable with another, whether the base at hand is compressed or not. Nothing is encoded for it.
+    readable with another, whether the given base is compressed or not. Nothing is encoded for it.
     """
     same = {name: t for name, t in sorted(base.items()) if wanted.get(name) == sort_of(t)}
     nodes, found = tree.flatten({"tensors": same}, is_array)

@@ -138,9 +138,9 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     _refuse_shared(model, optimizers)
     for one in optimizers:
         names = _names(model, one)
-        beside = {k: v for k, v in one.state_dict().items() if k not in ("state", "param_groups")}
-        if beside:
-            more[_first(names)] = whole(plain(beside)) if world() > 1 else beside
+        extra = {k: v for k, v in one.state_dict().items() if k not in ("state", "param_groups")}
+        if extra:
+            more[_first(names)] = whole(plain(extra)) if world() > 1 else extra
         if one.state:
             # One by one: of several optimizers, one that has not stepped yet must not be touched.
             found: Any = get_optimizer_state_dict(_target(model), one, options=_options())
@@ -322,20 +322,20 @@ def set_optimizers(
         parameters = dict(zip(flat, (p for g in one.param_groups for p in g["params"]), strict=True))
         entries: Mapping[str, Any] = {}
         settings: list[Mapping[str, Any]] = []
-        beside: Mapping[str, Any] = {}
+        extra: Mapping[str, Any] = {}
         if rank() == 0:
             kept = {n: e for n, e in saved["state"].items() if n in parameters and n not in without}
             entries = {n: e for n, e in kept.items() if _entry_fits(e, parameters[n].shape)}
             settings = _settings(names, saved["param_groups"])
-            beside = saved.get("more", {}).get(_first(names), {})
-        entries, (settings, beside) = broadcast_entries(entries, (settings, beside), parameters)
+            extra = saved.get("more", {}).get(_first(names), {})
+        entries, (settings, extra) = broadcast_entries(entries, (settings, extra), parameters)
         pairs = zip(_groups(one), settings, strict=True)
         groups = [{**_with_own(g, s, set(keep) - {"lr"}), "params": g["params"]} for g, s in pairs]
         # Not by torch's `set_optimizer_state_dict`: it makes a step to see what the state is like, which some
         # optimizers cannot, and which gives parameters a state that had none.
         number = {name: i for i, name in enumerate(flat)}
         state = _unstepped(one) | {number[n]: e for n, e in entries.items()}
-        one.load_state_dict({**beside, "state": state, "param_groups": groups})
+        one.load_state_dict({**extra, "state": state, "param_groups": groups})
 
 
 def _unstepped(optimizer: torch.optim.Optimizer) -> dict[int, Any]:

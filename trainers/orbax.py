@@ -1,7 +1,7 @@
 """Orbax: a handler that compresses checkpoints of JAX pytrees.
 
 `CheckpointManager(folder, item_handlers=CompressedHandler(sp.Store(folder / "shrinkpoint")))` names and removes step
-folders as ever; each holds a pointer into the store beside them. The handler is one of whole trees, for a delta is
+folders as ever; each holds a pointer into the store next to them. The handler is one of whole trees, for a delta is
 against the tree before it: Orbax's type handlers see one array at a time.
 """
 
@@ -49,10 +49,10 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
     writes.
 
     Args:
-        saver: where to: a store beside the step folders, of this item alone: steps that no folder points to are removed
+        saver: where to: a store next to the step folders, of this item alone; steps that no folder points to go
             from it. A Store: the checkpoint is durable when `manager.save` returns, and the folder follows. A Saver:
             it returns as soon as the tree is copied; training may go on, and give its buffers away. The Saver is closed
-            by whoever made it.
+            by the caller.
 
     Raises:
         BadArgumentError: no Saver and no Store; a Saver with `keep`, which would remove steps that folders point to.
@@ -89,7 +89,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
     def _begin(self, directory: Any, args: CompressedSave) -> list[_Commit]:
         above = [_real(directory.parent), _real(directory.parent.parent)]
         if _real(self._home) not in above:
-            raise BadArgumentError(f"{self.store.url}: the store must be beside the steps, in {' or '.join(above)}")
+            raise BadArgumentError(f"{self.store.url}: the store must be next to the steps, in {' or '.join(above)}")
         state, grads = (None if part is None else nested(part) for part in (args.item, args.grads))
         if jax.process_index():
             return []
@@ -242,7 +242,7 @@ class _Commit:
     def result(self, timeout: float | None = None) -> None:
         """Until it is durable; raises what it raised."""
         if isinstance(self.saver, Saver):
-            self.saver.wait(timeout)  # and has told of its error by that, so that the next save is not refused
+            self.saver.wait(timeout)  # which also raises its error, so that the next save is not refused
         result = self.future.result(timeout)
         if result.status != "saved":
             raise ShrinkpointError(f"{self.saver}: the save of step {result.step} was {result.status}")

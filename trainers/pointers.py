@@ -1,7 +1,7 @@
 """Pointer files: the file that a framework names points to a step of a store.
 
 So checkpoints can be deltas of one another, and each can still be listed, rotated and removed by its own path. A
-pointer is a small JSON file; it names the store by its relative path where that is beside or above it, so that a run's
+pointer is a small JSON file; it names a store next to it or above it by its relative path, so that a run's
 folder can be moved as a whole.
 """
 
@@ -179,7 +179,7 @@ def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
 def is_shared(path: PathLike, pointer: Pointer) -> bool:
     """Whether another file (a link or a copy) points to the same step.
 
-    Looked at are the files of its folder, and those of its name in the folders beside that one. None is waited for:
+    Looked at are the files of its folder, and those of its name in the folders next to it. No save is waited for:
     what is being saved in the background points to its former step until it is there.
     """
     fs, name = fsspec.core.url_to_fs(os.fspath(path))

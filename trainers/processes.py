@@ -31,15 +31,15 @@ def on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
     if world() == 1:
         found = work()
         return found, [brief(found)]
-    error, told = None, None
+    error, short = None, None
     try:
         found = work()
-        told = brief(found)
+        short = brief(found)
     except BaseException as e:  # an interrupt of one, too, or the others would wait for it
         error = e
     everyone: list[Any] = [None] * world()
     with _unless(error):
-        dist.all_gather_object(everyone, (told, None if error is None else f"{type(error).__name__}: {error}"))
+        dist.all_gather_object(everyone, (short, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     failed = [f"rank {number}: {why}" for number, (_, why) in enumerate(everyone) if why is not None]
@@ -82,7 +82,7 @@ def _unless(error: BaseException | None) -> Iterator[None]:
 def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: str) -> Any:
     """Call `work` on rank 0; return its result there, and `light` of it elsewhere.
 
-    `otherwise` says what became of it where they cannot be told (`explaining`).
+    `otherwise` says what became of it where the result cannot be sent (`explaining`).
     """
     if world() == 1:
         return work()
@@ -113,8 +113,8 @@ def _as_told(name: str, text: str, errno: int | None) -> Exception:
     known = getattr(errors, name, None) or getattr(builtins, name, None)
     if isinstance(known, type) and issubclass(known, Exception):
         with contextlib.suppress(TypeError):
-            told = known(text)
-            if isinstance(told, OSError):
-                told.errno = errno
-            return told
+            raised = known(text)
+            if isinstance(raised, OSError):
+                raised.errno = errno
+            return raised
     return ShrinkpointError(f"rank 0: {name}: {text}")

@@ -74,7 +74,7 @@ def agreed(team: ProcessGroup, found: SearchResult) -> SearchResult:
     """What a search found, where all processes have found that; a collective.
 
     Raises:
-        ShrinkpointError: they have not: it was not told the `group` that it was given.
+        ShrinkpointError: they have not: it was not given the `group`.
     """
     configs = team.all(lambda: json.dumps(found.config.to_json()))
     for rank, other in enumerate(configs):

@@ -97,7 +97,7 @@ class _Table:
         elif look or self.steps % _EVERY == 0:
             rows = self._rows_of(gradient._indices()[0]) if gradient.is_sparse else _with_gradient(gradient)
             if not look and self._unknown(rows):
-                # Whoever looked up these rows went past the hook, and may have done so before.
+                # Code that looked up these rows bypassed the hook, and may have done so before.
                 self.past = True
                 self.forget()
             self._add_moved(rows)
@@ -252,7 +252,7 @@ class RowTracker:
 
     A table is compared row by row without marks (`untracked` says which and why) when it is also the weight of another
     layer, or when its optimizer moves rows without a gradient: momentum, weight decay, and every optimizer but `SGD`,
-    `SparseAdam` and `Adagrad`. A row edited by hand needs `forget()`. No mark is trusted: a row that changed without
+    `SparseAdam` and `Adagrad`. A row edited directly needs `forget()`. No mark is trusted: a row that changed without
     one is stored all the same, and the summary's note counts such rows.
 
     Args:

@@ -89,7 +89,7 @@ class SensitivityTracker:
 
     Names are those of the bare model, without what DDP, `torch.compile` and their like put before them, as in
     `trainers.save` and torch's `get_state_dict`. An element of an average that is not finite, as after one such
-    gradient, begins anew at zero, at the latest when it is read; `not_finite` counts these, and a SensitivityWarning
+    gradient, is reset to zero, at the latest when it is read; `not_finite` counts these, and a SensitivityWarning
     says so. Another one says where what is read is not of the batches just before: mostly since the loop has counted
     batches that no optimizer has stepped in, see `at`.
 
@@ -289,10 +289,10 @@ class SensitivityTracker:
 
     def _why_mended(self) -> tuple[str, str] | None:
         count = self.not_finite
-        return ("mended", f"{count} elements of gradient averages were not finite, and began anew") if count else None
+        return ("mended", f"{count} elements of gradient averages were not finite, and were reset") if count else None
 
     def _drop(self, names: Iterable[str]) -> None:
-        """Begin averages anew."""
+        """Reset the averages."""
         self._transfer.wait()
         for name in names:
             dropped = self._averages.pop(name, None)
@@ -303,7 +303,7 @@ class SensitivityTracker:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record gradients before an optimizer's step.
 
-        A closure makes them anew within the step: then they are read once it was evaluated.
+        A closure computes them again within the step: then they are read once it was evaluated.
         """
         followed = self._follow(optimizer)
         if not followed.parameters:
@@ -354,7 +354,7 @@ class SensitivityTracker:
     def _follow(self, optimizer: Optimizer) -> _Followed:
         """The parameters of an optimizer that are this model's, and what counts their batches.
 
-        Parameters are counted, not optimizers: one that is made anew goes on from where the last one was. Optimizers of
+        Parameters are counted, not optimizers: a new one goes on from where the last one was. Optimizers of
         different parameters each count their own, for some step more often than others.
         """
         groups = optimizer.param_groups

@@ -37,7 +37,7 @@ def capture(
 ) -> dict[str, Any]:
     """Return the training state: model, optimizer, scheduler, random numbers, position.
 
-    The tree is the identity of the run: a process that starts anew and calls `restore` with it computes the same
+    The tree is the identity of the run: a new process that calls `restore` with it computes the same
     numbers as the one that called `capture`, were it not killed. Parts that are not given are left out.
 
     The arrays are the live ones, not copies: save (or copy) them before the next training step changes them.
@@ -47,7 +47,7 @@ def capture(
         optimizer: as `model`; the moments, `step` and the parameter groups.
         scheduler: as `model`; the learning rate and where it stands.
         generators: name -> `torch.Generator`, `numpy.random.Generator` or `random.Random` that training draws from,
-            beside the global ones, which are always captured.
+            in addition to the global ones, which are always captured.
         position: where in the data the run stands (batches *consumed*), any tree of plain values and arrays.
 
     Raises:
@@ -188,7 +188,7 @@ def _byte_tensor(array: Any) -> torch.Tensor:
 
 
 def _numpy_state(tree: Any) -> Any:
-    """Plain arrays again for whatever kind of array the state came back as."""
+    """Return the state with plain arrays, from any type of array."""
     if isinstance(tree, Mapping):
         return {key: _numpy_state(value) for key, value in tree.items()}
     return tree if isinstance(tree, str | int | float) else np.asarray(tree)

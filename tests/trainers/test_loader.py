@@ -236,7 +236,7 @@ def test_two_loops_at_once_are_refused() -> None:
     first = iter(loader)
     next(first)
     next(iter(loader))
-    with pytest.raises(sp.BadArgumentError, match="iterated anew"):
+    with pytest.raises(sp.BadArgumentError, match="iterated again"):
         next(first)
 
 

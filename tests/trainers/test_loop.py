@@ -743,7 +743,7 @@ def test_a_part_whose_state_is_no_dict(store: sp.Store, value: Any) -> None:
 def test_the_loop_of_the_readme_has_at_most_six_added_lines() -> None:
     blocks = (Path(__file__).parents[2] / "README.md").read_text().split("```")
     (loop,) = [block for block in blocks if "trainers.resume" in block]
-    assert 0 < sum("# +" in line for line in loop.splitlines()) <= 6
+    assert 0 < sum("trainers." in line or "Saver" in line for line in loop.splitlines()) <= 6
 
 
 @pytest.mark.parametrize("make", [torch.nn.Dropout, torch.nn.Identity, torch.nn.Sequential])
@@ -765,3 +765,39 @@ def test_modules_among_more_come_back_or_are_listed(store: sp.Store) -> None:
         trainers.resume(store, model, more={"teacher": torch.nn.Linear(4, 2)})
     with pytest.raises(sp.BadArgumentError, match="more must map names"):
         trainers.save(store, 2, model, more=[teacher])  # type: ignore[arg-type]
+
+
+def test_parts_that_resume_was_not_given_are_named(store: sp.Store) -> None:
+    job = Job(1)
+    trainers.save(store, 1, **job.parts())
+    with pytest.warns(PartNotRestoredWarning, match=r"not restored, .*: optimizer, scheduler"):
+        trainers.resume(store, job.model)
+
+
+def test_a_similar_folder_with_checkpoints_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    trainers.save(sp.Store(tmp_path / "run-large"), 1, model)
+    with caplog.at_level("INFO", logger="shrinkpoint.trainers"):
+        assert trainers.resume(sp.Store(tmp_path / "run-larger"), model) == 0
+        assert trainers.resume(sp.Store(tmp_path / "other"), model) == 0
+    first, second = caplog.records
+    assert (first.levelname, second.levelname) == ("WARNING", "INFO")
+    assert "the folder run-large next to it has checkpoints" in first.getMessage()
+
+
+def test_resume_waits_for_a_save_in_flight(tmp_path: Path) -> None:
+    """A notebook cell that is run twice: the second Saver's run goes on from the save of the first one."""
+    model = nn.Linear(256, 256)
+    with sp.Saver(sp.Store(tmp_path)) as first:
+        for step in (1, 2):
+            trainers.save(first, step, model)
+        with sp.Saver(sp.Store(tmp_path)) as second:
+            assert trainers.resume(second, model) == 2
+
+
+def test_the_whole_state_as_one_object(store: sp.Store) -> None:
+    job, again = Job(1), Job(2)
+    trainers.save(store, 1, trainers.TrainingState(**job.parts()))
+    assert trainers.resume(store, trainers.TrainingState(**again.parts())) == 1
+    with pytest.raises(sp.BadArgumentError, match="give no other part besides it"):
+        trainers.save(store, 2, trainers.TrainingState(job.model), job.optimizer)

@@ -487,7 +487,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     elsewhere = CompressedHandler(sp.Store(tmp_path / "elsewhere" / "shrinkpoint"))
     with (
         ocp.CheckpointManager(tmp_path / "run", item_handlers=elsewhere, options=options) as manager,
-        pytest.raises(sp.BadArgumentError, match="the store must be beside the steps"),
+        pytest.raises(sp.BadArgumentError, match="the store must be next to the steps"),
     ):
         manager.save(1, args=CompressedSave(state))
     with opened(tmp_path / "names", enable_async_checkpointing=False) as manager:

@@ -56,7 +56,7 @@ def _guarded(files: Files, file: RankFile, name: str, work: Callable[[], T]) -> 
         return work()
     except FileNotFoundError:
         raise MissingParentError(
-            f"rank {file.rank}: its file {path} is gone: removed, or the checkpoint was saved anew while it was read"
+            f"rank {file.rank}: its file {path} is gone: removed, or the checkpoint was saved again while it was read"
         ) from None
     except ShrinkpointError as e:
         raise type(e)(f"rank {file.rank}: {path}: {e}") from None

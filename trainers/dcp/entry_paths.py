@@ -95,7 +95,7 @@ def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapp
         given: `{path: layer type or Kind}`, as `shrinkpoint.kinds` gives it.
 
     Raises:
-        UnsupportedLeafError: a distributed tensor inside of what is no tensor: its ranks cannot be told apart there.
+        UnsupportedLeafError: a distributed tensor inside of another value, where ranks cannot be distinguished.
     """
     # A rank holds shards of some arrays only, and `compress` refuses kinds of which it has none. A shard has a shape of
     # its own.

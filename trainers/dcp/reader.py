@@ -23,9 +23,9 @@ from .entry_paths import VALUES, key_of, numbered, place
 from .metadata import FOLDER, Index, RankFile, Shard
 
 BATCH = 1 << 25
-"""Bytes of arrays decoded at a time, a larger array alone: bounds what is held beside the state that is filled.
+"""Bytes of arrays decoded at a time, a larger array alone: bounds the memory in addition to the state that is filled.
 
-A load takes as long with 8 MiB as with 256, and 1.3 to 2.3 times this beside the state (400 MB in arrays of 4 MiB, and
+A load takes as long with 8 MiB as with 256, and 1.3 to 2.3 times this besides the state (400 MB in arrays of 4 MiB, and
 6,000 small arrays); but there is a request a container and batch, which counts where files are far away.
 """
 

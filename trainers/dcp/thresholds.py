@@ -2,7 +2,7 @@
 
 Each rank counts its own weights in log buckets. Counts add up, so the histograms of all ranks together are those of the
 whole state, and one rank takes the thresholds from them for all. What travels is the counts of the buckets in use, for
-each codec and layer type: about 15 kB, whatever the size of the model.
+each codec and layer type: about 15 kB, for a model of any size.
 
 Source: Inshrinkerator, sections 4.1 to 4.3 (global thresholds from mergeable sketches).
 """
@@ -87,12 +87,12 @@ def _by_layer(sketches: Sequence[Sketch]) -> tuple[Sketch, ...]:
 
 
 def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Limits]:
-    """Thresholds of every codec over what all ranks told, in the order of the ranks."""
+    """Thresholds of every codec over the summaries of all ranks, in the order of the ranks."""
     decided = {}
     for codec in dict.fromkeys(codec for of_rank in summaries for codec in of_rank):
-        told = [of_rank[codec] for of_rank in summaries if codec in of_rank]
-        sketches = [sketch for summary in told for sketch in summary.sketches]
-        before = next((summary.before for summary in told if summary.before is not None), None)
+        received = [of_rank[codec] for of_rank in summaries if codec in of_rank]
+        sketches = [sketch for summary in received for sketch in summary.sketches]
+        before = next((summary.before for summary in received if summary.before is not None), None)
         decided[codec] = limits(codec, sketches, before)
     return decided
 
@@ -111,13 +111,13 @@ def agree(mine: Mapping[Quantize, Summary] | Exception, group: Any) -> dict[Quan
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    told: list[Any] | None = [None] * world if rank == 0 else None
+    received: list[Any] | None = [None] * world if rank == 0 else None
     sent = f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine
-    dist.gather_object(sent, told, dst=first, group=group)
+    dist.gather_object(sent, received, dst=first, group=group)
     answer: list[Any] = [None]
-    if told is not None:
-        failed = [f"rank {number}: {what}" for number, what in enumerate(told) if isinstance(what, str)]
-        answer = ["; ".join(failed)] if failed else [decide(told)]
+    if received is not None:
+        failed = [f"rank {number}: {what}" for number, what in enumerate(received) if isinstance(what, str)]
+        answer = ["; ".join(failed)] if failed else [decide(received)]
     dist.broadcast_object_list(answer, src=first, group=group)
     if isinstance(mine, Exception):
         raise mine

@@ -89,7 +89,7 @@ _TORCH, _SAVES = "torch.distributed.checkpoint.", {"save", "_save_state_dict"}
 _claims = threading.Lock()
 _MOST_KEPT = 4
 _kept: dict[str, _Parent] = {}
-"""Parents of writers that arrive anew for each save: `async_save` in a process pickles its writer every time."""
+"""Parents of writers that arrive again for each save: `async_save` in a process pickles its writer every time."""
 _folders: dict[str, str] = {}
 """Where each of them saved last: parents that are kept no longer are read from there."""
 
@@ -112,7 +112,7 @@ class Writer(StorageWriter):
         kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by name.
         process_group: what `dcp.save` or `dcp.async_save` is given: over it the ranks agree on thresholds. None: the
             default group, in `dcp.save` and in `async_save` by a process. `async_save` by a thread then leaves each
-            rank to its own thresholds: only the caller knows which group that thread may use beside training.
+            rank to its own thresholds: only the caller knows which group that thread may use while training goes on.
 
     Raises:
         BadArgumentError: an argument of a wrong kind; on saving, while another save by this writer is in flight, or
@@ -202,7 +202,7 @@ class Writer(StorageWriter):
         self._files()
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners are told of this storage."""
+        """Return what planners know of this storage."""
         return StorageMeta(checkpoint_id=self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -449,7 +449,7 @@ class Writer(StorageWriter):
 def _is_saving(thread: int | None, writer: Writer) -> bool:
     """Whether a thread is within one of torch's saves by a writer.
 
-    Nobody tells a writer of the end of a save that fails on another rank, and only the coordinator's is told of any.
+    A writer is not informed that a save has failed on another rank; only the coordinator's is informed of its end.
     """
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
