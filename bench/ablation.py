@@ -20,7 +20,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.state import tree
 from shrinkpoint.codec.state.leaves import is_array
-from shrinkpoint.codec.weights.levels import LevelsMemory
+from shrinkpoint.codec.weights.levels import LevelsReference
 from shrinkpoint.kernels.levels import delta
 
 from .faults import InStore, Searching
@@ -159,18 +159,18 @@ def coded(model: Model, spacing: int) -> dict[str, float]:
     return bits
 
 
-def _levels(state: Any, before: Any, after: Any) -> list[tuple[LevelsMemory, LevelsMemory]]:
+def _levels(state: Any, before: Any, after: Any) -> list[tuple[LevelsReference, LevelsReference]]:
     """Levels of the arrays that both checkpoints of a state quantized."""
     found = []
     for node in tree.flatten(state, is_array)[1]:
         record = after.record_at(node.key)
-        pair = [ckpt.parent_memory(node.key, record.spec) for ckpt in (before, after)]
-        if isinstance(pair[0], LevelsMemory) and isinstance(pair[1], LevelsMemory):
+        pair = [ckpt.parent_reference(node.key, record.spec) for ckpt in (before, after)]
+        if isinstance(pair[0], LevelsReference) and isinstance(pair[1], LevelsReference):
             found.append((pair[0], pair[1]))
     return found
 
 
-def _code(coder: str, before: LevelsMemory, after: LevelsMemory) -> bytes:
+def _code(coder: str, before: LevelsReference, after: LevelsReference) -> bytes:
     """The levels of an array in one of the ways of coding them."""
     if coder == "conditional":
         return entropy.encode_levels(after.levels, after.size, before.levels, before.size, "smallest")

@@ -59,7 +59,7 @@ class Leaf:
     entry: Entry | None = None
 
 
-class Memory(Protocol):
+class Reference(Protocol):
     """What decoding an array leaves behind, and what a later delta of the same array is coded against."""
 
     def values(self, spec: LeafSpec) -> Array:
@@ -86,7 +86,7 @@ class Stored:
     stream: str
     meta: dict[str, Any]
     pieces: Sequence[Piece]
-    memory: Memory | None
+    memory: Reference | None
     error: float = 0.0
     measure: str = "exact"
     note: str = ""
@@ -99,16 +99,16 @@ class Codec(Protocol):
 
     id: ClassVar[str]
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Any]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Any]:
         """Look at all arrays this codec will encode together (global thresholds); one plan an array."""
         ...
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: Any) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: Any) -> Stored:
         """Encode one array, as a delta against `parent` where it is not None and that pays."""
         ...
 
 
-Prepare: TypeAlias = Callable[[Sequence[Leaf], Sequence[Memory | None]], Sequence[Any]]
+Prepare: TypeAlias = Callable[[Sequence[Leaf], Sequence[Reference | None]], Sequence[Any]]
 """A codec's `prepare`, or what stands in for it."""
 
 

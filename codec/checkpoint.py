@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from .arithmetic import own_arithmetic
-from .base import Memory
+from .base import Reference
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .evidence.reasons import REASONS
 from .format import container
@@ -216,7 +216,7 @@ class Checkpoint:
     __slots__ = ("_body", "_by_key", "_data", "_header", "_id", "_memory", "_nodes", "_records")
 
     @own_arithmetic()
-    def __init__(self, data: bytes | Ranged, memory: dict[str, Memory] | None, claimed: str = "") -> None:
+    def __init__(self, data: bytes | Ranged, memory: dict[str, Reference] | None, claimed: str = "") -> None:
         """Use `compress` or `from_bytes`; this only takes bytes apart.
 
         The content hash of a file that is only partly available cannot be computed: it is the one that is claimed.
@@ -253,7 +253,7 @@ class Checkpoint:
         data: bytes | Ranged,
         where: container.Layout,
         records: tuple[ArrayRecord, ...],
-        memory: dict[str, Memory] | None,
+        memory: dict[str, Reference] | None,
         claimed: str = "",
     ) -> None:
         self._data = data
@@ -267,7 +267,7 @@ class Checkpoint:
 
     @staticmethod
     def written(
-        header: dict[str, Any], keys: list[tuple[str, str]], pieces: Iterable[Piece], memory: dict[str, Memory]
+        header: dict[str, Any], keys: list[tuple[str, str]], pieces: Iterable[Piece], memory: dict[str, Reference]
     ) -> Checkpoint:
         """Write a checkpoint, and return it without reading its header again.
 
@@ -400,7 +400,9 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ used by the codec, not by users
 
-    def memory_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Memory:
+    def reference_of(
+        self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None
+    ) -> Reference:
         """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` at hand.
 
         `sibling` are the decoded values of the array that the record names, where somebody has them.
@@ -408,7 +410,7 @@ class Checkpoint:
         if self._memory is not None and record.key in self._memory:
             return self._memory[record.key]
         pieces = self.pieces_of(record)
-        parent = prev.parent_memory(record.key, record.spec) if record.delta and prev is not None else None
+        parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
         if record.delta and parent is None:
             raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
         if record.sibling is not None:
@@ -426,8 +428,8 @@ class Checkpoint:
 
     @own_arithmetic()
     def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Array:
-        """The decoded values of one array, flat; arguments as `memory_of` has them."""
-        return self.memory_of(record, prev, sibling).values(record.spec)
+        """The decoded values of one array, flat; arguments as `reference_of` has them."""
+        return self.reference_of(record, prev, sibling).values(record.spec)
 
     def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
         """The bytes of one array, their checksums verified."""
@@ -436,12 +438,12 @@ class Checkpoint:
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
-        """Decode these arrays and keep their memory, for `memory_of`; nothing else of the file is fetched."""
+        """Decode these arrays and keep their memory, for `reference_of`; nothing else of the file is fetched."""
         check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
         self._body.fetch((r.offset, r.nbytes) for r in wanted)
         for with_sibling in (False, True):
             now = [r for r in wanted if (r.sibling is not None) == with_sibling]
-            memories = map_chunks(lambda r: self.memory_of(r, prev), now)
+            memories = map_chunks(lambda r: self.reference_of(r, prev), now)
             self._memory = (self._memory or {}) | {r.key: m for r, m in zip(now, memories, strict=True)}
 
     def let_go(self) -> None:
@@ -453,14 +455,14 @@ class Checkpoint:
         """The array at a place of the tree."""
         return self._by_key.get(key)
 
-    def parent_memory(self, key: str, spec: LeafSpec) -> Memory | None:
+    def parent_reference(self, key: str, spec: LeafSpec) -> Reference | None:
         """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""
         record = self._by_key.get(key)
         if record is None or not record.format.has_deltas:
             return None
         if record.spec.shape != spec.shape or record.spec.dtype != spec.dtype:
             return None
-        memory = self.memory_of(record)
+        memory = self.reference_of(record)
         # A base read from bytes is decoded when first needed, and once.
         if self._memory is None:
             self._memory = {}
@@ -468,14 +470,14 @@ class Checkpoint:
         return memory
 
     @own_arithmetic()
-    def _resolve(self, parent: Checkpoint) -> dict[str, Memory]:
+    def _resolve(self, parent: Checkpoint) -> dict[str, Reference]:
         wanted = [r for r in self._records if r.format.has_deltas]
         needed = sum(r.spec.nbytes if r.format.is_wide else r.spec.size for r in wanted)
         check_memory(needed, "what a delta needs")
 
-        def one(record: ArrayRecord) -> Memory:
+        def one(record: ArrayRecord) -> Reference:
             try:
-                return self.memory_of(record, parent)
+                return self.reference_of(record, parent)
             except MemoryError:
                 raise _too_large(record) from None
 

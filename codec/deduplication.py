@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..kernels.arrays import is_torch, on_gpu
-from .base import CHUNK, Codec, Leaf, Memory, Stored
+from .base import CHUNK, Codec, Leaf, Reference, Stored
 from .errors import CorruptDataError
 from .lossless.exact import Exact
-from .moments.logbuckets import LogBuckets, ValuesMemory
+from .moments.logbuckets import LogBuckets, ValuesReference
 from .state.leaves import Array, LeafSpec, NpArray, as_bytes, largest
-from .state.unit import scaled_distortion, unit
+from .state.scaling import scaled_distortion, unit
 
 _HALVES = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64", "float32", "bfloat16", "float16")}
 _GLANCE = 64
@@ -147,8 +147,8 @@ def keeps_promise(stored: Stored, copy: Leaf, original: Leaf, codec: Codec) -> b
 
 
 def decode_copy(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
-) -> ValuesMemory:
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+) -> ValuesReference:
     """The stream format "copy"."""
     if sibling is None or pieces or not _castable(spec):
         raise CorruptDataError(f"copy: {spec.dtype} has none, or its original is missing")
@@ -157,4 +157,4 @@ def decode_copy(
     flat = flat.clone() if flat is sibling else flat
     if int(flat.shape[0]) != spec.size:
         raise CorruptDataError("copy: its original is of another size")
-    return ValuesMemory(flat)
+    return ValuesReference(flat)

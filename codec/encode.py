@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .base import Codec, Leaf, Memory, Prepare, Stored
+from .base import Codec, Leaf, Prepare, Reference, Stored
 from .deduplication import keeps_promise, store_copy
 from .format.fields import parts_of
 from .moments.firstmoment import FirstMoment, square_of
@@ -67,7 +67,7 @@ def _prepared(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) ->
     return found
 
 
-def _decoded(leaf: Leaf, stored: Stored, parent: Memory | None) -> Any:
+def _decoded(leaf: Leaf, stored: Stored, parent: Reference | None) -> Any:
     """An array as a reader of the file will see it, flat on the host."""
     if stored.decoded is not None:
         return stored.decoded()

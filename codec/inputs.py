@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .base import Array, Leaf, Memory
+from .base import Array, Leaf, Reference
 from .checkpoint import Checkpoint, check_resolved
 from .errors import BadArgumentError, UnsupportedLeafError
 from .evidence.gather import Evidence
@@ -54,9 +54,9 @@ class Inputs:
             earlier = Earlier(by_weights(before.weights, found, "earlier"), before.steps)
         return Inputs(*tie(nodes, found), prev, kinds, gradients, earlier)
 
-    def parents(self, leaves: Sequence[Leaf]) -> list[Memory | None]:
+    def parents(self, leaves: Sequence[Leaf]) -> list[Reference | None]:
         """Return what a delta of each of these arrays is coded against."""
-        return [None if self.prev is None else self.prev.parent_memory(leaf.key, leaf.spec) for leaf in leaves]
+        return [None if self.prev is None else self.prev.parent_reference(leaf.key, leaf.spec) for leaf in leaves]
 
     def part(self, numbers: Sequence[int]) -> Inputs:
         """Return some of the arrays, each with the evidence that the whole state gives; the others become None.

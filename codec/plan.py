@@ -16,7 +16,7 @@ import numpy as np
 
 from ..kernels.arrays import is_torch
 from ..kernels.floats import FORMATS
-from .base import Codec, Leaf, Memory
+from .base import Codec, Leaf, Reference
 from .config import Config, is_lossless, warn_of_unmatched
 from .deduplication import copies
 from .embeddings.rows import DTYPES, Rows
@@ -64,7 +64,7 @@ class ArrayPlan:
     evidence: Evidence
     codec: Codec
     why: str
-    parent: Memory | None = None
+    parent: Reference | None = None
     pair: int | None = None
     original: int | None = None
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .arithmetic import own_arithmetic
-from .base import Memory
+from .base import Reference
 from .checkpoint import ArrayRecord, Checkpoint, check_resolved
 from .format.fields import Piece
 from .parallel import map_chunks
@@ -45,12 +45,12 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
     if prev is not None:
         check_resolved(prev)
 
-    def one(record: ArrayRecord) -> tuple[dict[str, Any], Sequence[Piece], bool, Memory | None]:
+    def one(record: ArrayRecord) -> tuple[dict[str, Any], Sequence[Piece], bool, Reference | None]:
         restated = record.format.restate
         if restated is None:
             return record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, None
-        memory = ckpt.memory_of(record)
-        parent = None if prev is None else prev.parent_memory(record.key, record.spec)
+        memory = ckpt.reference_of(record)
+        parent = None if prev is None else prev.parent_reference(record.key, record.spec)
         meta, pieces = restated(record.spec, record.meta, memory, parent)
         return meta, pieces, parent is not None, memory
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Memory
+from .base import Reference
 from .deduplication import decode_copy
 from .embeddings.rows import Rows, decode_rows, restate_rows
 from .format.fields import Piece
@@ -19,12 +19,12 @@ from .moments.secondmoment import SecondMoment, decode_rank_one, restate_rank_on
 from .state.leaves import Array, LeafSpec
 from .weights.exponent import ExponentDelta, decode_exponent, restate_exponent
 from .weights.levels import decode_levels, restate_levels
-from .weights.multiples import decode_multiples, restate_multiples
 from .weights.quantize import Quantize
+from .weights.uniform_quantizer import decode_multiples, restate_multiples
 
-Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Memory | None, Array | None], Memory]
+Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Reference | None, Array | None], Reference]
 """From spec, metadata, pieces, the parent's memory, and the sibling as `Stream.beside` gives it."""
-Restater = Callable[[LeafSpec, dict[str, Any], Memory, Memory | None], tuple[dict[str, Any], Sequence[Piece]]]
+Restater = Callable[[LeafSpec, dict[str, Any], Reference, Reference | None], tuple[dict[str, Any], Sequence[Piece]]]
 """From spec, metadata, the memory to state anew and the new parent's memory: new metadata and pieces."""
 
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..codec.base import Leaf, Memory
-from ..codec.entropy.places import columns_of
+from ..codec.base import Leaf, Reference
+from ..codec.entropy.row_column_classes import columns_of
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
 from ..codec.weights.codebook import Cells, Fit
-from ..codec.weights.finesketch import few_values, fit_closely, held_codebook
 from ..codec.weights.importance import weights_of
-from ..codec.weights.levels import MAX_BINS, LevelsMemory, beneath
+from ..codec.weights.levels import MAX_BINS, LevelsReference, compatible_parent
 from ..codec.weights.partition import kept, upper_threshold
 from ..codec.weights.planning import (
     Limits,
@@ -35,7 +34,8 @@ from ..codec.weights.planning import (
 )
 from ..codec.weights.quantize import Quantize
 from ..codec.weights.ratedistortion import cheapest_levels
-from ..codec.weights.trade import Trade, mean_roots, trades
+from ..codec.weights.rd_tradeoff import Trade, mean_roots, trades
+from ..codec.weights.sketch_refinement import few_values, fit_closely, held_codebook
 from ..kernels.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign
@@ -74,9 +74,9 @@ class Estimator:
         codec: the codec of any point, which determines how arrays are sketched.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None], codec: Quantize) -> None:
+    def __init__(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None], codec: Quantize) -> None:
         self._leaves = list(leaves)
-        self._parents = [beneath(parent, leaf.spec) for leaf, parent in zip(leaves, parents, strict=True)]
+        self._parents = [compatible_parent(parent, leaf.spec) for leaf, parent in zip(leaves, parents, strict=True)]
         self._sketches = sketched(codec, self._leaves)
         signed = (s.signed for s in self._sketches)
         scales = [upper_threshold(h.magnitude(), h.total / 2) for h in signed]
@@ -199,7 +199,7 @@ def _normal(codec: Quantize) -> Quantize:
 
 
 def _codebook(
-    cells: Cells, how: Fit, before: LevelsMemory | None, leaf: Leaf, limit: Thresholds, few: NpArray | None
+    cells: Cells, how: Fit, before: LevelsReference | None, leaf: Leaf, limit: Thresholds, few: NpArray | None
 ) -> NpArray:
     """The codebook as the codec fits it; `few` are all distinct values, each with an entry."""
     parent = None if before is None else before.codebook

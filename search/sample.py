@@ -10,8 +10,8 @@ import numpy as np
 from ..codec.base import Array, Leaf
 from ..codec.state.casting import float_values
 from ..codec.state.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
-from ..codec.state.unit import unit
-from ..codec.weights.levels import LevelsMemory
+from ..codec.state.scaling import unit
+from ..codec.weights.levels import LevelsReference
 from ..kernels.extrapolation import extrapolate
 
 BLOCK = 1024
@@ -43,7 +43,7 @@ class Sample:
     wide: NpArray
     unit: float
     norm: float
-    before: LevelsMemory | None
+    before: LevelsReference | None
     scale: float
 
     @property
@@ -54,7 +54,7 @@ class Sample:
         return half
 
 
-def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
+def sample(leaf: Leaf, before: LevelsReference | None, total: int) -> Sample:
     """Take the sample of an array that is one of several with `total` elements together."""
     n = leaf.spec.size
     wanted = max(LEAST, SAMPLE * n // max(1, total))
@@ -79,13 +79,13 @@ def sample(leaf: Leaf, before: LevelsMemory | None, total: int) -> Sample:
     )
 
 
-def held_of(memory: LevelsMemory, at: NpArray | slice, spec: LeafSpec) -> LevelsMemory:
+def held_of(memory: LevelsReference, at: NpArray | slice, spec: LeafSpec) -> LevelsReference:
     """The parent's levels and protected values at these positions, which must ascend."""
     levels = np.ascontiguousarray(memory.levels[at])
     protected = np.flatnonzero(memory.levels == 1)
     among = np.arange(memory.levels.size)[at][levels == 1]
     values = memory.protected.reshape(-1, spec.itemsize)[np.searchsorted(protected, among)].reshape(-1)
-    return LevelsMemory(levels, memory.codebook, values, memory.thresholds)
+    return LevelsReference(levels, memory.codebook, values, memory.thresholds)
 
 
 def energy(x: NpArray) -> float:

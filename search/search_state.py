@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..codec.base import Array, Leaf, Memory
+from ..codec.base import Array, Leaf, Reference
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress_inputs
 from ..codec.config import Config
@@ -22,7 +22,7 @@ from ..codec.plan import gathered, plan, with_importance
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
 from ..codec.weights.drift import Earlier
-from ..codec.weights.levels import beneath
+from ..codec.weights.levels import compatible_parent
 from ..codec.weights.quantize import Quantize
 from ..kernels.arrays import is_torch
 from .cube import Point
@@ -208,7 +208,7 @@ class SearchState:
     quantized: tuple[int, ...]
     small: tuple[int, ...]
     leaves: list[Leaf]
-    parents: list[Memory | None]
+    parents: list[Reference | None]
     codec: Quantize
     system: str
     others: Config
@@ -256,7 +256,7 @@ class SearchState:
         This requires an earlier delta that has estimated the drift.
         """
         pairs = zip(self.leaves, self.parents, strict=True)
-        held = [beneath(parent, leaf.spec) for leaf, parent in pairs if leaf.earlier is not None]
+        held = [compatible_parent(parent, leaf.spec) for leaf, parent in pairs if leaf.earlier is not None]
         return any(before is not None and before.aim > 0 for before in held)
 
     @property

@@ -11,7 +11,7 @@ from ..codec import entropy
 from ..codec.base import Leaf
 from ..codec.format import container
 from ..codec.state.leaves import LeafSpec, NpArray
-from ..codec.weights.levels import LevelsMemory, references
+from ..codec.weights.levels import LevelsReference, references
 from ..codec.weights.planning import Limits
 from ..codec.weights.protected import held_values
 from ..kernels.huffman import huffman_lengths, pack_lengths
@@ -56,10 +56,10 @@ def nbytes_of_header(leaves: Sequence[Leaf], limits: Limits, is_delta: bool) -> 
     return len(container.write(full, [])[0]) - len(container.write(empty, [])[0])
 
 
-def nbytes_of_codebook(codebook: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> int:
+def nbytes_of_codebook(codebook: NpArray, before: LevelsReference | None, spec: LeafSpec) -> int:
     """Bytes of the codebook part, which precedes protected values and levels."""
-    parent = None if before is None else LevelsMemory(_NOTHING, before.codebook, _NOTHING, _ANY)
-    return len(references(LevelsMemory(_NOTHING, codebook, _NOTHING, _ANY), spec, parent))
+    parent = None if before is None else LevelsReference(_NOTHING, before.codebook, _NOTHING, _ANY)
+    return len(references(LevelsReference(_NOTHING, codebook, _NOTHING, _ANY), spec, parent))
 
 
 def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
@@ -70,7 +70,7 @@ def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
         own = np.ascontiguousarray(levels[at])
         held = held_values(part.x[at][own == 1], spec)
         before = None if part.before is None else held_of(part.before, at, spec)
-        return len(references(LevelsMemory(own, np.empty(0), held, _ANY), spec, before)) - none
+        return len(references(LevelsReference(own, np.empty(0), held, _ANY), spec, before)) - none
 
     return _extrapolated(one, part)
 

@@ -15,7 +15,7 @@ from blake3 import blake3
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..codec.format import container
-from ..codec.lossless.exact import BytesMemory
+from ..codec.lossless.exact import BytesReference
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError
@@ -128,7 +128,7 @@ def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
         data = as_bytes(flat)
         digest.update(json.dumps([node.path, spec.dtype, list(spec.shape)]).encode())
         digest.update(data.data)
-        memory[node.key] = BytesMemory(data)
+        memory[node.key] = BytesReference(data)
         arrays.append({"d": spec.dtype, "s": list(spec.shape), "f": "bytes", "b": []})
         total += spec.nbytes
     header = {"parent": None, "as": digest.hexdigest(), "raw": total, "tree": nodes, "arrays": arrays}

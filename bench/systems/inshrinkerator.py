@@ -10,7 +10,7 @@ from functools import cache
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
-from shrinkpoint.codec.weights.levels import LevelsMemory
+from shrinkpoint.codec.weights.levels import LevelsReference
 from shrinkpoint.codec.weights.quantize import Quantize
 from shrinkpoint.kernels.levels import delta
 
@@ -209,7 +209,7 @@ def _bins_rows(
 # ---------------------------------------------------------------------------------------------------- figure 12
 
 
-def _levels(workload: Workload, codec: Quantize, steps: list[int]) -> Iterator[list[LevelsMemory]]:
+def _levels(workload: Workload, codec: Quantize, steps: list[int]) -> Iterator[list[LevelsReference]]:
     """Levels of all quantized weights along a training."""
     from ..baselines.parts import parts
 
@@ -218,11 +218,11 @@ def _levels(workload: Workload, codec: Quantize, steps: list[int]) -> Iterator[l
         run.train(step)
         state = {"model": run.state()["model"]}
         head = sp.compress(state, head, config)
-        memories = (head.parent_memory(part.key, part.spec) for part in parts(state).arrays)
-        yield [memory for memory in memories if isinstance(memory, LevelsMemory)]
+        memories = (head.parent_reference(part.key, part.spec) for part in parts(state).arrays)
+        yield [memory for memory in memories if isinstance(memory, LevelsReference)]
 
 
-CODERS: dict[str, Callable[[LevelsMemory, LevelsMemory], int]] = {
+CODERS: dict[str, Callable[[LevelsReference, LevelsReference], int]] = {
     "Huffman": lambda old, new: len(entropy.encode_huffman(delta(old.levels, new.levels, max(old.size, new.size)))),
     "run lengths + Huffman": lambda old, new: len(
         entropy.encode_published(delta(old.levels, new.levels, max(old.size, new.size)))
@@ -247,7 +247,7 @@ def ablation(name: str, options: Options) -> list[Row]:
                 "frozen": Quantize(bins=16, solver="exact", policy="frozen"),
             }.items():
                 ratios: dict[str, list[float]] = {coder: [] for coder in CODERS}
-                previous: list[LevelsMemory] = []
+                previous: list[LevelsReference] = []
                 for memories in _levels(workload, codec, places):
                     if previous:
                         raw = 4 * sum(memory.levels.size for memory in memories)

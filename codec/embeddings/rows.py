@@ -26,7 +26,7 @@ from ...kernels.arrays import is_torch
 from ...kernels.bitpack import pack_bits
 from ...kernels.mask import unpack_mask
 from .. import entropy
-from ..base import CHUNK, Leaf, Memory, Stored
+from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
@@ -35,12 +35,12 @@ from ..parallel import map_chunks
 from ..state.casting import float_values
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 from .profile import DEFAULT_BINS, evenly, sample_sizes, search_parameters
-from .rowmemory import (
+from .row_reference import (
     METHODS,
     MOST_STYLES,
     RAW,
     WIDTHS,
-    RowsMemory,
+    RowsReference,
     Style,
     all_of,
     joined,
@@ -64,7 +64,7 @@ _NODES = 10**15
 
 
 @dataclass(frozen=True, slots=True)
-class SeenRows(RowsMemory):
+class SeenRows(RowsReference):
     """The memory that encoding leaves behind: also a fingerprint of the values that each row was last coded from.
 
     A row with the fingerprint of before has not moved, so that it need not be quantized to know. A memory decoded from
@@ -190,7 +190,7 @@ class Rows:
             return self
         return dataclasses.replace(self, bits=8, method="asymmetric" if self.method == "kmeans" else self.method)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Style]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Style]:
         """The style each array's rows are to be kept in; what is not given is the parent's, or picked on a sample."""
         width = self.width
         if width is None:
@@ -206,9 +206,9 @@ class Rows:
         fresh = Style("adaptive", width, *search_parameters(samples, width, self.num_bins, self.ratio))
         return [s or fresh for s in styles]
 
-    def _of_parent(self, parent: Memory | None, width: int) -> Style | None:
+    def _of_parent(self, parent: Reference | None, width: int) -> Style | None:
         """The adaptive style of this width that most of the parent's rows have, where it is what is asked for."""
-        if not isinstance(parent, RowsMemory):
+        if not isinstance(parent, RowsReference):
             return None
         asked = [
             (records.shape[0], s)
@@ -219,14 +219,14 @@ class Rows:
         ]
         return max(asked)[1] if asked else None
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: Style) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: Style) -> Stored:
         """Encode one array; `error` is the relative L2 error met, over all rows."""
         if not _has_rows(leaf):
             stored = Exact().encode(leaf, parent)
             odd = leaf.kind.role == "weight" and leaf.spec.size
             note = f"exact: {len(leaf.spec.shape)} dimensions, no rows to quantize" if odd else ""
             return dataclasses.replace(stored, note=note)
-        before = parent if isinstance(parent, RowsMemory) and parent.style.size == leaf.spec.shape[0] else None
+        before = parent if isinstance(parent, RowsReference) and parent.style.size == leaf.spec.shape[0] else None
         touched = marked_rows(leaf.touched, leaf.spec.shape[0], leaf.path)
         for style in self._ladder(plan, leaf.spec):
             # A table that is full of styles starts anew.
@@ -298,7 +298,7 @@ def _sample(leaf: Leaf, count: int) -> NpArray:
     return wide.reshape(count, -1)
 
 
-def _beside(memory: RowsMemory, spec: LeafSpec, x: Array) -> Array:
+def _beside(memory: RowsReference, spec: LeafSpec, x: Array) -> Array:
     """The decoded rows of a memory in the library and on the device of x."""
     flat = from_bytes(memory.decoded(spec).reshape(-1), spec)
     return flat.to(x.device).reshape(x.shape) if is_torch(x) else flat.reshape(x.shape)
@@ -317,7 +317,7 @@ def _equal(x: Array, y: Array) -> NpArray:
     return out
 
 
-def _settled(x: Array, spec: LeafSpec, before: RowsMemory, least: int) -> NpArray:
+def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpArray:
     """bool [R]: which rows quantize, the way the parent keeps them, to what it holds; no coarser style than `least`."""
     done = np.zeros(before.style.size, bool)
     for style, at, records in before.groups():
@@ -331,15 +331,15 @@ def _settled(x: Array, spec: LeafSpec, before: RowsMemory, least: int) -> NpArra
 class _Part:
     """A chunk of rows: its memory, how far off it is, fingerprints, and how many rows moved without a mark."""
 
-    memory: RowsMemory
+    memory: RowsReference
     met: Distortion
     prints: NpArray | None
     missed: int = 0
 
 
 def _quantize(
-    leaf: Leaf, style: Style, before: RowsMemory | None, touched: NpArray | None
-) -> tuple[RowsMemory, Distortion, int]:
+    leaf: Leaf, style: Style, before: RowsReference | None, touched: NpArray | None
+) -> tuple[RowsReference, Distortion, int]:
     """The memory of an array, each row the parent's or new in `style`; how far off; how many marks were missing.
 
     Marks say which rows a training has looked up, not which have moved: gradients of other processes, gradients kept
@@ -366,7 +366,7 @@ def _quantize(
 
 
 def _quantize_chunk(
-    x: Array, spec: LeafSpec, style: Style, before: RowsMemory | None, seen: NpArray | None, touched: NpArray | None
+    x: Array, spec: LeafSpec, style: Style, before: RowsReference | None, seen: NpArray | None, touched: NpArray | None
 ) -> _Part:
     # Rows as they are, are compared by their values, which tell it exactly.
     prints = None if style == RAW else fingerprints(x)
@@ -440,7 +440,7 @@ def _factors(count: int) -> NpArray:
     return drawn
 
 
-def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsMemory:
+def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsReference:
     """The memory of rows in one style; those it cannot hold as they are."""
     records, lost = quantized(x, spec, style)
     memory = all_of(style, records)
@@ -455,7 +455,7 @@ def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsMemory:
 
 
 def _write(
-    spec: LeafSpec, memory: RowsMemory, before: RowsMemory | None, coder: str
+    spec: LeafSpec, memory: RowsReference, before: RowsReference | None, coder: str
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Metadata and pieces of a memory, as a delta where there is a parent; in a base every row is its own."""
     step = max(1, CHUNK // row_length(spec))
@@ -465,7 +465,7 @@ def _write(
     return {"s": [[s.method, s.bits, s.num_bins, s.ratio] for s in memory.table]}, pieces
 
 
-def _write_chunk(spec: LeafSpec, memory: RowsMemory, before: RowsMemory | None, coder: str) -> bytes:
+def _write_chunk(spec: LeafSpec, memory: RowsReference, before: RowsReference | None, coder: str) -> bytes:
     symbols = memory.style + np.uint8(1)
     if before is not None:
         symbols[same_records(memory, before)] = 0
@@ -513,13 +513,13 @@ def _flat32(size: int) -> LeafSpec:
     return LeafSpec("numpy", "float32", (size,))
 
 
-def _parent_bytes(known: RowsMemory | None, spec: LeafSpec) -> NpArray | None:
+def _parent_bytes(known: RowsReference | None, spec: LeafSpec) -> NpArray | None:
     if known is None:
         return None
     return known.decoded(dataclasses.replace(spec, shape=(known.style.size, row_length(spec)))).reshape(-1)
 
 
-def _parent_codes(known: RowsMemory | None, style: Style, columns: int) -> tuple[NpArray | None, NpArray | None]:
+def _parent_codes(known: RowsReference | None, style: Style, columns: int) -> tuple[NpArray | None, NpArray | None]:
     """Bytes of the numbers and the codes of the parent's rows, where some are of the same style.
 
     Rows of another style have numbers 0 and, as a code that no row has, 2**bits. At 8 bits codes have no context: it
@@ -569,20 +569,20 @@ def decode_rows(
     spec: LeafSpec,
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
-    parent: Memory | None,
+    parent: Reference | None,
     sibling: Array | None = None,
-) -> RowsMemory:
+) -> RowsReference:
     """The stream format "rows"."""
     if not spec.shape or not spec.size or spec.dtype not in DTYPES:
         raise CorruptDataError(f"rows: {spec.dtype} {spec.shape} has none")
     rows = spec.shape[0]
-    before = parent if isinstance(parent, RowsMemory) and parent.style.size == rows else None
+    before = parent if isinstance(parent, RowsReference) and parent.style.size == rows else None
     table = _read_styles(meta, spec)
     step = max(1, CHUNK // row_length(spec))
     chunks = chunks_of("rows", pieces, rows, spec.nbytes + rows, step=step)
     parents = [None] * len(chunks) if before is None else before.split(step)
 
-    def one(both: tuple[Chunk, RowsMemory | None]) -> RowsMemory:
+    def one(both: tuple[Chunk, RowsReference | None]) -> RowsReference:
         (piece, part), old = both
         return _read_chunk(piece, spec, table, part.stop - part.start, old)
 
@@ -615,8 +615,8 @@ def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
 
 
 def _read_chunk(
-    piece: memoryview, spec: LeafSpec, table: tuple[Style, ...], count: int, before: RowsMemory | None
-) -> RowsMemory:
+    piece: memoryview, spec: LeafSpec, table: tuple[Style, ...], count: int, before: RowsReference | None
+) -> RowsReference:
     data = Reader(piece, "rows")
     symbols = entropy.decode(data.block(), count)
     if int(symbols.max()) > len(table) or (before is None and int(symbols.min()) == 0):
@@ -648,15 +648,15 @@ def _read_chunk(
         record[:, head:] = pack_codes(codes.reshape(at.size, columns), style.bits)
         records.append(record)
     data.end()
-    new = RowsMemory(table, (symbols[own] - np.uint8(1)).astype(np.uint8), tuple(records))
+    new = RowsReference(table, (symbols[own] - np.uint8(1)).astype(np.uint8), tuple(records))
     return new if before is None else replaced(before, own, new)
 
 
 def restate_rows(
-    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Metadata and pieces that decode to this memory, as a base or over another parent's memory."""
-    if not isinstance(memory, RowsMemory):
+    if not isinstance(memory, RowsReference):
         raise BadArgumentError(f"rows: a {type(memory).__qualname__} holds no rows")
-    before = parent if isinstance(parent, RowsMemory) and parent.style.size == memory.style.size else None
+    before = parent if isinstance(parent, RowsReference) and parent.style.size == memory.style.size else None
     return _write(spec, memory, before, "smallest")

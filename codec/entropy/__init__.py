@@ -21,7 +21,7 @@ The context is known to both sides (the level in the parent checkpoint). docs/fo
 """
 
 from .coders import decode, encode, encode_levels, in_context
-from .methods import (
+from .method_ids import (
     CONDITIONAL,
     CONSTANT,
     EXCEPTIONS,

@@ -12,8 +12,8 @@ from ...kernels.rans import entropy_bits
 from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .methods import CONDITIONAL, FEW, PLACES, PRODUCTS, RARE, REARRANGED, SLACK, UNCHANGED
-from .placed import by_place, by_product, decode_places, decode_products
+from .context_coders import by_place, by_product, decode_places, decode_products
+from .method_ids import CONDITIONAL, FEW, PLACES, PRODUCTS, RARE, REARRANGED, SLACK, UNCHANGED
 from .plain import coded, decoded, encode_huffman, encode_plain, plain_decoder, smallest
 from .rearranged import decode_rearranged, encode_rearranged
 from .table import I64, U8, Table, array, counts_of, least_stream, least_table, read_rans

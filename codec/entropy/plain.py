@@ -15,7 +15,7 @@ from ...kernels.rans import entropy_bits
 from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .methods import CONSTANT, EXCEPTIONS, FEW, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD
+from .method_ids import CONSTANT, EXCEPTIONS, FEW, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD
 from .runlengths import decode_published
 from .table import I64, U8, Table, array, counts_of, least_table, read_rans, sampled_bits
 

@@ -10,7 +10,7 @@ import numpy as np
 from ...kernels.levels import delta, joint_counts, merge_by_level, split_by_level, undelta
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .methods import REARRANGED
+from .method_ids import REARRANGED
 from .plain import decode_plain
 from .runlengths import encode_published
 from .table import U8

@@ -11,7 +11,7 @@ from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, 
 from ...kernels.runlength import rle_decode, rle_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .methods import CONSTANT, PUBLISHED
+from .method_ids import CONSTANT, PUBLISHED
 from .table import U8, array
 
 

@@ -20,12 +20,12 @@ import numpy as np
 from ...kernels.arguments import check_field, choice
 from ...kernels.mask import changed_mask, gather, scatter
 from .. import entropy
-from ..base import CHUNK, Leaf, Memory, Stored
+from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
-from .exact import PLAIN, BytesMemory, decode_chunk, decode_parts, encode_chunk, parent_bytes
+from .exact import PLAIN, BytesReference, decode_chunk, decode_parts, encode_chunk, parent_bytes
 
 FULL, MASKED = range(2)
 _WIDTHS = (1, 2, 4, 8)
@@ -54,11 +54,11 @@ class Changed:
     def __post_init__(self) -> None:
         check_field(self, "coder", choice, ("smallest", "published"))
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
         # A copy from the start, as `Exact` has it.
         data = as_bytes(leaf.flat).copy()
@@ -70,7 +70,7 @@ class Changed:
             full = sum(c.form == FULL for c in chunks)
             if full:
                 note += ", stored in full" if full == len(chunks) else f", {full} of {len(chunks)} chunks in full"
-        return Stored("changed", {}, [c.piece for c in chunks], BytesMemory(data), note=note)
+        return Stored("changed", {}, [c.piece for c in chunks], BytesReference(data), note=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _Chunk:
     changed: int | None
 
 
-def _chunks(data: NpArray, spec: LeafSpec, parent: Memory | None, coder: str) -> list[_Chunk]:
+def _chunks(data: NpArray, spec: LeafSpec, parent: Reference | None, coder: str) -> list[_Chunk]:
     before = parent_bytes(parent, spec) if spec.itemsize in _WIDTHS else None
     step = CHUNK * spec.itemsize
 
@@ -133,10 +133,10 @@ def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: i
 
 
 def restate_changed(
-    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
     """The same bytes against another parent, see `codec.rebase`."""
-    data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
+    data = memory.data if isinstance(memory, BytesReference) else as_bytes(memory.values(spec))
     return meta, [c.piece for c in _chunks(data, spec, parent, "smallest")]
 
 
@@ -144,9 +144,9 @@ def decode_changed(
     spec: LeafSpec,
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
-    parent: Memory | None,
+    parent: Reference | None,
     sibling: Array | None = None,
-) -> BytesMemory:
+) -> BytesReference:
     """The stream format "changed"."""
     return decode_parts("changed", spec, pieces, parent, CHUNK * spec.itemsize, _decode_part)
 

@@ -27,8 +27,8 @@ import zstandard
 from ...kernels.levels import joint_counts
 from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from .. import entropy
-from ..base import CHUNK, Leaf, Memory, Stored
-from ..entropy.places import columns_of
+from ..base import CHUNK, Leaf, Reference, Stored
+from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
@@ -53,7 +53,7 @@ _NEAR = 1.06
 
 
 @dataclass(frozen=True, slots=True)
-class BytesMemory:
+class BytesReference:
     """The bytes themselves."""
 
     data: NpArray
@@ -74,17 +74,17 @@ class Exact:
 
     id: ClassVar[str] = "exact"
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
         pieces, data = copied_pieces(as_bytes(leaf.flat), leaf.spec, parent)
-        return Stored("bytes", {}, pieces, BytesMemory(data))
+        return Stored("bytes", {}, pieces, BytesReference(data))
 
 
-def copied_pieces(source: NpArray, spec: LeafSpec, parent: Memory | None) -> tuple[list[Writer], NpArray]:
+def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], NpArray]:
     """The pieces of an array given as its bytes, and bytes of its own for the next delta.
 
     What is stored and what is remembered are the same bytes, whoever writes to the array meanwhile: each part is copied
@@ -111,8 +111,8 @@ def copied_pieces(source: NpArray, spec: LeafSpec, parent: Memory | None) -> tup
     return [piece for piece, _ in done], data
 
 
-def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[Writer]:
-    """The pieces of an array given as its bytes, against a parent where that is a `BytesMemory` of the same size."""
+def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[Writer]:
+    """The pieces of an array given as its bytes, against a parent where that is a `BytesReference` of the same size."""
     before = parent_bytes(parent, spec)
     step = CHUNK * 4
 
@@ -125,10 +125,10 @@ def pieces_of(data: NpArray, spec: LeafSpec, parent: Memory | None) -> list[Writ
 
 
 def restate_bytes(
-    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
     """The same bytes against another parent, see `codec.rebase`."""
-    data = memory.data if isinstance(memory, BytesMemory) else as_bytes(memory.values(spec))
+    data = memory.data if isinstance(memory, BytesReference) else as_bytes(memory.values(spec))
     return meta, pieces_of(data, spec, parent)
 
 
@@ -300,9 +300,9 @@ def decode_bytes(
     spec: LeafSpec,
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
-    parent: Memory | None,
+    parent: Reference | None,
     sibling: Array | None = None,
-) -> BytesMemory:
+) -> BytesReference:
     """The stream format "bytes"."""
     return decode_parts("exact", spec, pieces, parent, CHUNK * 4, decode_chunk)
 
@@ -311,14 +311,14 @@ DecodePart = Callable[[memoryview, NpArray, LeafSpec, NpArray | None], None]
 """Fills a part of an array, the second argument, from its piece and the parent's same bytes."""
 
 
-def parent_bytes(parent: Memory | None, spec: LeafSpec) -> NpArray | None:
+def parent_bytes(parent: Reference | None, spec: LeafSpec) -> NpArray | None:
     """The parent's restored bytes, where it has any of the right number."""
-    return parent.data if isinstance(parent, BytesMemory) and parent.data.size == spec.nbytes else None
+    return parent.data if isinstance(parent, BytesReference) and parent.data.size == spec.nbytes else None
 
 
 def decode_parts(
-    what: str, spec: LeafSpec, pieces: Sequence[memoryview], parent: Memory | None, step: int, decode: DecodePart
-) -> BytesMemory:
+    what: str, spec: LeafSpec, pieces: Sequence[memoryview], parent: Reference | None, step: int, decode: DecodePart
+) -> BytesReference:
     """An array by parts of `step` bytes, each by `decode` against the same bytes of the parent, if there are any."""
     chunks, before = chunks_of(what, pieces, spec.nbytes, spec.nbytes, step=step), parent_bytes(parent, spec)
     data = np.empty(spec.nbytes, np.uint8)
@@ -328,7 +328,7 @@ def decode_parts(
         decode(piece, data[part], spec, None if before is None else before[part])
 
     map_chunks(one, chunks)
-    return BytesMemory(data)
+    return BytesReference(data)
 
 
 def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:

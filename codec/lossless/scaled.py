@@ -19,7 +19,7 @@ import numpy as np
 from ...kernels.planes import merge_planes, split_planes
 from ...kernels.scale_classes import class_sums, row_column_sums
 from .. import entropy
-from ..entropy.places import populations
+from ..entropy.row_column_classes import populations
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..state.leaves import NpArray

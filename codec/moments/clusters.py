@@ -26,7 +26,7 @@ from ...kernels.bitpack import pack_bits
 from ...kernels.cluster import cluster_dequantize, cluster_quantize
 from ...kernels.floats import FORMATS
 from .. import entropy
-from ..base import CHUNK, Leaf, Memory, Stored
+from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
@@ -35,7 +35,7 @@ from ..lossless.exact import Exact
 from ..parallel import map_chunks
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, largest, on_host
-from .logbuckets import ValuesMemory
+from .logbuckets import ValuesReference
 
 MAX_CLUSTERS = 16
 
@@ -77,11 +77,11 @@ class Clusters:
         check_field(self, "coder", choice, ("smallest", "published"))
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
         spec = leaf.spec
         if spec.dtype == "float64" and 0.0 < largest(leaf.flat) < _LEAST:
@@ -111,7 +111,7 @@ class Clusters:
         return Stored("clusters", {}, [p[0] for p in done], None, met.relative_l2, "relative L2", note)
 
 
-def _exactly(leaf: Leaf, parent: Memory | None, why: str) -> Stored:
+def _exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
     return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
 
 
@@ -152,9 +152,9 @@ def decode_clusters(
     spec: LeafSpec,
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
-    parent: Memory | None,
+    parent: Reference | None,
     sibling: Array | None = None,
-) -> ValuesMemory:
+) -> ValuesReference:
     """The stream format "clusters"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"clusters: {spec.dtype} has none")
@@ -169,7 +169,7 @@ def decode_clusters(
             out[:] = rounded(values, spec)
 
     map_chunks(one, chunks)
-    return ValuesMemory(from_bytes(data, spec))
+    return ValuesReference(from_bytes(data, spec))
 
 
 def _unpack(piece: memoryview, n: int) -> NpArray:

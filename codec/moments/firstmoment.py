@@ -21,14 +21,14 @@ from ...kernels.arguments import check_field, number, or_none
 from ...kernels.arrays import on_gpu
 from ...kernels.grid import ESCAPE as OFF_GRID
 from ...kernels.grid import grid_symbols, grid_values
-from ..base import CHUNK, Leaf, Memory, Stored
-from ..entropy.places import columns_of
+from ..base import CHUNK, Leaf, Reference, Stored
+from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
 from ..format.fields import Reader
 from ..parallel import map_chunks
 from ..state.casting import to_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, on_host
-from .logbuckets import LogBuckets, ValuesMemory, check_alpha
+from .logbuckets import LogBuckets, ValuesReference, check_alpha
 from .symbolvalues import (
     as_float32,
     as_stored,
@@ -80,11 +80,11 @@ class FirstMoment:
         check_alpha(self)
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
         step, bound = self.step, LARGEST_ERROR if self.max_error is None else self.max_error
         for _ in range(_ATTEMPTS):
@@ -154,8 +154,8 @@ def _in_another_unit(leaf: Leaf, square: Array) -> bool:
 
 
 def decode_grid(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
-) -> ValuesMemory:
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+) -> ValuesReference:
     """The stream format "grid"."""
     if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
         raise CorruptDataError(f"grid: {spec.dtype} has none, or its second moment is missing")

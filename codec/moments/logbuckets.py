@@ -25,14 +25,14 @@ from ...kernels.float_split import MAX_OCTAVES, Octaves, join_octaves, split_oct
 from ...kernels.floats import FORMATS, bits_for
 from ...kernels.logbucket import bucket_index, bucket_value
 from .. import entropy
-from ..base import CHUNK, Leaf, Memory, Stored
+from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
-from ..state.unit import scaled_distortion, unit
+from ..state.scaling import scaled_distortion, unit
 
 _SIGNS, _NOT_FINITE = 1, 2
 FINEST = 2.0**-17
@@ -42,7 +42,7 @@ _LEAST_ERROR = 0.7 / math.sqrt(12)
 
 
 @dataclass(frozen=True, slots=True)
-class ValuesMemory:
+class ValuesReference:
     """Decoded values; no later delta is coded against them."""
 
     flat: Array
@@ -87,11 +87,11 @@ class LogBuckets:
     def __post_init__(self) -> None:
         check_limits(self)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the largest relative error met, with `max_error` the relative L2 error."""
         fmt = FORMATS[leaf.spec.dtype]
         bits = bits_for(self.alpha, fmt)
@@ -110,7 +110,7 @@ class LogBuckets:
         note = f"exact: log buckets miss the error target {self.max_error:g}"
         return dataclasses.replace(Exact().encode(leaf, parent), note=note)
 
-    def _at(self, bits: int, leaf: Leaf, parent: Memory | None, scale: float = 1.0) -> tuple[Stored, float]:
+    def _at(self, bits: int, leaf: Leaf, parent: Reference | None, scale: float = 1.0) -> tuple[Stored, float]:
         """With `2**bits` buckets an octave; and the relative L2 error, taken of values times `scale`."""
         fmt = FORMATS[leaf.spec.dtype]
         alone = leaf.spec.size <= CHUNK
@@ -145,7 +145,7 @@ def _largest_finite(flat: Array) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
-def _exactly(leaf: Leaf, parent: Memory | None) -> Stored:
+def _exactly(leaf: Leaf, parent: Reference | None) -> Stored:
     stored = Exact().encode(leaf, parent)
     note = f"exact: magnitudes span more than {MAX_OCTAVES} octaves"
     return dataclasses.replace(stored, note=note)
@@ -173,9 +173,9 @@ def decode_log_buckets(
     spec: LeafSpec,
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
-    parent: Memory | None,
+    parent: Reference | None,
     sibling: Array | None = None,
-) -> ValuesMemory:
+) -> ValuesReference:
     """The stream format "log-buckets"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"log buckets: {spec.dtype} has none")
@@ -191,7 +191,7 @@ def decode_log_buckets(
         _decode_chunk(piece, data[part], spec, fmt.octaves, bits)
 
     map_chunks(one, chunks)
-    return ValuesMemory(from_bytes(data, spec))
+    return ValuesReference(from_bytes(data, spec))
 
 
 def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int, bits: int) -> None:

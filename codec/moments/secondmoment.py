@@ -34,7 +34,7 @@ from ...kernels.rank_one import (
     residual_values,
 )
 from .. import entropy
-from ..base import CHUNK, Leaf, Memory, Stored
+from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
@@ -89,11 +89,11 @@ class SecondMoment:
         eighths_of(self.octaves)
         check_limits(self)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing to look at."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the largest relative error of an element, with `max_error` relative L2."""
         shape = matrix_shape(leaf.spec)
         target = math.inf if self.max_error is None else self.max_error
@@ -112,7 +112,7 @@ class SecondMoment:
         return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
 
     def _rank_one(
-        self, leaf: Leaf, parent: Memory | None, shape: tuple[int, int], octaves: float
+        self, leaf: Leaf, parent: Reference | None, shape: tuple[int, int], octaves: float
     ) -> tuple[Stored, Distortion]:
         """As a matrix, with cells of so many octaves; and how far it is from it."""
         before = _rank_one(parent, leaf.spec)
@@ -145,7 +145,7 @@ class SecondMoment:
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
         symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
-        memory = RankOneMemory(symbols, indices[0], indices[1], table, escaped)
+        memory = RankOneReference(symbols, indices[0], indices[1], table, escaped)
         pieces = _rank_one_pieces(memory, before, [part[2] for part in parts])
         worst = error.largest_relative
         return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
@@ -165,7 +165,7 @@ def _without(
 
 
 @dataclass(frozen=True, slots=True)
-class RankOneMemory:
+class RankOneReference:
     """A second moment as it is stored, a byte an element: what the next delta's symbols are coded against.
 
     Args:
@@ -206,13 +206,13 @@ class RankOneMemory:
         return from_bytes(data, spec)
 
 
-def _rank_one(parent: Memory | None, spec: LeafSpec) -> RankOneMemory | None:
+def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | None:
     """The parent's memory where it is one of this stream (shapes are equal wherever there is a parent)."""
-    return parent if isinstance(parent, RankOneMemory) and parent.symbols.size == spec.size else None
+    return parent if isinstance(parent, RankOneReference) and parent.symbols.size == spec.size else None
 
 
 def _rank_one_pieces(
-    memory: RankOneMemory, before: RankOneMemory | None, counts: Sequence[NpArray] = ()
+    memory: RankOneReference, before: RankOneReference | None, counts: Sequence[NpArray] = ()
 ) -> list[bytes]:
     """The table and the chunks; `counts` of each chunk's symbols, where they are known."""
     head = Writer()
@@ -231,10 +231,10 @@ def _rank_one_pieces(
 
 
 def restate_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """The same symbols and factors against another parent, see `codec.rebase`."""
-    if not isinstance(memory, RankOneMemory):
+    if not isinstance(memory, RankOneReference):
         raise BadArgumentError("rank one: the memory of another stream cannot be restated")
     return meta, _rank_one_pieces(memory, _rank_one(parent, spec))
 
@@ -301,8 +301,8 @@ def _read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
 
 
 def decode_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
-) -> RankOneMemory:
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+) -> RankOneReference:
     """The stream format "rank-one"."""
     shape = matrix_shape(spec)
     if shape is None:
@@ -324,4 +324,4 @@ def decode_rank_one(
         return escaped
 
     escaped = np.concatenate(map_chunks(one, chunks))
-    return RankOneMemory(symbols, rows, columns, table, escaped)
+    return RankOneReference(symbols, rows, columns, table, escaped)

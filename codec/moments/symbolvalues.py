@@ -16,7 +16,7 @@ from ..format.fields import Reader, Writer
 from ..parallel import map_chunks
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
-from .logbuckets import ValuesMemory
+from .logbuckets import ValuesReference
 
 
 def as_float32(flat: Array, spec: LeafSpec) -> Array:
@@ -132,7 +132,7 @@ def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = 
     return symbols, escaped
 
 
-def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesMemory:
+def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesReference:
     """An array by chunks, `one(piece, start, n)` giving the float32 values of each; raises CorruptDataError."""
     chunks = chunks_of("moment", pieces, spec.size, spec.nbytes, step=CHUNK, head=True)
     data = np.empty(spec.nbytes, np.uint8)
@@ -143,4 +143,4 @@ def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> Va
         data[part.start * spec.itemsize : part.stop * spec.itemsize] = values
 
     map_chunks(decode, chunks)
-    return ValuesMemory(from_bytes(data, spec))
+    return ValuesReference(from_bytes(data, spec))

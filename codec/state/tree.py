@@ -25,7 +25,7 @@ from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
-from .keyspread import is_crowded
+from .hash_collision_guard import is_crowded
 from .subclass import PARTS, Wrapper, is_wrapper, put_together, taken_apart
 
 if TYPE_CHECKING:

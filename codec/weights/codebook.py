@@ -17,7 +17,7 @@ import numpy as np
 from ...kernels.histogram import Histogram
 from ...kernels.kmeans import bucket_weights, coarsen, quantization_loss, weighted_kmeans, weighted_kmeans_many
 from ..state.leaves import Array, NpArray
-from ..state.unit import unit
+from ..state.scaling import unit
 
 MOST = 254
 """Most entries of a codebook: a level is a byte, and two levels are taken."""

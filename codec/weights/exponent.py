@@ -36,16 +36,16 @@ from ...kernels.exponent import (
 from ...kernels.floats import FORMATS
 from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
 from .. import entropy
-from ..base import CHUNK, Leaf, Memory, Stored
+from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Piece, Reader, Writer
 from ..lossless.addends import added, blocks, decode_addends, encode_addends
-from ..lossless.exact import BytesMemory, Exact, decode_chunk, encode_chunk, parent_bytes
+from ..lossless.exact import BytesReference, Exact, decode_chunk, encode_chunk, parent_bytes
 from ..parallel import map_chunks
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
-from ..state.unit import unit
+from ..state.scaling import unit
 
 LEVELS, RESTATED = range(2)
 CONSTANT, PACKED, HUFFMAN, CACHED, SMALLEST = range(5)
@@ -57,7 +57,7 @@ _FITS = 1.01
 
 
 @dataclass(frozen=True, slots=True)
-class ExponentMemory(BytesMemory):
+class ExponentReference(BytesReference):
     """The restored bytes, and the code tables in use.
 
     Args:
@@ -101,11 +101,11 @@ class ExponentDelta:
         check_field(self, "coder", choice, ("smallest", "huffman", "packed"))
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing to look at: every array has its own buckets."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error of the restored array."""
         spec = leaf.spec
         before = parent_bytes(parent, spec)
@@ -148,9 +148,9 @@ class ExponentDelta:
             return _exactly(leaf, parent, "the restored values would not be finite")
         if self.max_error is not None and met.relative_l2 > self.max_error:
             return _exactly(leaf, parent, f"the differences miss the error target {self.max_error:g}")
-        tables = parent.tables if isinstance(parent, ExponentMemory) else ()
+        tables = parent.tables if isinstance(parent, ExponentReference) else ()
         pieces, tables, how = _encode_levels(levels, addends, tables, self.coder)
-        memory = ExponentMemory(restored, tables)
+        memory = ExponentReference(restored, tables)
         note = _shares(buckets, promotion, spec, self, sum(map(len, pieces))) + how
         return Stored(
             "exponent", {}, pieces, memory, met.relative_l2, "relative L2", note, decoded=lambda: memory.values(spec)
@@ -163,7 +163,7 @@ def as_numpy(x: Any) -> NpArray:
     return out
 
 
-def _exactly(leaf: Leaf, parent: Memory | None, why: str) -> Stored:
+def _exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
     return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
 
 
@@ -360,16 +360,16 @@ def decode_exponent(
     spec: LeafSpec,
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
-    parent: Memory | None,
+    parent: Reference | None,
     sibling: Any = None,
-) -> ExponentMemory:
+) -> ExponentReference:
     """The stream format "exponent"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"exponent: {spec.dtype} has no buckets")
     step = CHUNK * spec.itemsize
     chunks = chunks_of("exponent", pieces, spec.nbytes, spec.nbytes, step=step, head=True)
     before = parent_bytes(parent, spec)
-    inherited = parent.tables if isinstance(parent, ExponentMemory) else ()
+    inherited = parent.tables if isinstance(parent, ExponentReference) else ()
     head = Reader(pieces[0], "exponent")
     form = head.byte()
     if form == LEVELS:
@@ -394,19 +394,19 @@ def decode_exponent(
             own[:] = added(old, levels, meaning.addends, spec)
 
     map_chunks(one, chunks)
-    return ExponentMemory(data, tables)
+    return ExponentReference(data, tables)
 
 
 # ------------------------------------------------------------------------------------------------ stated anew
 
 
 def restate_exponent(
-    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Piece]]:
     """The same restored array and code tables against another parent, see `codec.rebase`."""
-    if not isinstance(memory, BytesMemory):
+    if not isinstance(memory, BytesReference):
         raise BadArgumentError("exponent: the memory of another stream cannot be restated as exponent buckets")
-    tables = memory.tables if isinstance(memory, ExponentMemory) else ()
+    tables = memory.tables if isinstance(memory, ExponentReference) else ()
     before = parent_bytes(parent, spec)
     head = Writer()
     head.byte(RESTATED)

@@ -19,8 +19,8 @@ from ...kernels.floats import FORMATS
 from ...kernels.planes import difference, merge_planes, split_planes, undifference
 from ...kernels.quantizer import Thresholds, dequantize
 from .. import entropy
-from ..base import CHUNK, Memory
-from ..entropy.places import columns_of
+from ..base import CHUNK, Reference
+from ..entropy.row_column_classes import columns_of
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
@@ -39,7 +39,7 @@ AIM_STEPS, FARTHEST_AIM = 256, 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class LevelsMemory:
+class LevelsReference:
     """Levels (a byte an element), the codebook, the protected values: what the next delta needs.
 
     Args:
@@ -69,9 +69,9 @@ class LevelsMemory:
         return out
 
 
-def beneath(parent: Memory | None, spec: LeafSpec) -> LevelsMemory | None:
+def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:
     """The parent where levels of an array can be a delta against it."""
-    return parent if isinstance(parent, LevelsMemory) and parent.levels.size == spec.size else None
+    return parent if isinstance(parent, LevelsReference) and parent.levels.size == spec.size else None
 
 
 def _beside(levels: NpArray, other: Array) -> Array:
@@ -99,7 +99,7 @@ def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
     return np.unique(wide[np.isfinite(wide)] + 0.0)
 
 
-def level_chunks(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None, coder: str) -> list[bytes]:
+def level_chunks(memory: LevelsReference, spec: LeafSpec, before: LevelsReference | None, coder: str) -> list[bytes]:
     """The pieces from the second on: the levels of each chunk, in the context of the parent's where there is one."""
     columns = columns_of(spec.shape)
 
@@ -113,16 +113,16 @@ def level_chunks(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | No
 
 
 def restate_levels(
-    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """The same levels, codebook and protected values against another parent, see `codec.rebase`."""
-    if not isinstance(memory, LevelsMemory):
+    if not isinstance(memory, LevelsReference):
         raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
-    before = beneath(parent, spec)
+    before = compatible_parent(parent, spec)
     return meta, [references(memory, spec, before), *level_chunks(memory, spec, before, "smallest")]
 
 
-def references(memory: LevelsMemory, spec: LeafSpec, before: LevelsMemory | None) -> bytes:
+def references(memory: LevelsReference, spec: LeafSpec, before: LevelsReference | None) -> bytes:
     """The first piece: what the levels refer to."""
     out = Writer()
     out.varint(memory.codebook.size)
@@ -168,7 +168,7 @@ def widened(codebook: Array) -> NpArray:
     return wide
 
 
-def _predicted(levels: NpArray, before: LevelsMemory | None, spec: LeafSpec) -> NpArray:
+def _predicted(levels: NpArray, before: LevelsReference | None, spec: LeafSpec) -> NpArray:
     """What the parent protected at each protected position, as bfloat16 patterns; 0 where it protected nothing."""
     at = np.flatnonzero(levels == 1)
     guess = np.zeros(at.size, np.uint16)
@@ -186,13 +186,13 @@ def decode_levels(
     spec: LeafSpec,
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
-    parent: Memory | None,
+    parent: Reference | None,
     sibling: Array | None = None,
-) -> LevelsMemory:
+) -> LevelsReference:
     """The stream format "levels"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"levels: {spec.dtype} has none")
-    before = beneath(parent, spec)
+    before = compatible_parent(parent, spec)
     chunks = chunks_of("levels", pieces, spec.size, 2 * spec.size, step=CHUNK, head=True)
     levels = np.empty(spec.size, np.uint8)
 
@@ -206,10 +206,10 @@ def decode_levels(
     codebook, protected = _read_references(pieces[0], spec, levels, before)
     if levels.size and int(levels.max()) >= codebook.size + 2:
         raise CorruptDataError("levels: a level is beyond the codebook")
-    return LevelsMemory(levels, codebook, protected, _read_thresholds(meta), _read_aim(meta))
+    return LevelsReference(levels, codebook, protected, _read_thresholds(meta), _read_aim(meta))
 
 
-def metadata(memory: LevelsMemory) -> dict[str, Any]:
+def metadata(memory: LevelsReference) -> dict[str, Any]:
     """What the next delta needs beside the pieces: thresholds, None for infinity, and an aim that is not 0."""
     t = memory.thresholds
     limits = [
@@ -243,7 +243,7 @@ def _read_aim(meta: dict[str, Any]) -> float:
 
 
 def _read_references(
-    piece: memoryview, spec: LeafSpec, levels: NpArray, before: LevelsMemory | None
+    piece: memoryview, spec: LeafSpec, levels: NpArray, before: LevelsReference | None
 ) -> tuple[NpArray, NpArray]:
     data = Reader(piece, "levels")
     size, mode = data.varint(), data.byte()

@@ -13,15 +13,15 @@ from ...kernels.arrays import on_gpu
 from ...kernels.floats import FORMATS, bits_for
 from ...kernels.histogram import kept_histogram_many, log_histogram_many
 from ...kernels.quantizer import Thresholds
-from ..base import Leaf, Memory
-from ..batches import map_batches
+from ..base import Leaf, Reference
+from ..device_batches import map_batches
 from ..errors import BadArgumentError
 from ..parallel import map_chunks
 from ..state.leaves import NpArray
 from .codebook import Cells, Fit, problem_of, solve_together
-from .levels import LevelsMemory, beneath
+from .levels import LevelsReference, compatible_parent
 from .partition import Sketch, kept, magnitudes, protection, pruning, share_at_or_above
-from .trade import Trade, mean_roots, spread, trades
+from .rd_tradeoff import Trade, mean_roots, spread, trades
 
 if TYPE_CHECKING:
     from .quantize import Quantize
@@ -96,9 +96,9 @@ def limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | Non
     return Limits(protection_limits(codec, sketches, before), pruning_limits(codec, sketches))
 
 
-def thresholds_before(parents: Sequence[Memory | None]) -> Thresholds | None:
+def thresholds_before(parents: Sequence[Reference | None]) -> Thresholds | None:
     """The parents' thresholds, which the first quantized one knows; None where none is."""
-    return next((p.thresholds for p in parents if isinstance(p, LevelsMemory)), None)
+    return next((p.thresholds for p in parents if isinstance(p, LevelsReference)), None)
 
 
 def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tuple[float, float]]:
@@ -143,7 +143,7 @@ def spreads(sketches: Sequence[Sketch], thresholds: Sequence[Thresholds]) -> lis
 def plans(
     codec: Quantize,
     leaves: Sequence[Leaf],
-    parents: Sequence[Memory | None],
+    parents: Sequence[Reference | None],
     sketches: Sequence[Sketch],
     decided: Limits,
 ) -> list[Plan]:
@@ -179,7 +179,7 @@ def _cells(
 
 
 def _codes(
-    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Memory | None], cells: Sequence[Cells]
+    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], cells: Sequence[Cells]
 ) -> list[NpArray | None]:
     """Solutions of the exact problems of arrays on a GPU; None for others, which are solved where they are used.
 
@@ -191,7 +191,7 @@ def _codes(
         problems = {}
         if codec.max_error is None and on_gpu(place):
             for i in numbers:
-                before = beneath(parents[i], leaves[i].spec)
+                before = compatible_parent(parents[i], leaves[i].spec)
                 problem = problem_of(cells[i], fit_for(codec, leaves[i]), None if before is None else before.codebook)
                 if problem is not None and problem.method == "exact" and problem.start is None:
                     problems[i] = problem

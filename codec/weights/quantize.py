@@ -11,21 +11,21 @@ import numpy as np
 
 from ...kernels.arguments import check_field, choice, flag, integer, number, or_none
 from ...kernels.quantizer import Thresholds
-from ..base import Leaf, Memory, Stored, rounded_error
+from ..base import Leaf, Reference, Stored, rounded_error
 from ..errors import BadArgumentError
 from ..lossless.exact import Exact
 from ..moments.logbuckets import FINEST, LogBuckets
 from ..state.leaves import LeafSpec, NpArray
-from ..state.unit import unit
-from .assigning import assigned
+from ..state.scaling import unit
 from .codebook import Lost, fit, largest_of, lost_share, lost_to_step, predicted_error
-from .finesketch import few_values, fit_closely, held_codebook
-from .levels import MAX_BINS, LevelsMemory, beneath, level_chunks, metadata, references
-from .multiples import store_multiples
+from .error_targets import LADDER, choices, spent
+from .level_assignment import assigned
+from .levels import MAX_BINS, LevelsReference, compatible_parent, level_chunks, metadata, references
 from .partition import share_at_or_above
 from .planning import Plan, check_gradients, chooses, fit_for, limits, plans, sketched, thresholds_before
-from .targets import LADDER, choices, spent
-from .trade import Trade
+from .rd_tradeoff import Trade
+from .sketch_refinement import few_values, fit_closely, held_codebook
+from .uniform_quantizer import store_multiples
 
 FINEST_SKETCH = 2.0**-13
 _LOST, _FINE, _STRICT, _RELATIVE = 0.5, 12, 0.1, 0.125
@@ -52,7 +52,7 @@ class Quantize:
         prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
         protect: fraction kept as bfloat16, over all arrays, in [0, 1); default 0.0005.
         alpha: relative error of the sketch, in [2**-13, 1); default 0.01. Codebooks of arrays that need a finer one are
-            fitted to a finer one, see `codec.weights.finesketch`; not with "kmeans++", which is as published.
+            fitted to a finer one, see `codec.weights.sketch_refinement`; not with "kmeans++", which is as published.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
         solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
             (the best `bins` entries) or "kmeans++"; see `codec.weights.codebook`. An array of whose elements more than
@@ -121,7 +121,7 @@ class Quantize:
                 "has, is not iterated; 'frozen' or 'refit' is needed"
             )
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[Plan]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Plan]:
         """Sketch every array, then take thresholds over all of them."""
         if not leaves:
             return []
@@ -129,7 +129,7 @@ class Quantize:
         sketches = sketched(self, leaves)
         return plans(self, leaves, parents, sketches, limits(self, sketches, thresholds_before(parents)))
 
-    def _outgrown(self, plan: Plan, before: LevelsMemory | None, spec: LeafSpec) -> str:
+    def _outgrown(self, plan: Plan, before: LevelsReference | None, spec: LeafSpec) -> str:
         """Why a codebook is refit though its loss would let it stay: the array protects more than it did; or "".
 
         Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each time
@@ -144,16 +144,16 @@ class Quantize:
         passed = passed and share * signed.total >= _FEW
         return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
 
-    def _moved(self, thresholds: Thresholds, before: LevelsMemory | None) -> str:
+    def _moved(self, thresholds: Thresholds, before: LevelsReference | None) -> str:
         """What to say where the protection threshold, kept as codebooks are, is another than the parent's; or ""."""
         if self.policy != "frozen" or before is None:
             return ""
         now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude
         return "" if now == was else f"; protected from {now:.6g} on, before from {was:.6g}"
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: Plan) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: Plan) -> Stored:
         """Encode one array; `error` is the relative L2 error met."""
-        before = beneath(parent, leaf.spec)
+        before = compatible_parent(parent, leaf.spec)
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
         is_fine = fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
@@ -192,7 +192,7 @@ class Quantize:
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
         return Stored("levels", metadata(memory), pieces, memory, met.relative_l2, "relative L2", note)
 
-    def _each_by_its_size(self, leaf: Leaf, parent: Memory | None, lost: float) -> Stored:
+    def _each_by_its_size(self, leaf: Leaf, parent: Reference | None, lost: float) -> Stored:
         """In log buckets, whose error is relative to each element: for what no common step serves, as parts of very
         different scale in one array."""
         alpha = min(_RELATIVE, max(self.max_error or _RELATIVE, FINEST))
@@ -201,7 +201,7 @@ class Quantize:
         return dataclasses.replace(stored, note=f"{why}; {stored.note}" if stored.note else why)
 
     def _attempts(
-        self, leaf: Leaf, plan: Plan, before: LevelsMemory | None
+        self, leaf: Leaf, plan: Plan, before: LevelsReference | None
     ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
         """Thresholds and codebooks to try in turn, until one keeps to the error target; the reason with each, and the
         error that levels may come to."""

@@ -150,7 +150,7 @@ def bfloat16_of(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def levels_of(ckpt: sp.Checkpoint, index: int = 0) -> Any:
     """Levels, codebook and protected values, from the stored bytes alone."""
     read = sp.Checkpoint.from_bytes(ckpt.to_bytes())
-    return read.memory_of(read.records[index])
+    return read.reference_of(read.records[index])
 
 
 @given(cases, quantizers, st.booleans(), st.sampled_from([500, 1 << 22]))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.embeddings import rows as codec
 from shrinkpoint.codec.embeddings.profile import search_parameters
-from shrinkpoint.codec.embeddings.rowmemory import (
+from shrinkpoint.codec.embeddings.row_reference import (
     RAW,
-    RowsMemory,
+    RowsReference,
     Style,
     dequantized,
     joined,
@@ -248,10 +248,10 @@ def test_a_chain_holds_each_row_as_last_stored(
             prev = resolved
 
 
-def memory(ckpt: sp.Checkpoint) -> RowsMemory:
+def memory(ckpt: sp.Checkpoint) -> RowsReference:
     (record,) = ckpt.records
-    found = ckpt.memory_of(record)
-    assert isinstance(found, RowsMemory)
+    found = ckpt.reference_of(record)
+    assert isinstance(found, RowsReference)
     return found
 
 

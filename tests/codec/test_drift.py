@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.codec.weights.aim import Distances
-from shrinkpoint.codec.weights.levels import AIM_STEPS, FARTHEST_AIM, LevelsMemory
+from shrinkpoint.codec.weights.levels import AIM_STEPS, FARTHEST_AIM, LevelsReference
 from shrinkpoint.kernels.approximation_error import distortion
 
 from .common import bits, put_together, take_apart, through_bytes
@@ -23,9 +23,9 @@ COARSE = [("weight", sp.Quantize(bins=24)), ("first moment", sp.FirstMoment(step
 RATED = sp.Config(COARSE, rate=0.002)
 
 
-def memory(ckpt: sp.Checkpoint) -> LevelsMemory:
-    found = ckpt.memory_of(ckpt.records[0])
-    assert isinstance(found, LevelsMemory)
+def memory(ckpt: sp.Checkpoint) -> LevelsReference:
+    found = ckpt.reference_of(ckpt.records[0])
+    assert isinstance(found, LevelsReference)
     return found
 
 

@@ -12,7 +12,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.entropy import table
 from shrinkpoint.codec.weights import ratedistortion
-from shrinkpoint.codec.weights.levels import LevelsMemory
+from shrinkpoint.codec.weights.levels import LevelsReference
 from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
 from shrinkpoint.kernels.levels import joint_counts
@@ -24,9 +24,9 @@ def drawn(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(shape).astype("f4")
 
 
-def memory(ckpt: sp.Checkpoint, number: int = 0) -> LevelsMemory:
-    found = ckpt.memory_of(ckpt.records[number])
-    assert isinstance(found, LevelsMemory)
+def memory(ckpt: sp.Checkpoint, number: int = 0) -> LevelsReference:
+    found = ckpt.reference_of(ckpt.records[number])
+    assert isinstance(found, LevelsReference)
     return found
 
 
@@ -281,12 +281,12 @@ def test_narrow_weights_far_from_zero_are_as_good_as_the_best_codebook(
 
 
 def test_ordinary_weights_are_sketched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shrinkpoint.codec.weights import finesketch
+    from shrinkpoint.codec.weights import sketch_refinement
 
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(finesketch, "finer", never)
+    monkeypatch.setattr(sketch_refinement, "finer", never)
     for x in (drawn(200, 200), drawn(200, 200) ** 3, np.random.default_rng(0).uniform(-1, 2, (200, 200)).astype("f4")):
         for like in (torch.float32, torch.bfloat16):
             sp.compress({"weight": torch.from_numpy(x).to(like)}, cfg=sp.Config())

@@ -18,7 +18,7 @@ from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.lossless.addends import MOST, decode_addends, encode_addends
 from shrinkpoint.codec.rebase import rebase as restate
 from shrinkpoint.codec.state.leaves import LeafSpec
-from shrinkpoint.codec.weights.exponent import ExponentMemory
+from shrinkpoint.codec.weights.exponent import ExponentReference
 
 from .common import bits, difference, put_together, small_chunks, take_apart, through_bytes
 
@@ -129,8 +129,8 @@ def test_chains_of_any_size(seed: int, dtype: str, x: int | None, coder: str, si
 
 
 def memory(ckpt: sp.Checkpoint) -> list[Any]:
-    found = [ckpt.memory_of(r) for r in ckpt.records]
-    return [(bits(m.data), m.tables if isinstance(m, ExponentMemory) else None) for m in found]  # type: ignore[attr-defined]
+    found = [ckpt.reference_of(r) for r in ckpt.records]
+    return [(bits(m.data), m.tables if isinstance(m, ExponentReference) else None) for m in found]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("keep", [2, 3, None])
@@ -262,8 +262,8 @@ def test_the_cache_is_bounded() -> None:
         step = np.zeros(4000)
         step[: 10 * k] = 2.0 ** -np.repeat(np.arange(k), 10)
         prev = sp.compress({"w": sp.decompress(prev)["w"] + step}, prev, lc(None))
-    (m,) = (prev.memory_of(r) for r in prev.records)
-    assert isinstance(m, ExponentMemory)
+    (m,) = (prev.reference_of(r) for r in prev.records)
+    assert isinstance(m, ExponentReference)
     assert [len(t) for t in m.tables] == list(range(13, 21))
 
 

@@ -14,7 +14,7 @@ from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.format.fields import Reader
 from shrinkpoint.codec.lossless import exact, sparse
-from shrinkpoint.codec.lossless.exact import SPARSE, UNCHANGED, BytesMemory, copied_pieces, decode_chunk
+from shrinkpoint.codec.lossless.exact import SPARSE, UNCHANGED, BytesReference, copied_pieces, decode_chunk
 from shrinkpoint.codec.state.leaves import LeafSpec
 
 DTYPES = ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint8", "int64"]
@@ -112,9 +112,9 @@ def test_an_unchanged_array_shares_its_parents_memory() -> None:
     w = torch.randn(300, 300)
     base = sp.compress({"w": w}, cfg=cfg)
     delta = sp.compress({"w": w.clone()}, base, cfg)
-    old, new = (c.memory_of(c.records[0]) for c in (base, delta))
-    assert isinstance(old, BytesMemory)
-    assert isinstance(new, BytesMemory)
+    old, new = (c.reference_of(c.records[0]) for c in (base, delta))
+    assert isinstance(old, BytesReference)
+    assert isinstance(new, BytesReference)
     assert new.data is old.data
     back = sp.decompress(delta)["w"]
     back.zero_()  # what a caller does with it does not reach the memory
@@ -130,7 +130,7 @@ def test_parts_that_changed_and_parts_that_did_not(changed: list[int]) -> None:
     for part in changed:
         after[part * step + 77 :: step * 3] ^= 3
     spec = LeafSpec("torch", "float32", (before.size // 4,))
-    pieces, data = copied_pieces(after, spec, BytesMemory(before))
+    pieces, data = copied_pieces(after, spec, BytesReference(before))
     np.testing.assert_array_equal(data, after)
     assert (data is before) == (not changed)
     assert not np.shares_memory(data, after)
@@ -219,7 +219,7 @@ def test_the_array_may_change_while_it_is_compressed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sparse, "collect_changes", writing)
     wanted = after.copy()
-    pieces, data = copied_pieces(after, spec, BytesMemory(before))
+    pieces, data = copied_pieces(after, spec, BytesReference(before))
     np.testing.assert_array_equal(data, wanted)
     out = np.empty_like(before)
     decode_chunk(memoryview(pieces[0].done()), out, spec, before)

@@ -225,7 +225,7 @@ def test_spread(numbers: list[int], most: int) -> None:
 def made_histogram(values: np.ndarray[Any, Any], cfg: sp.Config | None = None) -> Any:
     ckpt = sp.compress([values], cfg=cfg or sp.presets.lossless())
     (record,) = ckpt.records
-    return histogram(ckpt.memory_of(record), record.spec), sp.decompress(ckpt)[0]
+    return histogram(ckpt.reference_of(record), record.spec), sp.decompress(ckpt)[0]
 
 
 floats = st.floats(width=32) | st.sampled_from([0.0, -0.0, 3e38, -3e38, 1e-45, float("nan"), float("inf")])
@@ -291,7 +291,7 @@ def test_the_page_says_what_is_there(tmp_path: Path) -> None:
         "optimizer/state/0/exp_avg_sq",
     }
     ckpt = sp.Store(tmp_path / "s").read(40)
-    codebook = ckpt.memory_of(ckpt.records[1]).codebook  # type: ignore[attr-defined]
+    codebook = ckpt.reference_of(ckpt.records[1]).codebook  # type: ignore[attr-defined]
     assert found["model/fc.weight"]["codebook"] == codebook.tolist()
     assert found["model/norm.weight"]["codebook"] == []
     assert found["model/norm.weight"]["counts"] == [48]

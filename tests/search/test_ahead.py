@@ -58,7 +58,7 @@ def test_what_is_evaluated_is_what_is_stored(rate: float) -> None:
         if found.trials[-1] is chosen[-1]:
             assert (loss.given["model"]["weight"] == store.load(step)["model"]["weight"]).all()
         aims.append(
-            stored.parent_memory(*next((r.key, r.spec) for r in stored.records if r.path == "model/weight")).aim
+            stored.parent_reference(*next((r.key, r.spec) for r in stored.records if r.path == "model/weight")).aim
         )
     assert min(aims[2:]) > 0.02  # or nothing of this was coded ahead
 

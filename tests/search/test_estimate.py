@@ -11,7 +11,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.state.leaves import blocks
-from shrinkpoint.codec.weights.levels import LevelsMemory, references
+from shrinkpoint.codec.weights.levels import LevelsReference, references
 from shrinkpoint.kernels.quantizer import Thresholds
 from shrinkpoint.searching import sample as sampling
 from shrinkpoint.searching.cube import Cube, Point
@@ -168,7 +168,7 @@ def test_levels_take_what_the_coder_writes_tables_too(size: int, parent: str, sc
     memory = None
     if before is not None:
         nothing = Thresholds(np.inf, np.inf, 0.0, 0.0)
-        memory = LevelsMemory(before[some], np.zeros(size - 2), np.empty(0, np.uint8), nothing)
+        memory = LevelsReference(before[some], np.zeros(size - 2), np.empty(0, np.uint8), nothing)
     x = np.zeros(levels[some].size, np.float32)
     part = sampling.Sample(x, x, None, None, x, 1.0, 0.0, memory, float(scale))
     close = 0.001 if coder == "published" and scale == 1 else 0.01
@@ -197,13 +197,13 @@ def test_protected_values_take_what_is_written_of_them() -> None:
     prev = sp.compress({"weight": x}, cfg=point.config())
     moved = {"weight": x * (1 + 0.001 * torch.randn(x.shape, generator=generator))}
     (before,) = search_state(moved, point, prev).parents
-    assert isinstance(before, LevelsMemory)
+    assert isinstance(before, LevelsReference)
     for parent in (None, before):
         ckpt = sp.compress(moved, None if parent is None else prev, point.config())
         prepared = search_state(moved, point, ckpt)
         (leaf,), (memory,) = prepared.leaves, prepared.parents
-        assert isinstance(memory, LevelsMemory)
-        none = LevelsMemory(memory.levels[:0], memory.codebook, memory.protected[:0], memory.thresholds)
+        assert isinstance(memory, LevelsReference)
+        none = LevelsReference(memory.levels[:0], memory.codebook, memory.protected[:0], memory.thresholds)
         written = len(references(memory, leaf.spec, parent)) - len(references(none, leaf.spec, parent))
         part = sampling.sample(leaf, parent, leaf.spec.size)
         assert part.scale == 1.0
@@ -249,7 +249,7 @@ def test_what_a_parent_knows_of_some_elements(dtype: torch.dtype) -> None:
     ckpt = sp.compress({"weight": x}, cfg=Point(8, 0.1, "magnitude", 0.01).config())
     prepared = search_state({"weight": x}, SOME[0], ckpt)
     memory = prepared.parents[0]
-    assert isinstance(memory, LevelsMemory)
+    assert isinstance(memory, LevelsReference)
     at = np.flatnonzero(np.arange(6000) // 7 % 3 == 1)
     some = sampling.held_of(memory, at, prepared.leaves[0].spec)
     whole = memory.values(prepared.leaves[0].spec)

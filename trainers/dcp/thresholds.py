@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...codec.base import Codec, Leaf, Memory, Prepare
+from ...codec.base import Codec, Leaf, Prepare, Reference
 from ...codec.checkpoint import Checkpoint
 from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
@@ -75,7 +75,7 @@ class Weights:
         return {codec: partial(self._plans, codec, decided[codec]) for codec in self.sketches}
 
     def _plans(
-        self, codec: Quantize, decided: Limits, leaves: Sequence[Leaf], parents: Sequence[Memory | None]
+        self, codec: Quantize, decided: Limits, leaves: Sequence[Leaf], parents: Sequence[Reference | None]
     ) -> list[Plan]:
         return plans(codec, leaves, parents, [self.sketches[codec][leaf.key] for leaf in leaves], decided)
 

@@ -172,7 +172,7 @@ def _of_checkpoint(ckpt: Checkpoint) -> Side:
 
 
 def _values(ckpt: Checkpoint, record: ArrayRecord) -> Any:
-    return ckpt.memory_of(record).values(record.spec)
+    return ckpt.reference_of(record).values(record.spec)
 
 
 def _itself(flat: Any) -> Any:

@@ -270,7 +270,7 @@ def _tensors(ckpt: Checkpoint | None) -> tuple[tuple[Tensor, ...], int]:
     largest = sorted(found, key=lambda r: -r.spec.size)[:MAX_TENSORS]
 
     def one(record: ArrayRecord) -> Tensor:
-        return Tensor(record, category(record), histogram(ckpt.memory_of(record), record.spec))
+        return Tensor(record, category(record), histogram(ckpt.reference_of(record), record.spec))
 
     return tuple(map_chunks(one, largest)), len(found)
 

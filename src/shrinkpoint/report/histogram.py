@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..codec.base import CHUNK, Memory
+from ..codec.base import CHUNK, Reference
 from ..codec.state.leaves import LeafSpec
-from ..codec.weights.levels import LevelsMemory
+from ..codec.weights.levels import LevelsReference
 from ..kernels.arrays import is_torch
 
 BINS = 64
@@ -54,17 +54,17 @@ def widened(flat: Any) -> Any:
         return flat.astype(np.complex128 if flat.dtype.kind == "c" else np.float64)
 
 
-def histogram(memory: Memory, spec: LeafSpec) -> Histogram:
+def histogram(memory: Reference, spec: LeafSpec) -> Histogram:
     """Return the histogram of a decoded array of floats.
 
     Args:
-        memory: the array, as `Checkpoint.memory_of` returns it.
+        memory: the array, as `Checkpoint.reference_of` returns it.
         spec: its dtype and shape.
 
     Example:
         >>> import shrinkpoint as sp
         >>> ckpt = sp.compress([np.array([0.0, 1.0, 1.0, 4.0])])
-        >>> found = histogram(ckpt.memory_of(ckpt.records[0]), ckpt.records[0].spec)
+        >>> found = histogram(ckpt.reference_of(ckpt.records[0]), ckpt.records[0].spec)
         >>> found.low, found.high, found.counts[0], found.counts[16], found.zeros
         (0.0, 4.0, 1, 2, 1)
     """
@@ -93,7 +93,7 @@ def histogram(memory: Memory, spec: LeafSpec) -> Histogram:
             counts = np.array([spec.size - odd])  # the values are closer than float64 can divide
     shape = (low, high) if low <= high else (0.0, 0.0)
     found = Histogram(*shape, tuple(map(int, counts)), zeros, odd)
-    if not isinstance(memory, LevelsMemory):
+    if not isinstance(memory, LevelsReference):
         return found
     uses = np.bincount(memory.levels, minlength=memory.size)
     return dataclasses.replace(

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from ...kernels.approximation_error import Distortion, distortion
-from ..base import CHUNK, Leaf, Memory, Stored
+from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Writer
-from ..lossless.exact import BytesMemory, decode_bytes, pieces_of
+from ..lossless.exact import BytesReference, decode_bytes, pieces_of
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest
 
@@ -34,7 +34,7 @@ _FRESH, _OLD, _FINEST = 0.93, 0.99, 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class MultiplesMemory:
+class MultiplesReference:
     """The multiples, two or four bytes an element, biased to be unsigned."""
 
     numbers: NpArray
@@ -78,7 +78,7 @@ def _integers(spec: LeafSpec, width: int) -> LeafSpec:
     return LeafSpec("numpy", f"uint{8 * width}", spec.shape)
 
 
-def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored | None:
+def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stored | None:
     """An array with a relative L2 error of at most `target`; None where multiples cannot have it.
 
     Args:
@@ -93,7 +93,7 @@ def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored 
     squares = math.fsum(map_chunks(lambda s: _squares(x[s : s + CHUNK]), starts))
     most = largest(x)
     wanted = target * math.sqrt(12 * squares / max(1, x.size))
-    before = parent if isinstance(parent, MultiplesMemory) and parent.numbers.size == x.size else None
+    before = parent if isinstance(parent, MultiplesReference) and parent.numbers.size == x.size else None
     if before is not None and not _FINEST * wanted <= before.step <= _OLD * wanted:
         before = None
     step = _FRESH * wanted if before is None else before.step
@@ -113,16 +113,16 @@ def store_multiples(leaf: Leaf, parent: Memory | None, target: float) -> Stored 
     met = sum(map_chunks(one, starts), Distortion(0.0, 0.0, 0.0))
     if met.relative_l2 > target:
         return None
-    memory = MultiplesMemory(numbers, step)
+    memory = MultiplesReference(numbers, step)
     meta, pieces = restate_multiples(leaf.spec, {}, memory, parent)
     return Stored("multiples", meta, pieces, memory, met.relative_l2, "relative L2", f"multiples of {step:.3g}")
 
 
 def restate_multiples(
-    spec: LeafSpec, meta: dict[str, Any], memory: Memory, parent: Memory | None
+    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
     """The same multiples against another parent, see `codec.rebase`."""
-    if not isinstance(memory, MultiplesMemory):
+    if not isinstance(memory, MultiplesReference):
         raise BadArgumentError("multiples: the memory of another stream cannot be restated")
     width = memory.numbers.itemsize
     before = _comparable(parent, memory.step, width, spec.size)
@@ -130,9 +130,9 @@ def restate_multiples(
     return meta, pieces_of(memory.numbers.view(np.uint8), _integers(spec, width), before)
 
 
-def _comparable(parent: Memory | None, step: float, width: int, size: int) -> BytesMemory | None:
+def _comparable(parent: Reference | None, step: float, width: int, size: int) -> BytesReference | None:
     """The parent's multiples in this width, where they are of the same step."""
-    if not isinstance(parent, MultiplesMemory) or parent.step != step or parent.numbers.size != size:
+    if not isinstance(parent, MultiplesReference) or parent.step != step or parent.numbers.size != size:
         return None
     own = parent.numbers.itemsize
     if own > width:
@@ -140,12 +140,12 @@ def _comparable(parent: Memory | None, step: float, width: int, size: int) -> By
     numbers = parent.numbers
     if own < width:
         numbers = (numbers.astype(np.int64) + (_bias(width) - _bias(own))).astype(f"<u{width}")
-    return BytesMemory(numbers.view(np.uint8))
+    return BytesReference(numbers.view(np.uint8))
 
 
 def decode_multiples(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Array | None
-) -> MultiplesMemory:
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+) -> MultiplesReference:
     """The stream format "multiples"."""
     step, width = meta.get("s"), meta.get("w")
     if spec.dtype not in _DTYPES or type(step) is not float or not 0 < step < math.inf or width not in _WIDTHS:
@@ -153,4 +153,4 @@ def decode_multiples(
     check_memory(spec.size * width, "multiples")
     before = _comparable(parent, step, width, spec.size)
     numbers = decode_bytes(_integers(spec, width), {}, pieces, before).data
-    return MultiplesMemory(numbers.view(f"<u{width}"), step)
+    return MultiplesReference(numbers.view(f"<u{width}"), step)

@@ -15,7 +15,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.entropy import lowrank, placed
-from shrinkpoint.codec.entropy.lowrank import CLASSES, HALF_STEPS, Factors, expected, factors_of, signed
+from shrinkpoint.codec.entropy.low_rank import CLASSES, HALF_STEPS, Factors, expected, factors_of, signed
 
 from .common import small_chunks, threads
 

@@ -11,10 +11,10 @@ from ...kernels.integer_products import MOST_RANK
 from ...kernels.levels import joint_counts
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .lowrank import CLASSES, Factors, expected, factors_of, signed
-from .methods import PLACES, PRODUCTS, SLACK
-from .places import Places, classes_of
+from .low_rank import CLASSES, Factors, expected, factors_of, signed
+from .method_ids import PLACES, PRODUCTS, SLACK
 from .plain import coded, decode_plain
+from .row_column_classes import Places, classes_of
 from .table import I64, U8, Table, least_stream, read_rans
 
 _WORTH_PLACES = 512

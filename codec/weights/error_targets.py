@@ -22,13 +22,13 @@ from ...kernels.histogram import Histogram
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf
 from ..state.leaves import NpArray, blocks, taken
-from .assigning import assigned
 from .codebook import MOST, Cells, Fit, Floats, multiples, predicted_error, to_8_bits
-from .finesketch import fit_closely, held_codebook
-from .levels import LevelsMemory, rounded_codebook
+from .level_assignment import assigned
+from .levels import LevelsReference, rounded_codebook
 from .partition import upper_threshold
 from .ratedistortion import dearest_price
-from .trade import Trade
+from .rd_tradeoff import Trade
+from .sketch_refinement import fit_closely, held_codebook
 
 SHARE = 0.9
 """Share of the target that nearest levels take when a codebook is fitted; the encoder has the rest."""
@@ -212,7 +212,7 @@ def choices(
     magnitudes: Histogram,
     cells: Cells,
     few: NpArray | None,
-    before: LevelsMemory | None,
+    before: LevelsReference | None,
     frozen: bool,
 ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
     """What keeps to the error target in the fewest bits, by the sketch; then what is finer and finer.
@@ -271,8 +271,8 @@ def choices(
 
 
 def spent(
-    leaf: Leaf, memory: LevelsMemory, met: Distortion, before: LevelsMemory | None, target: float, scale: float
-) -> tuple[LevelsMemory, Distortion, float]:
+    leaf: Leaf, memory: LevelsReference, met: Distortion, before: LevelsReference | None, target: float, scale: float
+) -> tuple[LevelsReference, Distortion, float]:
     """Levels that are kept back as far as the error target allows, their distortion, and the price of a bit in units of
     the mean square.
 

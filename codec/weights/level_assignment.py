@@ -13,13 +13,13 @@ from ...kernels.quantizer import Thresholds, assign, dequantize
 from ..base import CHUNK, Leaf
 from ..parallel import map_chunks
 from ..state.leaves import Array, NpArray, from_bytes, on_host
-from ..state.unit import scaled_distortion
+from ..state.scaling import scaled_distortion
 from .aim import Distances, coarse
 from .importance import weights_of
-from .levels import LevelsMemory, codebook_array
+from .levels import LevelsReference, codebook_array
 from .protected import held_values
 from .ratedistortion import cheapest_levels
-from .trade import Trade
+from .rd_tradeoff import Trade
 
 _TRIES = 2
 """Aims that are tried before none."""
@@ -35,8 +35,8 @@ class _Part:
 
 
 def assigned(
-    leaf: Leaf, limits: Thresholds, trade: Trade, codebook: NpArray, before: LevelsMemory | None, scale: float
-) -> tuple[LevelsMemory, Distortion]:
+    leaf: Leaf, limits: Thresholds, trade: Trade, codebook: NpArray, before: LevelsReference | None, scale: float
+) -> tuple[LevelsReference, Distortion]:
     """Levels of all elements, the values of the protected ones as they will be restored, and the distortion.
 
     Args:
@@ -61,10 +61,10 @@ def _coded(
     limits: Thresholds,
     trade: Trade,
     codebook: NpArray,
-    before: LevelsMemory | None,
+    before: LevelsReference | None,
     scale: float,
     aim: float,
-) -> tuple[LevelsMemory, Distortion, float]:
+) -> tuple[LevelsReference, Distortion, float]:
     """As `assigned`, with an aim; beside it by how much that was too far, 0 where it will do."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
@@ -99,7 +99,7 @@ def _coded(
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
     distances = sum((p.distances for p in parts), Distances())
-    memory = LevelsMemory(levels, codebook, protected, limits, distances.next_aim(aim, leaf.lead))
+    memory = LevelsReference(levels, codebook, protected, limits, distances.next_aim(aim, leaf.lead))
     return memory, distances.met, distances.overshoot(aim, leaf.lead)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.state import tree
-from shrinkpoint.codec.state.keyspread import FEW, is_crowded
+from shrinkpoint.codec.state.hash_collision_guard import FEW, is_crowded
 
 PERIOD = (1 << 61) - 1
 """What CPython takes the remainder of integers by for their hash."""

@@ -72,7 +72,7 @@ RAW = Style("raw")
 
 
 @dataclass(frozen=True, slots=True)
-class RowsMemory:
+class RowsReference:
     """The rows of an array as records: what decodes to its values, and what a later delta is coded against.
 
     Args:
@@ -91,7 +91,7 @@ class RowsMemory:
         data = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
         step = max(1, CHUNK // columns)
 
-        def one(part: tuple[int, RowsMemory]) -> None:
+        def one(part: tuple[int, RowsReference]) -> None:
             start, memory = part
             data[start : start + step] = memory.decoded(spec)
 
@@ -112,7 +112,7 @@ class RowsMemory:
         at = [np.flatnonzero(self.style == number) for number in range(len(self.table))]
         return list(zip(self.table, at, self.records, strict=True))
 
-    def split(self, step: int) -> list[RowsMemory]:
+    def split(self, step: int) -> list[RowsReference]:
         """Memories of `step` rows each (the last may have fewer), without a copy of any record."""
         starts = range(0, self.style.size, step)
         if len(starts) <= 1:
@@ -120,7 +120,7 @@ class RowsMemory:
         counts = [np.add.reduceat(self.style == k, list(starts), dtype=np.int64) for k in range(len(self.table))]
         ends = [[0, *itertools.accumulate(c.tolist())] for c in counts]
         return [
-            RowsMemory(
+            RowsReference(
                 self.table,
                 self.style[start : start + step],
                 tuple(r[e[i] : e[i + 1]] for r, e in zip(self.records, ends, strict=True)),
@@ -128,13 +128,13 @@ class RowsMemory:
             for i, start in enumerate(starts)
         ]
 
-    def take(self, rows: NpArray) -> RowsMemory:
+    def take(self, rows: NpArray) -> RowsReference:
         """The memory of these rows, ascending numbers."""
         records = []
         for number, group in enumerate(self.records):
             rank = np.cumsum(self.style == number) - 1
             records.append(group[rank[rows[self.style[rows] == number]]])
-        return RowsMemory(self.table, self.style[rows], tuple(records))
+        return RowsReference(self.table, self.style[rows], tuple(records))
 
 
 def row_length(spec: LeafSpec) -> int:
@@ -142,12 +142,12 @@ def row_length(spec: LeafSpec) -> int:
     return spec.size // spec.shape[0]
 
 
-def all_of(style: Style, records: NpArray) -> RowsMemory:
+def all_of(style: Style, records: NpArray) -> RowsReference:
     """The memory of rows that are all of one style."""
-    return RowsMemory((style,), np.zeros(records.shape[0], np.uint8), (records,))
+    return RowsReference((style,), np.zeros(records.shape[0], np.uint8), (records,))
 
 
-def joined(parts: Sequence[RowsMemory]) -> RowsMemory:
+def joined(parts: Sequence[RowsReference]) -> RowsReference:
     """The rows of several memories one after another, copied; its table has the styles in use, and no more.
 
     Raises:
@@ -162,10 +162,10 @@ def joined(parts: Sequence[RowsMemory]) -> RowsMemory:
         np.concatenate([r for p in parts for s, r in zip(p.table, p.records, strict=True) if s == wanted])
         for wanted in table
     ]
-    return RowsMemory(table, style, tuple(records))
+    return RowsReference(table, style, tuple(records))
 
 
-def replaced(before: RowsMemory, at: NpArray, by: RowsMemory) -> RowsMemory:
+def replaced(before: RowsReference, at: NpArray, by: RowsReference) -> RowsReference:
     """`before` with its rows `at` (ascending numbers) those of `by`."""
     table = tuple(sorted({*before.table, *by.table}))
     style = _renumbered(before, table)
@@ -185,17 +185,17 @@ def replaced(before: RowsMemory, at: NpArray, by: RowsMemory) -> RowsMemory:
         if wanted in new:
             out[np.searchsorted(rows, new[wanted][0])] = new[wanted][1]
         records.append(out)
-    return RowsMemory(table, style, tuple(records))
+    return RowsReference(table, style, tuple(records))
 
 
-def _renumbered(memory: RowsMemory, table: tuple[Style, ...]) -> NpArray:
+def _renumbered(memory: RowsReference, table: tuple[Style, ...]) -> NpArray:
     """The styles of its rows as numbers in another table, which has all of those in use."""
     number = np.array([table.index(s) if s in table else 0 for s in memory.table], np.uint16)
     out: NpArray = number[memory.style]
     return out
 
 
-def same_records(memory: RowsMemory, other: RowsMemory) -> NpArray:
+def same_records(memory: RowsReference, other: RowsReference) -> NpArray:
     """bool [R]: which rows are kept to the bit as in the other memory, which has as many rows."""
     same = np.zeros(memory.style.size, bool)
     for number, style in enumerate(memory.table):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.weights import targets
 from shrinkpoint.codec.weights.codebook import Cells
-from shrinkpoint.codec.weights.levels import LevelsMemory
-from shrinkpoint.codec.weights.targets import Density, smallest, widest
+from shrinkpoint.codec.weights.error_targets import Density, smallest, widest
+from shrinkpoint.codec.weights.levels import LevelsReference
 from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.kernels.quantizer import Thresholds, assign
 
@@ -155,10 +155,10 @@ def test_the_step_is_the_widest_and_the_protected_share_the_cheapest() -> None:
     wild[rng.random(wild.shape) < 0.002] *= 60
     kinds = {"calm": "linear", "wild": "linear"}
     ckpt = sp.compress({"calm": calm, "wild": wild}, cfg=sp.Config(max_rel_error=0.02), kinds=kinds)
-    memories = [ckpt.memory_of(r) for r in ckpt.records]
+    memories = [ckpt.reference_of(r) for r in ckpt.records]
     shares = []
     for memory in memories:
-        assert isinstance(memory, LevelsMemory)
+        assert isinstance(memory, LevelsReference)
         shares.append(float((memory.levels == 1).mean()))
     assert shares[0] == 0.0
     assert 0.0002 < shares[1] < 0.01
@@ -282,8 +282,8 @@ def test_gradients_still_protect_what_they_make_matter() -> None:
     x = rng.standard_normal((100, 100)).astype("f4")
     g = np.where(rng.random(x.shape) < 0.0002, 1e6, 1e-6 * rng.standard_normal(x.shape)).astype("f4")
     ckpt = sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.05), grads={"weight": g})
-    memory = ckpt.memory_of(ckpt.records[0])
-    assert isinstance(memory, LevelsMemory)
+    memory = ckpt.reference_of(ckpt.records[0])
+    assert isinstance(memory, LevelsReference)
     large = (abs(x * g) > 1).reshape(-1)
     assert large.any()
     assert (memory.levels[large] == 1).all()
