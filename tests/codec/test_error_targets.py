@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.weights import targets
+from shrinkpoint.codec.weights import error_targets as targets
 from shrinkpoint.codec.weights.codebook import Cells
 from shrinkpoint.codec.weights.error_targets import Density, smallest, widest
 from shrinkpoint.codec.weights.levels import LevelsReference

@@ -10,8 +10,9 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
-from shrinkpoint.codec.evidence.kind import kinds_of
-from shrinkpoint.codec.state.leaves import LeafSpec
+from shrinkpoint.codec.evidence.gather import Arrays, gather
+from shrinkpoint.codec.state.leaves import LeafSpec, is_array
+from shrinkpoint.codec.state.tree import flatten
 from shrinkpoint.codec.weights.importance import FLOOR, mean_root, second_moments, weights_of
 
 from .common import through_bytes
@@ -19,8 +20,13 @@ from .common import through_bytes
 
 def leaves(*paths: str, shapes: dict[str, tuple[int, ...]] | None = None, kinds: Any = None) -> list[Leaf]:
     specs = [LeafSpec("numpy", "float32", (shapes or {}).get(path, (40, 40))) for path in paths]
-    found = zip(paths, specs, kinds_of(paths, specs, kinds), strict=True)
-    return [Leaf(path, path, spec, kind, np.zeros(spec.size, np.float32)) for path, spec, kind in found]
+    flats = [np.zeros(spec.size, np.float32) for spec in specs]
+    nodes, _ = flatten([*flats], is_array)
+    evidence = gather(nodes, Arrays(paths, specs, flats, [False] * len(paths)), kinds)
+    return [
+        Leaf(path, path, spec, known.kind, flat, entry=known.entry)
+        for path, spec, flat, known in zip(paths, specs, flats, evidence, strict=True)
+    ]
 
 
 def test_by_the_parameters_name() -> None:

@@ -14,7 +14,8 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.base import CHUNK
-from shrinkpoint.codec.entropy import lowrank, placed
+from shrinkpoint.codec.entropy import context_coders as placed
+from shrinkpoint.codec.entropy import low_rank as lowrank
 from shrinkpoint.codec.entropy.low_rank import CLASSES, HALF_STEPS, Factors, expected, factors_of, signed
 
 from .common import small_chunks, threads

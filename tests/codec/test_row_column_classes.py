@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
-from shrinkpoint.codec.entropy import placed
+from shrinkpoint.codec.entropy import context_coders as placed
 from shrinkpoint.codec.entropy.row_column_classes import Places, classes_of, columns_of, off_mean, populations
 from shrinkpoint.codec.entropy.table import Table
 from shrinkpoint.codec.errors import CorruptDataError
