@@ -18,7 +18,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.streams import STREAMS
 
-from ..golden.make import cases
+from ..golden.make import KINDS, cases
 from .common import difference, put_together, take_apart
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("warm")]

@@ -21,7 +21,7 @@ from blake3 import blake3
 import shrinkpoint as sp
 from shrinkpoint.codec.rebase import rebase as restate
 
-from ..golden.make import cases
+from ..golden.make import KINDS, cases
 from ..golden.subclass import Coded
 from .common import difference
 
@@ -1006,7 +1006,7 @@ def test_a_strangers_reader_finds_the_same(name: str) -> None:
     make, cfg, length = cases()[name]
     ours = theirs = None
     for t in range(length):
-        ours = sp.compress(make(t), ours, cfg)
+        ours = sp.compress(make(t), ours, cfg, kinds=KINDS.get(make))
         theirs = read(ours.to_bytes(), theirs)
         assert difference(sp.decompress(ours), theirs["state"]) == ""
         assert theirs["id"] == ours.id
@@ -1018,7 +1018,7 @@ def test_a_strangers_reader_finds_the_same_stated_anew(name: str) -> None:
     make, cfg, length = cases()[name]
     chain: list[sp.Checkpoint] = []
     for t in range(length):
-        chain.append(sp.compress(make(t), chain[-1] if chain else None, cfg))
+        chain.append(sp.compress(make(t), chain[-1] if chain else None, cfg, kinds=KINDS.get(make)))
     first = read(chain[0].to_bytes())
     for parent, known in ((None, None), (chain[0], first)):
         theirs = read(restate(chain[-1], parent).to_bytes(), known)

@@ -234,6 +234,17 @@ def sparse(t: int) -> dict[str, Any]:
     }
 
 
+KINDS: dict[Any, dict[str, Any]] = {
+    training: {"fc.weight": "linear", "wte.weight": "embedding", "half": "linear", "odd": "linear", "zero": "linear"},
+    tables: {"emb.weight": "embedding", "wte.weight": "embedding"},
+    mixed: {"fc.weight": "linear", "master": "linear", "ema": sp.Kind("linear", parameter="ema")},
+    directed: {"fc.weight": "linear"},
+    uneven: {"fc.weight": "linear"},
+    peaked: {"single": "linear", "double": "linear"},
+}
+"""What the arrays of a maker are, where neither its optimizer nor its names say so."""
+
+
 def cases() -> dict[str, tuple[Any, sp.Config, int]]:
     """Name -> (state at moment t, configuration, length of the chain)."""
     quantize = sp.Quantize(bins=12, prune=0.2, protect=0.02, policy="refit", coder="published")
@@ -276,7 +287,7 @@ def encode() -> tuple[dict[str, Any], dict[str, bytes]]:
     for name, (make, cfg, length) in cases().items():
         prev = None
         for t in range(length):
-            ckpt = sp.compress(make(t), prev, cfg)
+            ckpt = sp.compress(make(t), prev, cfg, kinds=KINDS.get(make))
             file = f"{name}-{t}.spt"
             blobs[file] = ckpt.to_bytes()
             state = sp.decompress(ckpt)
