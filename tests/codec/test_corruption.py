@@ -156,8 +156,8 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
         delta = sp.compress(state(0.01), base, cfg)
         out += [(base.to_bytes(), None), (delta.to_bytes(), base)]
     make, cfg, _ = cases()["uneven"]  # large enough for classes of rows and columns
-    base = sp.compress(make(0), cfg=cfg)
-    return [*out, (base.to_bytes(), None), (sp.compress(make(1), base, cfg).to_bytes(), base)]
+    base = sp.compress(make(0), cfg=cfg, kinds=KINDS[make])
+    return [*out, (base.to_bytes(), None), (sp.compress(make(1), base, cfg, kinds=KINDS[make]).to_bytes(), base)]
 
 
 def test_altered_streams_with_right_checksums() -> None:
