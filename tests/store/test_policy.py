@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.store import store as module
+from shrinkpoint.store import session as module
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.policy import Size, is_pointless, wants_base
 from tests.store.common import lossless

@@ -235,6 +235,7 @@ def test_counts_of_another_kind_begin_anew() -> None:
         trail.follow(state, sp.compress(state, cfg=RATED), step)
 
 
+@pytest.mark.filterwarnings("ignore::shrinkpoint.codec.plan.UnknownArraysWarning")
 def test_what_is_no_single_number_is_no_count() -> None:
     state = counting(10, np.array([5.0, 6.0]))
     state["step"], state["data"] = np.array(7.0), {"count": np.array(8)}
@@ -266,6 +267,7 @@ def test_a_name_that_other_weights_end_in(tmp_path: Path) -> None:
     assert store.verify() == {}
 
 
+@pytest.mark.filterwarnings("ignore::shrinkpoint.codec.plan.UnknownArraysWarning")
 @pytest.mark.parametrize("names", [(0, "0"), ("a", "b")])
 def test_paths_that_do_not_tell_weights_apart(tmp_path: Path, names: Any) -> None:
     """Keys 0 and "0", or a slash in one: which average is whose is not guessed."""
