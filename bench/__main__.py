@@ -24,7 +24,7 @@ from .harness import Options, Row, is_red
 from .plot import pyplot
 from .table import show
 
-BENCHMARKS = ("kernels", "codec", "ratio", "search", "store", "saver", "systems", "trainers", "training")
+BENCHMARKS = ("kernels", "codec", "ratio", "search", "store", "saver", "sync", "systems", "trainers", "training")
 """Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
 STUDIES = ("harm",) if find_spec(".studies", __package__) else ()
 """The same, under `studies/`, which no wheel has."""

@@ -17,9 +17,11 @@ from .evidence.reasons import REASONS
 from .format import container
 from .format.fields import Piece
 from .format.ranged import Ranged
+from .lossless.exact import BytesReference
+from .outputs import decoded_into, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
 from .state import tree
-from .state.leaves import Array, LeafSpec, build_leaf, check_memory, spec_from_header
+from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes, spec_from_header
 from .streams import STREAMS, Stream
 
 _HASH = re.compile("[0-9a-f]{64}")
@@ -429,7 +431,11 @@ class Checkpoint:
     @own_arithmetic()
     def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Array:
         """The decoded values of one array, flat; arguments as `reference_of` has them."""
-        return self.reference_of(record, prev, sibling).values(record.spec)
+        known = self._memory or {}
+        reference = self.reference_of(record, prev, sibling)
+        if isinstance(reference, BytesReference) and record.key not in known:
+            return from_bytes(reference.data, record.spec)  # decoded just now, and kept nowhere: no copy
+        return reference.values(record.spec)
 
     def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
         """The bytes of one array, their checksums verified."""
@@ -510,7 +516,7 @@ def check_resolved(prev: Any) -> Checkpoint:
 
 
 @own_arithmetic()
-def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
+def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = None) -> Any:
     """The state a checkpoint holds: the same tree, keys, dtypes and shapes.
 
     Arrays come back in the library they were stored from; torch tensors on the CPU. Tied arrays are one array again.
@@ -518,10 +524,13 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
     Args:
         ckpt: the checkpoint.
         prev: its resolved parent; needed for a delta that was read without it, checked wherever it is given.
+        out: a tree with an array of the same dtype and shape at the place of each array, contiguous and writable:
+            values are decoded into these, and they stand in the result. All are checked before the first is written.
 
     Raises:
+        BadArgumentError: the arrays of `out` do not fit.
         MissingParentError: a delta without its parent, or with another.
-        CorruptDataError: the bytes are not what was written.
+        CorruptDataError: the bytes are not what was written; `out` may then hold a part of it.
 
     Example:
         >>> import numpy as np
@@ -542,6 +551,7 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
     check_memory(ckpt.raw_nbytes, "the state")
 
     records = ckpt.records
+    targets = {} if out is None else outputs_of(out, records)
     beside: dict[int | None, list[int]] = {}
     for number, record in enumerate(records):
         beside.setdefault(record.sibling, []).append(number)
@@ -554,9 +564,19 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Any:
 
     def one(number: int) -> dict[int, Array]:
         """An array and those that are decoded with it at hand."""
-        first = values(records[number])
+        record = records[number]
+        if number in targets and number not in beside and (record.key not in (ckpt._memory or {})):
+            parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
+            fits = parent is not None or not record.delta
+            if fits and decoded_into(record, ckpt.pieces_of(record), parent, targets[number]):
+                return {number: targets[number]}
+        first = values(record)
         found = {number: first} | {i: values(records[i], first) for i in beside.get(number, [])}
-        return {i: build_leaf(x, records[i].spec) for i, x in found.items()}
+        built = {i: build_leaf(x, records[i].spec) for i, x in found.items()}
+        for i in built.keys() & targets.keys():
+            write_to(targets[i], built[i])
+            built[i] = targets[i]
+        return built
 
     decoded = map_arrays(one, beside.get(None, []), lambda number: records[number].spec.size)
     arrays = {i: x for found in decoded for i, x in found.items()}

@@ -307,6 +307,17 @@ def decode_bytes(
     return decode_parts("exact", spec, pieces, parent, CHUNK * 4, decode_chunk)
 
 
+def decode_bytes_into(spec: LeafSpec, pieces: Sequence[memoryview], parent: Reference | None, out: NpArray) -> None:
+    """Decode the stream format "bytes" into memory of the caller, uint8 [spec.nbytes]."""
+    before = parent_bytes(parent, spec)
+
+    def one(chunk: Chunk) -> None:
+        piece, part = chunk
+        decode_chunk(piece, out[part], spec, None if before is None else before[part])
+
+    map_chunks(one, chunks_of("exact", pieces, spec.nbytes, 0, step=CHUNK * 4))
+
+
 DecodePart = Callable[[memoryview, NpArray, LeafSpec, NpArray | None], None]
 """Fills a part of an array, the second argument, from its piece and the parent's same bytes."""
 

@@ -171,3 +171,17 @@ for steps in (40, 60):
     assert "resumed at step 40" in done.stdout
     newest = tmp_path / "run" / "step-000060"
     assert [len(file.chain) for file in Reader(newest).read_metadata().storage_data.files] == [3, 3]
+
+
+def test_reinforcement_learning_with_a_served_copy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import rl_sync; print(rl_sync.main({str(tmp_path)!r}, versions=3, width=48))"],
+        cwd=HOME,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert "'equal': True" in done.stdout, done.stdout
+    assert "version 2: reward" in done.stdout

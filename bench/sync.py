@@ -1,0 +1,252 @@
+"""`python -m bench sync`: exact deltas of bfloat16 weights at the speed of memory, and publishing them.
+
+Three kinds of rows. *Codec*: `compress` to bytes, `decompress` and `Subscriber.update`, by the share of changed values,
+against memcpy and zstd of the exclusive or, in processor time of one core. *Publishing*: publish, stage and commit.
+*Reinforcement learning*: a small language model trained by policy gradient in float32 and served in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import zstandard
+
+import shrinkpoint as sp
+
+from .harness import ROUNDS, CheckFailed, Options, Row, Target, at_least, at_most, cpu_clock
+from .plot import Bars, draw
+
+TITLE = "exact deltas at the speed of memory, and publishing to a model that serves"
+FLOOR = "memcpy"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Changed values, and what is asked of them as multiples of memcpy: encode, apply in place, decode to new memory.
+
+    Args:
+        name: of the share.
+        rate: learning rate that changes about so many values; None: nothing changes.
+        targets: encode, apply, decode; None where nothing is asked.
+    """
+
+    name: str
+    rate: float | None
+    targets: tuple[float, float, float | None]
+
+
+SHARES = (
+    Share("unchanged", None, (0.5, 0.8, None)),
+    Share("0.3 %", 6e-8, (0.45, 0.7, 0.4)),
+    Share("2 %", 5e-7, (0.25, 0.3, 0.2)),
+    Share("5 %", 1.35e-6, (0.12, 0.16, 0.12)),
+    Share("13 %", 4.7e-6, (0.08, 0.1, None)),
+)
+
+
+def moved(n: int, rate: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal weights as bfloat16, and after one step of Adam at this learning rate."""
+    g = torch.Generator().manual_seed(0)
+    w = 0.02 * torch.randn(n, generator=g)
+    if rate is None:
+        return w.bfloat16(), w.bfloat16()
+    m, v = torch.randn(n, generator=g), torch.randn(n, generator=g).abs() + 0.3
+    return w.bfloat16(), (w - rate * m / v).bfloat16()
+
+
+def run(options: Options) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+    n = 1 << 22 if options.quick else 1 << 24
+    for share in SHARES:
+        if options.wanted(f"encode apply decode size {share.name}"):
+            options.say(f"{share.name} of {n / 1e6:.0f} M values")
+            rows += options.done(_codec(share, n))
+    if options.wanted("publish stage pause"):
+        rows += options.done(_publishing(1 << 20 if options.quick else 1 << 23))
+    if options.wanted("reinforcement learning"):
+        rows += options.done(_learning(options.quick))
+    return rows
+
+
+def _codec(share: Share, n: int) -> list[Row]:
+    """One share: our calls, memcpy and zstd in turn, round after round."""
+    old, new = moved(n, share.rate)
+    changed = float((old.view(torch.int16) != new.view(torch.int16)).float().mean())
+    cfg = sp.presets.lossless()
+    with _one_thread():
+        base = sp.compress({"w": old}, cfg=cfg)
+        blob = sp.compress({"w": new}, base, cfg).to_bytes()
+        back = sp.decompress(sp.Checkpoint.from_bytes(blob), base)["w"]
+        if not torch.equal(back.view(torch.int16), new.view(torch.int16)):
+            raise CheckFailed("the delta does not give the same bits")
+        with tempfile.TemporaryDirectory() as folder:
+            publisher, served = sp.Publisher(folder), {"w": old.clone()}
+            publisher.publish(0, {"w": old})
+            subscriber = sp.Subscriber(folder, served)
+            publisher.publish(1, {"w": new})
+            subscriber.update()
+            if not torch.equal(served["w"].view(torch.int16), new.view(torch.int16)):
+                raise CheckFailed("the served bits are not the published ones")
+            target, xor, parent = np.empty(2 * n, np.uint8), _xor(old, new), served["w"].copy_(old)
+            source = new.view(torch.uint8).numpy()
+            calls: dict[str, Callable[[], object]] = {
+                FLOOR: lambda: np.copyto(target, source),
+                "encode": lambda: sp.compress({"w": new}, base, cfg).to_bytes(),
+                "decode": lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), base),
+                "apply": subscriber.update,
+            }
+            for level in (1, 3):
+                coder = zstandard.ZstdCompressor(level=level)
+                calls[f"zstd-{level} of XOR"] = lambda coder=coder: coder.compress(_xor(old, new))  # type: ignore[misc]
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(ROUNDS + 1):
+                for name, call in calls.items():
+                    # What is applied is put back, outside of the time.
+                    if name == "apply":
+                        parent.copy_(old)
+                        subscriber._at = subscriber._read(0)
+                        subscriber._marks = subscriber._versions_of_tensors()
+                    seconds[name].append(cpu_clock(call, 1))
+    median = {name: statistics.median(found[1:]) for name, found in seconds.items()}
+    peers = {level: len(zstandard.ZstdCompressor(level=level).compress(xor)) for level in (1, 3)}
+    note = f"{100 * changed:.3g} % changed; memcpy {2 * n / median[FLOOR] / 1e9:.3g} GB/s"
+    rows = []
+    for name, limit in zip(("encode", "apply", "decode"), share.targets, strict=True):
+        goal = None if limit is None else at_least(limit)
+        ours, floor = (2 * n / median[key] / 1e9 for key in (name, FLOOR))
+        rows.append(_row(f"{name}, {share.name}", n, ours, floor, goal, note))
+    for level in (1, 3):
+        peer = f"zstd-{level} of XOR"
+        speed = 2 * n / median[peer] / 1e9
+        rows.append(_row(f"encode, {share.name}", n, 2 * n / median["encode"] / 1e9, speed, None, note, peer))
+        size = f"size, {share.name}"
+        ratio = peers[level] / len(blob)
+        rows.append(Row(size, "cpu", n, len(blob), "bytes", peer, peers[level], ratio, None, None, note))
+    dense = _dense(old, new)
+    if dense is not None:
+        limit = 1.12 if share.name == "13 %" else 1.03
+        ratio, target_ = len(blob) / dense, Target(limit, "ratio", least=False)
+        text, met = target_.text("bytes"), target_.met(None, ratio)
+        name = "every element coded"
+        rows.append(Row(f"size, {share.name}", "cpu", n, len(blob), "bytes", name, dense, ratio, text, met, note))
+    return rows
+
+
+def _xor(old: torch.Tensor, new: torch.Tensor) -> bytes:
+    """The exclusive or of two byte strings."""
+    return (old.view(torch.int16) ^ new.view(torch.int16)).numpy().tobytes()
+
+
+def _dense(old: torch.Tensor, new: torch.Tensor) -> int | None:
+    """Bytes of the delta where every element is coded, as before there were sparse ones; None: nothing changed."""
+    from shrinkpoint.codec.base import CHUNK
+    from shrinkpoint.codec.lossless import exact
+    from shrinkpoint.codec.state.leaves import LeafSpec
+
+    if torch.equal(old.view(torch.int16), new.view(torch.int16)):
+        return None
+    spec, step = LeafSpec("torch", "bfloat16", (old.numel(),)), 4 * CHUNK
+    before, after = (x.view(torch.uint8).numpy() for x in (old, new))
+    parts = range(0, before.size, step)
+    return sum(len(exact._smallest(after[i : i + step], spec, before[i : i + step], i // 2)[1]) for i in parts)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before, own = sp.threads(), torch.get_num_threads()
+    sp.set_threads(1)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        sp.set_threads(before)
+        torch.set_num_threads(own)
+
+
+def _row(name: str, n: int, value: float, peer_value: float, goal: Target | None, note: str, peer: str = FLOOR) -> Row:
+    ratio = value / peer_value
+    met = None if goal is None else goal.met(value, ratio)
+    text = None if goal is None else goal.text("GB/s")
+    return Row(name, "cpu", n, value, "GB/s", peer, peer_value, ratio, text, met, note)
+
+
+def _publishing(n: int) -> list[Row]:
+    """Seconds to publish and to stage, milliseconds of pause, of a model in tensors of a million values."""
+    _, new = moved(n, None)
+    rows, times = [], {"publish": [], "stage": [], "pause": []}  # type: ignore[var-annotated]
+    g = torch.Generator().manual_seed(1)
+    with tempfile.TemporaryDirectory() as folder:
+        publisher = sp.Publisher(folder)
+        state = {str(i): part.clone() for i, part in enumerate(torch.split(new, 1 << 20))}
+        served = {name: part.clone() for name, part in state.items()}
+        publisher.publish(0, state)
+        subscriber = sp.Subscriber(folder, served)
+        for version in range(1, ROUNDS + 2):
+            for part in state.values():
+                part.view(torch.int16)[torch.rand(part.shape, generator=g) < 0.01] += 1
+            done = publisher.publish(version, state)
+            subscriber.update()
+            if not all(torch.equal(state[k].view(torch.int16), served[k].view(torch.int16)) for k in state):
+                raise CheckFailed("the served bits are not the published ones")
+            report = subscriber.last
+            assert report is not None
+            times["publish"].append(1e3 * done.seconds)
+            times["stage"].append(1e3 * (report.fetch_seconds + report.stage_seconds))
+            times["pause"].append(1e3 * report.pause_seconds)
+    note = f"1 % changed; {done.raw_bytes / done.nbytes:.0f} times smaller than the model; wall clock"
+    for name, found in times.items():
+        rows.append(Row(name, "cpu", n, statistics.median(found[1:]), "ms", None, None, None, None, None, note))
+    return rows
+
+
+def _learning(quick: bool) -> list[Row]:
+    """The example, and its figures."""
+    home = Path(__file__).resolve().parents[1] / "examples"
+    given = f"versions={3 if quick else 8}, width={64 if quick else 256}"
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import json, rl_sync; print(json.dumps(rl_sync.main({folder!r}, {given})))"],
+            cwd=home,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    found = json.loads(done.stdout.splitlines()[-1])
+    n, rows = found["parameters"], []
+    size, peer = found["bytes"], found["zstd-1 of XOR"]
+    note = f"{100 * found['changed']:.3g} % changed a version; {'equal' if found['equal'] else 'DIFFERENT'} logits"
+    goal = at_most(1.0, "ratio")
+    rows.append(
+        Row(
+            *("reinforcement learning, bytes a sync", "cpu", n, size, "bytes", "zstd-1 of XOR", peer),
+            *(size / peer, goal.text("bytes"), found["equal"] and goal.met(size, size / peer), note),
+        )
+    )
+    for name in ("publish", "stage", "pause"):
+        value = found[f"{name} ms"]
+        rows.append(Row(f"reinforcement learning, {name}", "cpu", n, value, "ms", None, None, None, None, None, note))
+    return rows
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Speed relative to memcpy by share."""
+    bars = [(r.row, r.ratio, _limit(r)) for r in rows if r.peer == FLOOR and r.ratio is not None]
+    draw(path, [Bars("speed of exact deltas, share of memcpy (mark: target)", "x memcpy", bars)])
+
+
+def _limit(row: Row) -> float | None:
+    """The number in a target's text."""
+    return None if row.target is None else float(row.target.split()[1])

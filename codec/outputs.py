@@ -1,0 +1,83 @@
+"""Arrays of the caller to decode into: found by the keys of the checkpoint, checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..kernels.arrays import is_torch
+from .errors import BadArgumentError
+from .lossless.exact import decode_bytes_into
+from .state import tree
+from .state.leaves import Array, NpArray, as_bytes, is_array, read_leaf
+
+if TYPE_CHECKING:
+    from .base import Reference
+    from .checkpoint import ArrayRecord
+
+
+def outputs_of(out: Any, records: Sequence[ArrayRecord]) -> dict[int, Array]:
+    """Return the array of `out` for each record, by its number.
+
+    Args:
+        out: a tree with an array at the place of each record; what else it holds is not looked at.
+        records: of the checkpoint.
+
+    Raises:
+        BadArgumentError: an array is missing, has another dtype or shape, or cannot be written in place; nothing was
+            written.
+    """
+    _, found = tree.flatten(out, is_array, name="out")
+    given = {node.key: node.value for node in found}
+    lines, targets = [], {}
+    for number, record in enumerate(records):
+        if record.spec.library == "numpy scalar":
+            continue
+        if record.key not in given:
+            lines.append(f"{record.path}: not in out")
+            continue
+        target = given[record.key]
+        spec = read_leaf(target, record.path)[0]
+        if (spec.dtype, spec.shape) != (record.spec.dtype, record.spec.shape):
+            lines.append(f"{record.path}: {record.spec.dtype} {record.spec.shape}, in out {spec.dtype} {spec.shape}")
+        elif not _is_writable(target):
+            lines.append(f"{record.path}: a {type(target).__qualname__} in out that is not contiguous and writable")
+        targets[number] = target
+    if lines:
+        shown = "\n  ".join(lines[:20])
+        raise BadArgumentError(f"out does not fit the checkpoint; nothing was written\n  {shown}")
+    return targets
+
+
+def _is_writable(target: Any) -> bool:
+    if is_torch(target):
+        return bool(target.is_contiguous() and not target.is_conj() and not target.is_neg())
+    return isinstance(target, np.ndarray) and bool(target.flags.c_contiguous and target.flags.writeable)
+
+
+def host_memory(target: Array) -> NpArray | None:
+    """The bytes of an output, to be written to; None where it is not on the host."""
+    if is_torch(target):
+        if target.device.type != "cpu" or not target.numel():
+            return None
+        return as_bytes(target.detach().view(-1))
+    return as_bytes(target.reshape(-1)) if target.size else None
+
+
+def decoded_into(record: ArrayRecord, pieces: Sequence[memoryview], parent: Reference | None, target: Array) -> bool:
+    """Decode an exact array straight into its output; False where that cannot be done."""
+    memory = host_memory(target)
+    if record.stream != "bytes" or memory is None:
+        return False
+    decode_bytes_into(record.spec, pieces, parent, memory)
+    return True
+
+
+def write_to(target: Array, values: Array) -> None:
+    """Copy decoded values, in the output's shape, to the output."""
+    if is_torch(target):
+        target.detach().copy_(values)
+    else:
+        target[...] = values

@@ -1,0 +1,74 @@
+"""Decoding into arrays of the caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+
+def state(t: int) -> dict[str, Any]:
+    w = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
+    w[t::50] += t
+    entry = {"exp_avg": w / 9, "exp_avg_sq": w * w, "step": torch.tensor(float(t))}
+    return {
+        "w": w.bfloat16(),
+        "n": np.arange(9.0) + t,
+        "e": torch.zeros(0, 2),
+        "opt": [entry],
+        "s": np.float32(t),
+        "k": t,
+    }
+
+
+def empty(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: empty(v) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [empty(v) for v in tree]
+    if isinstance(tree, torch.Tensor):
+        return torch.full_like(tree, 7)
+    return np.full_like(tree, 7) if isinstance(tree, np.ndarray) else tree
+
+
+@pytest.mark.parametrize("preset", [sp.presets.lossless, sp.presets.exact_weights])
+@pytest.mark.parametrize("is_resolved", [False, True])
+def test_out_has_what_decompress_gives(preset: Any, is_resolved: bool) -> None:
+    cfg = preset()
+    base = sp.compress(state(0), cfg=cfg)
+    for ckpt, prev in ((base, None), (sp.compress(state(1), base, cfg), base)):
+        read = ckpt if is_resolved else sp.Checkpoint.from_bytes(ckpt.to_bytes())
+        above = prev if not is_resolved else None
+        wanted, out = sp.decompress(read, above), empty(state(0))
+        got = sp.decompress(read, above, out=out)
+        assert got["w"] is out["w"]
+        assert got["n"] is out["n"]
+        assert got["opt"][0]["exp_avg_sq"] is out["opt"][0]["exp_avg_sq"]
+        for a, b in ((wanted, got), (wanted["opt"][0], got["opt"][0])):
+            for name in a:
+                if isinstance(a[name], torch.Tensor):
+                    assert torch.equal(a[name], b[name]), name
+                elif name != "opt":
+                    np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_out_is_checked_before_it_is_written() -> None:
+    ckpt = sp.compress(state(0), cfg=sp.presets.lossless())
+    for change, message in (
+        ({"w": torch.full((400, 300), 7).bfloat16()}, r"w: bfloat16 \(300, 400\), in out bfloat16 \(400, 300\)"),
+        ({"w": torch.full((300, 400), 7)}, "in out int64"),
+        ({"w": torch.full((400, 300), 7).bfloat16().T}, "contiguous"),
+        ({"n": np.broadcast_to(np.float64(7), (9,))}, "n: a ndarray"),
+        ({"w": None}, "w: not in out"),
+    ):
+        out = empty(state(0)) | change
+        with pytest.raises(sp.BadArgumentError, match=message):
+            sp.decompress(ckpt, out=out)
+        assert (out["opt"][0]["exp_avg"] == 7).all()
+        assert (np.asarray(out["n"]) == 7).all()
+    with pytest.raises(sp.BadArgumentError, match="out must be a tree"):
+        sp.decompress(ckpt, out=3)
