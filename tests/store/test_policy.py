@@ -83,6 +83,7 @@ def test_no_rule_at_all(tmp_path: Path) -> None:
     assert [s.is_delta for s in saved] == [False] + [True] * 39
 
 
+@pytest.mark.filterwarnings("ignore::shrinkpoint.codec.plan.UnknownArraysWarning")
 @pytest.mark.parametrize("cfg", [lossless(), sp.Config(chain=sp.ChainPolicy(None, "base"))], ids=["exact", "default"])
 def test_a_delta_that_spares_nothing_is_a_base(cfg: sp.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     store = sp.Store(f"memory://pointless-{cfg.chain.against}", cfg)
