@@ -125,12 +125,12 @@ def killed(family: Family, setting: str, seed: int, failures: int = FAILURES) ->
     """Train through evenly spread failures; return the end, each restore, and how small the chain was.
 
     A checkpoint is taken every `SPACING` steps with bases as the configuration has them; a kill comes half way between
-    two, and the training goes on from what was stored.
+    two, and the training goes on from what was stored. Of the null only the end is looked at.
     """
     system: Perturbed | InStore = Perturbed(seed) if setting == NULL else InStore(config_of(setting), spacing=SPACING)
     run, steps = Run(family.workload, seed), family.workload.steps
     due = kills(steps, failures, SPACING)
-    noted = {step // SPACING * SPACING for step in due}
+    noted = {step // SPACING * SPACING for step in due} if setting != NULL else set()
     stored: dict[int, Answers] = {}
     sizes: list[Size] = []
     restores = []
@@ -144,7 +144,9 @@ def killed(family: Family, setting: str, seed: int, failures: int = FAILURES) ->
                 run = Run(family.workload, seed)
                 run.restore(state)
                 system.begin(run)
-                restores.append({"step": run.step, **divergence(family, stored[run.step], answers(family, run))})
+                if run.step in noted:
+                    restored = divergence(family, stored[run.step], answers(family, run))
+                    restores.append({"step": run.step, **restored})
             elif run.step % SPACING == 0:
                 size = system.save(run)
                 sizes += [] if size is None else [size]

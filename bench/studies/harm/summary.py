@@ -85,8 +85,8 @@ class Found:
     worst: float
     loss: Effect | None
     accuracy: Effect | None
-    ratio: float | None
-    weights: float | None
+    ratio: float
+    weights: float
 
 
 class Campaign:
@@ -116,7 +116,7 @@ class Campaign:
     def found(self, family: str, setting: str) -> Found | None:
         """Return what was found of a setting on a family; None where it was not measured."""
         rows = list(self.of("killed", family, setting).values())
-        if not rows:
+        if not rows or setting == NULL:
             return None
         restores = [restore for row in rows for restore in row["restores"]]
         changed = [r["changed"] for r in restores if r["changed"] is not None]
@@ -128,8 +128,8 @@ class Campaign:
             max(losses, key=abs),
             self.against_null(family, setting, "loss"),
             self.against_null(family, setting, "accuracy"),
-            statistics.fmean(row["ratio"] for row in rows) if setting != NULL else None,
-            statistics.fmean(row["weights"] for row in rows) if setting != NULL else None,
+            statistics.fmean(row["ratio"] for row in rows),
+            statistics.fmean(row["weights"] for row in rows),
         )
 
     def plateau(self, family: str) -> float | None:
@@ -146,8 +146,8 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
         sizes: parameters by family.
     """
     rows: list[Row] = []
-    for setting in (NULL, *LEVELS):
-        ratios = []
+    for setting in LEVELS:
+        ratios: list[float] = []
         for family in FAMILIES:
             name, size = f"{family}, {setting}", sizes[family]
             found = campaign.found(family, setting)
@@ -155,8 +155,7 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
             ratio = found.ratio if found else statistics.fmean(chains) if chains else None
             if ratio is not None:
                 ratios.append(ratio)
-            if setting != NULL:
-                rows.append(_row(f"{name}: whole state, chain", size, ratio, "x", LEAST.get(setting), least=True))
+            rows.append(_row(f"{name}: whole state, chain", size, ratio, "x", LEAST.get(setting), least=True))
             if setting != "lossless":
                 rows += _quality(name, family, setting, size, found)
         if setting in RATIO:
