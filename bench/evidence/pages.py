@@ -13,11 +13,14 @@ from functools import partial
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from .. import training, workloads
-from . import catalogue, frameworks, parts, ratios, results, speeds, systems, trainings
+from . import catalogue, frameworks, levels, parts, ratios, results, speeds, systems, trainings
 
 PAGES = (
     "README.md",
     "docs/evidence.md",
+    "docs/choosing.md",
+    "docs/advanced.md",
+    "docs/decisions/default.md",
     "docs/systems.md",
     "docs/saver.md",
     "docs/trainers.md",
@@ -64,6 +67,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel sizes": parts.kernel_sizes,
     "store peers": partial(parts.beside, "store.json", ("MB/s", "x raw state")),
     "stall peers": partial(parts.beside, "saver.json", ("ms",)),
+    "levels": levels.levels,
+    "front": levels.front,
+    **{f"level {name}": partial(levels.level, name) for name in levels.NAMES if name != "lossless"},
     **{f"aims {bench}": partial(parts.aims, bench) for bench in _AIMS},
     **{f"failures {model}": partial(trainings.failures, model) for model in _KILLED},
     **{f"ablation {model}": partial(trainings.ablations, model) for model, s in training.STUDIES.items() if s.ablation},

@@ -363,7 +363,7 @@ def crashes() -> Iterator[str]:
 CLAIMS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "README.md": (demo, headline, alternatives, killed, saves),
     "docs/evidence.md": (short, others, long, wider, thresholds, ablation),
-    "docs/choosing.md": (often_killed,),
+    "docs/advanced.md": (often_killed,),
     "docs/recovery.md": (crashes,),
 }
 

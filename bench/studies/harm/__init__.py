@@ -1,9 +1,9 @@
-"""`python -m bench harm`: small harm of lossy checkpoints, seen on what restored models answer.
+"""`python -m bench harm`: harm of lossy checkpoints, seen on answers of restored models.
 
 Nine small model families train to a plateau; each setting is judged by (a) how far the restored model's answers are
 from the original's, (b) the same after further steps against an exact resume, and (c) loss and accuracy at the end of a
 training that is killed ten times, paired by seed with the uninterrupted training and with the null. Rows are kept one
-JSON line each under `results/harm.jsonl`; a run measures what is missing there, so it may be stopped at any time.
+JSON line each under `results/harm.jsonl`; a run measures the missing ones, so it may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEEDS = 4
 
 
 def run(options: Options) -> list[Row]:
-    """Measure what is missing and return the rows; with `--quick` a short training of one family, kept nowhere."""
+    """Measure the missing rows and return all; with `--quick` one short training, kept nowhere."""
     if options.quick:
         return _quick(options)
     rows = campaign.Rows(campaign.RESULTS)

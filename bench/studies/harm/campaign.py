@@ -1,4 +1,4 @@
-"""The campaign: one JSON line a family, setting and seed; what a file holds already is not measured again."""
+"""The campaign: one JSON line a family, setting and seed, never measured twice."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def measure(
     parts: Sequence[str] = tuple(PARTS),
     say: Callable[[str], None] = print,
 ) -> None:
-    """Measure what is missing: first each part's own effect, then killed trainings, seed by seed.
+    """Measure the missing rows: each part's own effect, then killed trainings, by seed.
 
     Args:
-        rows: what there is; measured rows are added.
+        rows: of earlier runs; measured rows are added.
         seeds: of the trainings; effects of parts are measured for the first one.
         families: by name.
         levels: settings of the killed trainings.

@@ -1,4 +1,4 @@
-"""Nine small model families, each trained to a plateau in seconds on one core, and what their outputs are.
+"""Nine small model families, each trained to a plateau in seconds, and their outputs.
 
 Each is a `Workload`: its weights, batches and their order are functions of a seed and a step alone, so that two runs of
 one seed differ by the checkpoint alone. Models have 0.04 to 0.2 million parameters.
@@ -31,7 +31,7 @@ class Family:
     """A workload, and what its model answers.
 
     Args:
-        workload: what is trained.
+        workload: the model and its task.
         outputs: of a model on a batch: logits [n, classes], or values [n, ...] of a regression.
         targets: of a batch: classes [n], or values as the outputs have them.
         classifies: whether outputs are logits; else values.
@@ -87,7 +87,7 @@ def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
 
 @cache
 def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
-    """The held-out images in noisy copies: enough that a loss is not a matter of a few images."""
+    """Return the held-out images in noisy copies, so that no loss hangs on a few images."""
     images, labels = _digits()
     rng = np.random.default_rng(1)
     return [(_noisy(images[_TRAINED_ON:], rng), labels[_TRAINED_ON:]) for _ in range(_COPIES)]
@@ -120,7 +120,7 @@ def cnn() -> Family:
 
 
 def cnn_batch_norm() -> Family:
-    """The same with batch norm, whose running statistics are kept exactly while the weights below them are not."""
+    """The same with batch norm; its running statistics are kept exactly, the weights are not."""
     return _on_digits("CNN, batch norm", lambda: _convolutions(nn.BatchNorm2d), 400, 2e-3)
 
 
@@ -265,7 +265,7 @@ def _click_held_out() -> list[tuple[Tensor, Tensor]]:
 
 
 def embedding() -> Family:
-    """Four tables of 1,500 x 24 and a perceptron, 0.16 M parameters: the shape of a click predictor."""
+    """Four tables of 1,500 x 24 and a perceptron, 0.16 M parameters: a click predictor."""
     loss = _losses(_first, _second)
     workload = Workload("embedding", _Clicks, lambda rng: _clicks(rng, 512), loss, _click_held_out, 500, 2e-3)
     return Family(workload, _first, _second, classifies=True)
@@ -276,7 +276,7 @@ _NODES, _FEATURES, _GROUPS = 1200, 96, 8
 
 @cache
 def _graph() -> tuple[Tensor, Tensor, np.ndarray[Any, Any]]:
-    """Return the normalised adjacency and the groups of a stochastic block model, and the groups' features."""
+    """Return adjacency (normalised), groups and their features of a stochastic block model."""
     rng = np.random.default_rng(3)
     groups = rng.integers(0, _GROUPS, _NODES)
     near = np.where(groups[:, None] == groups, 0.02, 0.004)

@@ -1,4 +1,4 @@
-"""Small harm, measured on the model itself: what restored models answer, at once, later, and at a training's end.
+"""Small harm, measured on the model itself: its answers at once, later, and at the end.
 
 A row is one family, setting and seed, plain JSON. Everything is a function of these three, so a row that was measured
 need not be measured again.
@@ -37,10 +37,10 @@ Record = dict[str, Any]
 
 
 class Perturbed:
-    """The null: states in memory, restored with every float array within a relative L2 error of 1e-4.
+    """The null: states in memory, restored within a relative L2 error of 1e-4.
 
     Args:
-        seed: of the training; what is added is a function of it and of the step.
+        seed: of the training; the noise is a function of it and of the step.
     """
 
     def __init__(self, seed: int) -> None:
@@ -74,7 +74,7 @@ class Perturbed:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answers on the held-out set: outputs of all examples, mean loss, share of right answers."""
+    """Answers on the held-out set: outputs of all examples, mean loss, share of right ones."""
 
     outputs: Tensor
     loss: float
@@ -83,7 +83,7 @@ class Answers:
 
 @torch.no_grad()
 def answers(family: Family, run: Run) -> Answers:
-    """Return what a run's model answers now, in evaluation mode; the run goes on as if nothing had happened."""
+    """Return the answers of a run's model, in evaluation mode; the run is not changed."""
     run.model.eval()
     batches = family.workload.held_out()
     outputs = [family.outputs(run.model, batch) for batch in batches]
@@ -112,7 +112,7 @@ def divergence(family: Family, exact: Answers, other: Answers) -> Record:
 
 
 def uninterrupted(family: Family, seed: int) -> Record:
-    """Return loss and accuracy of a training that nothing happens to, and its loss at nine tenths."""
+    """Return loss and accuracy of an uninterrupted training, and its loss at nine tenths."""
     run = Run(family.workload, seed)
     run.train(round(_PLATEAU * family.workload.steps))
     before = answers(family, run)
@@ -122,10 +122,10 @@ def uninterrupted(family: Family, seed: int) -> Record:
 
 
 def killed(family: Family, setting: str, seed: int, failures: int = FAILURES) -> Record:
-    """Train through evenly spread failures; return the end, each restore, and how small the chain was.
+    """Train through evenly spread failures; return the end, each restore, and ratios.
 
     A checkpoint is taken every `SPACING` steps with bases as the configuration has them; a kill comes half way between
-    two, and the training goes on from what was stored. Of the null only the end is looked at.
+    two, and the training goes on from the stored checkpoint. Of the null only the end is looked at.
     """
     system: Perturbed | InStore = Perturbed(seed) if setting == NULL else InStore(config_of(setting), spacing=SPACING)
     run, steps = Run(family.workload, seed), family.workload.steps
@@ -170,7 +170,7 @@ def killed(family: Family, setting: str, seed: int, failures: int = FAILURES) ->
 
 
 def chain(family: Family, settings: Sequence[str], seed: int) -> dict[str, Record]:
-    """Return how small the chains of one uninterrupted training are by several settings, which share it."""
+    """Return the ratios of chains of one uninterrupted training, which settings share."""
     systems = {setting: InStore(config_of(setting), spacing=SPACING) for setting in settings}
     run = Run(family.workload, seed)
     sizes: dict[str, list[Size]] = {setting: [] for setting in settings}
@@ -197,7 +197,7 @@ def resumed(
 ) -> None:
     """Resume one training from its middle by several settings; hand over the row of each.
 
-    What is restored is the third checkpoint of a chain. `after` holds, by further steps, how far the resumed training's
+    The third checkpoint of a chain is restored. `after` holds, by further steps, how far the resumed training's
     answers are from those of an exact resume; `bits` the stored bits an element of weights, first and second moments,
     in the base and in the last delta.
     """
@@ -233,7 +233,7 @@ def _going_on(family: Family, seed: int, state: State, after: Sequence[int]) -> 
 
 
 def _bits(ckpt: sp.Checkpoint) -> Record:
-    """Return stored bits an element of matrices, by what they are."""
+    """Return stored bits an element of matrices: of weights, first and second moments."""
     ends = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
     sums: dict[str, list[int]] = {}
     for row in ckpt.summary():

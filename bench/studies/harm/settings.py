@@ -1,4 +1,4 @@
-"""What is compared: the four levels, the null, and each part of a state lossy alone."""
+"""The settings: the four levels, the null, and each part of a state lossy alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS: dict[str, Callable[[], sp.Config]] = {
     "lossless": sp.presets.lossless,
 }
 KILLED = (NULL, "default", "exact_weights", "compact")
-"""Levels that trainings are killed with; what is lossless ends where the uninterrupted training does."""
+"""Levels that trainings are killed with; a lossless one ends where the uninterrupted training does."""
 
 _EXACT = {"weight": sp.Exact(), "first moment": sp.Exact(), "second moment": sp.Exact()}
 

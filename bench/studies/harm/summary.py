@@ -1,4 +1,4 @@
-"""What a campaign's rows say: means over seeds, one-sided bounds, and the rows of `python -m bench harm`.
+"""Means over seeds, one-sided bounds, and the rows of `python -m bench harm`.
 
 Ends are paired twice: each killed training with the uninterrupted one of its seed, and the difference with that of the
 null (all arrays within 1e-4), which is what a training makes of next to nothing. Bounds are one-sided, 95 %, by the t
@@ -35,7 +35,7 @@ AGREEMENT, RMS, RMS_BATCH_NORM = 99.5, 0.3, 1.6
 
 @dataclass(frozen=True)
 class Effect:
-    """A mean with its standard error and one-sided 95 % bound; the last two None for a single value."""
+    """A mean with standard error and one-sided 95 % bound, both None for a single value."""
 
     mean: float
     error: float | None
@@ -90,7 +90,7 @@ class Found:
 
 
 class Campaign:
-    """Rows of a campaign by what they are of."""
+    """Rows of a campaign, by family, setting and seed."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self.rows = {(row["what"], row["family"], row["setting"], row["seed"]): row for row in rows}
@@ -100,7 +100,7 @@ class Campaign:
         return {k[3]: row for k, row in self.rows.items() if k[:3] == (what, family, setting)}
 
     def ends(self, family: str, setting: str, what: str) -> dict[int, float]:
-        """Return by seed how much worse a killed training ends than the uninterrupted one: percent, or points."""
+        """Return by seed how much worse a killed training ends: percent, or points."""
         exact, found = self.of("end", family, "uninterrupted"), {}
         for seed, row in self.of("killed", family, setting).items():
             if seed in exact and row[what] is not None:
@@ -114,7 +114,7 @@ class Campaign:
         return Effect.of([own[seed] - null[seed] for seed in own if seed in null])
 
     def found(self, family: str, setting: str) -> Found | None:
-        """Return what was found of a setting on a family; None where it was not measured."""
+        """Return the effect of a setting on a family; None where it was not measured."""
         rows = list(self.of("killed", family, setting).values())
         if not rows or setting == NULL:
             return None
@@ -133,16 +133,16 @@ class Campaign:
         )
 
     def plateau(self, family: str) -> float | None:
-        """Return by how many percent the loss falls over the last tenth of the schedule, mean over seeds."""
+        """Return the percent by which the loss falls over the last tenth, mean over seeds."""
         ends = self.of("end", family, "uninterrupted").values()
         return statistics.fmean(100 * (row["before"] / row["loss"] - 1) for row in ends) if ends else None
 
 
 def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
-    """Return the rows of the command: for each level and family what it loses and how small it is.
+    """Return the rows of the command: loss and ratio of each level and family.
 
     Args:
-        campaign: what was measured.
+        campaign: the measured rows.
         sizes: parameters by family.
     """
     rows: list[Row] = []
@@ -166,7 +166,7 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
 
 
 def _quality(name: str, family: str, setting: str, size: int, found: Found | None) -> list[Row]:
-    """Rows of what a setting loses on a family; those of answers only where there are classes."""
+    """Return what a setting loses on a family; of answers only where there are classes."""
     own, classifies = setting == "default", found is None or found.agreement is not None
     aside = "set aside while choosing; " if family in SET_ASIDE else ""
     rows = []
