@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.bench.__main__ import BENCHMARKS
+from shrinkpoint.bench.__main__ import NAMES
 from tests.pages import RUN, PageError, blocks, run_page
 
 HOME = Path(__file__).parents[2]
@@ -412,6 +412,6 @@ def test_files_and_tests_that_are_named_exist(path: Path) -> None:
             }
             assert test in names, f"{file}::{test}"
     for bench in re.findall(r"python -m bench ([a-z]+)", text):
-        assert bench in BENCHMARKS, bench
+        assert bench in NAMES, bench
     for result in re.findall(r"`(bench/results/[\w.-]+)`", text):
         assert (HOME / result).exists(), result
