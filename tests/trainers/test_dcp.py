@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shrinkpoint as sp
-from shrinkpoint.codec.compress import compressed
+from shrinkpoint.codec.compress import compress_inputs
 from shrinkpoint.codec.format import container
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers.dcp import (
@@ -458,7 +458,7 @@ def test_saving_to_one_place_again_and_again(tmp_path: Path) -> None:
 def test_a_delta_that_spares_nothing_is_a_base_instead(tmp_path: Path, against: Any, monkeypatch: Any) -> None:
     """After a jump of the weights; the deltas after it are small again. Only in doubt is a state compressed twice."""
     made: list[sp.Checkpoint] = []
-    monkeypatch.setattr(writer_module, "compressed", lambda *a: made.append(compressed(*a)) or made[-1])
+    monkeypatch.setattr(writer_module, "compress_inputs", lambda *a: made.append(compress_inputs(*a)) or made[-1])
     w = torch.randn(200, 200)
     writer, redrawn, lengths = Writer(cfg=sp.Config(EXACT.rules, chain=sp.ChainPolicy(None, against))), {2, 3}, []
     for step in range(6):
