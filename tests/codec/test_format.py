@@ -421,6 +421,9 @@ def bytes_chunk(piece: bytes, dtype: str, size: int, before: bytes | None) -> by
     if method == 5:
         assert before is not None
         return sizes(source, dtype, np.frombuffer(before, f"u{width}"))
+    if method == 7:
+        assert before is not None
+        return sparse(source, dtype, np.frombuffer(before, f"u{width}"))
     assert method == 3
     assert before is not None
     return before
@@ -479,6 +482,60 @@ def sizes(source: Bytes, dtype: str, before: np.ndarray[Any, Any]) -> bytes:
         at += k
     assert extra >> at == 0
     return undo(np.array(numbers, np.uint64).astype(before.dtype), before, True).tobytes()
+
+
+def sparse(source: Bytes, dtype: str, before: np.ndarray[Any, Any]) -> bytes:
+    n, width = before.size, 8 * before.itemsize
+    is_float = ("float" in dtype or "complex" in dtype) and dtype != "float8_e8m0fnu"
+    by_xor = {0: False, 1: True}[source.take(1)[0]]
+    edges = [source.varint() for _ in range(source.varint())]
+    assert len(edges) <= 7
+    assert not edges or is_float
+    assert edges == sorted(set(edges))
+    assert all(1 <= edge < 2 ** (width - 1) for edge in edges)
+    counts = [source.varint() for _ in range(len(edges) + 1)]
+    shifts = list(source.take(len(edges) + 1))
+    total = sum(counts)
+    assert max(shifts) <= 24
+    assert n <= 2**25
+    assert total <= n // 4
+    classes = np.repeat(np.arange(len(counts)), counts)
+    changes = symbols(source.block(), total, *([classes, len(counts)] if edges else [])).astype(int).tolist()
+    bits, at = int.from_bytes(source.block(), "little"), 0
+    size = source.varint()
+    large: list[int] = []
+    where = classes[[c % 5 == 4 for c in changes]] if changes else classes
+    assert size == where.size
+    if size and width == 8:
+        large = symbols(source.block(), size, *([where, len(counts)] if edges else [])).astype(int).tolist()
+    elif size:
+        categories = symbols(source.block(), size, *([where, len(counts)] if edges else [])).tolist()
+        extra, used, b = int.from_bytes(source.rest(), "little"), 0, 2 if width == 64 else 3
+        for c in categories:
+            assert c < (width - 1 - b << b) + (2 << b)
+            k = max((c >> b) - 1, 0)
+            large.append((c - (k << b) << k) + (extra >> used & (1 << k) - 1))
+            used += k
+        assert extra >> used == 0
+    assert source.at == len(source.data)
+    magnitude = before & before.dtype.type(2 ** (width - 1) - 1)
+    reached = sum((magnitude >= before.dtype.type(edge) for edge in edges), np.zeros(n, int))
+    found, number, rest = np.zeros(n, before.dtype), 0, iter(large)
+    for k, count in enumerate(counts):
+        items, place = np.flatnonzero(reached == k), -1
+        for change in changes[number : number + count]:
+            q, d = divmod(change, 5)
+            assert q < 50
+            opened = max(q // 2 - 1, 0)
+            e = bits >> at & (1 << opened + shifts[k]) - 1
+            at += opened + shifts[k]
+            place += (q - 2 * opened << opened + shifts[k]) + e + 1
+            value = d + 1 if d < 4 else next(rest) + 5
+            assert value < 2**width
+            found[items[place]] = value
+        number += count
+    assert bits >> at == 0
+    return (before ^ found if by_xor else undo(found, before, is_float)).tobytes()
 
 
 def to_float(data: bytes, dtype: str) -> np.ndarray[Any, Any]:
