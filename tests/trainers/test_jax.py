@@ -227,3 +227,18 @@ def test_the_page_and_the_docstrings_are_true() -> None:
     result = doctest.testmod(adapter)
     assert result.attempted
     assert not result.failed
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "prodigy", "adadelta", "adan", "adafactor", "sgd"])
+def test_entries_of_optax_that_are_no_known_moments_are_exact(name: str) -> None:
+    optax = pytest.importorskip("optax")
+    makes = {
+        "schedule_free_adamw": lambda: optax.contrib.schedule_free_adamw(1e-3),
+        "prodigy": lambda: optax.contrib.prodigy(),
+        "sgd": lambda: optax.sgd(1e-3, momentum=0.9),
+    }
+    made = makes.get(name, lambda: getattr(optax, name)(1e-3))()
+    params = {"k": jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32)}
+    _, state = made.update(params, made.init(params), params)
+    rows = sp.compress(nested({"opt_state": state}), cfg=sp.Config()).summary()
+    assert all({"mu", "nu", "trace"} & set(row.path.split("/")) for row in rows if row.error)
