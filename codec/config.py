@@ -32,7 +32,7 @@ CODECS: dict[str, type[Codec]] = {
 
 
 class UnmatchedRuleWarning(ShrinkpointWarning):
-    """A rule is for no array of a state, and looks as if it was meant for one."""
+    """A rule matches no array of a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +72,30 @@ class Rule:
 
 
 def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
-    """Warn of a name that is the end of paths and none of them whole, and of what is nearly a kind's name.
+    """Warn of each rule that matches no array, with the nearest path or kind.
 
-    A glob with a "/" is written by who knows paths. What matches nothing at all may be meant for other states, or for
-    other processes' parts of this one.
+    A state need not hold each kind, nor what a glob names at any depth ("*/exp_avg").
     """
     known = {*ROLES, *LAYERS, *(rule.match.removeprefix("*/") for rule in rules if rule.match.startswith("*/"))}
     for rule in rules if paths else ():
-        if rule.match in known or "/" in rule.match or any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
+        if rule.match in known or rule.match.startswith("*"):
+            continue
+        if any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
             continue
         if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
             hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"
-        elif "." in rule.match:
-            continue  # the name of some parameter: "fc.weight" is no slip of "weight"
-        elif meant := next(iter(difflib.get_close_matches(rule.match.lower(), (*ROLES, *LAYERS), 1, 0.8)), None):
-            hint = f"did you mean the kind {meant!r}?"
+        elif "." not in rule.match and (
+            kind := next(iter(difflib.get_close_matches(rule.match.lower(), (*ROLES, *LAYERS), 1, 0.8)), None)
+        ):
+            hint = f"did you mean the kind {kind!r}?"
         else:
-            continue
+            nearest = difflib.get_close_matches(rule.match, paths[:_GLANCE], 1, 0.0)[0]
+            hint = f"the nearest path is {nearest}"
         warnings.warn(f"rule {rule.match!r} matches no array of this state: {hint}", UnmatchedRuleWarning, stacklevel=2)
+
+
+_GLANCE = 2000
+"""Paths that are compared with a rule that matches none of them."""
 
 
 @dataclass(frozen=True, slots=True)

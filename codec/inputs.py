@@ -28,6 +28,7 @@ class Inputs:
         grads: gradients by path.
         past_weights: earlier values of the weights by path; None: not given.
         evidence: of each array, where it was gathered from a larger state than this one; None: not gathered yet.
+        is_whole: whether this is all that the caller saves; of a part nothing is missing that the rules name.
     """
 
     nodes: list[Any]
@@ -37,6 +38,7 @@ class Inputs:
     grads: dict[str, Array]
     past_weights: Earlier | None
     evidence: Sequence[Evidence] | None = None
+    is_whole: bool = True
 
     @staticmethod
     def of(
@@ -69,7 +71,7 @@ class Inputs:
         arrays = [self.arrays[i] for i in numbers]
         kinds = kinds_for(self.kinds, (node.path for node in arrays))
         evidence = None if self.evidence is None else [self.evidence[i] for i in numbers]
-        return replace(self, nodes=nodes, arrays=arrays, kinds=kinds, evidence=evidence)
+        return replace(self, nodes=nodes, arrays=arrays, kinds=kinds, evidence=evidence, is_whole=False)
 
 
 def _renumbered(node: Any, place: Mapping[int, int]) -> Any:

@@ -83,7 +83,6 @@ def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
     found = inputs.arrays
     arrays = _read(inputs)
     paths = arrays.paths
-    warn_of_unmatched(cfg.rules, paths)
     evidence = gather(inputs.nodes, arrays, inputs.kinds) if inputs.evidence is None else inputs.evidence
     # Over a base, if over anything, the rows touched since the base are those that count.
     touched = touched_rows(paths, inputs.kinds, inputs.prev is None or not inputs.prev.is_delta)
@@ -96,7 +95,8 @@ def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
         leaves.append(leaf)
         codecs.append(with_targets(codec, cfg))
         whys.append(why)
-    if inputs.prev is None:
+    if inputs.prev is None and inputs.is_whole:
+        warn_of_unmatched(cfg.rules, paths)
         _warn_of_unknown(leaves, evidence, whys, cfg)
     leaves = _with_companions(inputs, leaves, codecs)
     pairs = moment_pairs(leaves)

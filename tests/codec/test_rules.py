@@ -64,10 +64,19 @@ def test_a_rule_that_was_meant_for_an_array_and_matches_none_is_told(match: str,
 
 
 def test_a_name_with_a_dot_is_no_slip_of_a_kind() -> None:
-    """Whoever followed that hint would have every weight exact."""
+    """A user who followed that hint would have every weight exact."""
+    with pytest.warns(UnmatchedRuleWarning, match="the nearest path is model/lin.weight"):
+        sp.compress({"model": {"lin.weight": X}}, cfg=sp.Config([("fc.weight", sp.Exact())]))
+
+
+@pytest.mark.parametrize("match", ["modle/*", "model.0.weight", "optimizer/*"])
+def test_a_misspelt_glob_is_said_at_a_base_with_the_nearest_path(match: str) -> None:
+    state, cfg = {"model": {"0.weight": X}}, sp.Config([(match, sp.Exact())])
+    with pytest.warns(UnmatchedRuleWarning, match="the nearest path is model/0.weight"):
+        base = sp.compress(state, cfg=cfg)
     with warnings.catch_warnings():
         warnings.simplefilter("error", sp.ShrinkpointWarning)
-        sp.compress({"model": {"lin.weight": X}}, cfg=sp.Config([("fc.weight", sp.Exact())]))
+        sp.compress(state, base, cfg)
 
 
 def test_what_is_for_paths_of_any_depth_is_no_mistake() -> None:
@@ -77,9 +86,7 @@ def test_what_is_for_paths_of_any_depth_is_no_mistake() -> None:
         assert codec(sp.Config([("weight", sp.Exact()), ("*/weight", sp.Exact())]), X) == "bytes"
 
 
-@pytest.mark.parametrize(
-    "match", ["w/*", "a/weight", "*w", "*/weight", "weight", "embedding", "other.weight", "optimizer/*", "b/weight"]
-)
+@pytest.mark.parametrize("match", ["a/weight", "*w", "*/weight", "weight", "embedding"])
 def test_a_rule_for_other_states_is_no_mistake(match: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", sp.ShrinkpointWarning)

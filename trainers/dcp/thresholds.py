@@ -10,7 +10,7 @@ Source: Inshrinkerator, sections 4.1 to 4.3 (global thresholds from mergeable sk
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ class Weights:
     """
 
     def __init__(self, state: Any, cfg: Config, kinds: Mapping[str, Any], parent: Checkpoint | None) -> None:
-        planned = plan(Inputs.of(state, parent, kinds), cfg)
+        planned = plan(replace(Inputs.of(state, parent, kinds), is_whole=False), cfg)
         groups: dict[Quantize, list[ArrayPlan]] = {}
         for one in planned:
             if isinstance(one.codec, Quantize) and (one.codec.protect or one.codec.prune):

@@ -262,7 +262,9 @@ class Writer(StorageWriter):
             earlier = None if trail is None else trail.earlier(state)
 
             def against(prev: Checkpoint | None) -> Checkpoint:
-                return compress_inputs(Inputs.of(state, prev, kinds, earlier=earlier), self.cfg, prepare)
+                inputs = Inputs.of(state, prev, kinds, earlier=earlier)
+                # Rules may name what other ranks hold.
+                return compress_inputs(dataclasses.replace(inputs, is_whole=False), self.cfg, prepare)
 
             ckpt, whole = against(parent), None
             if head is not None:
