@@ -88,7 +88,7 @@ def test_a_first_moment_keeps_half_of_itself_unless_its_codec_gives_that_up(scal
         row = rows_of(ckpt)["exp_avg"]
         met = relative(entry["exp_avg"], sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"])
         assert least <= met <= 0.5 + 0.51 * (bound == 1)
-        assert row.codec == "grid"
+        assert row.stream == "grid"
         assert ("as good as zero" in row.note) == (row.error >= 0.9) == (bound == 1)
 
 
