@@ -48,6 +48,11 @@ CATEGORIES, EXTRA = k.split_categories(SHORTS, 2)
 CLUSTERS = k.cluster_quantize(X, 4)
 ROW_CODES, SCALE, MINIMUM = k.row_quantize(MATRIX, 4)
 K_CODES, K_TABLE = k.row_kmeans(MATRIX, 3)
+MOVED = np.where(np.arange(N) % 9, X, np.nextafter(X, np.float32(9)))
+SPARSE = k.collect_changes(MOVED, X)
+assert SPARSE is not None
+SHIFTS = k.gap_shifts(SPARSE)
+SPLIT = k.split_changes(SPARSE, SHIFTS)
 
 CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.assign, {"x": X, "thresholds": THRESHOLDS, "codebook": CODES, "gradient": X}),
@@ -183,6 +188,15 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.rle_encode, {"values": LEVELS}),
     (k.rle_decode, {"tokens": k.rle_encode(LEVELS), "n": N}),
     (search_steps, {"num_bins": 10, "ratio": 0.5}),
+    (k.collect_changes, {"current": MOVED, "previous": X, "edges": (), "limit": N, "method": "arithmetic"}),
+    (k.locate_changes, {"previous": X, "delta": SPARSE, "edges": (), "method": "arithmetic"}),
+    (k.apply_changes, {"previous": X, "delta": SPARSE, "edges": (), "method": "arithmetic"}),
+    (k.gap_shifts, {"delta": SPARSE}),
+    (k.split_changes, {"delta": SPARSE, "shifts": SHIFTS}),
+    (
+        k.join_changes,
+        {"counts": SPARSE.counts, "shifts": SHIFTS, "n": N, "symbols": SPLIT[0], "extra": SPLIT[1], "large": SPLIT[2]},
+    ),
 ]
 NO_ARRAYS: list[Any] = [
     None,
@@ -227,16 +241,18 @@ def wrong(name: str, value: Any) -> list[Any]:
         return [None, 3, X, [3, 4], [value[0], "x"], *([] if name == "xs" else [value[:1]])]
     if isinstance(value, np.ndarray):
         # Bytes are data and None means no gradient; the others are not arrays.
-        return NO_ARRAYS if name in ("data", "extra") else [*NO_ARRAYS, b"xyz"]
+        return NO_ARRAYS if name in ("data", "extra") or value is SPLIT[0] else [*NO_ARRAYS, b"xyz"]
     if isinstance(value, bool):
         return NO_FLAGS
     if isinstance(value, int):
-        return NO_INTEGERS[:-1] if name == "seed" else NO_INTEGERS
+        return NO_INTEGERS[:-1] if name in ("seed", "limit") else NO_INTEGERS
     if isinstance(value, float):
         return NO_NUMBERS
     if isinstance(value, str):
         return NO_NAMES
-    assert dataclasses.is_dataclass(value)
+    if type(value) is tuple:
+        return [None, 3, 1.5, ("2",), (1.5,), (-1,), (2**70,)]
+    assert dataclasses.is_dataclass(value) or isinstance(value, k.SparseDelta)
     return [None, 3, X, {}, FORMAT if value is not FORMAT else OCTAVES]
 
 
