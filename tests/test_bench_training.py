@@ -491,7 +491,7 @@ def test_a_variant_differs_from_the_whole_in_one_thing() -> None:
         assert names[0].endswith("all parts")
         for name in (n for n in names[1:] if not n.endswith("exact")):
             variant = found[name]
-            ours, theirs = ([r.stream for r in v.config().rules] for v in (variant, whole))
+            ours, theirs = ([r.codec for r in v.config().rules] for v in (variant, whole))
             changed = [
                 f.name
                 for f in dataclasses.fields(sp.Quantize)

@@ -224,6 +224,11 @@ class Chain(Protocol):
         ...
 
 
+def _kinds(state: State) -> dict[str, Any] | None:
+    """The kinds of the factors of a matrix: their rows are too short for their shape to say that they are weights."""
+    return {name: "linear" for name in ("users", "items") if name in state["model"]} or None
+
+
 class OurChain:
     """A `Config` of this library."""
 
@@ -234,7 +239,7 @@ class OurChain:
 
     def save(self, state: State) -> None:
         first = self.head is None
-        self.head = sp.compress(state, self.head, self.config)
+        self.head = sp.compress(state, self.head, self.config, kinds=_kinds(state))
         if not first:
             self.sizes.append(sum(found.stored_bytes for found in self.head.summary() if found.measure != "exact"))
 

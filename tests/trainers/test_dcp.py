@@ -766,9 +766,9 @@ def put(fields: Any, path: str, value: Any) -> Any:
         ("layouts/0/0/2", 1, "number 1 of 1"),
         ("layouts/0", [[[0, 0], [20, 40], 0], [[10, 0], [10, 40], 0]], "overlap"),
         ("layouts/0", [[[0, 0], [30, 40], 0], [[0], [0], 0]], "overlap"),
-        ("entries/m.w/s", [1 << 50, 40], "no shape"),
-        ("entries/m.w/d", "load", "no dtype"),
-        ("entries/m.w/l", 99, "number 99"),
+        ("entries/m.weight/s", [1 << 50, 40], "no shape"),
+        ("entries/m.weight/d", "load", "no dtype"),
+        ("entries/m.weight/l", 99, "number 99"),
         ("entries/l.0.x/p", ["l", 1 << 40, "x"], "its path"),
         ("entries/l.0.x/p", [0, 1, "x"], "its path"),
         ("entries/n/b", 7, "number 7"),
@@ -859,7 +859,7 @@ def test_containers_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
         base.write_bytes(good[1])
     fields = json.loads((tmp_path / ".metadata").read_bytes())
     for at, value, match in (
-        ("entries/w/d", "int32", "the metadata says int32"),
+        ("entries/weight/d", "int32", "the metadata says int32"),
         ("files/0/chain/1/0", "000000-0123456789abcdef.spt", "is gone"),
         ("files/0/chain", fields["files"][0]["chain"][:1], "names no parent"),
         (
@@ -974,12 +974,12 @@ def test_places(fqn: str, path: Any, expected: str) -> None:
             "optim.state.exp_avg.w: another entry stands at optim/state/w/exp_avg or below it",
         ),
         (
-            {"state": {"weight": torch.zeros(2)}, "state.w.exp_avg": torch.ones(2)},
-            "state.w.exp_avg: another entry stands at state/w/exp_avg or above it",
+            {"state": {"weight": torch.zeros(2)}, "state.weight.exp_avg": torch.ones(2)},
+            "state.weight.exp_avg: another entry stands at state/weight/exp_avg or above it",
         ),
         (
-            {"state.w.exp_avg": torch.ones(2), "state": {"weight": torch.zeros(2)}},
-            "state.w: another entry stands at state/w or below it",
+            {"state.weight.exp_avg": torch.ones(2), "state": {"weight": torch.zeros(2)}},
+            "state.weight: another entry stands at state/weight or below it",
         ),
     ],
 )
