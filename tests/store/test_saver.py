@@ -52,11 +52,11 @@ PRESETS = ["default", "lossless", "inshrinkerator", "lc_checkpoint", "bitsnap", 
 def state(step: int, n: int = 4000) -> dict[str, Any]:
     """A state with a bit of everything, another one for each step."""
     rng = np.random.default_rng(step)
-    w = torch.from_numpy(np.random.default_rng(0).standard_normal(n).astype(np.float32).reshape(-1, 10))
+    w = torch.from_numpy(np.random.default_rng(0).standard_normal(n).astype(np.float32).reshape(-1, 20))
     w = w + 1e-3 * torch.from_numpy(rng.standard_normal(w.shape).astype(np.float32))
     return {
         "model": OrderedDict(fc=w, tied=w, half=w.to(torch.bfloat16), strided=w.t(), empty=torch.empty(0, 3)),
-        "optimizer": {"state": {0: {"step": torch.tensor(float(step)), "exp_avg": w * 0.1, "exp_avg_sq": w * w}}},
+        "optimizer": {"state": {"fc": {"step": torch.tensor(float(step)), "exp_avg": w * 0.1, "exp_avg_sq": w * w}}},
         "rng": {"numpy": rng.integers(0, 2**32, 600, dtype=np.uint32), "swapped": np.arange(9, dtype=">i4")},
         "plain": [step, 1.5, float("nan"), -0.0, True, None, "ü\ud800", b"\0x", 2**80, (1, (2,)), np.float16(3)],
         ("a", 1): Counter("abca"),
@@ -75,7 +75,7 @@ def change(tree: Any) -> None:
     """What the next training step does to the live arrays."""
     for tensor in tree["model"].values():
         tensor.zero_()
-    for moment in tree["optimizer"]["state"][0].values():
+    for moment in tree["optimizer"]["state"]["fc"].values():
         moment.fill_(7)
     tree["rng"]["numpy"][:] = 0
 
