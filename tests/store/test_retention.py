@@ -265,7 +265,7 @@ def test_pins_and_tags(tmp_path: Path) -> None:
         store.tag("Best", 1)
     other = fill(sp.Store(tmp_path / "other", lossless()), 3)
     other.tag("BEST", 3)
-    with pytest.raises(sp.BadArgumentError, match="there is 'BEST'"):
+    with pytest.raises(sp.BadArgumentError, match="'BEST' exists"):
         store.copy(other.url)
     assert other.steps() == [3]
     (tmp_path / "tags" / "BEST.json").write_bytes((tmp_path / "tags" / "best.json").read_bytes())

@@ -820,11 +820,15 @@ def test_an_exception_inside_says_what_became_of_the_save(monkeypatch: pytest.Mo
 
 
 def test_what_the_save_before_said_is_not_said_again(tmp_path: Path) -> None:
-    """A rule that is for nothing is one at each save; another one is told. (In a thread Python itself sees to that.)"""
-    with sp.Saver(sp.Store(tmp_path / "s"), mode="process") as saver, warnings.catch_warnings(record=True) as caught:
+    """A rule that is for nothing is one at each base; another one is told. (In a thread Python itself sees to that.)"""
+    every = sp.ChainPolicy(base_every=1)
+    with (
+        sp.Saver(sp.Store(tmp_path / "s", sp.Config(chain=every)), mode="process") as saver,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         for step, rule in enumerate(["weights", "weights", "weights", "Embedding"]):
-            cfg = sp.Config([(rule, sp.Exact())])
+            cfg = sp.Config([(rule, sp.Exact())], chain=every)
             saver.save(step, {"model": {"weight": np.ones((40, 50), np.float32)}}, cfg=cfg).result()
             saver.wait()
     said = [str(w.message).split(" matches")[0] for w in caught if issubclass(w.category, SaverWarning)]

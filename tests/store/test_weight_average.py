@@ -108,7 +108,10 @@ def test_a_store_saves_what_compress_makes_of_the_trail(tmp_path: Path) -> None:
 
 
 def test_what_is_restored_leads_by_the_steps_that_moments_lose(tmp_path: Path) -> None:
-    stores = {ahead: sp.Store(tmp_path / str(ahead), sp.Config(rate=0.002, ahead=ahead)) for ahead in (True, False)}
+    rules = [("first moment", sp.FirstMoment(step=8, max_error=1.0))]
+    stores = {
+        ahead: sp.Store(tmp_path / str(ahead), sp.Config(rules, rate=0.002, ahead=ahead)) for ahead in (True, False)
+    }
     for step in range(0, 400, 10):
         for store in stores.values():
             store.save(step, drifting(step))
