@@ -95,8 +95,10 @@ def test_ratios_are_sums_over_the_chain_and_late_is_its_last_third(
     training: Training, states: dict[int, State]
 ) -> None:
     parent, found = None, []
+    run = Run(workload(), 0)
+    kinds = sp.kinds(run.model, run.optimizer)
     for number, (step, state) in enumerate(states.items()):
-        parent = sp.compress(state, None if number % EVERY == 0 else parent, CONFIGS["default"])
+        parent = sp.compress(state, None if number % EVERY == 0 else parent, CONFIGS["default"], kinds=kinds)
         found.append((step, parent))
     outcome = training.systems["default"]
 

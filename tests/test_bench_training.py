@@ -214,14 +214,14 @@ def test_seconds_hold_no_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_chain_goes_on_over_a_restore(monkeypatch: pytest.MonkeyPatch, exact: float) -> None:
     parents = []
-    right = sp.store.store.compress  # type: ignore[attr-defined]
+    right = sp.compress
 
     def noted(state: Any, parent: Any, *rest: Any, **named: Any) -> sp.Checkpoint:
         parents.append((state["step"], None if parent is None else sp.decompress(parent)["step"]))
         made: sp.Checkpoint = right(state, parent, *rest, **named)
         return made
 
-    monkeypatch.setattr(sp.store.store, "compress", noted)  # type: ignore[attr-defined]
+    monkeypatch.setattr("shrinkpoint.store.session.compress", noted)
     with threads(1):
         found = endure(short(), 0, InStore(sp.Config()), failures=2, exact=exact)
     assert parents == [(10, None), (20, 10), (30, 20), (40, 30)]
@@ -623,7 +623,7 @@ def test_stages_of_a_save_are_found(tmp_path: Path) -> None:
         counts = cost.sampled(lambda: sp.compress(state), "compress.compress", repeats=10)
     found = cost.shares(counts)
     assert found[("compress.compress",)] == 1.0
-    assert {stack[:3] for stack in found} >= {("compress.compress", "compress.compressed", "compress._encode")}
+    assert {stack[:3] for stack in found} >= {("compress.compress", "compress.compress_inputs", "encode.encode")}
     for stack, share in found.items():
         assert share <= found[stack[:-1]] if len(stack) > 1 else True
     rows = [
@@ -669,7 +669,7 @@ def test_tables_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     (tmp_path / "training-mlp.json").write_text(json.dumps(document), encoding="utf-8")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     lines = trainings.failures("MLP").splitlines()
-    assert lines[2].startswith("| `Config(rate=0.004)`, one base | +1.00 | 1 % |")
+    assert lines[2].startswith("| 24 bins, rate 0.004, one base | +1.00 | 1 % |")
     assert "81.2 x" in lines[2]
     assert lines[3].count("not measured") == 8
     assert trainings.failures("GPT") == "*not measured*"
@@ -689,6 +689,6 @@ def test_long_schedules_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatc
     header, _, first, second = trainings.killed_long().splitlines()
     steps = [f"{training.FURTHER[name].steps:,} steps" for name in ("MLP long", "GPT long")]
     assert header == f"| loss at the end; weights, whole state | MLP, {steps[0]} | GPT, {steps[1]} |"
-    assert first == "| `Config()` | +1.00 %; 81.2 x, 1 x | not measured |"
-    assert second == "| `Config(rate=0.004)`, 12 bins, bases every 100 | not measured | +1.00 %; 81.2 x, 1 x |"
+    assert first == "| 24 bins | +1.00 %; 81.2 x, 1 x | not measured |"
+    assert second == "| 12 bins, rate 0.004, bases every 100 | not measured | +1.00 %; 81.2 x, 1 x |"
     assert set(trainings.by_model(trainings.measured(), 10)) == {"MLP"}

@@ -183,7 +183,7 @@ def test_a_save_that_fails_in_the_background_settles_nothing(tmp_path: Path, mon
             raise OSError("disk full")
 
         with monkeypatch.context() as patched:
-            patched.setattr(type(store), "save", fail)
+            patched.setattr(type(store.session), "save", fail)
             failed = trainers.save(saver, 2, model, optimizer, tracker=tracker)
             assert isinstance(failed.exception(), OSError)  # type: ignore[union-attr]
         assert tracker.shares()["users.weight"] == (1 / rows_run.ROWS, 1 / rows_run.ROWS)
