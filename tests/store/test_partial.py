@@ -70,21 +70,21 @@ def test_pruning_by_an_oracle(state: dict[str, Any], pattern: str) -> None:
 
 
 def test_names_are_looked_up_and_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["weight", "a[0]", "a0", "*", "[*]", "x[", "[!a]", "?"]
+    names = ["w", "a[0]", "a0", "*", "[*]", "x[", "[!a]", "?"]
     state: dict[str, Any] = {name: np.full(1, i) for i, name in enumerate(names)}
     nodes, arrays = tree.flatten(state, lambda x: isinstance(x, np.ndarray))
 
     def found(*patterns: str) -> list[str]:
         return list(tree.unflatten(select(nodes, patterns), lambda number, _: arrays[number].value))
 
-    assert found("[!a]") == ["weight", "*", "?"]
-    assert found("a[0]", "weight") == ["weight", "a0"]
+    assert found("[!a]") == ["w", "*", "?"]
+    assert found("a[0]", "w") == ["w", "a0"]
     assert found("*") == names
     with monkeypatch.context() as patch:
         patch.setattr(fnmatch, "fnmatchcase", lambda path, pattern: pytest.fail(f"{path} tried for {pattern}"))
         for name in names:
             assert found(glob.escape(name)) == [name]
-        assert found("weight", "a0") == ["weight", "a0"]
+        assert found("w", "a0") == ["w", "a0"]
         with pytest.raises(sp.BadArgumentError, match=r"no path matches 'a\[\[\]1\]'"):
             found(glob.escape("a[1]"))
 
