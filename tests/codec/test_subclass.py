@@ -35,7 +35,7 @@ def state(t: int) -> dict[str, Any]:
 def test_inner_tensors_come_back_to_the_bit_whatever_the_rules(cfg: sp.Config) -> None:
     prev = read = None
     for t in range(3):
-        prev = sp.compress(state(t), prev, cfg)
+        prev = sp.compress(state(t), prev, cfg, kinds={"model/weight": "linear"})
         read = sp.Checkpoint.from_bytes(prev.to_bytes(), read)
         for ckpt in (prev, read):
             found = sp.decompress(ckpt)
@@ -54,7 +54,7 @@ def test_inner_tensors_come_back_to_the_bit_whatever_the_rules(cfg: sp.Config) -
 
 
 def test_a_file_names_a_class_and_does_not_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    blob = sp.compress(state(0)).to_bytes()
+    blob = sp.compress(state(0), kinds={"model/weight": "linear"}).to_bytes()
     monkeypatch.delitem(sys.modules, Coded.__module__)
     with pytest.raises(sp.UnsupportedLeafError, match=r"model/low: .*Coded of .*subclass is not known here; import it"):
         sp.decompress(sp.Checkpoint.from_bytes(blob))
@@ -119,7 +119,7 @@ def test_a_context_that_needs_pickle_is_refused() -> None:
 
 def test_some_paths_of_a_subclass(tmp_path: Any) -> None:
     store = sp.Store(tmp_path)
-    store.save(0, state(0))
+    store.save(0, state(0), kinds={"model/weight": "linear"})
     assert torch.equal(store.load(0)["model"]["low"].codes, coded(0).codes)
     whole = store.load(0, paths=["optimizer/state/0/exp_avg/*"])
     assert type(whole["optimizer"]["state"][0]["exp_avg"]) is Coded
