@@ -7,7 +7,9 @@ import math
 import statistics
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
+from ..plot import pyplot
 from ..studies.harm.campaign import RESULTS
 from ..studies.harm.families import FAMILIES, SET_ASIDE
 from ..studies.harm.settings import PARTS
@@ -150,3 +152,45 @@ def front() -> str:
 
 def _geometric(values: Iterable[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def measured() -> bool:
+    """Whether there are ends of killed trainings to draw."""
+    return any(campaign().found(family, "default") for family in FAMILIES)
+
+
+def picture(path: Path) -> None:
+    """Draw the loss after ten kills against the ratio: a point for each family and level, with its standard error."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for level, colour in (("exact_weights", "#6c757d"), ("default", "#2a6f97"), ("compact", "#b5651d")):
+        found = {family: campaign().found(family, level) for family in FAMILIES}
+        there = {family: one for family, one in found.items() if one is not None and one.loss is not None}
+        losses = [one.loss for one in there.values() if one.loss is not None]
+        axes.errorbar(
+            [one.ratio for one in there.values()],
+            [loss.mean for loss in losses],
+            yerr=[loss.error or 0.0 for loss in losses],
+            fmt="o",
+            color=colour,
+            capsize=2,
+            label=NAMES[level].strip("`"),
+        )
+        ends = dict(zip(there, losses, strict=True))
+        least = sorted(there, key=lambda family: there[family].ratio)[:1]
+        worst = sorted(ends, key=lambda family: ends[family].mean)[-1:]
+        for family in {*least, *worst}:
+            at = there[family].ratio, ends[family].mean
+            axes.annotate(family, at, (5, 4), textcoords="offset points", fontsize=8)
+    axes.axhline(0, color="#b8bfc6", linewidth=1, zorder=0)
+    axes.set_xscale("log")
+    ticks = [4, 8, 16, 24, 32, 64, 96]
+    axes.set_xticks(ticks, [f"{tick} x" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("whole AdamW state, times smaller over a chain with bases")
+    axes.set_ylabel("loss after ten kills\nagainst the null, %")
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -10,7 +10,7 @@ from shrinkpoint.demo.picture import draw as demo_picture
 from .. import cost, kernels, spending, training, workloads
 from .. import ratio as bench_ratio
 from ..harness import Row
-from . import ratios, trainings
+from . import levels, ratios, trainings
 from .results import HOME, documents, rows_of
 
 PICTURES = HOME / "docs" / "pictures"
@@ -19,6 +19,8 @@ PICTURES = HOME / "docs" / "pictures"
 def pictures() -> dict[str, Callable[[Path], object]]:
     """File under `docs/pictures` -> what draws it; of those whose results are there."""
     found: dict[str, Callable[[Path], object]] = {}
+    if levels.measured():
+        found["levels.png"] = levels.picture
     if ratios.measured():
         found["ratio.png"] = lambda path: bench_ratio.plot([Row(**row) for row in ratios.measured()], path)
     speeds = [Row(**row) for row in rows_of("kernels.json")]
