@@ -17,6 +17,7 @@ from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.faults import InStore, Uncompressed, endure, uninterrupted
 from shrinkpoint.bench.harness import Options, Row
 from shrinkpoint.bench.workloads import Run, State, Workload
+from shrinkpoint.store import session
 
 SPACING = 2
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -210,14 +211,14 @@ def test_every_system_of_it_is_one_of_the_bench() -> None:
 def devices_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, device: str) -> tuple[set[str], set[str]]:
     """Where a checkpoint's tensors of two axes are when the codec gets them, and where they are after a restore."""
     stored: list[Any] = []
-    right = sp.store.store.compress  # type: ignore[attr-defined]
+    right = session.compress
 
     def noted(state: Any, *rest: Any, **named: Any) -> sp.Checkpoint:
         stored.append({x.device.type for x in tensors(state) if x.ndim >= 2})
         made: sp.Checkpoint = right(state, *rest, **named)
         return made
 
-    monkeypatch.setattr(sp.store.store, "compress", noted)  # type: ignore[attr-defined]
+    monkeypatch.setattr(session, "compress", noted)
     workload = dataclasses.replace(tiny(), device=device)
     system, run = InStore(sp.Config()), Run(workload, 0)
     system.begin(run)

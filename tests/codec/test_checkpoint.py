@@ -34,11 +34,11 @@ def states(n: int = 3) -> list[dict[str, Any]]:
     for t in range(n):
         w = torch.sin(grid * 0.37 + 0.001 * t).float()
         entry = {"step": torch.tensor(float(t)), "exp_avg": w**3, "exp_avg_sq": w**2}
-        entries = [entry, {"exp_avg": 2 * w}, {"exp_avg": 3 * w}, {"exp_avg": 4 * w[0]}]
+        entries = [entry, {"exp_avg": 2 * w}, {"exp_avg": 4 * w[0]}]
         out.append(
             {
                 "model": {"fc.weight": w, "wte.weight": (w * 0.1).half(), "head": w, "ln.weight": w[0]},
-                "opt": {"state": dict(enumerate(entries)), "param_groups": [{"params": [0, 1, 2, 3]}]},
+                "opt": {"state": dict(enumerate(entries)), "param_groups": [{"params": [0, 1, 2]}]},
                 "np": {"a": w.numpy().astype(">f8"), "i": np.arange(5000) + t},
                 "misc": [t, 0.1 * t, None, "x", b"y", (True, 2**70)],
             }
