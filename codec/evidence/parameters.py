@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .entries import KNOWN, Entry, Outline
 
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
@@ -178,6 +180,16 @@ def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[
     return unique
 
 
+def _agrees(shape: Shape, entries: set[Shape]) -> bool:
+    """Whether entries of these shapes may be a parameter's: one is as large, or they are its factors (Adafactor)."""
+    if shape in entries:
+        return True
+    try:
+        return np.broadcast_shapes(*entries) == shape
+    except ValueError:
+        return False
+
+
 def _fit(
     optimizers: Sequence[_Optimizer], group: Mapping[int, Shape], outline: Outline
 ) -> list[tuple[int, tuple[str, str]]]:
@@ -186,7 +198,7 @@ def _fit(
         one, arrays = optimizers[0], list(group.items())
         if len(order) == len(arrays):
             pairs = [(i, shape, str(p)) for (i, shape), p in zip(arrays, order, strict=True)]
-            if all(shape in one.shapes.get(p, {shape}) for _, shape, p in pairs):
+            if all(_agrees(shape, one.shapes.get(p, {shape})) for _, shape, p in pairs):
                 return [(i, one.owners[p]) for i, _, p in pairs if p in one.shapes]
     # Arrays of one axis are exact in any case, so only the others must agree.
     arrays = [(i, shape) for i, shape in group.items() if len(shape) > 1]

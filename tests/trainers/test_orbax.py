@@ -296,8 +296,8 @@ def test_floats_do_not_become_integers(tmp_path: Path) -> None:
             return manager.restore(1, args=CompressedRestore(item | other))
 
         for name, wanted, why in (
-            ("weight", jax.ShapeDtypeStruct((5,), jnp.int32), "w: float32 in the checkpoint, int32 in item"),
-            ("weight", np.zeros(5, np.int8), "w: float32 in the checkpoint, int8 in item"),
+            ("weight", jax.ShapeDtypeStruct((5,), jnp.int32), "weight: float32 in the checkpoint, int32 in item"),
+            ("weight", np.zeros(5, np.int8), "weight: float32 in the checkpoint, int8 in item"),
             ("n", jnp.zeros(3, bool), "n: int32 in the checkpoint, bool in item"),
             ("scale", 0, "scale: 1.5 in the checkpoint, int in item"),
         ):
