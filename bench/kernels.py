@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import codebooks, coders, data, elementwise, gpu, many, remaining, tables
+from . import codebooks, coders, data, elementwise, gpu, many, remaining, sparse, tables
 from .data import Sample
 from .devices import FLOORS, Device, cpu, threads
 from .devices import gpu as gpu_device
@@ -57,7 +57,7 @@ def run(options: Options) -> list[Row]:
 def cpu_cases(at: Place) -> list[Case]:
     """What is timed on one CPU thread."""
     found = elementwise.cases(at.device, at.sample, at.n)
-    for part in (remaining, coders, codebooks, tables, many):
+    for part in (remaining, coders, codebooks, tables, many, sparse):
         found += part.cases(at)
     return found
 

@@ -141,7 +141,7 @@ def other(result: Any) -> Any:
 
 @pytest.mark.parametrize("row", ["assign", "rans_decode conditional"])
 def test_a_wrong_kernel_gets_no_speed(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject, name = ("assign", "assign") if row == "assign" else ("rans", "rans_decode")
+    subject, name = ("quantizer", "assign") if row == "assign" else ("rans", "rans_decode")
     module = __import__(f"shrinkpoint.kernels.{subject}", fromlist=[name])
     right = getattr(module, name)
 

@@ -96,6 +96,7 @@ def test_ratios_are_sums_over_the_chain_and_late_is_its_last_third(
 ) -> None:
     parent, found = None, []
     run = Run(workload(), 0)
+    run.train(1)  # so that the optimizer has its entries
     kinds = sp.kinds(run.model, run.optimizer)
     for number, (step, state) in enumerate(states.items()):
         parent = sp.compress(state, None if number % EVERY == 0 else parent, CONFIGS["default"], kinds=kinds)
