@@ -31,11 +31,12 @@ def compress(
         state: dict, list or tuple (any nesting, any plain keys) of arrays and plain scalars. Arrays may be torch
             tensors on any device, NumPy arrays, or arrays of any array-API library.
         prev: the parent, resolved: the result is then a delta against it. None: a base.
-        cfg: what to do with which array; default `Config()`.
+        cfg: the codec of each array, error targets and the rate; default `Config()`.
         grads: gradient averages for sensitivity, a tree with the keys of the weights (or the tails of their paths).
             With `Config.rate`, and no second moments in the state, their squares stand in for these.
-        kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it; default: guessed from names and
-            shapes. Paths that the state does not have are passed over, unless it has none of them.
+        kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it. Without it, an array changes only
+            if a rule names it, an optimizer entry belongs to it, or its name and shape are those of a layer's weights
+            (`docs/lossy-or-exact.md`). Paths that the state does not have are ignored, unless it has none of them.
         earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
             (or the tails of their paths), or an `Earlier`, which says when that was. Levels that the rate-distortion
             encoder keeps back lag behind the training; each weight is extrapolated along its way since then to make up
@@ -45,8 +46,8 @@ def compress(
         A resolved checkpoint.
 
     Raises:
-        BadArgumentError: an argument out of range; a state that is no tree; a gradient or earlier values without a
-            weight; kinds of which no path is that of an array.
+        BadArgumentError: an argument is out of range; the state is not a tree; a gradient or earlier values have no
+            weight; no path of `kinds` is that of an array.
         UnsupportedLeafError: a leaf that cannot be stored without pickle; the message has its path.
         MissingParentError: `prev` is not resolved.
 

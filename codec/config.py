@@ -140,25 +140,28 @@ _SECOND = SecondMoment()
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How to compress: `Config()` is this project's best trade-off for someone who only says `compress(state)`.
+    """The configuration of `compress`: a codec for each array, error targets, and when to take a base.
+
+    `Config()` stores weights with 64 bins, first moments on a grid of half an update, and second moments in cells of
+    half an octave. It promises what the worst family of `docs/choosing.md` shows.
 
     Args:
-        rules: ordered, first match wins; `Rule`s or `(pattern or kind, codec)` pairs. An array that no rule matches is
-            treated as by `Config()`: large float weights are quantized, optimizer moments kept to a relative error,
-            everything else exact. Integer, bool, tiny, norm and bias weights are exact whatever the rules say, and so
-            are a second moment and an average whose square is subtracted from it (centered RMSprop).
-        max_rel_error: relative L2 error no array may exceed, in (0, 1); picks step, protected share and lambda of each
-            array, and stores exactly (with a note in the summary) what 254 bins do not bring there. None: as the rules
+        rules: `Rule`s or `(pattern or kind, codec)` pairs in order; the first that matches decides. A pattern that
+            names an array by its path is evidence of what the array is; a rule by kind, and the default, need other
+            evidence (`docs/lossy-or-exact.md`). Norms, biases, integers and small arrays are exact whatever the rules
             say.
+        max_rel_error: relative L2 error that no array may exceed, in (0, 1). It picks step, protected share and lambda
+            of each array; an array that 254 bins do not bring there is stored exactly, with a note in the summary.
+            None: as the rules say.
         rate: lambda of the rate-distortion encoder, in units of the weights' variance per bit, >= 0; 0 means every
             weight gets its nearest level or, under an error target, the lambda that this leaves room for, which is
             also what bounds a rate. Where the state holds second moments v, errors and variance are weighted by sqrt(v)
             and one slope holds for all arrays; where it holds none and there are gradients, by their magnitude. It
             acts on weights alone; moments are as their codecs say.
         chain: when `Store` takes a base.
-        ahead: whether `Store` codes weights ahead of their drift (`compress(earlier=)`): trainings that are restored
-            lose less then, and what is restored is a little worse right away (docs/choosing.md). None (default): where
-            there is a rate. Not in chains against the base: an aim is found from one delta to the next.
+        ahead: whether `Store` codes weights ahead of their drift (`compress(earlier=)`). Trainings that are restored
+            then lose less, and the restored model is a little worse right away (docs/advanced.md). None (default): if
+            there is a rate. Not in chains against the base.
 
     Example:
         >>> cfg = Config(rules=[("embedding", Exact()), ("*/exp_avg", LogBuckets(alpha=0.1))])
