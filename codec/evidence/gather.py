@@ -248,8 +248,6 @@ def _wrong_values(flat: Any, role: str) -> str:
 
 def _extremes(flat: Any) -> tuple[float, float]:
     """The smallest and the largest value; NaN if there is one."""
-    if is_torch(flat):
-        return float(flat.min()), float(flat.max())
     with np.errstate(invalid="ignore"):
         return float(flat.min()), float(flat.max())
 
