@@ -43,6 +43,8 @@ HOST_AFTER_THE_FIRST = {"grid_symbols", "residual_symbols"}
 GPU_SUBJECTS = {p.stem for p in (Path(k.__file__).parent / "gpu").glob("*.py")} & set(k._MODULE_OF.values())
 LISTS = {"problems", "xs", "gradients"}
 """Arguments that are lists of arrays, or of tuples of them."""
+OWN_TESTS = {"collect_changes", "locate_changes", "apply_changes", "join_changes"}
+"""Functions that take or give a `SparseDelta`, whose counts are NumPy: tests/kernels/test_sparse_delta.py."""
 OWN_ORDER = {"factor_sums", "distortion"}
 """Sums that each back end may add up in its own order."""
 
@@ -65,7 +67,7 @@ def arrays_among(function: Callable[..., Any], arguments: dict[str, Any]) -> dic
 ANY_LIBRARY = [
     pytest.param(function, arguments, id=f"{number}-{name_of(function)}")
     for number, (function, arguments) in enumerate(CALLS)
-    if arrays_among(function, arguments)
+    if arrays_among(function, arguments) and name_of(function) not in OWN_TESTS
 ]
 
 
