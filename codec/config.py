@@ -1,4 +1,4 @@
-"""What is asked for: rules that give each array a codec, error target, rate, and when to take a base."""
+"""`Config`: rules that give each array a codec, targets, a rate, and when to take a base."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Rule:
         if not isinstance(self.match, str) or not self.match:
             raise BadArgumentError(f"a rule's pattern must be a non-empty string, not {self.match!r}")
         if type(self.codec) not in CODECS.values():
-            raise BadArgumentError(f"rule {self.match!r}: {self.codec!r} is no codec")
+            raise BadArgumentError(f"rule {self.match!r}: {self.codec!r} is not a codec")
         if self.dtypes is not None:
             named = strings(f"rule {self.match!r}: dtypes", self.dtypes)
             if not named:
@@ -110,7 +110,7 @@ class ChainPolicy:
         max_restore_cost: a base when restoring would otherwise decode more than so many times the bytes of a base, in
             [1, 1e6]; every delta below costs at most 1 (its quantized and exact arrays are decoded, its moments are
             not). None: no such rule.
-        only_smaller: a base wherever a delta would spare less than a hundredth of one, as after a jump; default True.
+        only_smaller: a base wherever a delta would save less than a hundredth of one, as after a jump; default True.
     """
 
     base_every: int | None = 20

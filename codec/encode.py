@@ -1,4 +1,4 @@
-"""Encode the arrays of a plan: each by its codec, moments in pairs, copies as the number of their original."""
+"""Encode the arrays of a plan: each by its codec, moments in pairs, copies by number."""
 
 from __future__ import annotations
 

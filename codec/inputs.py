@@ -1,4 +1,4 @@
-"""The arguments of `compress` taken apart: the arrays of a state, and gradients and kinds checked against them."""
+"""The arguments of `compress`, taken apart and checked against each other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Inputs:
         return [None if self.prev is None else self.prev.parent_reference(leaf.key, leaf.spec) for leaf in leaves]
 
     def part(self, numbers: Sequence[int]) -> Inputs:
-        """Return some of the arrays, each with the evidence that the whole state gives; the others become None.
+        """Return some of the arrays, each with the evidence from the whole state.
 
         Args:
             numbers: of the arrays, ascending.

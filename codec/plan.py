@@ -55,7 +55,7 @@ class ArrayPlan:
         evidence: what the array is, and what says so.
         codec: the codec that will encode it, with the targets of the configuration.
         why: the rule or the evidence that chose the codec.
-        parent: what a delta is coded against; None: there is none.
+        parent: what a delta is coded against; None for a base.
         pair: of a first moment, the number of its second moment; else None.
         original: number of the array that this one is a copy of; None: of none.
     """
@@ -200,7 +200,7 @@ def with_targets(codec: Codec, cfg: Config) -> Codec:
 
 
 def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
-    """Return the leaves, with the second moment of each weight that the rate-distortion encoder will code.
+    """Return the leaves, with the second moment of each weight that is coded at a rate.
 
     Where none of them has one, the squares of the gradients that were given: an estimate of the same, from few batches.
 

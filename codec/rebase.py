@@ -1,4 +1,4 @@
-"""`rebase`: the same checkpoint as a base, or as a delta over another parent, for compaction and super-steps."""
+"""`rebase`: the same checkpoint as a base, or as a delta over another parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .parallel import map_chunks
 
 @own_arithmetic()
 def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
-    """Return a resolved checkpoint as a delta over another parent, or as a base; nothing is quantized again.
+    """Return a resolved checkpoint as a delta over another parent, or as a base.
+
+    Nothing is quantized again.
 
     The result restores to the same bits, and leaves the same memory, so deltas over `ckpt` decode over it too: it
     answers to the same `identity`.

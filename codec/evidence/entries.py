@@ -195,7 +195,7 @@ def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
 
 
 def _root(parts: list[str]) -> str:
-    """The path down to the first key that an optimizer stands at, with the numbers below it; "" if there is none."""
+    """The path down to the first key that holds an optimizer, with its numbers; else ""."""
     for at in range(len(parts) - 1):
         if OPTIMIZER.match("/".join(parts[at:])):
             end = at + 1

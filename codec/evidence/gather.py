@@ -36,8 +36,8 @@ class Evidence:
         kind: layer type and role. Without evidence the role is "state".
         source: "kinds", "structure", "name", or "" if nothing says what the array is.
         why: the evidence, or the reason for exact storage, in a few words for the summary.
-        is_bound: whether the array stays exact whatever a rule says.
-        is_unknown: whether it is exact only because nothing says what it is.
+        is_bound: whether the array stays exact even if a rule names it.
+        is_unknown: whether it is exact only because it has no evidence.
         entry: the optimizer entry that the array is, or None.
     """
 
@@ -115,7 +115,7 @@ def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
 
 
 def _given(arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None) -> list[Kind | None]:
-    """The kind that `kinds=` has for each array; None where there is none that fits.
+    """The kind that `kinds=` has for each array; None if no entry fits.
 
     Several arrays may end in one name: a copy of each weight, or layers of another model. Where their numbers of axes
     differ, nobody can say which is meant.
@@ -200,7 +200,7 @@ def _of_parameter(
 
 
 def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:
-    """The evidence, with the reason if the array must stay exact whatever a rule says."""
+    """The evidence, with the reason if the array must stay exact under every rule."""
     kind = evidence.kind
     moment = kind.role.endswith("moment")
     least = TINY_MOMENT if moment else TINY

@@ -32,7 +32,7 @@ class Kind:
         parameter: name of the parameter, also of the one that an optimizer entry belongs to; None: not known.
         optimizer: class name of the optimizer; None: not known.
         rows: packed bits (uint8 NumPy, row i is bit i mod 8 of byte i div 8), 1 for each row that may have changed
-            since the parent; None: not known. Kinds compare equal whatever it is.
+            since the parent; None: not known. Comparing kinds ignores it.
         rows_since_base: the same since the parent, where that is a base; None: `rows` is for any parent.
         shape: shape of the array; the kind holds for no array of another shape. None: any.
     """
@@ -61,7 +61,10 @@ class Kind:
 
 
 def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
-    """Return the entry for `path`: its own, else that of its longest tail (`model/fc.weight` finds `fc.weight`)."""
+    """Return the entry for `path`, else for its longest tail.
+
+    `model/fc.weight` finds `fc.weight`.
+    """
     tail = path
     while True:
         if tail in table:
@@ -73,7 +76,7 @@ def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
 
 
 def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_base: bool) -> dict[str, Any]:
-    """Return the packed bits of the rows that may have changed since the parent, by path, where they are known.
+    """Return the known bits of rows that may have changed since the parent, by path.
 
     Rows are known of one array only. Where several paths end in the same name (the weights, and an average of them,
     which changes in other rows), they are known of none.
@@ -97,7 +100,9 @@ def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_bas
 
 
 def check_used(kinds: Mapping[str, Any] | None, paths: Sequence[str]) -> None:
-    """Refuse kinds if none of their keys is the name of an array: they are of another state, or named otherwise.
+    """Refuse kinds if none of their keys is the name of an array.
+
+    They are of another state then, or named otherwise.
 
     Some keys may be without an array: `kinds(module, optimizer)` names every entry, and a state may hold fewer.
 

@@ -12,10 +12,10 @@ from .names import has_weight_name, is_attention, is_bias, is_norm
 
 
 def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
-    """Return the kinds of a module's parameters and buffers and of an optimizer's state, by their names.
+    """Return the kinds of a module's and an optimizer's arrays, by their names.
 
     The keys are the paths *inside* the state dicts (`fc.weight`, `state/0/exp_avg`). `compress` matches them with the
-    tails of a state's own paths, so they fit whatever the state is nested in. Frozen parameters, parameters in no
+    tails of a state's own paths, so they fit at any depth of a state. Frozen parameters, parameters in no
     group of the optimizer, buffers, and entries that are not known moments have the role "state" and stay exact.
 
     Args:
@@ -83,7 +83,7 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str]) 
 
 
 def _layer_of(module: Any, name: str, parameter: Any, *, known: bool) -> str:
-    """The layer type of a parameter; "other" if neither its module nor its name is known and nothing trains it."""
+    """The layer type of a parameter; "other" if neither module nor name is known."""
     import torch.nn as nn
 
     if is_bias(name):

@@ -1,4 +1,4 @@
-"""Moments: which entries of optimizers are first and second moments, and which of them must stay exact."""
+"""First and second moments among the entries of optimizers, and those that must stay exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUBTRACTED = {"grad_avg", "average_gradient", "average_grad", "mean_grad", "mg"
 _PAIRS = {("exp_avg", "exp_avg_sq"), ("exp_avg", "max_exp_avg_sq"), ("mu", "nu"), ("m", "v")}
 """First and second moments whose update is the one over the root of the other: Adam's, by any name."""
 _ADAMS = {"adam", "adamw", "nadam", "radam", "lamb"}
-"""Optimizers, by class name in lower case, of whose moments that is so whatever the moments are called."""
+"""Optimizers, by class name in lower case, of whose moments that is so under every name."""
 _OTHER_UNITS = {"Adafactor", "CAME"}
 """Optimizers that call an average of the update, already divided by the root, `exp_avg`."""
 _OPTAX = {"mu", "nu", "trace"}
@@ -45,7 +45,7 @@ def role_of(entry: Entry) -> str:
 
 
 def guess(path: str, spec: LeafSpec) -> Kind:
-    """Return the kind of an array by its name and shape alone: for display, never a reason to store it with loss."""
+    """Return the kind of an array by its name and shape, for display only."""
     entry = parse(path)
     return Kind(layer_of(path, spec), "weight" if entry is None else role_of(entry))
 

@@ -1,4 +1,4 @@
-"""What a path says by itself: roles of optimizer entries, layer types, places that never hold weights."""
+"""Names: layer types, names of weights and moments, places that never hold weights."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def is_attention(name: str) -> bool:
 
 
 def has_weight_name(path: str) -> bool:
-    """Whether the last name is one that only weights of layers have, outside of vector quantizers.
+    """Whether the last name is one that only weights of layers have.
 
     Example:
         >>> [has_weight_name(p) for p in ("fc.weight", "rnn.weight_ih_l0", "freqs", "vq.codebook.weight")]
@@ -110,7 +110,7 @@ def is_codebook(path: str) -> bool:
 
 
 def is_other_part(path: str) -> bool:
-    """Whether an array stands in a part of the state that holds no weights: a loader, a scheduler, `more`.
+    """Whether an array stands in a part that holds no weights: a loader, a scheduler.
 
     Example:
         >>> is_other_part("more/replay/weight"), is_other_part("model/position.weight")
@@ -120,7 +120,7 @@ def is_other_part(path: str) -> bool:
 
 
 def is_average(path: str) -> bool:
-    """Whether an array stands in an average or a late copy of the model, by the keys near the root.
+    """Whether an array stands in an average or a late copy of the model, by its keys.
 
     Example:
         >>> is_average("ema/fc.weight"), is_average("model/fc.weight")
@@ -135,7 +135,7 @@ def _near_root(pattern: re.Pattern[str], path: str) -> bool:
 
 
 def could_be_matrix(spec: LeafSpec) -> bool:
-    """Whether an array has the shape of a layer's weights: two axes or more, the two largest of 16 or more.
+    """Whether an array has the shape of a layer's weights: two axes of 16 or more.
 
     A table of points or splats has one short record a row, and an error in it moves a point.
     """

@@ -2,7 +2,7 @@
 
 By name where the entries have one. By order where parameters are numbered, and then only if number and shapes of all
 parameters agree: with the numbers of the optimizer's groups, or with all arrays of two axes or more. A match with
-several candidates is no match.
+several candidates does not count.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _plain(name: str) -> str:
 
 
 def _by_name(optimizer: _Optimizer, candidates: Mapping[int, tuple[str, Shape]]) -> tuple[dict[str, int], list[str]]:
-    """The array of each named parameter, and the parameters that are there in another shape only."""
+    """The array of each named parameter, and the parameters found in another shape only."""
     wanted = {_plain(parameter): parameter for parameter in optimizer.shapes}
     named: dict[str, list[int]] = {}
     for i, (path, _) in candidates.items():
@@ -141,7 +141,7 @@ def _by_name(optimizer: _Optimizer, candidates: Mapping[int, tuple[str, Shape]])
 def _by_order(
     optimizers: list[_Optimizer], candidates: Mapping[int, tuple[str, Shape]], outline: Outline
 ) -> Iterable[tuple[int, tuple[str, str]]]:
-    """The arrays that numbered parameters are, for each optimizer alone, then for all that are left together."""
+    """The arrays of numbered parameters, by one optimizer each, then by all others together."""
     left = []
     for optimizer in optimizers:
         fitting = [m for group in _trees(optimizer.path, candidates) if (m := _fit([optimizer], group, outline))]
@@ -157,7 +157,7 @@ def _by_order(
 
 
 def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[dict[int, Shape]]:
-    """The groups of arrays that an optimizer may train: each part of the state next to it, and all of them."""
+    """The groups of arrays that an optimizer may train: each part next to it, and all."""
     parts = optimizer.split("/") if optimizer else []
     while parts and _INDEX.fullmatch(parts[-1]):
         parts.pop()
@@ -181,7 +181,7 @@ def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[
 
 
 def _agrees(shape: Shape, entries: set[Shape]) -> bool:
-    """Whether entries of these shapes may be a parameter's: one is as large, or they are its factors (Adafactor)."""
+    """Whether entries of these shapes may be a parameter's: its shape, or its factors."""
     if shape in entries:
         return True
     try:

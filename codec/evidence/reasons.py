@@ -1,4 +1,7 @@
-"""Reasons that a file names by number: part of the format, so texts are only ever added at the end."""
+"""Reasons that a file names by number.
+
+They are part of the format: texts are only added at the end.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ..evidence.moments import is_update
 
 
 def moment_pairs(leaves: Sequence[Leaf]) -> dict[int, int]:
-    """Return for each first moment the number of its second moment: same owner and shape, a dtype that grids take."""
+    """Return for each first moment the number of its second moment, if grids take its dtype."""
     seconds = {
         (leaf.entry.owner, leaf.spec): j
         for j, leaf in enumerate(leaves)
