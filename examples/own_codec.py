@@ -17,10 +17,10 @@ import torch
 import zstandard
 
 import shrinkpoint as sp
-from shrinkpoint.codec.base import Leaf, Memory, Stored
+from shrinkpoint.codec.base import Leaf, Reference, Stored
 from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.lossless.exact import Exact
-from shrinkpoint.codec.moments.logbuckets import ValuesMemory
+from shrinkpoint.codec.moments.logbuckets import ValuesReference
 from shrinkpoint.codec.state.leaves import LeafSpec, check_memory, from_bytes
 from shrinkpoint.codec.streams import STREAMS, Stream
 from shrinkpoint.kernels.arguments import check_field, integer
@@ -38,11 +38,11 @@ class Rounded:
     def __post_init__(self) -> None:
         check_field(self, "bits", integer, 0, 23)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Memory | None]) -> Sequence[None]:
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
         """Nothing that all arrays have to be seen together for."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Memory | None, plan: None = None) -> Stored:
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """One array; what this codec is not for is kept exactly, and the summary says so."""
         x = np.asarray(leaf.flat.cpu() if isinstance(leaf.flat, torch.Tensor) else leaf.flat)
         if leaf.spec.dtype != "float32" or not np.isfinite(x).all():
@@ -57,13 +57,13 @@ class Rounded:
         piece = zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(planes).tobytes())
         size = np.abs(x)
         error = np.abs(rounded.view(np.float32) - x)[size > 0] / size[size > 0]
-        memory = ValuesMemory(from_bytes(rounded.view(np.uint8), leaf.spec))
+        memory = ValuesReference(from_bytes(rounded.view(np.uint8), leaf.spec))
         return Stored(STREAM, {}, [piece], memory, float(error.max(initial=0.0)), "relative")
 
 
 def decode(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Memory | None, sibling: Any = None
-) -> Memory:
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Any = None
+) -> Reference:
     """The stream again as an array; a reader believes nothing that it has not checked."""
     if spec.dtype != "float32" or len(pieces) != 1:
         raise sp.CorruptDataError(f"{STREAM}: {len(pieces)} pieces of {spec.dtype}")
@@ -75,11 +75,11 @@ def decode(
     if len(data) != spec.nbytes:
         raise sp.CorruptDataError(f"{STREAM}: {len(data)} bytes, not {spec.nbytes}")
     planes = np.frombuffer(data, np.uint8).reshape(4, -1)
-    return ValuesMemory(from_bytes(np.ascontiguousarray(planes.T).reshape(-1), spec))
+    return ValuesReference(from_bytes(np.ascontiguousarray(planes.T).reshape(-1), spec))
 
 
 CODECS[Rounded.id] = Rounded
-STREAMS[STREAM] = Stream(decode)
+STREAMS[STREAM] = Stream(decode, Rounded.id)
 
 
 def main() -> float:

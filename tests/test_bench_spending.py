@@ -108,9 +108,9 @@ def test_a_model_that_the_ratio_bench_left_out_is_named(results: Any) -> None:
     results("ratio-mlp.json", [row("MLP, default: loss change later", ONE, 0.1)])
     text = ratios.lacks()
     assert text.startswith(
-        "Not run here: the ViT (0.2 M). Killed ten times it ends +3.39 % with `Config()`, more than any"
+        "Not run here: the ViT (0.2 M). Killed ten times it ends +3.39 % with 24 bins, more than any"
     )
-    assert "+8.27 % with `Config(rate=0.0005)`" in text
+    assert "+8.27 % with 24 bins, rate 0.0005" in text
     results("ratio-vit.json", [row("ViT, default: loss change later", ONE, 0.1)])
     assert ratios.lacks() == "Every small model of these benches is in the table."
 
@@ -125,7 +125,7 @@ def test_ours_stand_beside_what_was_published(results: Any) -> None:
     lines = trainings.published().splitlines()
     assert lines[2].startswith("| Inshrinkerator, ResNet-152 | +0.50 % | 39.09 x | 0.35 % |")
     assert lines[2 + len(training.PUBLISHED) :] == [
-        "| MLP: `Config()` | +1.00 % | 30 x | 12.5 % |",
+        "| MLP: 24 bins | +1.00 % | 30 x | 12.5 % |",
         "| MLP: `Config()`, searched for 1.0% | not measured | 30 x | 12.5 % |",
-        "| MLP, 3,600 steps: `Config(rate=0.0005)` | +2.00 % | 30 x | 12.5 % |",
+        "| MLP, 3,600 steps: 24 bins, rate 0.0005 | +2.00 % | 30 x | 12.5 % |",
     ]

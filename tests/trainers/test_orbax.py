@@ -304,7 +304,7 @@ def test_floats_do_not_become_integers(tmp_path: Path) -> None:
             with pytest.raises(sp.BadArgumentError, match=f"json: the checkpoint does not fit item\n  {why}"):
                 restored(**{name: wanted})
         # Other floats are asked for, and counts may become floats.
-        found = restored(w=jax.ShapeDtypeStruct((5,), jnp.bfloat16), n=jnp.zeros(3))
+        found = restored(weight=jax.ShapeDtypeStruct((5,), jnp.bfloat16), n=jnp.zeros(3))
         assert found["weight"].dtype == jnp.bfloat16
         assert found["n"].tolist() == [0.0, 1.0, 2.0]
 
