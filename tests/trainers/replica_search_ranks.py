@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
     with pytest.raises(sp.ShrinkpointError, match=r"path: .*cannot be stored without pickle"):
         of_first(team, wrong, group)
     parts = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(sp.BadArgumentError, match="w: each process has a part of it"):
+    with pytest.raises(sp.BadArgumentError, match="weight: each process has a part of it"):
         of_first(team, {"weight": parts}, group)
     interrupted_together(rank)
     dist.barrier()
