@@ -43,7 +43,7 @@ def judged(work: Path, modes: str, points: int, ranks: int, steps: int = 3) -> t
 def test_the_judge(modes: str, points: int, ranks: int, tmp_path: Path) -> None:
     """What it cannot see (links) it does not count: two files a save, their temporary names removed, the result."""
     seen, results, printed = judged(tmp_path / "work", modes, points, ranks)
-    assert seen == 3 * 6 + 3 or ranks > 1, printed
+    assert seen in (3 * 6 + 3, 3 * 6 + 4) or ranks > 1, printed  # making the folder may be seen as well
     assert seen >= 3 * 6 + 3, printed
     assert len(results) == points + 1
     killed = [r for r in results if r["label"] != "no crash (control)"]
