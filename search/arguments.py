@@ -30,17 +30,17 @@ class SearchOptions:
 
     Args:
         cube: the configurations to choose from; default the cube of `last`, else `Cube()`.
-        earlier: as for `compress`: trials then code weights ahead of their drift, and the configuration found does the
-            same (`Config.ahead`). Where no point passes that way, the search is repeated without drift prediction.
-            Default None: weights are coded where they are.
+        earlier: past weights, as for `compress`: trials then predict the drift of the weights, and so does the
+            configuration found (`Config.ahead`). If no point passes, the search is repeated without drift prediction.
+            Default None: no drift prediction.
         direction: "lower" or "higher" is better; default None: as in `last`, else inferred from a state compressed
             beyond use, which costs one evaluation (two, if the first returns NaN).
         baseline: the result of `evaluate` for `state` itself, if the caller already has it for the same data; saves one
-            evaluation. The first search evaluates the state once nevertheless and refuses a value that differs by more
-            than `threshold`. Default None: it is evaluated.
-        expected_restores: number of times the run is expected to resume, >= 0. All restores together may then cost no
-            more than `threshold`: each may take the rest after those so far (`SearchResult.restored`), divided by the
-            number still expected; beyond that number, half of the rest. Default None: each restore may take
+            evaluation. The first search still evaluates the state once, and refuses a value that differs by more than
+            `threshold`. Default None: it is evaluated.
+        expected_restores: number of times the run is expected to resume, >= 0. All restores together may then lose no
+            more than `threshold`: the part that is left (`SearchResult.restored`) is divided by the number of restores
+            still expected, or halved after more restores than expected. Default None: each restore may lose
             the whole threshold.
         steps: reach of the neighbourhood search in steps along the axes, >= 0; default 2.
         relax: also try configurations in the neighbourhood that are more aggressive than `last`; default False.
@@ -87,13 +87,13 @@ class SearchArguments:
     def allowed(self) -> float:
         """The degradation that a checkpoint may have.
 
-        It is the threshold, or its share of the rest that restores have left.
+        It is the threshold, or a share of the part of the threshold that earlier restores have not used.
         """
         if self.options.expected_restores is None:
             return self.threshold
         done, spent = (0, 0.0) if self.last is None else (self.last.restores, self.last.spent)
         ahead = self.options.expected_restores - done
-        # Halves of the remainder never sum to more than the remainder, however many unexpected restores follow.
+        # The sum of successive halves of the remainder never exceeds it, for any number of unexpected restores.
         share = 2.0 if done and ahead <= 0 else max(1.0, ahead)
         return max(0.0, self.threshold - spent) / share
 
@@ -171,7 +171,7 @@ def check_arguments(processes: ProcessGroup, arguments: SearchArguments, arrays:
                 f"the processes of the group do not have the same {' and '.join(unlike)}: "
                 f"rank {rank} differs from rank 0"
             )
-    # Of sharded arrays each process has its own values, and a trial belongs to all of them.
+    # Each process has its own values of a sharded array, but a trial belongs to all processes.
     point = next(iter(arguments.cube))
     names = [f.name for f in dataclasses.fields(StateArguments)]
     common = [reports[0]["same"][n] for n in names] + [r["own"] for r in reports if inputs.is_sharded]

@@ -14,7 +14,7 @@ from .search_state import SearchState
 from .space import Choice, Space
 
 _PROCESS = uuid.uuid4().hex
-"""Identifies this process: the time between searches of two processes is not training time."""
+"""Identifies this process. The time between two searches is training time only within one process."""
 
 
 def conclude(space: Space, choice: Choice, method: str, fell_back: bool) -> SearchResult:

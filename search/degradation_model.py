@@ -5,10 +5,10 @@ The degradation of a point that changes the weights by d has two parts:
     D = L + g . d,      ln L = a + p ln E + c[metric] f + local + noise,
 
 where E is the mean squared relative error, f the share of E that is pruned weights, and `local` is correlated between
-points close to each other in the cube. L is the cost of any error of that size. g . d is the gradient of `evaluate`
-along d, with either sign. Nothing is known of g except that it prefers no direction, so that between two points its
-covariance is s^2 times the mean over arrays of <d, d'> / ||x||^2, which the estimator counts: a trial informs about
-all points with similar errors. s is inferred from the trials.
+points close to each other in the cube. L is the loss that any error of that size causes. g . d is the first-order
+change of `evaluate` along d, with either sign. The direction of g is unknown and assumed to be uniform. The covariance
+of g . d between two points is therefore s^2 times the mean over arrays of <d, d'> / ||x||^2, which the estimator
+computes. So a trial informs about all points with similar errors. s is inferred from the trials.
 
 Everything here is a pure function of its arguments; the draws come from a generator with a fixed seed.
 """

@@ -13,9 +13,9 @@ from .result import SearchResult, Trial
 _BEYOND_USE = (Point(2, 0.9, "magnitude", 0.0), Point(2, 0.5, "magnitude", 0.0))
 """Points surely worse than the state itself; the second is tried where `evaluate` returns NaN for the first."""
 SURELY = 0.01
-"""Relative difference from the baseline up to which a trial may be better as well as worse by chance."""
+"""Relative difference from the baseline up to which a trial may be better or worse by chance."""
 _LUCK = 0.1
-"""Share of the loss of a state beyond use up to which another trial may gain by chance."""
+"""Largest gain that counts as chance, as a share of the loss of a state compressed beyond use."""
 
 
 class Direction:
@@ -85,9 +85,10 @@ class Direction:
     def inferred(self, found: Sequence[Trial], scale: Scale, allowed: float) -> tuple[str | None, str]:
         """Return the direction with a note on it, or "" where there is nothing to note.
 
-        The direction is the given one, or inferred from the first state beyond use whose quality is a number, or that
-        of the last search. A gain beyond the threshold counts as chance if the state beyond use loses ten times as
-        much. Otherwise, as with a hardly trained model that destruction may even improve, the direction is unknown.
+        The direction is the given one, or the one inferred from the first state beyond use whose quality is a number,
+        or the one of the last search. A gain beyond the threshold counts as chance if the state beyond use loses ten
+        times as much. Otherwise the direction is unknown, for example for a model with so little training that
+        strong compression may improve it.
 
         Args:
             found: all trials.

@@ -44,7 +44,7 @@ from .sample import Sample, energy, representatives, sample
 from .size_estimate import nbytes_of_codebook, nbytes_of_header, nbytes_of_levels, nbytes_of_protected
 
 _PATTERN, _SHORTEST = 1 << 14, 64
-"""Number of elements whose errors are kept to compare points, over all arrays; and the minimum for each array."""
+"""Number of elements of all arrays whose errors are kept to compare points; and the minimum for each array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _normal(codec: Quantize) -> Quantize:
 def _codebook(
     cells: Cells, how: Fit, before: LevelsReference | None, leaf: Leaf, limit: Thresholds, few: NpArray | None
 ) -> NpArray:
-    """The codebook as the codec fits it; `few` are all distinct values, each with an entry."""
+    """The codebook as the codec fits it; `few` holds all distinct values, which become the entries."""
     parent = None if before is None else before.codebook
     codebook, reason, cells, _ = fit_closely(leaf, limit, cells, how, parent, few=few)
     return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec)

@@ -24,8 +24,8 @@ def search_exhaustively(space: Space, stale: Sequence[Trial], *, soon: bool) -> 
     Args:
         space: the points and trials.
         stale: trials of the last search.
-        soon: take the first point that passes, as in the middle of a run, where a choice that surely passes is
-            enough. Points that passed before the call do not count.
+        soon: take the first point that passes, which is enough in the middle of a run. Points that passed before the
+            call do not count.
     """
     trials = space.trials
     before = len(trials.passing)

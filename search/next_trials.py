@@ -1,8 +1,8 @@
 """Which points to try next, from draws of the degradation model and the order of the cube.
 
-The draws say which points may pass together, and so which are worth the remaining trials. The order of the cube adds
-two rules: a point that clearly fails excludes all more aggressive points, and one that passes excludes all that are not
-smaller. Everything here is a pure function of its arguments.
+The draws show which points are likely to pass together, and so which are worth the remaining trials. The order of the
+cube adds two rules: a point that clearly fails excludes all more aggressive points, and a point that passes excludes
+all points that are not smaller. Everything here is a pure function of its arguments.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WORTH = 0.25
 _HORIZON = 10
 """Rounds to plan for where their number is not given."""
 _CLEARLY, _BEYOND = 1.25, 2.0
-"""What makes a failure clear, so that it excludes more aggressive points.
+"""Conditions under which a failure excludes more aggressive points.
 
-The degradation is above this multiple of the threshold, and this many deviations of the signed part above it.
+The degradation is above this multiple of the threshold, and this number of deviations of the signed part above it.
 """
 
 
@@ -129,9 +129,9 @@ def next_trials(
         threshold: largest degradation that passes, > 0.
         at_once: most points of a round.
         tolerance: share of the bytes that is not worth another trial.
-        floor: the smallest degradation that `evaluate` can tell from none.
-        left: rounds that may still be run; where these are few and nothing has passed, a point that surely passes is
-            tried. None: any number.
+        floor: the smallest degradation that `evaluate` can distinguish from zero.
+        left: rounds that may still be run; None: any number. If few are left and no point has passed, a point that
+            almost certainly passes is tried.
 
     Source: Inshrinkerator, section 5, guided exhaustive search.
     """

@@ -40,7 +40,7 @@ class ProcessGroup:
 
         Raises:
             BadArgumentError: it failed on another process; an error of this process is raised unchanged.
-            ShrinkpointError: a process is gone.
+            ShrinkpointError: a process has ended.
         """
         if self.size == 1:
             return [work()]

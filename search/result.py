@@ -100,8 +100,8 @@ class SearchResult:
         restores: number of restores of the run so far, as counted by `restored`; default 0.
         spent: sum of the degradations of those restores; default 0.
         seconds: duration of the search; not compared.
-        share: `seconds` as a share of the training time since the last search; None where that is not known, as after
-            a restart; not compared.
+        share: `seconds` as a share of the training time since the last search; None if that time is not known, for
+            example after a restart; not compared.
         finished: end of the search in seconds since the epoch; not compared.
         process: identifies the process, within which times are compared; not compared itself.
     """

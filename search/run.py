@@ -43,10 +43,10 @@ def search(
     Args:
         state: as for `compress`.
         evaluate: called with a restored state (fresh arrays in host memory, which it may keep or change); returns a
-            number such as a loss, an accuracy or a perplexity, of the same data at every call. It must not change
+            number such as a loss, an accuracy or a perplexity, on the same data at every call. It must not change
             `state` or `grads`: load the restored state into a copy of the model. The global random generators of
-            Python, NumPy and torch are restored after each call. None: no trials; `threshold` is the relative L2 error
-            that no array may exceed.
+            Python, NumPy and torch are restored after each call. None: no trials; `threshold` is then the largest
+            relative L2 error of any array.
         threshold: relative degradation allowed, in (0, 10], with a warning above 1; without `evaluate` in (0, 1).
         prev: parent of the next checkpoint, so that sizes are those of a delta; default None, a base.
         last: result of the previous search of this run, whose neighbourhood is searched first; default None.
@@ -151,7 +151,7 @@ def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool
 def _agreed(processes: ProcessGroup, found: SearchResult) -> SearchResult:
     """Check that all processes found the same, and return rank 0's result on all of them.
 
-    Errors up to here reach every process; the same result on all of them is the next search's `last`.
+    The next search needs the same result as `last` on every process.
     """
     if processes.size == 1:
         return found

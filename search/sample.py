@@ -16,7 +16,7 @@ from ..kernels.extrapolation import extrapolate
 
 BLOCK = 1024
 SAMPLE = 1 << 19
-"""Number of elements sampled of a whole model; at least `LEAST` of each array that has as many."""
+"""Number of elements sampled from a whole model; at least `LEAST` from each array that has so many."""
 LEAST = 1 << 12
 GROUPS = 24
 """Maximum number of arrays that represent all."""
@@ -118,8 +118,8 @@ def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tup
         before += size
     found = []
     for members in groups.values():
-        # An array of the size that holds most elements, because tables and records are counted per array; among these
-        # the one in the middle by scale.
+        # Tables and records are counted per array, so the representative has the size class with the most elements.
+        # Among the arrays of that size it is the one with the median scale.
         sizes = [leaves[i].spec.size for i in members]
         usual, middle = sum(n * n for n in sizes) / sum(sizes), (len(members) - 1) / 2
         best = members[min(range(len(members)), key=lambda k: (abs(sizes[k] - usual), abs(k - middle)))]

@@ -117,7 +117,7 @@ class TreeHashes:
         for (path, old, *_), (other, new, *_) in zip(self.arrays, now.arrays, strict=False):
             if path == other and old != new:
                 return path
-        # As text, for 3 is not 3.0 here.
+        # Compared as text, because 3 and 3.0 differ here.
         if json.dumps(self.nodes) == json.dumps(now.nodes):
             return None
         a, b = _places(self.nodes), _places(now.nodes)
@@ -294,14 +294,14 @@ class SearchState:
 
     @cached_property
     def _taken_over(self) -> tuple[Checkpoint, dict[int, Array]]:
-        """The rest at a rate of 0, and its decoded arrays that all trials share."""
+        """The arrays that points do not change, compressed at a rate of 0, and those that all trials share."""
         ckpt, numbers = self._rest(0.0)
         found = self._by_number(decompress(ckpt), numbers)
         return ckpt, {i: found[i] for i in numbers if i not in self._small_others}
 
     @cached_property
     def _sizes(self) -> dict[float, int]:
-        """Bytes of the rest by rate."""
+        """Bytes of the arrays that points do not change, by rate."""
         return {}
 
     @cached_property
@@ -317,8 +317,8 @@ class SearchState:
 
     def restored(self, cfg: Config) -> Restored:
         """Compress and decompress the state, into fresh arrays that the caller may change."""
-        # With a rate the encoder reads second moments together with the weights, and moments follow the rate; the drift
-        # prediction depends on first moments.
+        # With a rate the encoder reads second moments together with the weights, and moments are coded with the same
+        # rate. The drift prediction depends on first moments.
         opened = self.opened
         whole = opened.past_weights is not None or cfg.rate > 0
         numbers = list(range(len(opened.arrays))) if whole else [*self.quantized, *sorted(self._small_others)]

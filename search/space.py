@@ -133,9 +133,8 @@ class Space:
     def check(self) -> None:
         """Evaluate the state itself again, at most once per search.
 
-        Implausibly good numbers may not be comparable.
-
-        Processes that each evaluated it at the start need no further call, unless the baseline was given.
+        This finds out whether implausibly good results are comparable with the baseline. If every process evaluated
+        the state at the start, no further call is needed, unless the caller gave the baseline.
         """
         trials = self.trials
         if self.left > 0 and not self._is_checked and (trials.at_once == 1 or not trials.has_seen_itself):

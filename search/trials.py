@@ -24,7 +24,7 @@ from .search_state import SearchState
 
 _REPEATS = 2
 _FAR = 2.0
-"""Factor by which the baseline may change between searches before `evaluate` is suspected to be another function."""
+"""Largest factor between the baselines of two searches; above it, `evaluate` may be another function."""
 
 
 class Trials:
@@ -69,7 +69,7 @@ class Trials:
         self.notes: list[str] = []
 
     def _take(self, search_state: SearchState) -> None:
-        """Use this state from here on; estimates of another one are dropped."""
+        """Use this state from now on, and drop the estimates of the former one."""
         self.search_state = search_state
         self._estimate = Estimator(search_state.leaves, search_state.parents, search_state.codec)
         self._candidates: dict[Point, Candidate] = {}
@@ -80,9 +80,9 @@ class Trials:
         return self.search_state.leads
 
     def without_drift(self) -> None:
-        """Code weights where they are from here on.
+        """Turn drift prediction off.
 
-        Trials ahead of their drift stay recorded but no longer count.
+        Trials with drift prediction stay recorded but no longer count.
         """
         self._take(self.search_state.without_drift())
 
@@ -120,7 +120,7 @@ class Trials:
         if last is not None and before is not None:
             self._known_spread = last.spread
         calls = _REPEATS if before is None and self.at_once == 1 else 1
-        # Processes that evaluate it at once compare their own numbers with the given baseline.
+        # Each process compares its own result with the given baseline.
         self._evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
         now = self.scale.baseline
         if self.direction.is_given or before is None or _apart(before, now) <= _FAR:
@@ -273,7 +273,7 @@ class Trials:
         """Ranks whose `evaluate` returned the same number for every state.
 
         A state compressed beyond use is included. If one process has seen a single number only, all processes evaluate
-        such a state in a separate round, because numbers of other processes do not show that this one loads the state.
+        such a state in a separate round, because results of other processes do not show that this one loads the state.
         """
         before = [*self.found, *(() if last is None else last.trials)]
         asked = sorted({t.rank for t in self.tried})

@@ -61,7 +61,7 @@ def demo(
         bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")
     ] = False,
 ) -> None:
-    """Train a small GPT, kill it, resume it, and compare it with a run never killed.
+    """Train a small GPT, kill it, resume it, and compare it with a run that is never killed.
 
     It resumes from compressed checkpoints.
 

@@ -158,7 +158,7 @@ def read_seal(path: Path) -> Seal:
 
     Raises:
         CorruptDataError: the seal is damaged.
-        OSError: there is no seal, or it cannot be read.
+        OSError: the seal does not exist, or cannot be read.
     """
     file = seal_path(path)
     try:

@@ -45,7 +45,7 @@ def test_steps_are_read_from_names(names: list[str], steps: list[int]) -> None:
     ("names", "says"),
     [
         (["best.pt"], "best.pt has no number in its name"),
-        (["model-00001-of-00003.safetensors"], "has several numbers in its name, of which none follows"),
+        (["model-00001-of-00003.safetensors"], "has several numbers in its name, and none of them follows"),
         (["epoch_1.pt", "epoch_01.pt"], "epoch_1.pt and epoch_01.pt are both step 1"),
     ],
 )

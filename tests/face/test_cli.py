@@ -626,7 +626,7 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
         (1, r"a\.pt: not a shrinkpoint file", "restore a.pt b.pt"),
         (2, "step 7 is not in .*; it has 10, 20, 30", "info store --step 7"),
         (2, "step 'best' is not in", "restore store o.pt --step best"),
-        (2, "has none of the suffixes", "restore store out"),
+        (2, "must end in one of", "restore store out"),
         (2, "--to is 'zip'; it must be one of pt, safetensors, dcp", "restore store out --to zip"),
         (2, "exists; use --force", "restore store a.pt"),
         (2, "exists; use --force", "report store -o a.pt"),

@@ -241,7 +241,7 @@ def test_the_newest_intact_checkpoint_of_a_run(names: list[str], tmp_path: Path)
     largest(tmp_path / names[2]).write_bytes(b"x")
     code, out, err = run("verify", "--newest", tmp_path)
     assert (code, out) == (0, f"{tmp_path / names[1]}\n")
-    assert f"passed over: {tmp_path / names[2]}: " in err
+    assert f"skipped: {tmp_path / names[2]}: " in err
     assert "is torn" in err
     assert parsed("verify", "--newest", tmp_path) == {"path": str(tmp_path / names[1])}
     integrity.seal_path(tmp_path / names[1]).write_bytes(b"junk")

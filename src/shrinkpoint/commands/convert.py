@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ENDING = ".spt"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 STEP_WORDS = ("step", "iter(?:ation)?", "checkpoint|ckpt", "epoch")
-"""Words before the step in the name of a checkpoint; the first in this list that a name has decides."""
+"""Words before the step in the name of a checkpoint; the first word of this list that the name contains is used."""
 
 
 def compress(
@@ -147,7 +147,7 @@ def steps_from_names(paths: Sequence[Path]) -> dict[int, Path]:
         if match is None and len(numbers) != 1:
             what = "several numbers" if numbers else "no number"
             raise BadArgumentError(
-                f"--step-from-name: {path.name} has {what} in its name, of which none follows 'step'"
+                f"--step-from-name: {path.name} has {what} in its name, and none of them follows 'step'"
             )
         step = int(match.group(1) if match is not None else numbers[0])
         if step in found:
@@ -249,8 +249,8 @@ def restore(
 ) -> None:
     """Restore a checkpoint to a file or folder of another format.
 
-    Without --step the newest intact step of a store is taken, and damaged newer ones are named. This does not count as
-    a restore of the run.
+    Without --step the newest intact step of a store is restored, and damaged newer steps are reported. This does not
+    count as a restore of the run.
     """
     from .interchange import check_target, format_of, save_state
     from .sources import subtree

@@ -1,9 +1,9 @@
 """Read folders of torch.distributed.checkpoint without executing anything in them.
 
-Their metadata is a pickle, and so is every value in them that is not a tensor; torch unpickles both without limits.
-Here the metadata may name the few classes it consists of and nothing else, values are loaded by
-`torch.load(weights_only=True)`, and the files must be in the folder. Folders of `shrinkpoint.trainers.dcp.Writer`,
-whose metadata is JSON, are read by its own reader.
+The metadata is a pickle, and so is every value that is not a tensor; torch unpickles both without limits. Here the
+metadata may contain only the classes that DCP needs, values are loaded by `torch.load(weights_only=True)`, and the
+files must be in the folder. Folders written by `shrinkpoint.trainers.dcp.Writer`, whose metadata is JSON, are read by
+its own reader.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _nowhere(*_parts: object) -> None:
-    """Stand in for the former path of the checkpoint, which is not used.
+    """Replace the former path of the checkpoint, which is not used.
 
     A Windows path could not be created on another system.
     """

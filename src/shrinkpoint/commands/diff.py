@@ -259,8 +259,9 @@ def compare(old: Side, new: Side) -> list[Change]:
 def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
     """Relative L2 distance of two flat arrays, and the share of elements whose bits differ.
 
-    Elements with equal bits are equal, also NaN and infinity. The distance is None for values that are not numbers, NaN
-    or infinite for values that are not finite, and infinite if all old values are zero and the new ones are not.
+    Elements with equal bits are equal, including NaN and infinity. The distance is None for dtypes that are not
+    numbers, NaN or infinite for values that are not finite, and infinite if all old values are zero and the new ones
+    are not.
 
     Example:
         >>> import numpy as np

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 _HEAD = 1024
-"""Bytes of a file that are looked at."""
+"""Number of bytes at the start of a file that are examined."""
 _LFS = b"version https://git-lfs.github.com/spec/"
 _MAGIC = (
     (b"GGUF", "a GGUF file of llama.cpp"),
@@ -62,7 +62,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def folder_contents(folder: Path) -> str:
-    """The files in a folder that `compress` could read, for messages; "" where there are none."""
+    """The files in a folder that `compress` could read, for messages; "" if there are no such files."""
     endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
     names = sorted(p.name for p in folder.iterdir() if p.suffix in endings)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

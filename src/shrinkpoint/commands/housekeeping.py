@@ -20,7 +20,7 @@ def compact(
     ] = 2.5,
     as_json: AsJson = False,
 ) -> None:
-    """Shorten long chains, so that restoring is quick.
+    """Shorten long chains, so that restoring is fast.
 
     Every step stays loadable; `gc` removes the former files.
 
@@ -198,7 +198,7 @@ def copy(
     before = opened.steps()
     with busy(f"copying to {target}"):
         there = opened.copy(target, asked or None, repair=repair).steps()
-    # Steps that a concurrent run has removed or added in the meantime may be there or not.
+    # A concurrent run may add or remove steps during the copy.
     chosen = asked or sorted(set(there) & {*before, *opened.steps()})
     _print(
         as_json,

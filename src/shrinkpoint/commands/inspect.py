@@ -109,7 +109,7 @@ def error_columns(error: float, measure: str) -> tuple[str, str]:
 
 
 def _open(source: str, step: str | None) -> tuple[Checkpoint, dict[str, Any]]:
-    """A checkpoint of which only the header is read, and its origin for --json."""
+    """A checkpoint with only its header read, and its origin for --json."""
     from ..codec.errors import BadArgumentError
     from .sources import header_of, header_of_file, newest_intact, open_store, parse_step
 
@@ -241,10 +241,10 @@ def verify(
 ) -> None:
     """Read all files and check them. Exit code 1 if anything is not intact.
 
-    PATH is a store, a checkpoint file (.spt), or a folder or file with a seal. Of a store every step is checked with
-    its whole chain, and every tag. A delta file is decoded with its chain if that is among the files or given by
-    --parent; otherwise only its checksums are checked, which is reported. Of a sealed folder every file that is torn,
-    missing, altered or added is named. --json has the content hash of each checkpoint file.
+    PATH is a store, a checkpoint file (.spt), or a folder or file with a seal. In a store, every step is checked with
+    its whole chain, and every tag. A delta file is decoded if its chain is among the files or given by --parent;
+    otherwise only its checksums are checked, and this is reported. In a sealed folder, every file that is torn,
+    missing, altered or added is reported. --json has the content hash of each checkpoint file.
     """
     from .sources import is_store
 

@@ -30,7 +30,7 @@ def format_of(target: Path, requested: str | None) -> str:
         return requested
     found = _ENDINGS.get(target.suffix)
     if found is None:
-        raise BadArgumentError(f"{target} has none of the suffixes {', '.join(_ENDINGS)}; use --to {'|'.join(FORMATS)}")
+        raise BadArgumentError(f"{target} must end in one of {', '.join(_ENDINGS)}; or use --to {'|'.join(FORMATS)}")
     return found
 
 
@@ -152,7 +152,7 @@ def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
 
 
 class _Remembering(io.BufferedWriter):
-    """A file that keeps the error of a write, which torch replaces by another one."""
+    """A file that keeps the error of a write, because torch raises another error instead."""
 
     error: OSError | None = None
 

@@ -89,7 +89,7 @@ def newest_sealed(run: Path, quiet: bool) -> Path:
         if not problem:
             return path
         skipped += 1
-        note(f"passed over: {problem}")
+        note(f"skipped: {problem}")
     if skipped:
         raise CorruptDataError(f"{run}: none of its {skipped} checkpoints is intact")
     raise CorruptDataError(f"{run}: holds no sealed checkpoint; `shrinkpoint seal` writes a seal after each save")

@@ -117,12 +117,12 @@ def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
 
 
 def header_of(store: Store, step: int | str) -> Checkpoint:
-    """A step's checkpoint of which only the header is read, which is enough for `summary`."""
+    """Read only the header of a step's checkpoint, which is enough for `summary`."""
     return store.header(store.describe(step))
 
 
 def header_of_file(path: Path) -> Checkpoint:
-    """Read only the header of a checkpoint file; its content hash is not computed and "".
+    """Read only the header of a checkpoint file; its content hash is not computed and is "".
 
     Raises:
         OSError, CorruptDataError, NewerFormatError: with the path.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def printable(text: object) -> str:
-    """Escape control characters, with which names in files could control a terminal.
+    """Escape control characters, so that names in files cannot control a terminal.
 
     Example:
         >>> printable("a\\x1b[31m/b")
@@ -36,7 +36,7 @@ def size(nbytes: float) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint at the known name most similar to a mistyped one.
 
-    It is for the end of a message, and "" if no name is similar.
+    The hint is for the end of a message. It is "" if no name is similar.
 
     Example:
         >>> nearest("modle/*", ["model", "optimizer"]), nearest("x", ["model"])
@@ -47,7 +47,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def parts_of(paths: Iterable[str]) -> list[str]:
-    """Paths with all their parents, each once.
+    """All paths and their parents, each once.
 
     Example:
         >>> parts_of(["model/a", "model/b"])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16")
 """dtypes of the weights and moments that are saved."""
 _SHAPE = (256, 512)
-"""Shape of a matrix with enough elements for every coding method that does not depend on the size."""
+"""Shape of a matrix that is large enough for every coding method."""
 
 
 def warm(

@@ -28,7 +28,7 @@ class Killer:
     def __init__(self, kills: int, steps: int, every: int, seed: int) -> None:
         self._random = random.Random(seed)
         saves = checkpoint_steps(steps, every)
-        # Before the first checkpoint there is none to resume from, and after the last one the run is over.
+        # Before the first checkpoint the run could not resume, and after the last one it has ended.
         first = 1 if len(saves) > kills + 1 else 0
         room = len(saves) - 1 - first
         in_save = self._random.randrange(kills) if kills else -1

@@ -14,8 +14,8 @@ VOCABULARY = 256
 class Block(nn.Module):
     """Causal self-attention and a two-layer perceptron, each with a layer norm and a residual.
 
-    Queries and keys are normalised and turned by their place in the window (rotary embedding): both make so short a
-    training learn far more than learned places would.
+    Queries and keys are normalized and rotated by their position in the window (rotary embedding). In a training this
+    short, the model then learns far more than with learned positions.
     """
 
     def __init__(self, width: int, heads: int, bias: bool = True) -> None:

@@ -61,7 +61,7 @@ class TrainerProcess:
         try:
             event = self._events.get(timeout=max(0.0, timeout))
         except queue.Empty:
-            raise TimeoutError(f"the trainer said nothing for {timeout:.0f} seconds") from None
+            raise TimeoutError(f"the trainer sent no event for {timeout:.0f} seconds") from None
         self._ended = event is None
         return event
 
@@ -76,7 +76,7 @@ class TrainerProcess:
         code = self._process.wait()
         if code:
             tail = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            how = f"exit status {code}" if code > 0 else f"killed by signal {-code}, perhaps for want of memory"
+            how = f"exit status {code}" if code > 0 else f"killed by signal {-code}, perhaps because memory ran out"
             raise DemoError(f"the trainer failed ({how}): {' '.join(tail) or 'no message'}; see {self._log}")
 
     def _read(self, pipe: IO[bytes]) -> None:

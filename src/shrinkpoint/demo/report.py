@@ -79,7 +79,7 @@ def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, 
 
 
 def curves(run: History, baseline: History) -> dict[str, Any]:
-    """Loss by step of both runs: every training step of each life, and the held-out readings."""
+    """Loss by step of both runs: every training step of each life, and the held-out losses."""
     return {
         name: {"lives": history.lives, "readings": sorted(history.readings.items())}
         for name, history in (("run", run), ("baseline", baseline))

@@ -86,7 +86,7 @@ class View:
                 "bold green",
             )
         elif self._killed:
-            self._line("        there was no checkpoint yet: started from the beginning", "bold green")
+            self._line("        no checkpoint yet: started from the beginning", "bold green")
         else:
             self._line(f"        {event['parameters'] / MB:.2f} million parameters")
             if self._name != "baseline":
