@@ -1,4 +1,4 @@
-"""How far an approximation is from the original array, measured in one pass."""
+"""The error of an approximation of an array, measured in one pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Distortion:
     Args:
         squared_error: sum of (y - x)**2.
         squared_norm: sum of x**2.
-        largest_relative: largest |y - x| / |x| over nonzero x; infinite where a zero became something else; NaN where
-            y is NaN anywhere, as the squared error then is.
+        largest_relative: largest |y - x| / |x| over nonzero x; infinite if y is not zero where x is; NaN if y holds a
+            NaN, like the squared error.
     """
 
     squared_error: float
@@ -31,7 +31,7 @@ class Distortion:
     largest_relative: float
 
     def __post_init__(self) -> None:
-        # The largest of some numbers and NaN is either, by the order of comparisons.
+        # The maximum of numbers and NaN depends on the order of comparisons.
         if math.isnan(self.squared_error):
             object.__setattr__(self, "largest_relative", math.nan)
 
@@ -46,7 +46,7 @@ class Distortion:
         return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else math.inf
 
     def __add__(self, other: Distortion) -> Distortion:
-        """The distortion of two parts together."""
+        """Return the distortion of two parts of an array together."""
         return Distortion(
             self.squared_error + other.squared_error,
             self.squared_norm + other.squared_norm,
@@ -64,7 +64,7 @@ def distortion(x: Array, y: Array) -> Distortion:
         y: the same shape, any of these dtypes, on the same device.
 
     Raises:
-        BadArgumentError: no such dtype, or the shapes or devices differ.
+        BadArgumentError: another dtype, or the shapes or devices differ.
 
     Example:
         >>> import numpy as np

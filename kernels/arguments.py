@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 def check_arrays(**named: Array) -> None:
-    """Refuse arguments that are not arrays which a back end can read.
+    """Raise BadArgumentError for arguments that no back end can read.
 
     Raises:
-        BadArgumentError: not an array, one spread over several devices, or a torch tensor that is not dense memory on a
-            CPU or a CUDA device.
+        BadArgumentError: not an array, an array on several devices, or a torch tensor that is not dense memory on a CPU
+            or a CUDA device.
     """
     for name, x in named.items():
         if not isinstance(x, np.ndarray):
@@ -50,7 +50,7 @@ def _check_device(name: str, x: Any) -> None:
         device_of(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:  # a sharded array of JAX, for one
         raise BadArgumentError(
-            f"{name} is a {type(x).__name__} that does not lie on one device: {str(error)[:200]}"
+            f"{name} is a {type(x).__name__} that is not on one device: {str(error)[:200]}"
         ) from error
 
 
@@ -61,7 +61,7 @@ def _check_tensor(name: str, x: Any) -> None:
         raise BadArgumentError(
             f"{name} is a torch tensor of layout {x.layout} on device {x.device}; a dense one on cpu or cuda is needed"
         )
-    try:  # one that is vectorized or traced, or whose class wraps others, stands for memory it has not
+    try:  # a vectorized or traced tensor, or one that wraps others, has no memory of its own
         storage = x.untyped_storage()
         real = type(x) is torch.Tensor or (
             storage.device.type == x.device.type and (storage.data_ptr() != 0 or x.numel() == 0)
@@ -186,7 +186,7 @@ def or_none(name: str, value: Any, check: Callable[..., T], *limits: Any, **how:
 def check_field(of: Any, name: str, check: Callable[..., Any], *limits: Any, **how: Any) -> None:
     """Replace a field of a frozen dataclass by its checked and converted value.
 
-    So equal configurations hold equal Python objects, independent of the library that their numbers came from.
+    Equal configurations then hold equal Python objects, independent of the library of their numbers.
 
     Raises:
         BadArgumentError: the check does.

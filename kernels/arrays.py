@@ -70,23 +70,23 @@ def dtype_name(x: Array) -> str:
 
 @lru_cache(1024)
 def _name_of(library: str, dtype: Any) -> str:
-    # NumPy takes microseconds to spell a dtype, and every kernel asks. The library is part of the key: dtypes
-    # of two libraries may hash alike and warn when compared.
+    # Cached, because NumPy takes microseconds to name a dtype and every kernel needs the name. The library is part of
+    # the key, because dtypes of two libraries may have the same hash and warn when they are compared.
     return str(dtype).rsplit(".", 1)[-1]
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:
     """Return a CPU array as contiguous NumPy, without a copy where possible.
 
-    bfloat16 comes as its uint16 bit patterns.
+    bfloat16 is returned as uint16 bit patterns.
 
     Raises:
-        BadArgumentError: its library does not let its memory be read, as of an array that is being vectorized.
+        BadArgumentError: the memory cannot be read, for example because the array is being vectorized.
     """
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "V" and dtype_name(x) == "bfloat16":  # ml_dtypes
             x = x.view(np.uint16)
-        # Most are as they should be, and every kernel asks.
+        # The usual case comes first, because every kernel runs this.
         return x if type(x) is np.ndarray and x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape)
     try:
         if is_torch(x):
@@ -108,9 +108,9 @@ def to_numpy(x: Array) -> np.ndarray[Any, Any]:
 
 
 def to_host(x: Array) -> np.ndarray[Any, Any]:
-    """Return an array of any device as NumPy, copied from the GPU if it lives there.
+    """Return an array on any device as NumPy, copied from the GPU if necessary.
 
-    bfloat16 as in `to_numpy`.
+    bfloat16 is returned as in `to_numpy`.
     """
     if isinstance(x, np.ndarray) or not on_gpu(x):
         return to_numpy(x)
@@ -131,16 +131,16 @@ def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, rounded: bool = False) -> Array:
     """Return `result` in the library of `x` and on its device.
 
-    JAX has no 64-bit dtypes unless `jax_enable_x64` is set. There int64 comes as int32 if every value fits.
+    JAX has no 64-bit dtypes unless `jax_enable_x64` is set. Without it, int64 is returned as int32 if every value fits.
 
     Args:
         result: NumPy.
         x: an array of the library and on the device wanted.
-        dtype: "bfloat16" marks uint16 bit patterns that are really bfloat16.
-        rounded: float64 may come as float32, each value rounded once, where the library has no float64.
+        dtype: "bfloat16": `result` holds bfloat16 as uint16 bit patterns.
+        rounded: whether float64 may be returned as float32, each value rounded once, if the library has no float64.
 
     Raises:
-        BadArgumentError: the library cannot say the result without loss.
+        BadArgumentError: the library cannot hold the result without loss.
     """
     if is_torch(x):
         import torch

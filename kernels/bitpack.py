@@ -52,7 +52,7 @@ def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -
 
     Raises:
         BadArgumentError: an argument out of range.
-        CorruptDataError: another number of bytes than n values take, or a bit set after the last value.
+        CorruptDataError: the number of bytes is not that of n values, or a bit is set after the last value.
 
     Example:
         >>> unpack_bits(bytes([209, 14]), 3, 4).tolist()

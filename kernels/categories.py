@@ -1,6 +1,6 @@
 """Magnitude categories: an unsigned integer as a size class of one byte plus its low bits.
 
-The size of a difference is predictable and goes to the entropy coder; its low digits are noise and stay as they are.
+The size of a difference is predictable and is entropy coded; its low bits are noise and are stored as they are.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
 
         category = (k << bits) + (v >> k),   extra = the k lowest bits of v
 
-    so that a category is the bit length with the `bits` bits after the leading one, and values below `2 << bits` are
-    their own category.
+    so that a category consists of the bit length and the `bits` bits after the leading one. A value below `2 << bits`
+    is its own category.
 
     Args:
         values: uint16[n], uint32[n] or uint64[n].
@@ -84,8 +84,8 @@ def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: s
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
-        CorruptDataError: a category that dtype does not have, another number of bytes than the extra bits take, or a
-            bit set after the last.
+        CorruptDataError: a category that dtype does not have, a wrong number of bytes for the extra bits, or a bit set
+            after the last one.
 
     Example:
         >>> import numpy as np

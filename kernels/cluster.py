@@ -2,8 +2,8 @@
 
 The clusters are separated by normal quantiles.
 
-Everything per element is in float32, each operation rounded once, to nearest even, in the order written, without fused
-multiply-add; mean and deviation are in float64, summed in one fixed tree. Input of another width is first rounded to
+Operations on elements are in float32, each rounded once to nearest even, in the order written, without fused
+multiply-add. Mean and deviation are in float64, summed in one fixed tree. Input of another width is first rounded to
 float32.
 
 Source: BitSnap, section 3.4 and algorithm 2; the 8-bit map is the unsigned dynamic map of Dettmers et al. 2022 (8-bit
@@ -113,10 +113,10 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
     same_device("codes", codes, "scale", array("scale", scale, ("float32",), 1))
     same_device("codes", codes, "minimum", array("minimum", minimum, ("float32",), 1))
     if codes.shape[0] != labels.shape[0]:
-        raise CorruptDataError(f"there are {codes.shape[0]} codes and {labels.shape[0]} labels; as many are needed")
+        raise CorruptDataError(f"there are {codes.shape[0]} codes and {labels.shape[0]} labels; they must be as many")
     if scale.shape[0] != minimum.shape[0] or not 1 <= scale.shape[0] <= MOST:
         raise CorruptDataError(
-            f"scale has {scale.shape[0]} and minimum {minimum.shape[0]} entries; one a cluster, 1 to 16, is needed"
+            f"scale has {scale.shape[0]} and minimum {minimum.shape[0]} entries; one per cluster, 1 to 16, is needed"
         )
     out: Array = back_end(codes, "cluster").cluster_dequantize(codes, labels, scale, minimum)
     return out
@@ -177,7 +177,7 @@ def ranges(
     An empty cluster has lowest = inf and highest = -inf.
 
     Raises:
-        BadArgumentError: a cluster is wider than float32 can say.
+        BadArgumentError: the width of a cluster overflows float32.
     """
     empty = lowest > highest
     low = np.where(empty, np.float32(0), lowest) + np.float32(0)
@@ -194,9 +194,9 @@ def dynamic_map() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
     float32 [256].
 
-    Seven decades; the one with top 10**(e - 6), e = 0 ... 6, is cut from a tenth of its top to its top into 2**(e + 1)
-    equal parts. The entries are the midpoints of these 254 parts, and 0 and 1, each rounded once to float32. Unsigned,
-    because a value normalized to its cluster's range is never negative and half of a signed map would never be used.
+    There are seven decades. Decade e = 0 ... 6 reaches from 10**(e - 7) to 10**(e - 6) and is cut into 2**(e + 1) equal
+    parts. The entries are the midpoints of these 254 parts, and 0 and 1, each rounded once to float32. The map is
+    unsigned, because a value normalized to its cluster's range is never negative.
 
     Example:
         >>> m = dynamic_map()
@@ -219,8 +219,8 @@ def thresholds() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
     `code = number of j with v > thresholds[j]` is the entry nearest to a float32 v; float32 [256], the last is inf.
 
-    Entry j is the midpoint of map entries j and j + 1, rounded down to float32: for a float32 v, exceeding the one is
-    exceeding the other.
+    Entry j is the midpoint of map entries j and j + 1, rounded down to float32. A float32 v exceeds the rounded
+    midpoint exactly if it exceeds the midpoint.
     """
     entries = dynamic_map().astype(np.float64)
     middle = (entries[:-1] + entries[1:]) / 2  # exact: neighbours have few bits and near exponents
@@ -237,7 +237,7 @@ def first_code() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
     uint8 [16257].
 
-    No such group holds more than one threshold, so that with c = first_code[pattern(v) >> 16] the code of v is
+    Such a group holds at most one threshold. With c = first_code[pattern(v) >> 16], the code of v is therefore
     `c + (v > thresholds[c])`.
     """
     starts = np.arange((0x3F800000 >> SHIFT) + 1, dtype=np.uint32) << np.uint32(SHIFT)
@@ -248,7 +248,7 @@ def first_code() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 def unknown_label(label: int, clusters: int) -> CorruptDataError:
     """Return the error for a label without a cluster."""
-    return CorruptDataError(f"label {label} names none of {clusters} clusters")
+    return CorruptDataError(f"label {label} is out of range for {clusters} clusters")
 
 
 def _float32(v: Fraction) -> float:

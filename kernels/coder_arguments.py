@@ -20,7 +20,7 @@ UNSIGNED = ("uint8", "uint16", "uint32")
 COUNTS = ("int64", "int32", "int16", "int8", *UNSIGNED)
 """Integer dtypes that int64 holds exactly, for libraries without int64."""
 PLAUSIBLE = 1 << 32
-"""Number of elements up to which a MemoryError is the machine's fault, not the argument's."""
+"""Number of elements up to which a MemoryError is not reported as a wrong argument."""
 
 
 def stored_bytes(x: Array | bytes | bytearray | memoryview, *, anywhere: bool = False) -> Array:
@@ -32,9 +32,9 @@ def stored_bytes(x: Array | bytes | bytearray | memoryview, *, anywhere: bool = 
 
 @contextmanager
 def room_for(n: int) -> Iterator[None]:
-    """Turn a MemoryError for an absurd number of elements n into a BadArgumentError.
+    """Turn a MemoryError for an implausible number of elements n into a BadArgumentError.
 
-    For a plausible n the MemoryError stays.
+    For a plausible n the MemoryError is raised unchanged.
     """
     try:
         yield

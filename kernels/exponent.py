@@ -130,9 +130,9 @@ def promote(buckets: Buckets, bits: int) -> Promotion:
 
     Elements of the other buckets become 0.
 
-    Rank is by falling exponent field, of equal ones the positive bucket first. With a and b the patterns (without sign)
-    of a bucket's smallest and largest magnitude, its value has the pattern of (a + b) / 2, halves rounded to even: the
-    mean of minimum and maximum, rounded once.
+    Buckets are ranked by descending exponent field, with the positive bucket first. The value of a bucket is the mean
+    of its smallest and largest magnitude, rounded once: with a and b their patterns (without sign), it has the pattern
+    (a + b) / 2, halves rounded to even.
 
     Args:
         buckets: from `exponent_buckets`.
@@ -198,7 +198,8 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
 def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
     """Bit patterns of the codebook values of levels: `codebook[level]`.
 
-    Patterns, as from `planes.merge_planes`, so that bfloat16 needs no NumPy dtype: the caller views them as floats.
+    The result holds patterns, as from `planes.merge_planes`, because NumPy has no bfloat16; the caller views them as
+    floats.
 
     Args:
         levels: uint8 or uint16 array of any shape, each below the number of entries.

@@ -21,27 +21,27 @@ def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
 
         out = x + (x - earlier) * factor;  x itself where that is not finite
 
-    in float32, in float64 where x is: both arrays are converted first (a float64 `earlier` of a narrower x is
-    rounded to float32), as is the factor; then each operation is rounded once, in this order, without fused
-    multiply-add. A NaN in x becomes the positive quiet NaN; its payload is lost.
+    in float64 if x is float64, else in float32. Both arrays and the factor are converted first (a float64 `earlier` of
+    a narrower x is rounded to float32). Then each operation is rounded once, in this order, without fused multiply-add.
+    A NaN in x becomes the positive quiet NaN; its payload is lost.
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64.
         earlier: the same shape, any of these dtypes, on the same device.
-        factor: 0 (x stays) to the largest float32; 1: as far again.
+        factor: 0 (x is returned) to the largest float32; 1 repeats the whole change.
 
     Returns:
         float32, float64 where x is, of the shape, library and device of x.
 
     Raises:
-        BadArgumentError: no such dtype, the shapes or devices differ, or a factor out of range.
+        BadArgumentError: another dtype, the shapes or devices differ, or a factor out of range.
 
     Example:
         >>> extrapolate(np.array([1.0, 2.0, np.inf]), np.array([0.5, 2.0, 0.0]), 3.0).tolist()
         [2.5, 2.0, inf]
 
-    Source: the extrapolation of Nesterov 1983; here for an encoder that aims ahead in the direction in which
-        training moves the weights (docs/decisions/drift.md).
+    Source: the extrapolation of Nesterov 1983; used by an encoder that predicts where training moves the weights
+        (docs/decisions/drift.md).
     """
     array("x", x, FORMATS)
     same_device("x", x, "earlier", array("earlier", earlier, FORMATS, x.shape))

@@ -26,7 +26,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class Octaves:
     """Octave, sign and fraction of n log-bucket indices, m of them finite and nonzero.
 
-    The arrays are NumPy, because the entropy coder takes them from here.
+    The arrays are NumPy, because the entropy coder runs on the host.
 
     Args:
         low: lowest octave present, counted from the smallest subnormal's; 0 if m is 0.
@@ -50,7 +50,7 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
 
     None if they span more than `MAX_OCTAVES` octaves.
 
-    Indices on a GPU are split there: only the streams come to the host.
+    Indices on a GPU are split there, and only the streams are copied to the host.
 
         j = |index - buckets|;  octave = (j - 1) >> bits;  fraction = (j - 1) mod 2**bits;  negative = index < buckets
 
@@ -76,7 +76,7 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
 def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
     """Return the indices int32 [n] from their parts: the inverse of `split_octaves`.
 
-    Infinities and NaNs come back as zero's index.
+    Infinities and NaNs get the index of zero.
 
     Args:
         octaves: consistent: m is the number of nonzero symbols; any bytes are allowed. Where `symbols`, `negative` and
@@ -100,7 +100,7 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
         raise BadArgumentError(
             f"octaves.fraction has {octaves.fraction.shape[0]} planes; {(bits + 7) // 8} are needed for {bits} bits"
         )
-    if isinstance(octaves.symbols, np.ndarray):  # a GPU counts on its way
+    if isinstance(octaves.symbols, np.ndarray):  # on a GPU the kernel counts
         check_counts(octaves, int(np.count_nonzero(octaves.symbols)))
     return back_end(octaves.symbols, "float_split").join_octaves(octaves, bits, buckets)
 

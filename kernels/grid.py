@@ -24,7 +24,8 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
 
         q = rint((x / sqrt(square)) / step);  symbol = 1 + 2 |q| - (q < 0);  0 (escape) without a grid point
 
-    in float32, each operation rounded once, ties to even. Where `square` is 0, x = 0 is grid point 0; all else escapes.
+    in float32, each operation rounded once, ties to even. Where `square` is 0, x = 0 is grid point 0, and any other x
+    is an escape.
 
     Args:
         x: float32 [n].
@@ -34,7 +35,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
     Returns:
         symbols: uint8 [n].
         sums: float64 [256] on the host, sum of x / sqrt(square) by symbol (0 for the escape).
-        counts: float64 [256] on the host, how often each symbol occurs.
+        counts: float64 [256] on the host, number of elements of each symbol.
 
     Raises:
         BadArgumentError: other dtypes or shapes, or a step out of range.
@@ -44,7 +45,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
         >>> grid_symbols(x, square, 0.5)[0].tolist()
         [1, 5, 2]
 
-    Source: the update m / sqrt(v) of Adam (Kingma and Ba 2015), which is what an error in m does to training.
+    Source: the update m / sqrt(v) of Adam (Kingma and Ba 2015), through which an error in m acts on training.
     """
     array("x", x, ("float32",), 1)
     array("square", square, ("float32",), x.shape)

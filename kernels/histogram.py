@@ -79,8 +79,8 @@ class Histogram:
 
         float64, ascending.
 
-        A bucket narrower than one unit in the last place (among the smallest subnormals, or at full mantissa) holds one
-        value, which is its value; one that can hold none takes the next value above.
+        A bucket of less than one unit in the last place (among the smallest subnormals, or at full mantissa) has the
+        one float that it contains as its value, or the next float above if it contains no float.
         """
         fmt = FORMATS[self.format]
         return _both_signs(fmt, self.bits) if self.signed else _bucket_edges(fmt, self.bits, midpoint=True)
@@ -90,8 +90,8 @@ class Histogram:
 
         float64, ascending; 0 for the zero bucket.
 
-        `|x| < lower_bounds()[j]` holds exactly for the elements counted in the buckets below j: thresholds are read
-        from here. A bucket that can hold no value takes the next value above.
+        `|x| < lower_bounds()[j]` holds exactly for the elements counted in the buckets below j, so these bounds serve
+        as thresholds. A bucket that contains no float gets the next float above.
 
         Raises:
             BadArgumentError: the histogram is signed; fold it with `magnitude()` first.
@@ -187,10 +187,10 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64.
-        bits: sub-bucket bits, 0 ... 12, capped at the mantissa of the counted format (`floats.bits_for` picks it).
+        bits: sub-bucket bits, 0 ... 12, capped at the mantissa of the counted format (`floats.bits_for` chooses them).
         signed: keep the signs (default: magnitudes).
-        gradient: same shape, any of the four dtypes: counts |gradient * x| instead, one rounded product an element, in
-            float64 if either is float64, else in float32 (the product is never stored whole). Magnitudes only.
+        gradient: same shape, any of the four dtypes: counts |gradient * x| instead, one rounded product per element, in
+            float64 if either is float64, else in float32 (the whole product is never stored). Magnitudes only.
 
     Returns:
         The histogram, always on the host; infinities and NaNs (of the product, with a gradient; an
@@ -218,7 +218,7 @@ def log_histogram_many(
 ) -> list[Histogram]:
     """Histograms of many arrays in one call, as `log_histogram` returns them.
 
-    On a GPU one launch for all arrays of a dtype, on the CPU one array after another.
+    A GPU counts all arrays of a dtype in one launch, the CPU one array after another.
 
     Args:
         xs: arrays on one device, each as x of `log_histogram`; dtypes and shapes may differ.
@@ -227,7 +227,7 @@ def log_histogram_many(
         gradients: for each array a gradient, or None to count the array itself; default None, no gradients.
 
     Returns:
-        One histogram an array, the same as `log_histogram` gives.
+        One histogram per array, equal to that of `log_histogram`.
 
     Raises:
         BadArgumentError: as `log_histogram`, `gradients` of another length than `xs`, or arrays on several devices.
@@ -260,7 +260,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
         gradient: as in `assign`; without it the two sensitivity thresholds have no effect.
 
     Returns:
-        The signed histogram in x's format; its last counter (not finite) is 0, for such elements are protected.
+        The signed histogram in x's format; its last counter (not finite) is 0, because such elements are protected.
 
     Raises:
         BadArgumentError: bits out of range, another dtype, or a gradient of another shape.
@@ -290,7 +290,7 @@ def kept_histogram_many(
 ) -> list[Histogram]:
     """Signed histograms of many arrays in one call, as `kept_histogram` returns them.
 
-    On a GPU one launch for all arrays of a dtype, on the CPU one array after another.
+    A GPU counts all arrays of a dtype in one launch, the CPU one array after another.
 
     Args:
         xs: arrays on one device, each as x of `kept_histogram`; dtypes and shapes may differ.
@@ -299,7 +299,7 @@ def kept_histogram_many(
         gradients: a gradient (or None) an array; default None, no gradients.
 
     Returns:
-        One histogram an array, the same as `kept_histogram` gives.
+        One histogram per array, equal to that of `kept_histogram`.
 
     Raises:
         BadArgumentError: as `kept_histogram`, lists of other lengths than `xs`, or arrays on several devices.
@@ -330,8 +330,8 @@ def kept_histogram_many(
 def merge(*histograms: Histogram) -> Histogram:
     """The histogram of all values counted in any of `histograms`.
 
-    Octaves line up between formats, so a bucket of the narrower format becomes the bucket of the wider one that starts
-    at the same value: index j of format F becomes `j + ((lowest_exponent_F - lowest_exponent_G) << bits)`.
+    Octaves are the same in all formats, so a bucket of the narrower format F becomes the bucket of the wider format G
+    that starts at the same value: index j becomes `j + ((lowest_exponent_F - lowest_exponent_G) << bits)`.
 
     Args:
         histograms: one or more, of the same bits and signedness; formats may differ, the result has the one with the

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 LIMIT = 24
-"""The longest code there can be."""
+"""Largest code length in bits."""
 ALPHABET = 1 << 16
-"""The greatest number of symbols."""
+"""Largest number of symbols."""
 
 
 def huffman_lengths(counts: Array, limit: int = 15) -> Array:
-    """Lengths of the optimal prefix code with no code longer than `limit`.
+    """Return the code lengths of the optimal prefix code with lengths of at most `limit`.
 
     Minimises `sum(counts * lengths)` subject to `sum(2**-lengths) = 1` over the symbols that occur. Equal weights are
     taken in the order of the symbols, single symbols before packages.
@@ -50,13 +50,14 @@ def huffman_codes(lengths: Array) -> Array:
     """Canonical codes with these lengths: short codes first, ties in the order of the symbols.
 
     Args:
-        lengths: uint8[S], each 0 ... 24, with `sum(2**-lengths) = 1` over those above zero, or a single 1, or none.
+        lengths: uint8[S], each 0 ... 24, with `sum(2**-lengths) = 1` over those above zero; or all 0 except for at most
+            one 1.
 
     Returns:
-        uint32[S]: the code's bits, the first to be written being the most significant of `lengths` bits; 0 if absent.
+        uint32[S]: the code in the lowest `lengths` bits, whose most significant bit is written first; 0 if absent.
 
     Raises:
-        BadArgumentError: wrong dtype, shape or range, lengths of no complete code, or an array on a GPU.
+        BadArgumentError: wrong dtype, shape or range, lengths that are not a complete code, or an array on a GPU.
 
     Example:
         >>> import numpy as np
@@ -76,7 +77,7 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
     Codes are written most significant bit first; each stream holds an equal part of the symbols.
 
     Part k holds symbols `k * q ... (k + 1) * q - 1` with `q = ceil(n / streams)`, and is filled with zero bits to whole
-    bytes. The sizes of all parts but the last stand in front of them.
+    bytes. The sizes of all parts but the last precede the parts.
 
     Args:
         symbols: uint8[n] or uint16[n], any n.
@@ -119,7 +120,8 @@ def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "ui
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, a code for a symbol that dtype cannot hold, or an array on a GPU.
-        CorruptDataError: lengths of no complete code, a stream that ends too early or too late, or a set bit after it.
+        CorruptDataError: lengths that are not a complete code, a stream that ends too early or too late, or a set bit
+            after it.
 
     Example: see `huffman_encode`.
 
@@ -141,7 +143,7 @@ def pack_lengths(lengths: Array) -> bytes:
         lengths: uint8[S] as for `huffman_codes`.
 
     Raises:
-        BadArgumentError: wrong dtype, shape or range, lengths of no complete code, or an array on a GPU.
+        BadArgumentError: wrong dtype, shape or range, lengths that are not a complete code, or an array on a GPU.
 
     Example:
         >>> import numpy as np

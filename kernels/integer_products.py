@@ -1,7 +1,7 @@
 """Exact integer products of a matrix with low-rank factors, for low-rank prediction.
 
-A matrix of R C integers is estimated by p[i, j] = sum over k < r of a[i, k] b[j, k], a and b of one byte an entry.
-Everything is an integer, so the writer and the reader of a stream compute the same estimates on every machine.
+A matrix of R x C integers is estimated by p[i, j] = sum over k < r of a[i, k] b[j, k] with one-byte a and b. All
+numbers are integers, so the writer and the reader of a stream compute the same estimates on every machine.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def column_products(values: Array, factor: Array, columns: int, phase: int = 0) 
 
 
 def product_classes(rows: Array, columns: Array, n: int, phase: int = 0, *, shift: int, most: int) -> Array:
-    """Low-rank estimate at each position, rounded and limited to `2 most + 1` classes.
+    """Return the low-rank estimate at each position, rounded to one of `2 most + 1` classes.
 
     The estimate is rounded to a multiple of `2**shift`.
 
@@ -107,7 +107,7 @@ def product_classes(rows: Array, columns: Array, n: int, phase: int = 0, *, shif
     Args:
         rows: int8[ceil((phase + n) / C), r], r 1 ... `MOST_RANK`.
         columns: int8[C, r].
-        n: number of places, >= 0.
+        n: number of positions, >= 0.
         phase: as in `row_products`.
         shift: 1 ... 20.
         most: 1 ... 127.

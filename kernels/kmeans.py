@@ -23,7 +23,7 @@ DTYPES = ("float16", "float32", "float64", *(f"{kind}{width}" for kind in ("int"
 """Dtypes of centers and weights; everything is computed in float64."""
 _LEAST = float(np.finfo(np.float64).tiny)
 _ROUNDS = 4
-"""Rounds of limiting a center's share to one part: an isolated center with a wide interval would take many."""
+"""Rounds that limit a center to one part; an isolated center with a wide interval would otherwise take many parts."""
 
 
 @np.errstate(all="ignore")
@@ -81,24 +81,25 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
 def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]:
     """Merge neighbouring centers that the best codebook would hardly distinguish.
 
-    The entries of a good codebook lie as densely as the cube root of the weight in an interval (Panter and Dite). So an
-    interval of width d and weight w holds about as many of them as `(w * d**2) ** (1 / 3)` says, a number that adds up.
-    Here that sum is cut into equal parts, and each becomes one center, at the mean of its weight; an interval that is
-    more than a part counts as one. (With 5/16 for 1/3, which square roots give alike on all machines.)
+    The density of the entries of a good codebook is proportional to the cube root of the density of the weight (Panter
+    and Dite). An interval of width d and weight w thus holds a number of entries proportional to
+    `(w * d**2) ** (1 / 3)`. The sum of these numbers is cut into equal parts, and each part becomes one center at its
+    weighted mean; an interval larger than a part counts as one part. The exponent used is 5/16 instead of 1/3, because
+    square roots compute it identically on all machines.
 
     With W the loss of merging, `sum(w * (x - its mean)**2)`, and L the least loss of any codebook of k entries, the
     best codebook of the merged centers loses at most `(sqrt(L) + 2 * sqrt(W))**2` on all centers. Measured at k = 8 to
-    64 on buckets of normal, Laplace, Student's t and row-scaled data: 1.0003 L at most with 24 parts an entry,
-    1.0017 with 16.
+    64 on buckets of normal, Laplace, Student's t and row-scaled data: at most 1.0003 L with 24 parts per entry, and
+    1.0017 L with 16.
 
     Args:
         centers: float64 [m], ascending, finite, on the host.
         weights: float64 [m], finite, >= 0, on the host.
-        parts: most centers that are left, 1 ... 2**31 - 1.
+        parts: largest number of centers returned, 1 ... 2**31 - 1.
 
     Returns:
-        centers float64 [n], ascending, and their weights float64 [n]; NumPy, host. n <= parts; the centers that have a
-        weight, unchanged, if these are at most `parts`. Otherwise equal centers are merged first.
+        centers float64 [n], ascending, and their weights float64 [n]; NumPy, host; n <= parts. At most `parts` centers
+        of positive weight are returned unchanged; if there are more, equal centers are merged first.
 
     Raises:
         BadArgumentError: an argument out of its range, or on a GPU; or weights whose sum is beyond float64.
@@ -134,13 +135,13 @@ def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]
         share = np.minimum(share, share.sum() / parts)
     until = np.cumsum(share)
     part = np.minimum(np.floor((until - share / 2) / until[-1] * parts), parts - 1)
-    if not np.isfinite(part).all():  # no width, or no weight, to speak of
+    if not np.isfinite(part).all():  # the width or the weight is almost zero
         part = np.arange(x.size) * parts // x.size
     first = np.flatnonzero(np.diff(part, prepend=-1.0))
     last = np.append(first[1:], x.size) - 1
     total = np.add.reduceat(mass, first)
     means = np.ldexp(np.add.reduceat(mass * scaled, first) / total, exponents[0])
-    # Scaled numbers, weights too, may have underflowed, and a rounded mean may leave its part.
+    # Scaled numbers and weights may have underflowed, and a rounded mean may lie outside its part.
     inside = np.clip(np.where(total > 0.0, means, x[first]), x[first], x[last])
     return _with_sums(inside, np.add.reduceat(w, first))
 
@@ -163,9 +164,9 @@ def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:
 
     Every back end solves the problem in this form; the scales are powers of two.
 
-    Centers of weight 0 are dropped. The others are multiplied by `2**-exponent` (the largest magnitude then is in
-    [0.5, 1)), weights likewise by a power of two of their own, so that no square overflows; both are exact, up to
-    underflow. Then equal centers become one, their weights added in order.
+    Centers of weight 0 are dropped. The others are multiplied by `2**-exponent`, so that the largest magnitude is in
+    [0.5, 1), and the weights by another power of two, so that no square overflows. Both products are exact except for
+    underflow. Then equal centers are merged and their weights added in order.
 
     Args:
         centers: float64 [n], ascending, finite, on the host.
@@ -260,10 +261,10 @@ def weighted_kmeans(
 
     It minimizes `sum(w * (x - nearest code)**2)`.
 
-    `method="exact"` is the optimum, by dynamic programming over prefix sums (divide and conquer, O(k m log m));
-    `"kmeans++"` is seeding with probability `w * distance**2` by a counter-based generator, then Lloyd's iteration.
-    With `initial` only Lloyd's iteration runs, from there. The exact order of operations, ties and rounding, which all
-    back ends share, is in `docs/kernels.md`.
+    `method="exact"` finds the optimum by dynamic programming over prefix sums (divide and conquer, O(k m log m)).
+    `"kmeans++"` draws seeds with probability `w * distance**2` by a counter-based generator, then runs Lloyd's
+    iteration. With `initial`, only Lloyd's iteration runs and starts there. `docs/kernels.md` defines the order of
+    operations, ties and rounding, which all back ends share.
 
     Args:
         centers: float64 [m], ascending, finite.
@@ -272,7 +273,7 @@ def weighted_kmeans(
         method: "exact" (default) or "kmeans++".
         initial: float64 [1 ... k], ascending: warm start; the result has its length (a code without points stays).
         seed: of the k-means++ seeding, any integer (modulo 2**64); default 0.
-        iterations: most Lloyd iterations, 0 ... 2**31 - 1; default 50, it stops when nothing changes.
+        iterations: maximum number of Lloyd iterations, 0 ... 2**31 - 1; default 50. They stop when nothing changes.
 
     Returns:
         float64, ascending, library and device of `centers`; `min(k, distinct centers of positive weight)` codes. (JAX
@@ -306,16 +307,16 @@ def weighted_kmeans_many(
 ) -> list[Array]:
     """Codebooks of many problems in one call, as `weighted_kmeans` returns them.
 
-    On a GPU one launch, on the CPU one problem after another.
+    A GPU solves all problems in one launch, the CPU one after another.
 
     Args:
         problems: (centers, weights) each, all on one device.
-        k: most codes of every problem, or one number a problem.
+        k: maximum number of codes, for all problems or one number per problem.
         method, seed, iterations: as in `weighted_kmeans`, the same for all problems.
-        initial: a warm start (or None) a problem; default None, none.
+        initial: for each problem a warm start or None; default None, no warm starts.
 
     Returns:
-        One codebook a problem, the same as `weighted_kmeans` gives.
+        One codebook per problem, equal to that of `weighted_kmeans`.
 
     Raises:
         BadArgumentError: as `weighted_kmeans`, or `k` or `initial` is of another length than `problems`.

@@ -139,7 +139,7 @@ def merge_by_level(grouped: Array, keys: Array, size: int) -> Array:
 
 
 def joint_counts(previous: Array, current: Array, previous_size: int, current_size: int) -> Array:
-    """How often each pair (previous level, current level) occurs.
+    """Count how often each pair (previous level, current level) occurs.
 
     Args:
         previous: uint8 levels, each below `previous_size`.

@@ -1,7 +1,7 @@
 """Bit masks of changed elements and their values: lossless deltas of 16-bit model states.
 
-Source: BitSnap, section 3.3 (improved bitmask sparsification): n / 8 bytes of mask and the changed values themselves,
-which pays as long as less than 15/16 of 16-bit values changed.
+Source: BitSnap, section 3.3 (improved bitmask sparsification): a mask of n / 8 bytes and the changed values, which is
+smaller than the array if less than 15/16 of its 16-bit values changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def changed_mask(current: Array, previous: Array) -> Array:
 
         mask[k] = sum over q < 8 of [pattern(current[8 k + q]) != pattern(previous[8 k + q])] << q,   C order
 
-    Patterns, so 0.0 and -0.0 differ and a NaN equals itself. Bits after the last element are 0.
+    Patterns are compared: 0.0 and -0.0 differ, and a NaN equals itself. Bits after the last element are 0.
 
     Args:
         current: array of any shape; any dtype in `planes.WIDTHS`.

@@ -1,6 +1,6 @@
 """Byte planes and lossless differences, which make fixed-width numbers easier to compress.
 
-Everything here is on bit patterns, so every value survives: NaN payloads, -0.0, subnormals.
+These functions work on bit patterns, so every value is kept exactly: NaN payloads, -0.0, subnormals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTHS: dict[str, int] = {
     "float32": 32,
     "float64": 64,
 }
-"""Every dtype these kernels take, by name, and its width in bits. A complex array is viewed as its real parts first."""
+"""Name and width in bits of every supported dtype. The caller views a complex array as real and imaginary parts."""
 
 
 def width_of(dtype: str) -> int:
@@ -48,14 +48,14 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
 
     Args:
         x: array of any shape, strided or not; any dtype in `WIDTHS` (8 to 64 bits).
-        rotation: bits, 0 (default) to 7, by which each pattern is rotated to the left first. By one, all of a
-            float32's or bfloat16's exponent is in the uppermost plane, and the sign in the lowest.
+        rotation: bits, 0 (default) to 7, by which each pattern is first rotated to the left. A rotation of 1 puts the
+            whole exponent of a float32 or bfloat16 into the uppermost plane, and the sign into the lowest.
 
     Returns:
         uint8 [itemsize, n], n the number of elements of x; plane 0 holds the least significant bytes.
 
     Raises:
-        BadArgumentError: a dtype of no fixed width of 8, 16, 32 or 64 bits; a rotation out of range.
+        BadArgumentError: a dtype without a fixed width of 8, 16, 32 or 64 bits; a rotation out of range.
 
     Example:
         >>> import numpy as np
@@ -77,8 +77,8 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
 
         pattern[i] = rotr(sum over p of planes[p, i] << 8 p, rotation)
 
-    Patterns, not values, because NumPy has no bfloat16 or float8: the caller views them as the right dtype
-    (`patterns.view(np.float32)`, `patterns.view(torch.bfloat16)`) and reshapes.
+    The result holds patterns, because NumPy has no bfloat16 or float8: the caller views them as the right dtype
+    (`patterns.view(np.float32)`, `patterns.view(torch.bfloat16)`) and reshapes them.
 
     Args:
         planes: uint8 [itemsize, n].
@@ -116,15 +116,15 @@ def difference(current: Array, previous: Array, method: Method = "arithmetic", *
                   = u                                            for integers and bool
         zigzag(d) = (2 d mod 2**W) ^ (2**W - 1 if d >= 2**(W-1) else 0):   0, -1, 1, -2, ... become 0, 1, 2, 3, ...
 
-    So a float that moved k units in the last place up or down gives 2 k or 2 k - 1, also across zero (-0.0 and 0.0 are
-    neighbours), and every pattern comes back exactly.
+    A float that moved k units in the last place up or down gives 2 k or 2 k - 1, also across zero (-0.0 and 0.0 are
+    neighbours). Every pattern can be restored exactly.
 
     Args:
         current: array of any shape, any dtype in `WIDTHS`.
         previous: the same shape and dtype.
         method: "arithmetic" (smaller for floats) or "xor".
-        dtype: what the patterns are when the arrays hold patterns instead of values, such as "bfloat16" for uint16
-            arrays; default: the dtype of the arrays.
+        dtype: dtype of the values, if the arrays hold their patterns, such as "bfloat16" for uint16 arrays; default:
+            the dtype of the arrays.
 
     Returns:
         Unsigned integers of the same width and shape as `current`.
@@ -156,8 +156,8 @@ def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *,
         unzigzag(z) = (z >> 1) ^ (2**W - 1 if z is odd else 0)
 
     Args:
-        diff: what `difference` returned: unsigned integers, the width and shape of `previous`.
-        previous: the same array the difference was taken to.
+        diff: result of `difference`: unsigned integers of the width and shape of `previous`.
+        previous: as given to `difference`.
         method: as in `difference`.
         dtype: as in `difference`.
 

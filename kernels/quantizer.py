@@ -38,8 +38,8 @@ class Thresholds:
         prune_magnitude: |x| < it is pruned; default 0, which prunes nothing.
         prune_sensitivity: |gradient * x| < it is pruned; default 0. Either condition prunes.
 
-    All four are float64, compared exactly with x of any format: rounding one *up* to x's format changes no decision.
-    The sensitivities have no effect where no gradient is given.
+    All four are float64 and compared exactly with x of any format: rounding a threshold *up* to x's format changes no
+    decision. The sensitivities have no effect without a gradient.
 
     Raises:
         BadArgumentError: a threshold is negative or NaN.
@@ -105,8 +105,8 @@ def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float
 
     For codes a <= b the midpoint is `0.5 * a + 0.5 * b`; the boundary lies strictly above it.
 
-    The nearest code of a value x of that dtype is then number `count(boundary <= x)`, an element half-way (to the
-    float64 midpoint) taking the lower code.
+    The nearest code of a value x of that dtype is then number `count(boundary <= x)`. An element at the float64
+    midpoint gets the lower code.
 
     Args:
         codebook: 1-D, ascending, finite, any library and dtype; 0 ... 254 entries.
@@ -129,7 +129,7 @@ def boundaries(codebook: Array, dtype: str) -> np.ndarray[Any, np.dtype[np.float
     with np.errstate(all="ignore"):
         middle = 0.5 * codes[:-1] + 0.5 * codes[1:]
         above = middle.astype(wide)
-        # Against twice the midpoint: half an odd number of smallest units does not exist in float64.
+        # Compared with twice the midpoint, because float64 cannot hold half of its smallest unit.
         twice, total = 2.0 * above.astype(np.float64), codes[:-1] + codes[1:]
         short = np.where(np.isfinite(total), twice <= total, above.astype(np.float64) <= middle)
         above = np.where(short, np.nextafter(above, wide.type(np.inf)), above)
@@ -159,8 +159,8 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
     Args:
         x: any shape, float16, bfloat16, float32 or float64.
         thresholds: see `Thresholds`.
-        codebook: 1-D, ascending, finite, 0 ... 254 entries, of any library and float dtype; best already rounded to
-            x's dtype, for distances are to the entries as given.
+        codebook: 1-D, ascending, finite, 0 ... 254 entries, of any library and float dtype. It should be rounded to
+            x's dtype already, because distances are measured to the entries as given.
         gradient: same shape as x, any of the four dtypes; default None, no sensitivity.
 
     Returns:

@@ -20,7 +20,7 @@ FARTHEST = 126
 MOST_OCTAVES = 16
 """Widest cell."""
 SCALE = 2.0**15
-"""What inverse roots are multiplied by to be summed as integers, which no order of additions changes."""
+"""Scale of inverse roots, which are summed as integers so that the order of additions does not matter."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Factors = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -35,11 +35,11 @@ def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
         columns: how many elements a row has, >= 1.
 
     Returns:
-        float64 [R] and float64 [columns] on the host. Each addition is rounded once; in which order they are made is a
-        back end's own, so the last bits may differ between them.
+        float64 [R] and float64 [columns] on the host. Each addition is rounded once. Back ends add in different orders,
+        so their last bits may differ.
 
     Raises:
-        BadArgumentError: another dtype, or no whole number of rows.
+        BadArgumentError: another dtype, or the elements do not fill whole rows.
 
     Example:
         >>> factor_sums(np.array([1, 2, 3, 10, 20, np.inf], np.float32), 3)[1].tolist()
@@ -66,10 +66,10 @@ def residual_symbols(
         k = floor((distance + cell / 2) / cell);  symbol = 2 + 126 + k
 
     Between powers of two the pattern of a float32 is linear in the value, so distance / 2**23 is the ratio's logarithm
-    to base 2 to within 0.09. 0 has symbol 0. An element that is negative, not finite or subnormal, whose estimate or
-    ratio is not a normal number, or with |k| > 126, escapes (symbol 1). Where `previous` has a residual too, an element
-    that is at most a quarter of a cell beyond that one's cell keeps it: little is lost, and a symbol that stays costs
-    nothing.
+    to base 2 to within 0.09. Zero has symbol 0. Symbol 1 (escape) is for an element that is negative, not finite or
+    subnormal, whose estimate or ratio is not a normal number, or with |k| > 126. An element keeps its residual symbol
+    in `previous` if it is at most a quarter of a cell outside that cell: the additional error is small, and an
+    unchanged symbol costs almost no bits.
 
     Args:
         x: float32 [n], elements `start` ... of a matrix with these rows and columns, in C order.
@@ -77,13 +77,13 @@ def residual_symbols(
         columns: float32 [C] on the host, >= 0.
         start: number of the first element, >= 0.
         octaves: width of a cell, a multiple of 1/8 from 1/8 to 16.
-        previous: uint8 [n], the symbols of the same elements at an earlier time; None (default): without.
+        previous: uint8 [n], earlier symbols of the same elements; None (default): nothing is kept.
 
     Returns:
         symbols: uint8 [n].
         sums: float64 [256] on the host, by symbol the sum of `rint(2**15 * sqrt(center / ratio))`, an integer; `center`
             is the symbol's own ratio, see `cell_centers`. 0 for symbols 0 and 1.
-        counts: float64 [256] on the host, how often each symbol occurs.
+        counts: float64 [256] on the host, number of elements of each symbol.
 
     Raises:
         BadArgumentError: dtypes, shapes or ranges do not fit.
@@ -143,8 +143,8 @@ def residual_factors(sums: Floats, counts: Floats, octaves: float) -> Factors:
 
     It keeps the mean of the elements' inverse square roots.
 
-    An optimizer that divides by the root of the values, as Adam does, then takes steps that are as long on average as
-    by the values themselves. The arithmetic mean, that of the largest ones, would make most steps too small.
+    An optimizer that divides by the root of the values, as Adam does, then takes steps of the same mean length as with
+    the values themselves. With the arithmetic mean, which the largest values dominate, most steps would be too small.
 
     Args:
         sums: float64 [256], of `residual_symbols`, over all chunks.

@@ -27,14 +27,14 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
 
     Minimises `sum(counts * -log2(frequencies / 2**precision))` over integers that are at least 1 where the count is
     above zero and 0 elsewhere. The gain of raising f to f + 1, `count * log(1 + 1 / f)`, is ranked by
-    `count / sqrt(f * (f + 1))`, which differs by less than 2 % and is the same float64 on every machine; of equal ranks
-    the lowest symbol is served first. Then all but the greatest of each row are rounded to so few significant bits
-    that the table of `pack_frequencies` shrinks by more than the symbols grow (`short_digits`).
+    `count / sqrt(f * (f + 1))`, which differs by less than 2 % and is the same float64 on every machine. Among equal
+    ranks the lowest symbol comes first. Then all frequencies but the greatest of each row are rounded to a number of
+    significant bits (`short_digits`) for which the table of `pack_frequencies` shrinks by more than the symbols grow.
 
     Args:
         counts: int64[C, S] (or narrower integers), 0 ... 2**48 each; 1 ... 256 contexts C, 1 ... 256 symbols S.
         precision: 8 ... 16.
-        exact: leave out the rounding that serves the table only; default False.
+        exact: whether to omit the rounding to few significant bits; default False.
 
     Returns:
         uint32[C, S]; a row of zeros stays a row of zeros.
@@ -59,10 +59,10 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
 
 
 def short_digits(others: int, present: int) -> int:
-    """Number of significant bits per frequency that is worth its size in the table.
+    """Return the number of significant bits per frequency that minimizes the total size.
 
-    Rounding to d bits is off by `2**-(d + 1)` at most and costs about `0.24 * 4**-d` bits a symbol that is not the
-    likeliest of its row; one more bit costs `present` bits of table.
+    Rounding to d bits has a relative error of at most `2**-(d + 1)`. It costs about `0.24 * 4**-d` bits for each symbol
+    that is not the likeliest of its row. One more bit per frequency costs `present` bits of table.
 
     Args:
         others: number of symbols to be coded that are not the likeliest of their context.
@@ -77,9 +77,10 @@ def short_digits(others: int, present: int) -> int:
 def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, precision: int) -> Array:
     """Encode symbols in about `-log2(frequencies[context, symbol] / 2**precision)` bits each.
 
-    A state x takes a symbol of frequency f and start c (0 for the greatest frequency of the row, for the others that
-    plus the sum of the others before) by `x -> ((x // f) << precision) + x % f + c`, after giving 16 bits away if the
-    result would not fit 32. A symbol of frequency `2**precision` costs nothing.
+    A symbol of frequency f and start c changes a state x by `x -> ((x // f) << precision) + x % f + c`. Before that, 16
+    bits of x are written if the result would not fit 32 bits. The start c is 0 for the greatest frequency of the row;
+    for another symbol it is the greatest frequency plus the sum of the other frequencies before it. A symbol of
+    frequency `2**precision` costs nothing.
 
     Args:
         symbols: uint8[n], any n.
@@ -129,7 +130,7 @@ def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array,
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
-        CorruptDataError: the data end too early or too late, or a state does not return to where it started.
+        CorruptDataError: the data end too early or too late, or a state does not end at its start value.
 
     Example: see `rans_encode`.
 
@@ -178,7 +179,7 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
 def entropy_bits(counts: Array) -> float:
     """Entropy in bits of all symbols with these counts, each row in its own context.
 
-    `sum(counts * log2(n / counts))` with n the sum of a row: no table of frequencies is cheaper.
+    `sum(counts * log2(n / counts))` with n the sum of a row, a lower bound for every table of frequencies.
 
     Args:
         counts: int64[C, S], or int64[S] for a single row (or narrower integers), 0 ... 2**48 each.

@@ -1,4 +1,4 @@
-"""Rate-distortion optimized levels: minimize error plus the price of bits, not error alone."""
+"""Rate-distortion optimized levels, which minimize the error plus the price of bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rate_distortion_levels(
 
     Args:
         x: values, shape (n,); float16, bfloat16, float32, or float64 (rounded to float32 first).
-        levels: uint8, shape (n,): what `assign` gave.
+        levels: uint8, shape (n,), as returned by `assign`.
         previous: uint8, shape (n,): levels of the same elements in the parent; any context below `prices.shape[0]`.
         codebook: float32 [K] on the host, ascending.
         prices: float32 [contexts, K + 2] on the host: lambda times the bits of level l in context p; finite, >= 0.
@@ -53,7 +53,7 @@ def rate_distortion_levels(
 
     Example:
         >>> prices = np.zeros((4, 4), np.float32)
-        >>> prices[2, 3] = 0.5  # leaving level 2 is dear
+        >>> prices[2, 3] = 0.5  # a change from level 2 is expensive
         >>> x = np.array([0.6, 0.6], np.float32)
         >>> levels, previous = np.array([3, 3], np.uint8), np.array([2, 3], np.uint8)
         >>> rate_distortion_levels(x, levels, previous, np.array([0, 1], np.float32), prices).tolist()
@@ -71,18 +71,19 @@ def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
 
     One range for each pair of previous and nearest level.
 
-    Of element x with level n >= 2, previous level p and importance s it surely does where not
+    Element x with nearest level n >= 2, previous level p and importance s certainly gets level n unless
 
         s * (x - b[0]) < b[1]   or   s * (b[2] - x) < b[3],   b = bounds[p, n]
 
-    in float32. A candidate m whose price is lower, by G = prices[p, n] - prices[p, m], wins from
-    `G / (2 s |c[m] - c[n]|)` before the middle of c[n] and c[m] on, any other behind the middle at the earliest. The
-    bounds are a little stricter, for the costs are rounded. Of several candidates on one side the strictest hold.
+    in float32. A candidate m whose price is lower by G = prices[p, n] - prices[p, m] is chosen from a distance of
+    `G / (2 s |c[m] - c[n]|)` before the middle of c[n] and c[m]; any other candidate only after the middle. The bounds
+    are a little stricter, because the costs are rounded. If several candidates are on one side, the strictest bound
+    holds.
 
     Args:
         codebook: float32 [K], ascending.
         prices: float32 [contexts, K + 2], finite, >= 0; see `rate_distortion_levels`.
-        slack: amount by which every G may grow while the bounds still hold, in units of the prices, >= 0; default 0.
+        slack: amount by which every G may grow while the bounds stay valid, in units of the prices, >= 0; default 0.
 
     Returns:
         float32 [contexts, K + 2, 4]; levels 0 and 1 are always settled.
@@ -94,7 +95,7 @@ def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
         >>> prices = np.zeros((4, 4), np.float32)
         >>> prices[2, 3] = 0.5
         >>> bounds = settled_bounds(np.array([0, 1], np.float32), prices)
-        >>> bounds[2, 3].round(3).tolist()  # 0 is cheaper than 1 by 0.5: it wins up to 0.5 + 0.25 / s
+        >>> bounds[2, 3].round(3).tolist()  # 0 is cheaper than 1 by 0.5: it is chosen up to 0.5 + 0.25 / s
         [0.5, 0.25, 5.0, 0.0]
         >>> bounds[3, 3].round(3).tolist()
         [0.5, 0.0, inf, 0.0]
@@ -111,10 +112,10 @@ def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """Elements that may get another level than their nearest, in order.
+    """Elements that may get a level other than the nearest, in order.
 
     Args:
-        at: int64, their places.
+        at: int64, their positions.
         x: float32, their values.
         levels: uint8, their nearest levels.
         previous: uint8, their levels in the parent.
@@ -129,14 +130,14 @@ class Unsettled:
 
 
 def unsettled(x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None) -> Unsettled:
-    """The elements to which `rate_distortion_levels` may give another level than the nearest.
+    """Return the elements for which `rate_distortion_levels` may not choose the nearest level.
 
     Args:
-        x, levels, previous, importance: as of `rate_distortion_levels`.
-        bounds: float32 [contexts, K + 2, 4] on the host: of `settled_bounds`.
+        x, levels, previous, importance: as for `rate_distortion_levels`.
+        bounds: float32 [contexts, K + 2, 4] on the host, as returned by `settled_bounds`.
 
     Returns:
-        The elements not within the bounds (`settled_bounds`), in the library and on the device of x.
+        The elements outside the bounds, in the library and on the device of x.
 
     Raises:
         BadArgumentError: shapes or dtypes do not fit, or a level is beyond the bounds.

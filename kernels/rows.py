@@ -34,7 +34,7 @@ KMEANS_STEPS = 1 << 22
 def row_quantize(
     x: Array, bits: int, method: Method = "adaptive", *, num_bins: int | None = None, ratio: float = 1.0
 ) -> tuple[Array, Array, Array]:
-    """Uniform quantization of each row of x over a range of its own.
+    """Quantize each row of x uniformly over its own range.
 
     With L = 2**bits - 1 and a range [a, b]:
 
@@ -44,23 +44,23 @@ def row_quantize(
 
     "asymmetric": a, b = lo, hi = minimum and maximum of the row. "symmetric": b = max |x|, a = -b.
     "adaptive": the greedy search. In units of the range, y = (x - lo) / (hi - lo), an (i, j) candidate stands for
-    a = i / num_bins, b = (num_bins - j) / num_bins, r = b - a, and costs
+    a = i / num_bins, b = (num_bins - j) / num_bins, r = b - a, and has the cost
 
         E(i, j) = sum of rint(32768 * (v - y))**2,   v = q * (r / L) + a,   q = rint(min(max((y - a) * (L / r), 0), L))
 
     (v = a where r is 0). From (0, 0), `search_steps(num_bins, ratio)` times: go to (i + 1, j) if
-    E(i + 1, j) < E(i, j + 1), else to (i, j + 1). Of all candidates passed, the one of least E, the earliest of equals,
+    E(i + 1, j) < E(i, j + 1), else to (i, j + 1). The candidate with the least E on this path (the first of equals)
     gives a = lo + i * step, b = hi - j * step, step = (hi - lo) / num_bins.
 
     A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and NaN (pattern 0x7FC00000)
-    as scale and minimum: it has to be kept in another way. A row without elements gets 0 and 0.
+    as scale and minimum; the caller has to store it in another way. A row without elements gets 0 and 0.
 
     Args:
         x: [R, D] float16, bfloat16, float32 or float64.
         bits: 1 to 8; the paper uses 2, 3, 4 and 8.
         method: "adaptive" (best, for 4 bits and below), "asymmetric" (enough at 8 bits) or "symmetric".
-        num_bins: 1 to 4096 steps that cut the range ("adaptive" only); default 25 up to 3 bits, 45 above.
-        ratio: share of the range that the search walks through, above 0 and up to 1 ("adaptive" only).
+        num_bins: number of steps in the range, 1 to 4096 ("adaptive" only); default 25 up to 3 bits, 45 above.
+        ratio: largest share of the range that the search cuts off, above 0 and up to 1 ("adaptive" only).
 
     Returns:
         codes uint8 [R, D], scale float32 [R], minimum float32 [R] (the a of each row).
@@ -74,8 +74,8 @@ def row_quantize(
         >>> codes.tolist(), scale.tolist(), minimum.tolist()
         ([[0, 1, 2, 3]], [1.0], [0.0])
 
-    Source: Check-N-Run, section 5.2, approaches 1 and 3. The loop condition printed there never starts; this is the
-    one the text describes: go on while x_max - x_min > (1 - ratio) * range.
+    Source: Check-N-Run, section 5.2, approaches 1 and 3. The loop with the condition printed there would never start.
+    The condition here is the one that the text describes: continue while x_max - x_min > (1 - ratio) * range.
     """
     bits = _check_rows(x, bits)
     choice("method", method, get_args(Method))
@@ -98,7 +98,7 @@ def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
 
     Raises:
         BadArgumentError: dtypes or devices are not these.
-        CorruptDataError: `scale` or `minimum` has not R elements.
+        CorruptDataError: `scale` or `minimum` does not have R elements.
 
     Example:
         >>> import numpy as np
@@ -125,7 +125,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
         assign  code = number of i < L with 2 Y > C_i + C_(i+1)                (nearest; halfway goes to the lower)
         update  C_i = (2 sum + count) // (2 count) over the Y with code i      (an empty cluster keeps its C_i)
 
-    `iterations` times assign and update, then a last assign; codebook_i = (C_i / 2**22) * (hi - lo) + lo.
+    Assign and update are done `iterations` times, then assign once more; codebook_i = (C_i / 2**22) * (hi - lo) + lo.
 
     A row that holds a NaN or an infinity, or whose hi - lo overflows float32, gets codes 0 and a codebook of NaN
     (pattern 0x7FC00000). A row without elements gets a codebook of 0.
@@ -147,7 +147,8 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
         >>> codes.tolist(), codebook.tolist()
         ([[0, 0, 1, 1]], [[0.5, 4.0]])
 
-    Source: Check-N-Run, section 5.2, approach 2. The paper starts at random, this from a uniform grid.
+    Source: Check-N-Run, section 5.2, approach 2. The paper starts from random values, this function from a uniform
+    grid.
     """
     bits, iterations = _check_rows(x, bits), integer("iterations", iterations, 0, 1000)
     out: tuple[Array, Array] = back_end(x, "rows").row_kmeans(x, bits, iterations=iterations)
@@ -155,7 +156,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
 
 
 def row_lookup(codes: Array, codebook: Array) -> Array:
-    """Values of row codes by their row's codebook: `out[r, d] = codebook[r, codes[r, d]]`.
+    """Look up row codes in the codebook of their row: `out[r, d] = codebook[r, codes[r, d]]`.
 
     Args:
         codes: uint8 [R, D], each below K.
@@ -166,7 +167,7 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
 
     Raises:
         BadArgumentError: dtypes or devices are not these.
-        CorruptDataError: the codebook has not R rows, no entry at all, or a code is K or above.
+        CorruptDataError: the codebook does not have R rows, has no entry, or a code is K or above.
 
     Example:
         >>> import numpy as np
@@ -184,8 +185,8 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
 def search_steps(num_bins: int, ratio: float) -> int:
     """Number of steps of the greedy search: the smallest t with `t / num_bins >= ratio`.
 
-    A shortfall of a billionth is tolerated. For so many steps x_max - x_min, which shrinks by range / num_bins a step,
-    stays above (1 - ratio) * range.
+    A shortfall of a billionth is tolerated. After fewer steps, x_max - x_min is still above (1 - ratio) * range,
+    because each step reduces it by range / num_bins.
 
     Example:
         >>> search_steps(25, 0.6), search_steps(25, 0.28), search_steps(45, 1.0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 LONGEST = 2**31 - 1
-"""The longest run one length token can say; a longer run becomes several."""
+"""The longest run of one length token; a longer run is split."""
 
 
 def rle_encode(values: Array) -> Array:
@@ -58,8 +58,8 @@ def rle_decode(tokens: Array, n: int) -> Array:
 
     Raises:
         BadArgumentError: wrong dtype or shape, negative n, or an array on a GPU.
-        CorruptDataError: the tokens are not the tokens of n values: a length without a value, a length of one, two
-            neighbouring runs of the same value, a value above 255, or another total than n.
+        CorruptDataError: the tokens are not those of n values: a length without a value, a length of one, two
+            neighbouring runs of the same value, a value above 255, or a total other than n.
 
     Example:
         >>> import numpy as np

@@ -1,8 +1,8 @@
-"""Scale classes: one byte for a row, a column or a number that says how large values are.
+"""Scale classes: one byte for the size of a number, or of the values in a row or column.
 
-Classes of rows and columns come from sums, those of a number from its upper bits. The scales of weights and moments
-are nearly products of a row's and a column's scale (their logarithms: sums). An entropy coder
-that knows the scale at a place spends fewer bits on the value there, and both sides know it before the first value.
+The class of a row or column comes from a sum, the class of a number from its upper bits. The scales of weights and
+moments are nearly products of a row's scale and a column's scale, so their logarithms are sums. An entropy coder
+spends fewer bits on a value if it knows the scale at that position.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def row_column_sums(
         values: uint8[n].
         columns: of the matrix, 1 or more.
         phase: column in which the first value stands, 0 ... columns - 1.
-        origin: what distances are taken from, 0 ... 255, or one for each value, uint8[n]; default 0: as they are.
-        most: that one value counts, 0 ... 255; default 255.
+        origin: origin of the distances, 0 ... 255, or one per value, uint8[n]; default 0, the values themselves.
+        most: largest contribution of one value, 0 ... 255; default 255.
 
     Returns:
         (int64[ceil((phase + n) / columns)], int64[columns]).
@@ -72,7 +72,7 @@ def class_sums(
     classes: int = 256,
     context: Array | None = None,
 ) -> Array:
-    """Class of each position of a matrix: the class of its row plus that of its column.
+    """Add the class of its row and the class of its column at each position of a matrix.
 
     The sum is limited to `classes` values from `base` on.
 
@@ -82,11 +82,11 @@ def class_sums(
     Args:
         rows: uint8[ceil((phase + n) / C)].
         columns: uint8[C], C at least 1.
-        n: number of places, >= 0.
+        n: number of positions, >= 0.
         phase: as in `row_column_sums`.
         base: 0 ... 255; default 0.
         classes: 1 ... 256; default 256.
-        context: uint8[n], another context of each place; None (default): 0. Sums are modulo 256.
+        context: uint8[n], another context of each position; None (default): 0. Sums are modulo 256.
 
     Returns:
         uint8[n].

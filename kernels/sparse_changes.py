@@ -1,9 +1,9 @@
 """Coding of a few changes among many symbols, without a table of frequencies.
 
-The reader has the expected symbols, such as those of the parent checkpoint; the stream holds the positions of the
-different symbols and the new symbols. The distances between changes are coded as if each remaining element were equally
-likely to change. That takes the logarithm of the number of ways to place the changes, and no table. It suits a few
-changes among millions, which the precision of a static coder cannot express, and arrays smaller than such a table.
+The reader has the expected symbols, such as those of the parent checkpoint. The stream holds the positions of the
+symbols that differ, and the new symbols. The distances between changes are coded as if every remaining element were
+equally likely to change. This takes the logarithm of the number of possible positions, and no table. It suits a few
+changes among millions, for which the precision of a static coder is too low, and arrays smaller than such a table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
         expected: uint8[n], known to the reader as well, such as the levels of the checkpoint before.
 
     Returns:
-        uint8[bytes]; empty if every symbol is as expected.
+        uint8[bytes]; empty if every symbol equals its expected one.
 
     Raises:
         BadArgumentError: wrong dtypes or shapes, or an array on a GPU.
@@ -48,8 +48,8 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
         >>> bool((rare_decode(rare_encode(after, before), before) == after).all())
         True
 
-    Source: the digits of a geometric variable are independent, so each is coded with a known probability; counting the
-    elements and changes left makes it an enumerative code (Cover 1973). docs/entropy.md has the bytes.
+    Source: the digits of a geometric variable are independent, so each is coded with a known probability. Counting the
+    remaining elements and changes makes it an enumerative code (Cover 1973). docs/entropy.md defines the bytes.
     """
     array("symbols", symbols, ("uint8",), 1, host=True)
     array("expected", expected, ("uint8",), 1, host=True)
@@ -71,7 +71,7 @@ def rare_decode(data: Array | bytes, expected: Array) -> Array:
 
     Raises:
         BadArgumentError: wrong dtype or shape, or an array on a GPU.
-        CorruptDataError: the bytes are not the changes of so many elements.
+        CorruptDataError: the bytes do not encode the changes of n elements.
 
     Example: see `rare_encode`.
     """

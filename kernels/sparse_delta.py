@@ -1,15 +1,15 @@
 """Exact sparse deltas: the changed elements and their changes, found in one pass.
 
-An element is coded by its rank among the elements of its class, and a class is a range of magnitudes of the *previous*
-array, which the reader has. A step of training is about as large for a small weight as for a large one, so that small
-weights change in more of their units in the last place than large ones; within a class the changes are spread evenly,
-and the distances between them take little more than their entropy.
+A changed element is coded by its rank among the elements of its class. A class is a range of magnitudes of the
+*previous* array, which the reader has. A training step changes small and large weights by similar amounts, so small
+weights change by more units in the last place, and more often. Within a class the changes are spread evenly, and the
+distances between them take little more than their entropy.
 
     collect_changes  compares two arrays and collects the changes: classes, ranks, differences
-    split_changes    makes of them symbols for an entropy coder and bits that are noise
+    split_changes    splits them into symbols for an entropy coder and bits that are noise
     join_changes     the inverse
     apply_changes    changes an array, in place or into another one
-    locate_changes   gives the positions and new values alone, with every rank checked and nothing written
+    locate_changes   returns the positions and new values only, checks every rank and writes nothing
 
 Source: BitSnap, section 3.3 (sparse changes of 16-bit weights); the geometric gaps are Golomb's (1966).
 """
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 MOST_EDGES = 7
-"""Edges between classes at most, so that there are eight classes."""
+"""Largest number of edges between classes, for eight classes."""
 GAP_BITS = 25
 """Gaps of `split_changes` are below `2**GAP_BITS`, so that a gap's category and a small change fit one byte."""
 SMALL = 4
-"""Changes 1 ... SMALL are part of a symbol; a larger one is the symbol's `SMALL` and a number of its own."""
+"""Changes 1 ... SMALL are part of a symbol; a larger change is stored as a separate number."""
 SYMBOLS = ((GAP_BITS - 2 << 1) + 4) * (SMALL + 1)
 """Symbols of `split_changes` are below this: category of the gap times `SMALL + 1`, plus the change."""
 
@@ -50,7 +50,7 @@ class SparseDelta(NamedTuple):
 
     Args:
         counts: NumPy int64 [classes], number of changes in each class.
-        ranks: int64 [m], of each change: how many elements of its class stand before it.
+        ranks: int64 [m], for each change the number of elements of its class before it.
         changes: unsigned [m], as wide as the arrays' elements: differences as `planes.difference` gives them, never 0.
     """
 
@@ -79,15 +79,15 @@ def collect_changes(
         previous: the same shape and dtype.
         edges: at most 7 patterns without sign, ascending, of a float dtype; default (): one class, where a rank is the
             position.
-        limit: most changes that are wanted; default: any number.
+        limit: largest number of changes to collect; default: no limit.
         method: "arithmetic" (default) or "xor", as in `planes.difference`.
-        copy_to: flat contiguous array of the same dtype and size, which receives `current` in the same pass; the
-            changes are those of this copy, even if `current` is written meanwhile. Without changes it is left as
-            it is. Default: none.
-        dtype: what unsigned patterns stand for, as in `planes.difference`; default: the dtype of `previous`.
+        copy_to: flat contiguous array of the same dtype and size, which receives `current` in the same pass. The
+            changes are those of this copy, even if `current` is written at the same time. Without changes it is not
+            written. Default: no copy.
+        dtype: dtype of the values, if the arrays hold patterns; see `planes.difference`. Default: that of `previous`.
 
     Returns:
-        The changes; None where there are more than `limit`. `copy_to` is filled then, too.
+        The changes; None if there are more than `limit`, in which case `copy_to` is filled too.
 
     Raises:
         BadArgumentError: shapes, dtypes or devices differ; edges out of order or range.
@@ -129,7 +129,7 @@ def locate_changes(
     method: Method = "arithmetic",
     dtype: str | None = None,
 ) -> tuple[Array, Array]:
-    """Find where the changes are, and the new values there; nothing is written.
+    """Return the positions of the changes and the new values, and write nothing.
 
     Args:
         previous: as given to `collect_changes`.
@@ -176,8 +176,8 @@ def apply_changes(
         delta: its result.
         edges: the same.
         method: the same.
-        out: flat contiguous array of the same dtype and size to write to; `previous` itself, flat and contiguous: the
-            changes are made in place, and only they are written. Default: a new array.
+        out: flat contiguous array of the same dtype and size to write to. If it is `previous` itself, only the changes
+            are written, in place. Default: a new array.
         dtype: the same.
 
     Returns:
@@ -207,7 +207,8 @@ def gap_shifts(delta: SparseDelta) -> tuple[int, ...]:
         delta: as `collect_changes` gives it, on the host.
 
     Returns:
-        For each class a number from 0 to 24: its shortened gaps are about 4 to 8 on average, or the gaps themselves.
+        For each class a number from 0 to 24, with which its shortened gaps are about 4 to 8 on average; 0 if the gaps
+        are short already.
 
     Example:
         >>> import numpy as np
@@ -226,9 +227,9 @@ def gap_shifts(delta: SparseDelta) -> tuple[int, ...]:
 def split_changes(delta: SparseDelta, shifts: Sequence[int]) -> tuple[Array, Array, Array]:
     """Split changes into symbols, low bits of their gaps, and changes too large for a symbol.
 
-    The gap g of a change is the number of unchanged elements of its class since the change before, and s the shift of
-    its class. With L the bit length of `(g >> s) | 2` and `k = s + L - 2`, its category is `2 (k - s) + (g >> k)` and
-    its k lowest bits are left open. A change d is small if it is at most 4:
+    The gap g of a change is the number of unchanged elements of its class since the previous change, and s is the shift
+    of its class. With L the bit length of `(g >> s) | 2` and `k = s + L - 2`, the category of g is
+    `2 (k - s) + (g >> k)`, and its k lowest bits are left open. A change d is small if it is at most 4:
 
         symbol = 5 category + d - 1   if d is small,   else 5 category + 4, and d - 5 is one of `large`
 
@@ -278,8 +279,8 @@ def join_changes(
 
     Raises:
         BadArgumentError: wrong dtypes, or on a GPU.
-        CorruptDataError: a rank of n or more, a symbol that does not exist, a change that is too wide, or another
-            number of symbols, open bits or large changes than they need.
+        CorruptDataError: a rank of n or more, a symbol that does not exist, a change that is too wide, or a wrong
+            number of symbols, open bits or large changes.
 
     Example:
         >>> import numpy as np
@@ -302,17 +303,17 @@ def join_changes(
 
 
 def wrong_rank() -> CorruptDataError:
-    """The error of ranks that do not ascend, or are beyond the last element of their class."""
+    """Return the error for ranks that do not ascend or are beyond their class."""
     return CorruptDataError("a rank does not ascend, or is beyond the last element of its class")
 
 
 def wrong_gap(gap: int) -> BadArgumentError:
-    """The error of a gap that `split_changes` cannot write."""
+    """Return the error for a gap that `split_changes` cannot write."""
     return BadArgumentError(f"a gap is {gap}; ranks must ascend, with gaps below {1 << GAP_BITS}")
 
 
 def wrong_changes(what: str) -> CorruptDataError:
-    """The error of parts that `join_changes` cannot join."""
+    """Return the error for parts that `join_changes` cannot join."""
     return CorruptDataError(f"changes: {what}")
 
 
@@ -369,7 +370,7 @@ def _parts(delta: SparseDelta, *, host: bool = False) -> SparseDelta:
 
 
 def _pattern_dtype(dtype: str | None, x: Array) -> str:
-    """What the patterns of x stand for; raises BadArgumentError for a dtype of another width."""
+    """Return the dtype of the values of x; raise BadArgumentError for a dtype of another width."""
     check_arrays(previous=x)
     width = width_of(dtype_name(x))
     if dtype is not None and width_of(dtype) != width:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _STEP = 1 << 20
 _LANES = 128
-"""Partial sums: enough that a loop over them is worth its start in vector registers."""
+"""Number of partial sums, enough to fill vector registers."""
 _TINY = 1e-290
 _LIFT = 2.0**300
 
@@ -28,8 +28,8 @@ def _finite(x: Any, y: Any, error: Any, norm: Any) -> Any:
 
     An infinity or NaN makes the norm not finite; then the caller starts again with `_careful`.
 
-    By short blocks: the first loop is vectorized and only asks whether the largest relative error grew, without a
-    division; after a short while it hardly ever did.
+    The array is processed in short blocks. The first loop is vectorized and tests without a division whether the
+    largest relative error grew, which is rare after the first blocks.
     """
     largest = 0.0
     lanes = error.size

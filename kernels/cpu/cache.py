@@ -1,8 +1,8 @@
 """On-disk cache of compiled functions in which any damage counts as a miss, never an error.
 
-Numba's own cache is an index with numbered files. A file cut off by a loss of power, a full disk, or two
-processes that number their files alike at once then stop the function itself. Here each signature has a file of its
-own, which holds its key and a checksum; it gets its name only when it is complete.
+Numba's own cache is an index with numbered files. A file truncated by a power loss or a full disk makes the function
+raise an error, and so do two processes that choose the same number. Here each signature has its own file, which holds
+its key and a checksum and is renamed to its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DIGEST = 16
 
 
 def _folders(function: Callable[..., object]) -> list[str]:
-    """The folders that may hold compiled code of a function, in Numba's order, whether or not they are writable."""
+    """Return the folders that may hold compiled code of a function, in Numba's order."""
     own = bool(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
     locators: list[Any] = [UserProvidedCacheLocator] if own else [InTreeCacheLocator, UserWideCacheLocator]
     source = inspect.getfile(function)
@@ -42,11 +42,11 @@ def _folders(function: Callable[..., object]) -> list[str]:
 
 
 class _ReadOnlyLocator(InTreeCacheLocator):
-    """A folder that is not writable and holds compiled code: an image whose kernels were compiled at build time."""
+    """A read-only folder with compiled code, as in an image with kernels compiled in advance."""
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: Any) -> Any:
-        """The locator, or None where no folder can be read; Numba itself ignores folders that it cannot write."""
+        """Return the locator, or None if no folder can be read; Numba ignores read-only folders."""
         found = [folder for folder in _folders(py_func) if os.path.isdir(folder)]
         if not found:
             return None
@@ -56,7 +56,7 @@ class _ReadOnlyLocator(InTreeCacheLocator):
 
 
 class _Implementation(CompileResultCacheImpl):
-    """Numba's choice of a folder, with folders that can only be read as the last choice."""
+    """Numba's choice of a folder, with read-only folders as the last choice."""
 
     _locator_classes = [*CompileResultCacheImpl._locator_classes, _ReadOnlyLocator]  # noqa: RUF012 - as Numba has it
 
@@ -64,7 +64,7 @@ class _Implementation(CompileResultCacheImpl):
 class Kept(FunctionCache):
     """Numba's cache of one function, in files that may be damaged, missing or not writeable.
 
-    Code is read from every folder that Numba knows, also from one that cannot be written.
+    Code is read from every folder that Numba knows, including read-only ones.
 
     Raises:
         RuntimeError: no cache folder can be written.
@@ -99,8 +99,8 @@ class Kept(FunctionCache):
 class _Files:
     """The cache files of one function, one file per signature, so no index is needed.
 
-    A file is a digest of the rest, then the pickled source stamp, key and contents. Its name tells signatures,
-    machines and versions apart; of two keys that share a name the later one has the file, and the other misses.
+    A file is a digest of the rest, then the pickled source stamp, key and contents. Its name depends on signature,
+    machine and versions. If two keys have the same name, the file belongs to the later one, and the other is a miss.
     """
 
     def __init__(self, folder: str, base: str, stamp: Any, others: Sequence[str] = ()) -> None:
@@ -154,7 +154,7 @@ class _Files:
 
 
 def _hint_stamp() -> tuple[float, int] | None:
-    """State of `prefetch`, the one other module that cached functions depend on."""
+    """Return the source stamp of `prefetch`, on which cached functions depend."""
     try:
         found = os.stat(os.path.join(os.path.dirname(__file__), "prefetch.py"))
     except OSError:  # installed without sources
@@ -175,8 +175,8 @@ def warn_uncached(reason: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"compiled kernels cannot be kept on disk, so every process compiles them again "
-            f"({reason}); set NUMBA_CACHE_DIR to a folder that can be written",
+            f"compiled kernels cannot be stored on disk, so every process compiles them again "
+            f"({reason}); set NUMBA_CACHE_DIR to a writable folder",
             RuntimeWarning,
             stacklevel=3,
         )

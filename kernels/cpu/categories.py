@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NumPy = np.ndarray[Any, Any]
 BLOCK = 512
-"""Values whose categories are found, by loops that vectorise, before their open bits are packed."""
+"""Values per block: their categories are found by vectorized loops before their open bits are packed."""
 
 
 def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
@@ -26,7 +26,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
     categories = np.empty(v.size, np.uint8)
     extra = np.empty(8 * ((v.size * (8 * v.itemsize - 1 - bits) + 63) // 64 + 1), np.uint8)
     total = int((_split_wide if v.itemsize == 8 else _split)(v, bits, categories, extra.view("<u8")))
-    extra.resize((total + 7) // 8, refcheck=False)  # in place: nobody else has seen it
+    extra.resize((total + 7) // 8, refcheck=False)  # in place, because no other reference exists
     return like(categories, values), like(extra, values)
 
 
@@ -64,7 +64,8 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
     for start in range(0, values.size, BLOCK):
         part = values[start : start + BLOCK]
         own = categories[start : start + BLOCK]
-        # The second bit cleared, so that no rounding reaches the next power of two; halved, so that it is positive.
+        # The second bit is cleared, so that no rounding reaches the next power of two. The value is halved, so that it
+        # is positive.
         for i in range(part.size):
             v = (np.uint32(part[i]) | least) >> np.uint32(1)
             floats[i] = np.float32(np.int32(v & ~(v >> np.uint32(1))))
@@ -82,8 +83,8 @@ def _split(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
             continue
         for i in range(part.size, BLOCK):
             open_bits[i] = extra[i] = np.uint32(0)
-        # Open bits of two neighbours joined, then of four and more while they fit into a word: that much
-        # shorter is the loop in which each turn waits for the one before.
+        # Open bits of two neighbours are joined, then of four and more while they fit into a word. This shortens the
+        # loop in which each step depends on the previous one.
         most = np.uint64(0)
         for i in range(BLOCK // 2):
             first = np.uint64(open_bits[2 * i])

@@ -134,7 +134,7 @@ def _label(x: Any, edges: Any, labels: Any, lowest: Any, highest: Any) -> None:
 def _encode(x: Any, labels: Any, scale: Any, minimum: Any, first: Any, limits: Any, codes: Any) -> None:
     place = np.empty(BLOCK, np.float32)
     pattern = place.view(np.uint32)
-    divisor = np.where(scale > np.float32(0), scale, np.float32(1))  # where the range is 0 so is x - minimum
+    divisor = np.where(scale > np.float32(0), scale, np.float32(1))  # if the range is 0, x - minimum is 0 too
     for start in range(0, x.size, BLOCK):
         stop = min(start + BLOCK, x.size)
         part, label = x[start:stop], labels[start:stop]

@@ -1,4 +1,4 @@
-"""One line on the log when compiling kernels takes long, so that a first call is not silent for half a minute."""
+"""A log message for long compilations, so that a first call does not seem to hang."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numba.core import event
 
 LOG = logging.getLogger("shrinkpoint")
 PATIENCE = 2.0
-"""Seconds of compiling, in all, after which the line is logged."""
+"""Total seconds of compilation after which the message is logged."""
 
 
 class CompileNotice(event.Listener):
-    """Log one warning per process once Numba has compiled for `PATIENCE` seconds.
+    """Log one warning per process when Numba has compiled for `PATIENCE` seconds.
 
     Kernels that are read from the disk cache do not count, and neither does time between two compilations.
     """
@@ -27,7 +27,7 @@ class CompileNotice(event.Listener):
         self._logged = False
 
     def on_start(self, event: Any) -> None:
-        """A compilation begins; one may begin within another."""
+        """Note the begin of a compilation, which may be nested in another one."""
         self._depth += 1
         if self._depth == 1 and not self._logged:
             self._begin = time.monotonic()
@@ -36,7 +36,7 @@ class CompileNotice(event.Listener):
             self._timer.start()
 
     def on_end(self, event: Any) -> None:
-        """A compilation ends."""
+        """Note the end of a compilation."""
         self._depth -= 1
         if self._depth == 0 and self._timer is not None:
             self._timer.cancel()
@@ -49,7 +49,7 @@ class CompileNotice(event.Listener):
             LOG.warning("Compiling kernels, once per machine: up to 40 s; `shrinkpoint warm` does it ahead of time")
 
     def restart(self) -> None:
-        """In a process just forked, which has no timer thread and may have been forked within a compilation."""
+        """Reset the state in a forked process, which has no timer thread."""
         self._depth, self._timer = 0, None
 
 

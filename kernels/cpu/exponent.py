@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 LANES = 4
-"""Counters kept side by side, so that a run of one bucket does not wait for each increment to reach memory."""
+"""Counters per bucket, so that equal neighbours do not wait for each other's increment to reach memory."""
 
 
 def exponent_buckets(x: Array) -> Buckets:

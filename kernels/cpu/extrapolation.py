@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 _BLOCK = 1 << 16
-"""Elements widened at a time: their float32 stay in the second-level cache, and a call is worth its start."""
+"""Elements per block: their float32 values stay in the second-level cache, and the cost of a call is small."""
 
 
 @njit
@@ -35,7 +35,7 @@ def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
     out = np.empty(own.size, np.float64 if names[0] == "float64" else np.float32)
     step = max(own.size, 1) if NARROW.isdisjoint(names) else _BLOCK
     targets = [(name, np.empty(min(step, own.size), np.float32) if name in NARROW else None) for name in names]
-    with np.errstate(all="ignore"):  # not compiled, it would warn
+    with np.errstate(all="ignore"):  # uncompiled code would warn
         for start in range(0, own.size, step):
             part = slice(start, start + step)
             a, b = (widened(v[part], *to) for v, to in zip((own, before), targets, strict=True))

@@ -31,7 +31,7 @@ def _range(index: Any, bits: int, buckets: int) -> Any:
 
 @njit
 def _split(index: Any, bits: int, buckets: int, low: int, symbols: Any, negative: Any, fraction: Any, odd: Any) -> None:
-    # One slot more than needed at the end of each stream: written always, advanced only where the element counts.
+    # One extra slot at the end of each stream: every element is written, but only counted ones advance the position.
     mask = np.int32((1 << bits) - 1)
     planes = fraction.shape[0]
     at = 0

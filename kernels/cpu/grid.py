@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 _STEP = 1 << 10
-"""Elements whose quotients are kept at once: they stay in the first-level cache."""
+"""Elements per block, whose quotients stay in the first-level cache."""
 
 
 @njit
 def _symbols(x: Any, square: Any, step: Any, farthest: Any, out: Any, sums: Any, counts: Any) -> None:
     """Grid symbols of a block, with sums and counts in `[4 * symbol + lane]`.
 
-    Four lanes, so that an addition need not wait for the one before it.
+    With four lanes, an addition does not wait for the previous one.
     """
     zero, beyond = np.float32(0.0), np.float32(np.inf)
     quotients = np.empty(_STEP, np.float32)

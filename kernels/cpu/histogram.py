@@ -1,9 +1,9 @@
 """Log-bucket histograms on the CPU: one pass counts shifted bit patterns.
 
-Four counters a pattern, side by side, take turns: equal neighbours do not wait for each other's store, and the ones in
-use stay in the first-level cache. Subnormals share raw counters with zero and are separated in a second look at a
-block, taken only when such a counter moved. An array with fewer elements than there are such counters is counted in
-buckets at once, element by element: clearing and adding up the counters would take longer than that.
+Each pattern has four adjacent counters, used in turn, so that equal neighbours do not wait for each other's store and
+the counters in use stay in the first-level cache. Subnormals share counters with zero; a second pass over a block, made
+only if such a counter changed, separates them. An array with fewer elements than counters is counted directly in
+buckets, element by element, because clearing and adding up the counters would take longer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: An
     ahead = AHEAD // u.itemsize
     tiny_before = np.int64(-1)
     for begin in range(0, u.size, step):
-        v = u[begin : begin + step]  # indices from 0 on: known not to be negative, so never wrapped around
+        v = u[begin : begin + step]  # indices from 0: the compiler knows that they are not negative
         whole = v.size // 16 * 16
         for at in range(0, whole, 16):
             prefetch(v, at + ahead)
@@ -122,7 +122,7 @@ def _count_few(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, zer
     """Count a few patterns directly in buckets: magnitudes in [low, high) and not finite ones.
 
     limits: uint64 [2], low and high.
-    zero: where magnitude bucket 0 is in `counts`, int64; if it is 0, signs are not looked at.
+    zero: position of magnitude bucket 0 in `counts`, int64; if it is 0, signs are ignored.
     """
     one = np.uint64(1)
     shift, sign = np.uint64(mantissa - bits), np.uint64(mantissa + exponent)

@@ -24,13 +24,13 @@ LIMIT = 24
 TABLE_BITS = 11
 """Bits of a look-up: 2**11 entries of eight bytes are half of a first-level cache."""
 WIDE_BITS = 16
-"""Bits of a look-up of one symbol where codes of more than `TABLE_BITS` are frequent."""
+"""Bits of a look-up of one symbol, used if codes of more than `TABLE_BITS` are frequent."""
 SPARE = 16
 """Bytes after the data that may be read (their value does not matter)."""
 ROOM = 36
-"""Bytes that five look-ups may write: seven each, and one that does not count."""
+"""Bytes that five look-ups may write: seven each, and one in excess."""
 BULK = 4096
-"""Symbols from which on the table of several symbols an entry is worth its making."""
+"""Number of symbols from which the table with several symbols per entry is worth building."""
 
 
 @njit
@@ -222,8 +222,9 @@ def _single_table(lengths: NumPy, codes: NumPy, width: Int, single: NumPy) -> No
 def _many_table(single: NumPy, width: Int, unit: Int, table: NumPy) -> None:
     """Table of all whole codes in each `width`-bit window, as far as they fit.
 
-    The symbols, `unit` bytes each, the first lowest, in 56 bits; above them the bits they take and, in the highest four
-    bits, their bytes. 0 if the first code is longer than `width`, or none.
+    An entry holds the symbols in its low 56 bits, `unit` bytes each, the first symbol lowest. Above them are the number
+    of bits and, in the highest four bits, the number of bytes. It is 0 if the window does not start with a code of at
+    most `width` bits.
     """
     size = np.int64(single.size)
     for b in range(size):
@@ -247,7 +248,7 @@ def _long(window: Any, width: Int, offsets: NumPy, order: NumPy) -> Int:
 
     64 if no code matches.
     """
-    # One way in and out, and no array in only one branch: Numba would count references here, for each symbol.
+    # A single entry and exit, and no array in only one branch: otherwise Numba counts references for each symbol.
     length = width + 1
     while length < LIMIT and np.int64(window >> U64(64 - length)) >= offsets[1, length]:
         length += 1
@@ -262,7 +263,7 @@ def _long(window: Any, width: Int, offsets: NumPy, order: NumPy) -> Int:
 def _finish(
     data: NumPy, place: NumPy, width: Int, single: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
 ) -> Int:
-    """Decode a stream's last symbols one by one; whether it ends correctly, in zero bits.
+    """Decode a stream's last symbols one by one; return whether it ends correctly, in zero bits.
 
     place = next bit, end of the data, next byte of `out`, end of the stream's bytes there.
     """
@@ -328,12 +329,12 @@ def _decode4(
         w2 = _load(data, b2 >> U64(3)) << (b2 & U64(7))
         w3 = _load(data, b3 >> U64(3)) << (b3 & U64(7))
         e0 = e1 = e2 = e3 = U64(0)
-        for _ in range(5):  # 5 * 11 bits of the 57 that are there
+        for _ in range(5):  # 5 * 11 bits of the 57 available
             w0, o0, b0, e0 = _step(w0, shift, table, out, o0, b0)
             w1, o1, b1, e1 = _step(w1, shift, table, out, o1, b1)
             w2, o2, b2, e2 = _step(w2, shift, table, out, o2, b2)
             w3, o3, b3, e3 = _step(w3, shift, table, out, o3, b3)
-        # Where a look-up gave nothing: a code that is longer, or none.
+        # A look-up without a result: the code is longer, or does not exist.
         if e0 == U64(0):
             e = _long(_load(data, b0 >> U64(3)) << (b0 & U64(7)), width, offsets, order)
             failed |= e == 64

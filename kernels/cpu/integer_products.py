@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NumPy = np.ndarray[Any, Any]
 SHORT = 1 << 15
-"""Values of a row, and rows, that are summed in 32 bits before they are added to sums of 64: to 2**29 at most."""
+"""Values of a row, and rows, that are summed in 32 bits (at most 2**29) before they are added to 64-bit sums."""
 
 
 def row_products(values: Array, factor: Array, phase: int) -> Array:

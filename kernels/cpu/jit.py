@@ -1,10 +1,9 @@
 """Numba settings shared by all CPU kernels.
 
-Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction
-(the three back ends agree to the bit), the GIL released, the result cached on disk (`cache`: a damaged or unwritable
-cache costs time, nothing else). Because Numba's disk cache does not notice a change in a callee that lives in another
-module, a cached function may only call functions of its own module; `prefetch` is the one exception, and part of the
-cache's key (`cache`).
+Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction, so that
+the three back ends agree to the bit; the GIL released; the result cached on disk (see `cache`). Numba's disk cache does
+not notice a change in a callee in another module. A cached function may therefore only call functions of its own
+module. The only exception is `prefetch`, which is part of the cache key.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def njit_inline(function: F) -> F:
 
 def _cached(dispatcher: Any) -> Any:
     """Return the dispatcher with caching on disk enabled, if a folder can be written."""
-    if hasattr(dispatcher, "enable_caching"):  # else it is the function itself: NUMBA_DISABLE_JIT is set
+    if hasattr(dispatcher, "enable_caching"):  # with NUMBA_DISABLE_JIT it is the function itself
         try:
             dispatcher._cache = Kept(dispatcher.py_func)
         except (RuntimeError, OSError) as error:

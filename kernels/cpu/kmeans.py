@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 _MANY = 64
-"""Candidates for a cut from which on it pays to pass over hopeless ones: fewer are done before one has been found."""
+"""Number of candidates for a cut from which it is faster to skip those that cannot be optimal."""
 _NEARLY = 1.0 - 1e-12
 
 
@@ -39,8 +39,8 @@ def _exact(x: Any, w: Any, k: int) -> Any:
     for i in range(m):
         weight[i + 1] = weight[i] + w[i]
         moment[i + 1] = moment[i] + w[i] * (x[i] - shift)
-    # best[j]: the most that sum(moment**2 / weight) reaches for the first j centers in `row` clusters; what is
-    # maximized is the total of w * y**2, a constant, less the loss.
+    # best[j]: the maximum of sum(moment**2 / weight) for the first j centers in `row` clusters. This sum is the total
+    # of w * y**2, a constant, minus the loss.
     best = np.zeros(m + 1)
     following = np.zeros(m + 1)
     cut = np.zeros((k + 1, m + 1), np.int32)
@@ -58,8 +58,8 @@ def _exact(x: Any, w: Any, k: int) -> Any:
             at = first
             most = -1.0
             if end - first >= _MANY:
-                # After a likely maximum, a cut that cannot reach it is skipped without a division. That is certain:
-                # `_NEARLY` leaves more room than the roundings of both sides take.
+                # After a likely maximum, a cut that cannot reach it is skipped without a division. This is safe,
+                # because the margin `_NEARLY` is larger than the rounding errors of both sides.
                 at = (first + end) >> 1
                 most = _gain(best[at], moment_j - moment[at], mass_j - weight[at])
                 limit = most * _NEARLY
@@ -120,7 +120,7 @@ def _lloyd(x: Any, w: Any, initial: Any, iterations: int) -> Any:
         changed = False
         i = 0
         for c in range(k):
-            # The next midpoint still uses the old code c + 1, and this one was not replaced yet either.
+            # The next midpoint still uses the old codes c and c + 1.
             edge = 0.5 * codes[c] + 0.5 * codes[c + 1] if c + 1 < k else np.inf
             start = i
             mass = 0.0

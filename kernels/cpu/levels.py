@@ -1,7 +1,7 @@
 """Level differences, grouping and pair counts on the CPU.
 
-Grouping walks the two halves of the input side by side, with counters of their own: their chains of increments do not
-wait for each other. More than two parts do not pay, for each writes to as many places at once as there are keys.
+Grouping processes the two halves of the input in the same loop, with separate counters, so that their increments do not
+wait for each other. More than two parts are not faster, because each part writes to one position per key.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _pairs(previous: Any, current: Any, previous_size: int, current_size: int, s
 
     A pair counts in `lanes[4 * (previous << shift | current) + lane]`.
 
-    By short blocks, first the pairs, then the counters: the first loop is vectorized, the second only counts. A level
-    beyond its size is found in the first, before it could lead outside the counters.
+    The levels are processed in short blocks: a vectorized loop forms the pairs, and a second loop counts them. The
+    first loop finds a level beyond its size, before the second would write outside the counters.
     """
     one, two, by = np.uint32(1), np.uint64(2), np.uint16(shift)
     top_previous, top_current = np.uint8(previous_size - 1), np.uint8(current_size - 1)

@@ -79,7 +79,7 @@ def _value(index: Any, mantissa: int, exponent: int, bits: int, buckets: int, ou
                 significand = (np.int64(1) << bits) + (k & ((np.int64(1) << bits) - 1))
                 if p > bits:
                     pattern = (significand << (p - bits)) + (np.int64(1) << (p - bits - 1))
-                else:  # less than a unit wide: the next whole unit
+                else:  # less than one unit wide: the next whole unit
                     pattern = -(-significand >> (bits - p))
                 o[i] = kind(pattern | sign if j < 0 else pattern)
 

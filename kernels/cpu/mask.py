@@ -18,7 +18,7 @@ BLOCK = 4096
 """Flags per round; they stay in the first-level cache between comparing and packing."""
 
 PACK = np.uint64(0x0102040810204080)
-"""Times eight flag bytes, this puts flag q at bit 56 + q; no two of the 64 partial products meet in a bit."""
+"""Factor that moves flag q of eight flag bytes to bit 56 + q; no two of the 64 partial products share a bit."""
 
 SPREAD = np.uint64(0x0101010101010101)
 PICK = np.uint64(0x8040201008040201)
@@ -31,7 +31,7 @@ for _position in range(64):
     BIT_AT[((int(DE_BRUIJN) << _position) % (1 << 64)) >> 58] = _position
 
 DENSE = 32
-"""A word with more set bits than this is taken element by element without branches; else its set bits are walked."""
+"""Set bits above which a word is processed element by element without branches instead of bit by bit."""
 
 
 def changed_mask(current: Array, previous: Array) -> Array:
@@ -160,7 +160,7 @@ def _gather(x: Any, words: Any, bit_at: Any, out: Any) -> None:
     k = np.int64(0)
     for j in range(words.size):
         word, start = words[j], 64 * j
-        # The branch-free form writes one place ahead and reads whole words, so it needs more than a word's worth to go.
+        # The branch-free form writes one element ahead and reads whole words, so more than a word must be left.
         if _ones(word) > DENSE and k + 64 < out.size:
             for q in range(64):
                 out[k] = x[start + q]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 BLOCK = 512
-"""Elements per round, few enough that the block stays in the first-level cache while each plane takes its pass."""
+"""Elements per block, which stays in the first-level cache during the pass of each plane."""
 
 
 def patterns(x: Array) -> np.ndarray[Any, Any]:
@@ -98,13 +98,13 @@ def _rotate(source: Any, bits: Any, target: Any) -> None:
         target[i] = kind(kind(source[i] << bits) | kind(source[i] >> back))
 
 
-# Every shift below is a constant once LLVM has inlined it: with a shift known only at run time the narrowing to bytes
-# stays 64 bits wide in the vector loop and runs at a third of the speed.
+# LLVM inlines the functions below, so that every shift is a constant. With a shift known only at run time, the vector
+# loop would work on 64 bits and run at a third of the speed.
 @njit
 def _byte(source: Any, shift: Any, target: Any) -> None:
     """Extract the byte that starts at bit `shift` of each pattern.
 
-    One stream in, one out, so that the loop vectorizes.
+    There is one input and one output stream, so that the loop vectorizes.
     """
     kind = source.dtype.type
     for i in range(target.size):
@@ -162,8 +162,8 @@ def _merge(planes: Any, rotation: Any, out: Any) -> None:
             _rotate(target, back, target)
 
 
-# In the two below every choice is a compare and a select: written with shifts, the widening to 64 bits would stay in
-# the vector loop and 8- and 16-bit types would run at half to a quarter of the speed.
+# In the next two functions every choice is a compare and a select. With shifts, the vector loop would work on 64 bits,
+# and 8- and 16-bit types would run at half to a quarter of the speed.
 @njit
 def _difference(current: Any, previous: Any, signed: Any, out: Any) -> None:
     """Zig-zag code of the difference of order-mapped patterns, modulo 2**width."""

@@ -1,7 +1,7 @@
 """A hint to the processor which memory will be read next.
 
-Where a loop's stores depend on its reads (counters, scattered values), the hardware's own prefetching falls behind
-on some machines: a histogram of 100 MB ran at 3.7 GB/s without the hint and at 9.8 with it (docs/decisions/speed.md).
+If the stores of a loop depend on its reads (counters, scattered values), hardware prefetching is too slow on some
+machines: a histogram of 100 MB ran at 3.7 GB/s without the hint and at 9.8 with it (docs/decisions/speed.md).
 """
 
 from __future__ import annotations
@@ -39,4 +39,4 @@ def _nothing(array: Any, index: Any) -> None:
 
 
 prefetch: Any = _nothing if config.DISABLE_JIT else intrinsic(_prefetch)  # type: ignore[attr-defined]
-"""`prefetch(array, index)`, in a compiled function: `array[index]` is wanted soon; past the end is harmless."""
+"""`prefetch(array, index)`, in a compiled function: `array[index]` will be read soon; it may be past the end."""

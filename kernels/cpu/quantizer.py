@@ -1,8 +1,8 @@
 """Levels by table look-up, compiled.
 
-Over the bit patterns of a float, sign included, the level is a step function: pruning, nearest code and protection are
-all cuts on the same line. A table over the upper bits holds, for the patterns that share them, the level below and from
-the one cut among them on, and where that cut is. Where two cuts share an entry, the kernel bisects the list of cuts.
+The level is a step function of the bit pattern of a float, including the sign: pruning, nearest code and protection are
+all cuts on one line. A table is indexed by the upper bits of the pattern. An entry holds the position of the one cut
+within it, and the levels below and above that cut. If two cuts share an entry, the kernel bisects the list of cuts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _look_up_32(u: Any, table: Any, out: Any) -> None:
 
     An entry is `cut | level below << 16 | level from the cut on << 24`, the cut being 16 bits of the pattern.
 
-    By short blocks, first the entries, then the levels: the second loop is vectorized, and all stays in the cache.
+    The patterns are processed in short blocks, which stay in the cache: one loop looks up the entries, and a vectorized
+    loop computes the levels.
     """
     half = np.uint32(0xFFFF)
     entries = np.empty(128, np.uint32)
@@ -82,7 +83,7 @@ def _merge(cuts: Any, negative: int, codes: int, low: Any, high: Any, sign: Any,
             limit = np.uint64(0) if special == 0 else (low if special == 1 else high)
             at = limit
             if passed < number:
-                # A boundary is the first value of the next code going up, which going down is the last of its own.
+                # Upward, a boundary is the first value of the next code; downward, the last value of its own code.
                 cut = cuts[negative - 1 - passed] + np.uint64(1) if half else cuts[negative + passed]
                 if special == 3 or cut <= limit:
                     at = cut

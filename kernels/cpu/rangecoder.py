@@ -2,8 +2,8 @@
 
 Small tables are code lengths and frequencies.
 
-One walk over a table serves both directions: `_bit` either writes the bit it is given or reads one and returns it, so
-the decoder cannot disagree with the encoder about what comes next. docs/entropy.md has the format.
+The same functions encode and decode: `_bit` either writes the given bit or reads one and returns it, so encoder and
+decoder always follow the same order. docs/entropy.md defines the format.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Int = Any  # a machine integer or truth value inside compiled code
 U64 = np.uint64
 
 EVEN = 32768
-"""Probability of a zero, in 65536ths, that every model starts with."""
+"""Initial probability of a zero in every model, in 65536ths."""
 PATIENCE = 62
 """Bits after which a model keeps adapting at the same rate."""
 
 I64 = np.int64
-# Numbers that are passed on are given a type here: for a bare literal Numba compiles the callee again.
+# Constants that are passed to other functions have a type, because Numba compiles the callee again for a bare literal.
 THREE, FOUR, TWELVE = I64(3), I64(4), I64(12)
 
 WHOLE, SURE = U64(1 << 32), U64(65535)
 LOWER, LEAST = U64(0xFFFFFFFF), U64(1 << 24)
 
-# Where each family of models begins. Those of `_frequencies`:
+# First number of each family of models. Those of `_frequencies`:
 EMPTY, DIAGONAL, SAME, SINGLE, PRESENT = I64(0), I64(2), I64(5), I64(8), I64(9)
 EQUAL, UP, STEP, FIRST, MANTISSA, MODELS = I64(21), I64(22), I64(23), I64(31), I64(44), 60
 # Those of `_lengths`:
@@ -41,7 +41,7 @@ C_FAR, C_UP, C_TREE, C_MODELS = I64(0), I64(32), I64(64), 320
 SIX, EIGHT = I64(6), I64(8)
 
 Coder = Any  # (low when encoding, code less low when decoding; range; next byte; whether it decodes)
-"""The coder's state is handed on as a tuple, not kept in an array: so it stays in registers from bit to bit."""
+"""The state of the coder is passed as a tuple instead of an array, so that it stays in registers."""
 
 
 def _reciprocals() -> NumPy:
@@ -57,7 +57,7 @@ RECIPROCALS = _reciprocals()
 
 @njit
 def _carry(data: NumPy, at: Int) -> None:
-    at = min(at, np.int64(data.size)) - 1  # beyond the end nothing was written, and all of it will be written again
+    at = min(at, np.int64(data.size)) - 1  # beyond the end nothing was written; the caller repeats with a larger buffer
     while at > 0 and data[at] == 255:
         data[at] = np.uint8(0)
         at -= 1
@@ -128,7 +128,7 @@ def _plain(coder: Coder, data: NumPy, bits: Int, value: Int) -> Any:
 def _count(coder: Coder, data: NumPy, models: NumPy, base: Int, most: Int, limit: Int, value: Int) -> Any:
     """Encode or decode a count in 0 ... limit in unary, with `most` + 1 models.
 
-    So many ones and a zero (no zero after `limit` ones).
+    The code is `count` ones and a zero (no zero after `limit` ones).
     """
     out = np.int64(0)
     while out < limit:
@@ -173,7 +173,7 @@ def _width(value: Int) -> Int:
 
 @njit
 def _lengths(coder: Coder, data: NumPy, models: NumPy, lengths: NumPy, highest: Int) -> Any:
-    """Encode or decode code lengths; whether they form a complete code (or none)."""
+    """Encode or decode code lengths; return whether they form a complete code or are all 0."""
     size = lengths.size
     left = np.int64(1) << highest  # of the code space
     whole = left
@@ -189,7 +189,7 @@ def _lengths(coder: Coder, data: NumPy, models: NumPy, lengths: NumPy, highest: 
             lengths[s] = 0
             continue
         if near < 0:
-            # The first length; 0 stands for the 1 of a symbol that occurs alone.
+            # The first length; 0 means length 1 of the only symbol.
             given = np.int64(lengths[s])
             if present == 1:
                 given = np.int64(0)
@@ -225,7 +225,7 @@ def _digits(table: NumPy) -> Int:
 
 @njit
 def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precision: Int) -> Any:
-    """Encode or decode the frequencies; whether each row is valid and in canonical form."""
+    """Encode or decode the frequencies; return whether each row is valid and canonical."""
     rows, columns = table.shape
     total = np.int64(1) << precision
     wide = _width(columns - 1)
@@ -314,7 +314,7 @@ def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precisi
             table[c, s] = out
             own[s] = bits
             rest -= out
-            # Of equal ones the lowest is the peak: one before it must stay below it.
+            # The peak is the lowest of equal symbols, so an earlier frequency must be smaller.
             greatest = max(greatest, out + np.int64(s < peak))
         if rest < greatest or (single == 0 and rest == total):
             return False, coder
@@ -331,8 +331,8 @@ def _gap(coder: Coder, data: NumPy, left: Int, changes: Int, gap: Int) -> Any:
 
     -1 if decoding gives more elements than are left.
 
-    Unchanged with probability q each, the gap has independent binary digits: digit j is 1 as q**(2**j) to 1. Those
-    that are hardly ever 1 are asked for together.
+    If each element is unchanged with probability q, the binary digits of the gap are independent, and the odds that
+    digit j is 1 are q**(2**j) : 1. Digits that are almost never 1 are coded together.
     """
     most = left - changes
     out = np.int64(0)
@@ -406,7 +406,7 @@ def _number_of_changes(coder: Coder, data: NumPy) -> Any:
 
 @njit
 def _decode_changes(data: NumPy, usual: NumPy, out: NumPy) -> Int:
-    """Decode changes into `out`; whether the data are in canonical form."""
+    """Decode changes into `out`; return whether the data are canonical."""
     models = _models(C_MODELS)
     coder = _open(data, True)
     count, coder = _number_of_changes(coder, data)
@@ -435,7 +435,7 @@ def _models(count: Int) -> NumPy:
 
 @njit
 def _window(data: NumPy, at: Int) -> Any:
-    """The four bytes from `at` on as a number; zeros follow the last byte."""
+    """Return the four bytes from `at` as a number; the data are followed by zeros."""
     value = U64(0)
     for k in range(4):
         value <<= U64(8)
@@ -487,8 +487,8 @@ def _close(coder: Coder, data: NumPy) -> Int:
 def _is_close(coder: Coder, data: NumPy) -> Int:
     """Whether the bytes read so far are those that `_close` writes here (canonical form).
 
-    The number read is `code` above the range's lower end. That gives the end's last 32 bits and the number written.
-    Only a code that starts beyond the range is ever beyond it.
+    The number read is `code` above the lower end of the range, which determines the last 32 bits of that end and the
+    number written. A code is beyond the range only if it was so from the start.
     """
     code, width, at, _ = coder
     low = (WHOLE + _window(data, at - 4) - code) & LOWER
@@ -517,7 +517,7 @@ def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
 
 @njit
 def _decode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
-    """Decode a table into `table`; whether the data are in canonical form."""
+    """Decode a table into `table`; return whether the data are canonical."""
     fine, coder = _table(_open(data, True), data, table, parameter, is_lengths)
     return fine and _is_close(coder, data)
 
@@ -525,7 +525,7 @@ def _decode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
 def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
     """Encode a table uint32[rows, columns] as bytes.
 
-    One row of code lengths up to `parameter`, or frequencies of that precision.
+    The table is one row of code lengths up to `parameter`, or frequencies with that precision.
     """
     room = max(256, table.size)
     while True:
@@ -534,7 +534,7 @@ def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
         if size >= 0:
             return data[:size].tobytes()
         if size == -1:
-            raise BadArgumentError("the table is not one of a complete code, or not one of frequencies")
+            raise BadArgumentError("the table holds neither the lengths of a complete code nor valid frequencies")
         room *= 4
 
 
@@ -563,5 +563,5 @@ def pack_changes(symbols: NumPy, usual: NumPy, places: NumPy, n: int) -> NumPy:
 
 
 def unpack_changes(data: NumPy, usual: NumPy, out: NumPy) -> bool:
-    """Decode changes into `out`, a copy of `usual`; whether the bytes are canonical."""
+    """Decode changes into `out`, a copy of `usual`; return whether the bytes are canonical."""
     return data.size == 0 or bool(_decode_changes(data, usual, out))

@@ -19,11 +19,11 @@ _INFINITE = np.uint32(255 << 23)
 _MAGNITUDE = np.uint32((1 << 31) - 1)
 _ONE = np.int32(127 << 23)
 _CENTRE, _ESCAPED, _NOTHING = 2048, 4096, 4097
-"""Places in the look-up: no sixteenth of an octave off, no residual, zero."""
+"""Positions in the look-up table: a difference of 0 sixteenths of an octave, no residual, and zero."""
 
 
 _LANES = 32
-"""Partial sums of a row, so that additions need not wait for each other and fill whole registers."""
+"""Partial sums of a row, so that additions do not wait for each other and fill whole registers."""
 
 
 @njit
@@ -85,9 +85,9 @@ def _symbols(
 ) -> None:  # fmt: skip
     """Symbols and sums of a part of the matrix, in short blocks.
 
-    Ratios and sixteenths of an octave off the estimate are vectorized, then symbols and sums follow.
-
-    The sums lie in `[4 * symbol + lane]`: an element need not wait for the one before it.
+    One vectorized loop computes the ratios and their distance from the estimate in sixteenths of an octave; another
+    loop computes symbols and sums. The sums are at `[4 * symbol + lane]`, so that an element does not wait for the
+    previous one.
     """
     one, scale = np.float32(1.0), np.float32(SCALE)
     i, j = start // columns.size, start % columns.size
@@ -142,9 +142,9 @@ def _symbols(
 
 
 def _lookup(eighths: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Symbol of each number of sixteenths of an octave off the estimate.
+    """Table of the symbol of each distance from the estimate in sixteenths of an octave.
 
-    Numbers are floored; floors nest.
+    Distances are rounded down, which can be done in two steps.
     """
     cells = (np.arange(_ESCAPED) - _CENTRE + eighths) // (2 * eighths)
     table = np.full(_NOTHING + 1, ESCAPE, np.uint8)
@@ -166,7 +166,7 @@ def _values(symbols: Any, rows: Any, columns: Any, start: int, table: Any, estim
 
 
 _STEP = 1 << 12
-"""Estimates made at once: they stay in the first-level cache."""
+"""Estimates per block, which stay in the first-level cache."""
 
 
 def residual_symbols(

@@ -25,11 +25,11 @@ LEAST = U64(1 << 16)
 """`kernels.rans.START` (a compiled function must not take it from another module: see `jit`)."""
 HEADER = 4 * STATES
 QUIET = 0.4
-"""Bits a symbol below which it pays to expect that nothing happens: every symbol the likeliest, no word to read."""
+"""Bits per symbol below which the decoder optimized for likely symbols and few words is faster."""
 CALM = 1.0
-"""The same for encoding: bits a symbol below which it pays to expect that no state has to give a word."""
+"""Bits per symbol below which the encoder optimized for few words is faster."""
 BLOCK = 1 << 16
-"""Symbols encoded before it is asked again which of the two is faster; a multiple of four."""
+"""Symbols encoded between two choices of the faster encoder; a multiple of four."""
 
 
 @njit
@@ -70,7 +70,7 @@ def _round_row(counts: NumPy, total: Int, out: NumPy, gains: NumPy, losses: NumP
     for s in range(size):
         out[s] = 0
         if counts[s] > 0:
-            # The start only has to be near: what follows mends it whichever way float64 rounded.
+            # The start only has to be close; the loop below corrects it, however float64 rounded.
             share = np.float64(counts[s]) * np.float64(total) / np.float64(n)
             floor = np.floor(share)
             if share * share > floor * (floor + 1.0):
@@ -81,8 +81,8 @@ def _round_row(counts: NumPy, total: Int, out: NumPy, gains: NumPy, losses: NumP
     if n == 0:
         return
     while True:
-        # The symbol that gains most by one more, and the one that loses least by one less; of equals the first gets
-        # and the last gives, so that the result does not depend on the start.
+        # Find the symbol that gains most by one more, and the symbol that loses least by one less. Among equal symbols,
+        # the first is raised and the last is lowered, so that the result does not depend on the start.
         up: Int = -1
         down: Int = -1
         gain, loss = -1.0, np.inf
@@ -128,9 +128,9 @@ def _survey(counts: NumPy) -> Any:
 
 @njit
 def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
-    """Round all frequencies but the greatest of each row; whether that is possible.
+    """Round all frequencies but the greatest of each row to `digits` significant bits.
 
-    To `digits` significant bits.
+    Returns whether that is possible.
     """
     for c in range(exact.shape[0]):
         peak = _peak(exact[c])
@@ -145,7 +145,7 @@ def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
                 value = (value + (np.int64(1) << drop >> 1)) >> drop << drop
                 out[c, s] = value
                 rest -= value
-                # The lowest of the greatest stays the peak: a symbol before it must stay below it.
+                # The first of equal peaks must stay the peak, so an earlier frequency must stay smaller.
                 greatest = max(greatest, value + np.int64(s < peak))
         if exact[c, peak] == 0:
             out[c, peak] = 0
@@ -160,11 +160,11 @@ def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
 def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
     """Encoder constants per context and symbol.
 
-    The least state that must emit a word, the reciprocal of f (0: absent), the start, and 2**p - f.
+    They are the least state that must emit a word, the reciprocal of f (0: absent), the start, and 2**p - f.
 
-    The reciprocal r = ceil(2**(32 + p) / f) exceeds the quotient by less than 1, and a state x that takes a symbol is
-    below 2**32 and below f << (32 - p). So (x * r) >> (32 + p) is x // f exactly, and x * r stays below 2**64. `table`
-    comes as zeros: most contexts have few symbols, many have none.
+    The reciprocal r = ceil(2**(32 + p) / f) exceeds the quotient by less than 1. A state x that takes a symbol is below
+    2**32 and below f << (32 - p), so (x * r) >> (32 + p) is exactly x // f, and x * r is below 2**64. `table` must hold
+    zeros, because most contexts have few symbols or no symbol.
     """
     columns = frequencies.shape[1]
     total = U64(1) << U64(precision)
@@ -188,7 +188,7 @@ def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
 def _context(contexts: Any, i: Any) -> Any:
     """Context of symbol i; 0 without contexts.
 
-    Without contexts the compiled code holds no trace of them.
+    Numba compiles a version without contexts.
     """
     if contexts is None:
         return U64(0)
@@ -241,9 +241,9 @@ def _encode_quiet(
         e2 = _context(contexts, i + U64(2)) * row + U64(symbols[i + U64(2)])
         e1 = _context(contexts, i + U64(1)) * row + U64(symbols[i + U64(1)])
         e0 = _context(contexts, i) * row + U64(symbols[i])
-        # Rarely true where a symbol takes a fraction of a bit. An absent symbol has limit zero and gets here always.
+        # Rarely true if a symbol takes a fraction of a bit. Always true for an absent symbol, whose limit is zero.
         if x3 >= table[e3, 0] or x2 >= table[e2, 0] or x1 >= table[e1, 0] or x0 >= table[e0, 0]:
-            # Written in any case and kept or not: which of the four it is cannot be predicted.
+            # Every word is written but not always kept, because a branch here could not be predicted.
             full = x3 >= table[e3, 0]
             words[to] = U16(x3 & low)
             to -= U64(full)
@@ -275,7 +275,7 @@ def _encode_quiet(
 def _encode_busy(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
 ) -> Int:
-    """Encode groups of four without branches that depend on the data; as `_encode_quiet`."""
+    """Do the same as `_encode_quiet`, without branches that depend on the data."""
     k = U64(32 + precision)
     row = U64(columns)
     low = U64(0xFFFF)
@@ -322,8 +322,8 @@ def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: N
 
     symbol_of[c << p | slot]; table[c * S + s]: f | start << 32; peaks[c]: its symbol | its f << 8.
 
-    In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set. `symbol_of` comes as zeros, and most of
-    them are never touched: many contexts of a delta do not occur.
+    In an empty row all slots lead to symbol 0 with f = 0 and bit 63 set. `symbol_of` must hold zeros; most of them are
+    not written, because many contexts of a delta do not occur.
     """
     columns = frequencies.shape[1]
     for c in range(frequencies.shape[0]):
@@ -357,8 +357,8 @@ def _decode_quiet(
 
     -1 if the data are corrupt.
 
-    `words` ends in four that may be read but do not count. The peak of a row has the first slots, so one comparison
-    tells it, without the look-up that waits for the state.
+    `words` ends in four words that may be read but do not count. The peak of a row has the first slots, so one
+    comparison identifies it, without a look-up that waits for the state.
     """
     p = U64(precision)
     row = U64(columns)
@@ -423,10 +423,10 @@ def _decode_busy(
     words: NumPy, contexts: Any, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int, states: NumPy,
     out: NumPy,
 ) -> Int:  # fmt: skip
-    """As `_decode_quiet`, without any branch that depends on the data.
+    """Do the same as `_decode_quiet`, without branches that depend on the data.
 
-    Of an empty row bit 63 is a start of 2**31. If it is the only row, that takes every state out of range for good, so
-    that it needs no test of its own.
+    Bit 63 of an empty row is a start of 2**31. A symbol of such a row makes the state permanently invalid, so no
+    separate test is needed.
     """
     p = U64(precision)
     row = U64(columns)
@@ -485,7 +485,7 @@ def _decode_rest(
     words: NumPy, at: Int, contexts: Any, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
 ) -> Int:  # fmt: skip
-    """Decode the symbols after the last group; whether words and states end correctly."""
+    """Decode the symbols after the last group; return whether words and states end correctly."""
     p = U64(precision)
     for i in range(out.size):
         x = states[i]
@@ -553,7 +553,7 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
         raise BadArgumentError(f"symbols holds {int(s.max())}; frequencies has {columns} columns")
     table = np.zeros((f.size, 4), np.uint64)
     _encode_table(f, precision, table)
-    words = np.empty(s.size + 1, np.uint16)  # at most one word a symbol, and one that is written in vain
+    words = np.empty(s.size + 1, np.uint16)  # at most one word per symbol, and one in excess
     states = np.full(STATES, START, np.uint64)
     at = _encode_rest(s, c, columns, table, precision, words, states)
     quiet = True
@@ -592,12 +592,12 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
             raise CorruptDataError(f"{d.size} bytes are not rANS states and words")
         states[:] = np.frombuffer(d[:HEADER].tobytes(), "<u4")
         if (states < START).any() or (d.size == HEADER and (states == START).all()):
-            raise CorruptDataError("a rANS state is out of range, or all of them say nothing")
+            raise CorruptDataError("a rANS state is out of range, or all states are at their start value")
     words = np.empty(count + 4, np.uint16)
     words[:count], words[count:] = d[HEADER:].view("<u2"), 0
     if (
         c is not None and n < rows
-    ):  # rows that no symbol is in are not laid out: a few bytes must not cost 16 million slots
+    ):  # rows without symbols get no table, so that a few bytes cannot require 16 million slots
         f = f * (np.bincount(c, minlength=rows) > 0)[:, None].astype(f.dtype)
     symbol_of = np.zeros(rows << precision, np.uint8)
     table = np.empty(f.size, np.uint64)
@@ -631,7 +631,7 @@ def _entropy(counts: NumPy) -> Any:
         total = np.float64(counts[row].sum())
         for s in range(counts.shape[1]):
             if counts[row, s] > 0:
-                # Not the difference of two large sums: little is left of their digits where one symbol is frequent.
+                # Not computed as a difference of two large sums, which is inaccurate if one symbol is frequent.
                 bits += np.float64(counts[row, s]) * np.log2(total / np.float64(counts[row, s]))
     return bits
 

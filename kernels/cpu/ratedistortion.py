@@ -1,7 +1,7 @@
 """Rate-distortion optimized levels on the CPU: one pass, four candidates, no branches.
 
-An element is examined with its own importance only if the smallest importance leaves it open: one range of values for
-each pair of levels decides that without arithmetic.
+An element is examined with its own importance only if it is not settled for the smallest importance. One range of
+values per pair of levels decides that without arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STEP = 1 << 20
 _FEW = 1 << 16
-"""Elements at a time whose places are kept: they stay in the cache."""
+"""Elements per block, whose positions stay in the cache."""
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _INFINITY = np.float32(np.inf)
 _ROUNDING, _TINY, _LEAST, _FAR = 2.0**-20, 2.0**-147, 2.0**-120, 2.0**122
@@ -171,7 +171,7 @@ def _parts(
     weights = np.empty(0, np.float32) if importance is None else to_numpy(importance)
     for start in range(0, own.size, step):
         part = slice(start, start + step)
-        with np.errstate(over="ignore"):  # a float64 beyond the range becomes infinite, and that is all
+        with np.errstate(over="ignore"):  # a float64 beyond the range becomes infinite
             values = widened(to_numpy(x[part]), dtype_name(x)).astype(np.float32, copy=False)
         yield start, values, own[part], before[part], weights[part]
 
@@ -208,7 +208,7 @@ def unsettled(
         count = _beyond(values, own, before, low, high, places)
         if count < 0:
             raise BadArgumentError("a level or a previous level is beyond the bounds")
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN is settled; not compiled, it would warn
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN is settled; uncompiled code would warn
             count = _open(values, own, before, weights, flat, width, places[:count], out, marks)
         found.append((start + places[:count].astype(np.int64), out[:, :count].copy(), marks[:, :count].copy()))
     at, wide, narrow = (np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 SHIFTER = np.float32(1.5 * 2**23)
-"""Added and taken away again, this rounds a float32 of magnitude up to 2**22 to a whole number, halves to even."""
+"""Adding and subtracting this rounds a float32 of magnitude up to 2**22 to a whole number, halves to even."""
 
 ERROR_UNIT = np.float32(ERROR_STEPS)
 KMEANS_UNIT = np.float32(KMEANS_STEPS)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NumPy = np.ndarray[Any, Any]
 Int = Any  # a machine integer or truth value inside compiled code
 BLOCK = 4096
-"""Values looked at before their runs are written; the scratch list of starts stays in the first-level cache."""
+"""Values per block, whose list of run starts stays in the first-level cache."""
 SHORT = 16
 """Runs up to this length are written with one store of this many bytes."""
 
@@ -50,7 +50,7 @@ def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: Int) -> Int:
         high = min(low + block, n)
         found = np.uint64(0)
         before = values[low - 1]
-        for i in range(np.uint64(low), np.uint64(high)):  # unsigned: no check for an index from the end
+        for i in range(np.uint64(low), np.uint64(high)):  # unsigned, to avoid a check for negative indices
             starts[found] = i
             value = values[i]
             found += np.uint64(value != before)
@@ -65,7 +65,7 @@ def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: Int) -> Int:
 
 @njit
 def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
-    """Fill `out`; whether the tokens are those that `_encode` would write for it."""
+    """Fill `out`; return whether the tokens are those that `_encode` would write."""
     n = np.int64(out.size)
     m = np.int64(tokens.size)
     at = np.int64(0)
@@ -85,7 +85,7 @@ def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
         byte = np.uint8(value)
         start = np.uint64(at)
         if run <= SHORT and at + SHORT <= n:
-            for k in range(SHORT):  # more than the run, at once: the next run writes over the excess
+            for k in range(SHORT):  # one store of fixed size; the next run overwrites the excess
                 out[start + np.uint64(k)] = byte
         else:
             for k in range(start, start + np.uint64(run)):
@@ -100,7 +100,7 @@ def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
 def rle_encode(values: Array) -> Array:
     """See `kernels.runlength.rle_encode`."""
     v = compiled(values)
-    tokens = np.empty(v.size + 1, np.int32)  # a run of r takes min(r, 2) tokens, and one more is written in vain
+    tokens = np.empty(v.size + 1, np.int32)  # a run of r takes min(r, 2) tokens, and one token is in excess
     written = _encode(v, tokens, np.empty(BLOCK, np.int64), LONGEST)
     return like(tokens[:written].copy(), values)
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 NumPy = np.ndarray[Any, Any]
 NARROW = 48
-"""Columns below which a row has no loops of its own."""
+"""Columns below which rows are not processed in separate loops."""
 SHORT = 1 << 15
-"""Rows summed in 32 bits before they are added to sums of 64, and elements of a row likewise."""
+"""Rows, and elements of a row, that are summed in 32 bits before they are added to 64-bit sums."""
 
 
 def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array, most: int) -> tuple[Array, Array]:
@@ -43,7 +43,7 @@ def class_sums(
     if context is None:
         _classes(r, c, phase, base, classes, out)
     else:
-        with np.errstate(over="ignore"):  # not compiled, it would warn
+        with np.errstate(over="ignore"):  # uncompiled code would warn
             _beside(r, c, phase, base, classes, compiled(context), out)
     return like(out, rows)
 

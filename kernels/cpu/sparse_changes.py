@@ -28,5 +28,5 @@ def rare_decode(data: Array, expected: Array) -> Array:
     own = compiled(expected)
     out = own.copy()
     if not rangecoder.unpack_changes(compiled(data), own, out):
-        raise CorruptDataError(f"{data.shape[0]} bytes are not the rare changes of {own.size} elements")
+        raise CorruptDataError(f"{data.shape[0]} bytes do not encode the changes of {own.size} elements")
     return like(out, expected)

@@ -1,8 +1,7 @@
 """Sparse deltas on the CPU: compare 64 elements at once, then walk the changed ones.
 
-The comparison of vectors of elements gives one bit a lane. That is the one thing which neither NumPy nor Numba's own
-vectorizer does without a detour over bytes, so it is written here as a vector instruction of LLVM, which every
-processor has in some form.
+The comparison of vectors of elements gives one bit per lane. NumPy and Numba's vectorizer would first produce a byte
+per element, so this comparison is written as a vector instruction of LLVM, which is available on every processor.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 LANES = 64
 BLOCK = 1 << 14
-"""Elements that are copied before they are looked at: they stay in the cache meanwhile."""
+"""Elements per block that is copied and then compared while it is in the cache."""
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -48,7 +47,7 @@ def collect_changes(
         m = int(_compact(c, p, copy, copy_to is not None, limit, signed, xor, ranks, changes))
         if m < 0:
             return None
-        # Copied: the buffer for many changes is not kept for a few.
+        # Copied, so that a few changes do not keep a large buffer alive.
         return SparseDelta(
             np.asarray([m], np.int64), like(ranks[:m].copy(), current), like(changes[:m].copy(), current)
         )
@@ -152,7 +151,7 @@ def _writable(x: Array) -> np.ndarray[Any, Any]:
 
 
 def _padded(edges: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """Seven edges; those that were not asked for are above every pattern."""
+    """Return seven edges; the unused ones are above every pattern."""
     top = 1 << (8 * dtype.itemsize - 1)
     return np.asarray([*edges, *[top] * (7 - len(edges))], dtype)
 
@@ -490,7 +489,7 @@ def _compact_classes(
 
 @njit
 def _group(classes: Any, ranks: Any, changes: Any, starts: Any, grouped_ranks: Any, grouped: Any) -> None:
-    """Changes class by class, each class in its order; `starts` is used up."""
+    """Group the changes by class, in order within each class; `starts` is modified."""
     for i in range(classes.size):
         c = classes[i]
         at = starts[c]
@@ -503,7 +502,7 @@ def _group(classes: Any, ranks: Any, changes: Any, starts: Any, grouped_ranks: A
 def _put(
     previous: Any, ranks: Any, changes: Any, signed: Any, xor: Any, out: Any, copy: Any, positions: Any, values: Any
 ) -> Any:
-    """Apply changes whose ranks are positions; whether all of them ascend and are inside."""
+    """Apply changes whose ranks are positions; return whether the ranks are valid."""
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
     low = kind(half - bit)
@@ -553,7 +552,7 @@ def _put_classes(
     positions: Any,
     values: Any,
 ) -> Any:
-    """The same, of several classes."""
+    """Do the same for several classes."""
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
@@ -564,7 +563,7 @@ def _put_classes(
     found = np.zeros(LANES, previous.dtype)
     e0, e1, e2, e3, e4, e5, e6 = edges[0], edges[1], edges[2], edges[3], edges[4], edges[5], edges[6]
     n0 = n1 = n2 = n3 = n4 = n5 = n6 = np.int64(0)
-    # Of each class: the next rank that is to be found, and where it is in the lists.
+    # For each class, the next rank to find and its position in the lists.
     at = np.zeros(8, np.int64)
     waiting = np.zeros(8, np.int64)
     before, reach, top = np.zeros(9, np.int64), np.zeros(9, np.uint64), np.zeros(8, np.int64)

@@ -1,6 +1,6 @@
 """Exact conversion of 16-bit floats to float32 on the CPU, subnormals included.
 
-NumPy's own conversion of float16 is three times as slow, twenty times where values are subnormal.
+NumPy's conversion of float16 takes three times as long, and twenty times for subnormal values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _UNIT = np.float32(2.0**-24)
 
 @njit
 def _from_float16(u: Any, out: Any, bits: Any) -> None:
-    """Move exponents of all numbers but subnormals, then convert the subnormals.
+    """Convert the exponents of all numbers except subnormals, then convert the subnormals.
 
-    Infinities and NaNs get the largest exponent. Without the cast, sums of uint32 are 64 bits wide in Numba, which is
-    half as fast.
+    Infinities and NaNs get the largest exponent. The cast is needed for speed: sums of uint32 are 64 bits wide in
+    Numba, which takes twice as long.
     """
     kind = np.uint32
     move, fraction = kind(112 << 23), kind(13)
@@ -58,7 +58,7 @@ def widened(values: np.ndarray[Any, Any], dtype: str, buffer: np.ndarray[Any, An
 
     Args:
         values: [n], contiguous.
-        dtype: their name, for NumPy has no bfloat16.
+        dtype: name of their dtype, because NumPy has no bfloat16.
         buffer: float32 [n or more] for the result of a 16-bit format; default: new memory.
     """
     if dtype not in NARROW:

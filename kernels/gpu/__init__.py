@@ -1,1 +1,1 @@
-"""Triton back end: imported on first use, so the package works where Triton does not exist."""
+"""Triton back end: imported on first use, so that the package works without Triton."""

@@ -2,11 +2,11 @@
 
     python -m shrinkpoint.kernels.gpu.aot [--arch 90] [--every] [--json FILE]
 
-compiles what `plan()` lists and prints registers, shared memory and spills. Triton makes another build of a kernel for
-arguments that are not multiples of 16, such as a slice that starts anywhere or an odd number of elements, so each entry
-of `builds()` is looked at with both (`ARGUMENTS`). An entry fails if a thread spills to its stack, or if its PTX
-multiplies and adds in one rounding, flushes subnormals to zero, or divides or takes roots approximately: the CPU does
-none of these, and the results must agree to the bit.
+compiles the builds of `plan()` and prints registers, shared memory and spills. Triton makes another build of a kernel
+for arguments that are not multiples of 16, such as an unaligned slice or an odd number of elements, so each entry of
+`builds()` is examined with both (`ARGUMENTS`). An entry fails if a thread spills to its stack, or if its PTX fuses
+multiplication and addition, flushes subnormals to zero, or divides or takes roots approximately. The CPU does none of
+these, and the results must agree to the bit.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ ARCHITECTURES = (80, 90, 100)
 """Compute capabilities: A100, H100 / H200, B200."""
 
 ARGUMENTS = ("aligned", "odd", "unaligned")
-"""What Triton knows of the arguments: tensors and n are multiples of 16, only the tensors are, or none is."""
+"""Properties of arguments known to Triton: tensors and n are multiples of 16, only the tensors are, or neither is."""
 
 UNALIGNED_ARCHITECTURE = 90
-"""For which architecture every build is also compiled unaligned; for the others those that `_is_full` picks are."""
+"""Architecture for which every build is also compiled unaligned; for the others only those with `_is_full`."""
 
 FORBIDDEN = re.compile(
     r"\b(fma\.r[nzmp]\S*\.b?f\d|mad\.r[nzmp]\S*\.f\d|\S+\.ftz\b|div\.(approx|full)|sqrt\.approx|rsqrt|ex2|lg2)\S*"
@@ -108,7 +108,7 @@ class Report:
 
 FLOATS = {"fp16": (16, 10), "bf16": (16, 7), "fp32": (32, 23), "fp64": (64, 52)}
 MIXED = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64"))
-"""Weights and gradients of different formats that are compiled: both orders of widths, and products in float64."""
+"""Compiled pairs of different formats of weights and gradients: both orders of widths, and products in float64."""
 OCTAVES = {"fp16": 40, "bf16": 261, "fp32": 277, "fp64": 2098}
 
 
@@ -331,8 +331,8 @@ def _optimizer() -> Iterator[Build]:
 def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[tuple[int, int, str]]:
     """List the builds to compile: number, architecture, and known properties of arguments.
 
-    Every build for every architecture with aligned arguments, and for one architecture unaligned; builds that come
-    close to their register limit in all three ways everywhere, and so does each build with `every`.
+    Every build is compiled for every architecture with aligned arguments, and for one architecture unaligned. Builds
+    close to their register limit, and with `every` all builds, are compiled for every architecture and argument kind.
     """
     tasks = []
     for number, build in enumerate(builds()):

@@ -1,7 +1,7 @@
 """Distortion on the GPU: sums of each block in float64, added up at the end.
 
-These sums report an error and steer an encoder by coarse steps (`codec.weights.aim`), so their order may differ between
-back ends.
+These sums report an error and control an encoder in coarse steps (`codec.weights.aim`), so their order may differ
+between back ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def distortion_kernel(x_ptr, y_ptr, n: tl.int64, sums_ptr, BLOCK: tl.constexpr):
     d = tl.where(finite, y - x, 0.0)
     size = tl.abs(x)
     relative = tl.where(size > 0.0, tl.abs(d) / tl.where(size > 0.0, size, 1.0), tl.where(d != 0.0, float("inf"), 0.0))
-    relative = tl.where(relative == relative, relative, 0.0)  # a NaN compares as no larger
+    relative = tl.where(relative == relative, relative, 0.0)  # a NaN counts as 0
     tl.store(sums_ptr + 3 * block, tl.sum(d * d, axis=0))
     tl.store(sums_ptr + 3 * block + 1, tl.sum(x * x, axis=0))
     tl.store(sums_ptr + 3 * block + 2, tl.max(relative, axis=0))

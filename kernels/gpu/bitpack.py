@@ -1,4 +1,4 @@
-"""Fixed-width packing on the GPU: 32 values of a width fill as many 32-bit words as bits."""
+"""Fixed-width packing on the GPU: 32 values of a width of w bits fill w words of 32 bits."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pack_kernel(
 
     `outside` becomes 1 if a value has more than `width` bits.
 
-    A program makes the words of as many groups of 32 values as BLOCK words hold, so that it begins with a value's first
-    bit and all arithmetic but the addresses takes 32 bits. Each value lies in some word, so each one is looked at.
+    A program writes the words of whole groups of 32 values, as many as BLOCK words hold. It thus begins with the first
+    bit of a value, and all arithmetic except addresses takes 32 bits.
     """
     groups = BLOCK // width
     program = tl.program_id(0).to(tl.int64)
@@ -91,7 +91,7 @@ def pack_bits(values: Array, width: int) -> Array:
                 # constants
                 **PACK.constants(words.numel()),
             )
-    if width < 8 * t.element_size() and outside.item():  # else there is nothing to wait for
+    if width < 8 * t.element_size() and outside.item():  # a full width needs no check and no wait
         raise BadArgumentError(f"values holds some that do not fit a width of {width} bits")
     return like(words.view(torch.uint8)[:size], values)
 
@@ -108,7 +108,7 @@ def unpack_kernel(data_ptr, n: tl.int64, size: tl.int64, width: tl.int32, values
     inside = offsets < n
     bit = lane * width
     byte = program * (BLOCK // 8 * width) + (bit >> 3)
-    # What holds the value and the up to seven bits before it.
+    # Enough bytes for the value and up to seven bits before it.
     wide: tl.constexpr = tl.uint64 if values_ptr.dtype.element_ty == tl.int32 else tl.uint32
     held = tl.load(data_ptr + byte, mask=inside & (byte < size), other=0).to(wide)
     for k in range(1, (width + 14) // 8):

@@ -27,8 +27,8 @@ def bucket_of(magnitude, bits, WIDTH: tl.constexpr, M: tl.constexpr):
 
     0 for zero, 1 ... J for finite numbers, J + 1 for infinities and NaNs.
 
-    A subnormal is an integer below `2**M`; converted to a float, which is exact, it arrives normalised: the exponent
-    field holds the position of its leading one and the top mantissa bits the fraction.
+    A subnormal is an integer below `2**M`. The exact conversion to a float normalizes it: the exponent field then holds
+    the position of its leading one, and the top mantissa bits hold the fraction.
     """
     nonfinite: tl.constexpr = (1 << (WIDTH - 1 - M)) - 1  # the exponent field of infinities and NaNs
     octaves: tl.constexpr = (1 << (WIDTH - 1 - M)) + M - 2

@@ -32,7 +32,7 @@ ELEMENTS = Launch(block=4096, warps=8)
 
 @triton.jit
 def folded(s, ROWS: tl.constexpr):
-    """Sum of each row of 1024 by halves: s[i] + s[i + 512], and so on.
+    """Sum each row of 1024 by repeated halving: s[i] + s[i + 512], and so on.
 
     A sum of two numbers does not depend on their order.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 COUNT = Launch(block=4096, warps=8)
 LOOK_UP = Launch(block=2048, warps=8)
 COPIES = 16
-"""Tables that programs take turns in."""
+"""Number of copies of the tables, which programs use in turn."""
 SLICE = 1 << 30
 """Elements per launch: no 32-bit counter can overflow."""
 UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
@@ -64,9 +64,9 @@ def extremes_kernel(
         bins = tl.arange(0, buckets)
         counts = tl.histogram(bucket, buckets, mask=some)
         tl.atomic_add(counts_ptr + table + bins, counts, mask=counts > 0, sem="relaxed")
-    else:  # the histogram of a program would cost more than the atomics it saves
+    else:  # a histogram per program would cost more than the atomics that it saves
         tl.atomic_add(counts_ptr + table + bucket, 1, mask=some, sem="relaxed")
-    # A stale extreme only makes an update that was not needed; almost no element has to update one.
+    # An outdated extreme only causes an unnecessary update; almost no element has to update an extreme.
     low_ptr = lowest_ptr + table + bucket
     high_ptr = highest_ptr + table + bucket
     lower = some & (magnitude < tl.load(low_ptr, mask=some, other=0))

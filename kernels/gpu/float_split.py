@@ -66,9 +66,9 @@ def split_kernel(
 
     Positions of infinities and NaNs are written too.
 
-    `streams` has a row of signs and PLANES rows of fractions. `ends` counts, as the first rows of `found` do for each
-    block, the elements up to and with each block. Loads and stores go element by element: with wide ones the compiler
-    moves every address of the streams through shared memory and takes twice the registers.
+    `streams` has a row of signs and PLANES rows of fractions. `ends` holds the cumulative sums of the first rows of
+    `found`, up to and including each block. Elements are loaded and stored one by one: with wide loads and stores the
+    compiler moves every address of the streams through shared memory and needs twice the registers.
     """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -172,7 +172,7 @@ def join_kernel(
     PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Join the parts: a nonzero symbol takes the next sign and fraction; inverse of the split."""
+    """Join the parts: each nonzero symbol takes the next sign and fraction."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n

@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 COUNT = Launch(block=2048, warps=4, registers=168)
 COPIES = 16
-"""Histograms of a tensor that programs take turns in: fewer wait for each other's update of a popular bucket."""
+"""Copies of a histogram, which programs use in turn, so that fewer programs update the same bucket at once."""
 COPIED_COUNTERS = 1 << 20
-"""Most counters in all copies of one histogram together (4 MiB, which stay in the second-level cache)."""
+"""Maximum number of counters in all copies of one histogram (4 MiB, which stay in the second-level cache)."""
 COUNTERS = 1 << 24
-"""Most counters in one launch, of however many tensors (64 MiB)."""
+"""Maximum number of counters in one launch (64 MiB)."""
 SLICE = 1 << 30
-"""Most elements of a tensor that one histogram counts: no 32-bit counter can overflow."""
+"""Maximum number of elements that one histogram counts: no 32-bit counter can overflow."""
 FIELDS = 8
-"""Columns of the table that tells a program its tensor; see `_table`."""
+"""Number of columns of the table in which a program finds its tensor; see `_table`."""
 
 
 @triton.jit
 def tensor_of(program, table_ptr, tensors, FIELDS: tl.constexpr):
     """Row of the tensor that a program works on.
 
-    The last row whose first program, in column 0, is not after it.
+    It is the last row whose first program, in column 0, is not after this program.
     """
     low = 0
     high = tensors - 1
@@ -77,11 +77,10 @@ def count_kernel(
 ):
     """Add the log buckets of many tensors to one copy of the counters.
 
-    Of x, of |gradient * x| (PRODUCT), or of the x that keep a level (KEPT).
+    Counted are x, |gradient * x| (PRODUCT), or the x that are neither pruned nor protected (KEPT).
 
-    The tensors lie anywhere in memory, each so many elements from `x` and `gradient` as its row of the table says.
-    They are loaded element by element, which keeps one a lane in the order that the atomics want; with 16-byte loads
-    the compiler would move every address through shared memory.
+    The table holds the distance of each tensor from `x` and `gradient` in elements. Elements are loaded one by one, in
+    the order that the atomics need; with 16-byte loads the compiler would move every address through shared memory.
     """
     program = tl.program_id(0)
     number = tensor_of(program, table_ptr, tensors, FIELDS)
@@ -118,7 +117,7 @@ def count_kernel(
         index = tl.where(index > half, size - 1, tl.where(pattern < 0, half - index, half + index))
     copy_ptr = counts_ptr + (number.to(tl.int64) * copies + block % copies) * size
     tl.atomic_add(copy_ptr + index, 1, mask=inside & (magnitude != 0), sem="relaxed")
-    # Zeros are often most of a tensor and would all wait for the same counter: one update for all of them.
+    # Most elements of a tensor may be zeros, which would all wait for the same counter, so they share one update.
     zeros = tl.sum((inside & (magnitude == 0)).to(tl.int32), axis=0)
     tl.atomic_add(copy_ptr + zero, zeros, mask=zeros > 0, sem="relaxed")
 
@@ -207,7 +206,7 @@ def _parts(
 def _launches(parts: Sequence[_Part], size: int) -> Iterator[tuple[int, Sequence[_Part]]]:
     """Yield the number of counter copies and the parts that one launch counts.
 
-    One copy where there are fewer elements than counters in more of them: they would take longer to clear and add up.
+    There is one copy if several copies would have more counters than there are elements.
     """
     most = max(1, min(COPIES, COPIED_COUNTERS // size))
     small = [p for p in parts if p.x.numel() < most * size]
@@ -254,7 +253,8 @@ def _launch(
 def _table(parts: Sequence[_Part], longest: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
     """Table with one row per part, and the total number of programs.
 
-    A row is: first program, elements, how many elements x and gradient lie from those of the first part, thresholds.
+    A row holds: first program, number of elements, distances of x and gradient from those of the first part in
+    elements, thresholds.
     """
     table = np.zeros((len(parts), FIELDS), dtype=np.int64)
     programs = 0
@@ -271,7 +271,7 @@ def _table(parts: Sequence[_Part], longest: int) -> tuple[np.ndarray[Any, np.dty
 def threshold_patterns(x: Array, thresholds: Thresholds, gradient: Array | None) -> tuple[int, int, int, int]:
     """Thresholds as the bit patterns that kernels compare with.
 
-    In the order protect, prune, protect_sensitivity, prune_sensitivity.
+    The order is protect, prune, protect_sensitivity, prune_sensitivity.
     """
     own = FORMATS[dtype_name(x)]
     protect, prune = (threshold_bits(v, own) for v in (thresholds.protect_magnitude, thresholds.prune_magnitude))

@@ -1,7 +1,7 @@
-"""Weighted k-means on the GPU: all codebooks of a model in one launch, a program each.
+"""Weighted k-means on the GPU: all codebooks of a model in one launch, one program each.
 
-Exact problems stay on the device from beginning to end. k-means++ is seeded on the host: each draw waits for a sum in
-one fixed order anyway. The order of operations is the one written in `docs/kernels.md`.
+Exact problems stay on the device. k-means++ is seeded on the host, because each draw needs a sum in a fixed order. The
+order of operations is defined in `docs/kernels.md`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 Table = np.ndarray[Any, np.dtype[np.int64]]
 
 EXACT = Launch(block=2048, warps=8, interpreted=1 << 14)
-"""`block` is the number of candidates a program weighs at once."""
+"""`block` is the number of candidates that a program compares at once."""
 LLOYD = Launch(block=256, warps=8)
-"""`block` is the number of codes whose means a program takes side by side, in both kernels."""
+"""`block` is the number of codes whose means a program computes at once, in both kernels."""
 CUTS = 1 << 26
-"""Most cuts that the problems of one launch keep, of however many entries (256 MiB)."""
+"""Maximum number of cuts that the problems of one launch store (256 MiB)."""
 FIELDS = 9
-"""Columns of the table that tells a program its problem; see `_Problem`."""
+"""Number of columns of the table in which a program finds its problem; see `_Problem`."""
 
 
 @triton.jit
@@ -52,10 +52,9 @@ def solve_depth(
 ):
     """Solve all segments of one depth of the divide and conquer.
 
-    NODES segments in parallel, WIDTH candidates at a time.
-
-    The segment number's bits say which half to take at each depth. The bounds of its candidates are the cuts of the
-    segments' middles just below and above it, which earlier depths have left in `cut`.
+    NODES segments are solved in parallel, with WIDTH candidates at a time. The bits of the segment number select a half
+    at each depth. The candidates of a segment are bounded by the cuts of the nearest middles below and above it, which
+    earlier depths have stored in `cut`.
     """
     lane = tl.arange(0, WIDTH)
     for group in range(0, 1 << depth, NODES):
@@ -90,7 +89,7 @@ def solve_depth(
             share = tl.where(positive, product / tl.where(positive, mass, 1.0), 0.0)
             gain = tl.where(mine, tl.load(best_ptr + i) + share, -float("inf"))
             top = tl.max(gain, axis=1)
-            # The smallest candidate that reaches the maximum, found by a reduction of its own.
+            # A separate reduction finds the smallest candidate that reaches the maximum.
             where = tl.min(tl.where(gain == top[:, None], i, 2147483647), axis=1)
             better = top > most
             at = tl.where(better, where, at)
@@ -165,8 +164,8 @@ def prepare_kernel(
 
     Prefix sums are added one after another.
 
-    `odd` becomes 1 where that is not all of the preparation: something is not finite, a center or weight underflows,
-    or two centers are equal.
+    `odd` becomes 1 if the problem needs more preparation: a number is not finite, a center or weight underflows, or two
+    centers are equal.
     """
     field_ptr = table_ptr + tl.program_id(0) * FIELDS
     m = tl.load(field_ptr).to(tl.int32)
@@ -315,7 +314,7 @@ def exact_kernel(
                     BLOCK // 256,
                 )
             depth += 1
-    # Walk back: the cut of row r is where cluster r begins. Stored for all codes, then one lane a cluster.
+    # Backward pass: cluster r begins at the cut of row r. The cuts of all codes are stored, then used one per lane.
     end = m
     for step in range(k):
         row = k - step
@@ -387,7 +386,7 @@ def lloyd_kernel(
             new = tl.where(nonempty & (mass > 0.0), mean, old)
             tl.store(scratch_ptr + c, new, mask=mine)
             changed = tl.maximum(changed, tl.max((mine & (new != old)).to(tl.int32), axis=0))
-        tl.debug_barrier()  # all of the old codes have been read
+        tl.debug_barrier()  # all old codes have been read
         for begin in range(0, k, BLOCK):
             c = begin + lanes
             tl.store(codes_ptr + c, tl.load(scratch_ptr + c, mask=c < k, other=0.0), mask=c < k)
@@ -404,8 +403,8 @@ class _Problem:
 
     The codes are the start of Lloyd's iteration, the result (`solver` None), or room for it.
 
-    A row of the table is m, k, exponent, and where its codes, points, prefix sums, scratch and cuts begin, and the
-    steps of a bisection among its points.
+    A row of the table holds m, k, exponent, the positions of its codes, points, prefix sums, scratch and cuts, and the
+    number of steps of a bisection among its points.
     """
 
     x: Vector
@@ -416,7 +415,7 @@ class _Problem:
 
 
 def _prepared(centers: Vector, weights: Vector, k: int, method: str, initial: Vector | None, seed: int) -> _Problem:
-    """A problem in the kernel's form; solved already if there is nothing to choose."""
+    """Return a problem in the kernel's form, already solved if there is nothing to choose."""
     x, w, exponent = prepared(centers, weights)
     if initial is not None and x.size:
         return _Problem(x, w, np.ldexp(initial, -exponent), exponent, "lloyd")
@@ -509,9 +508,9 @@ def weighted_kmeans(
 
 
 def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[Table, int]:
-    """Table of the problems (m, k, exponent) and the scratch space they need.
+    """Return the table of the problems (m, k, exponent) and the size of their scratch space.
 
-    Cuts have no position in it yet.
+    The positions of the cuts are not set yet.
     """
     table = np.zeros((len(sizes), FIELDS), dtype=np.int64)
     codes_at = x_at = prefix_at = 0
@@ -524,7 +523,7 @@ def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[Table, int]:
 def _launches(table: Table, numbers: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the problems of one launch and the number of cuts each keeps.
 
-    All cuts, unless they take too much memory.
+    All cuts are kept, unless they take too much memory.
     """
     some: list[int] = []
     cuts: list[int] = []
@@ -661,7 +660,7 @@ def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> l
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
     """See `shrinkpoint.kernels.kmeans.quantization_loss`.
 
-    The sum has one fixed order, so it is taken on the host.
+    The sum has a fixed order, so it is computed on the host.
     """
     x, w, codes = _hosted([centers, weights, codebook])
     nearest = codes[np.searchsorted(0.5 * codes[:-1] + 0.5 * codes[1:], x, side="left")]

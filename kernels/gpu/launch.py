@@ -1,7 +1,7 @@
-"""How GPU kernels are launched: array conversion, device, and a fixed configuration each.
+"""Launch of GPU kernels: array conversion, device, and one fixed configuration per kernel.
 
-Configurations stand next to each kernel instead of being searched for at run time: the same launch every time,
-nothing to warm up, and ahead-of-time compilation can check exactly what will run.
+Configurations are written next to each kernel instead of being tuned at run time. Every launch is then the same, no
+warm-up is needed, and ahead-of-time compilation checks exactly the code that will run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Launch:
     Args:
         block: elements one program handles, a power of two.
         warps: warps per program.
-        registers: most registers a thread may use; with a limit of its own the assembler no longer spills a few for the
-            sake of occupancy. Default: none.
-        interpreted: most elements a program handles in the interpreter, where each program costs about a millisecond.
+        registers: maximum number of registers per thread; with a limit, the assembler does not spill registers to
+            increase occupancy. Default: no limit.
+        interpreted: maximum number of elements per program in the interpreter, where a program takes about a
+            millisecond.
     """
 
     block: int
@@ -88,7 +89,7 @@ def like(t: torch.Tensor, x: Array) -> Array:
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype that carries the bit patterns of a float of so many bytes (one byte: unsigned)."""
+"""Integer dtype for the bit patterns of a float, by its number of bytes (one byte: unsigned)."""
 
 
 def bit_view(t: torch.Tensor) -> torch.Tensor:
@@ -99,6 +100,6 @@ def bit_view(t: torch.Tensor) -> torch.Tensor:
 def on(t: torch.Tensor) -> AbstractContextManager[Any]:
     """Context in which a launch on t's data goes to the current stream of t's device.
 
-    The interpreter computes with NumPy, which would warn of the overflows and NaNs that kernels take in their stride.
+    The interpreter computes with NumPy, so its warnings about overflows and NaNs, which kernels allow, are suppressed.
     """
     return np.errstate(all="ignore") if INTERPRETED or not t.is_cuda else torch.cuda.device(t.device)

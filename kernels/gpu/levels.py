@@ -18,7 +18,7 @@ SUBTRACT = Launch(block=8192, warps=8)
 GROUP = Launch(block=4096, warps=8, interpreted=1 << 16)
 PAIRS = Launch(block=4096, warps=8)
 COPIES = 16
-"""Pair tables that programs take turns in."""
+"""Number of copies of the pair table, which programs use in turn."""
 COPIED_COUNTERS = 1 << 20
 SLICE = 1 << 30
 """Elements per launch: no 32-bit counter can overflow."""
@@ -104,8 +104,8 @@ def count_keys_kernel(
 def rank_in_block(key, inside, size, FIELD: tl.constexpr, BLOCK: tl.constexpr):
     """Number of elements of the same key before each element of the block.
 
-    Several running counts share one 64-bit integer, so one scan ranks several keys. A field holds ranks up to
-    `2**FIELD = BLOCK`; the element's own count, which could carry out of it, is taken off again before it is read.
+    Several running counts share one 64-bit integer, so that one scan ranks several keys. A field holds ranks up to
+    `2**FIELD = BLOCK`. The count of the element itself, which could overflow the field, is subtracted before reading.
     """
     fields: tl.constexpr = 63 // FIELD
     rank = tl.zeros((BLOCK,), tl.int32)
@@ -136,8 +136,7 @@ def regroup_kernel(
 ):
     """Move each value to its place among the elements of its key (SPLIT), or back.
 
-    `ends[key, block]` is the number of elements that come, in grouped order, before the end of this key's part of this
-    block.
+    `ends[key, block]` is the position, in grouped order, of the end of the elements of this key in this block.
     """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)

@@ -76,9 +76,9 @@ def value_kernel(
 ):
     """Pattern of the midpoint of each bucket.
 
-    Bucket j covers `[significand, significand + 1) * 2**(octave - bits)` smallest units, `octave = (j - 1) >> bits`. A
-    subnormal's pattern is its number of units; a normal number's mantissa field is the fraction, its exponent field
-    follows from the octave.
+    Bucket j covers `[significand, significand + 1) * 2**(octave - bits)` smallest units, `octave = (j - 1) >> bits`.
+    The pattern of a subnormal is its number of units. For a normal number, the mantissa field is the fraction, and the
+    exponent field follows from the octave.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n

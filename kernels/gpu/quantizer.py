@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ASSIGN = Launch(block=2048, warps=4, registers=168)
 VALUES = Launch(block=4096, warps=8)
 SEARCHES = (4, 6, 8)
-"""Steps of the boundary search that are compiled: up to 16, 64 and 256 codes."""
+"""Compiled numbers of steps of the boundary search: for up to 16, 64 and 256 codes."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def assign_kernel(
     else:
         for step in tl.static_range(STEPS):
             ahead = 1 << (STEPS - 1 - step)
-            # code + ahead boundaries lie at or below x exactly if the last of them does.
+            # code + ahead boundaries are at or below x exactly if the last of them is.
             last = tl.load(boundaries_ptr + (code + (ahead - 1)))
             code = tl.where(last <= value, code + ahead, code)
         level = tl.where(protected, 1, tl.where(pruned, 0, code + 2))
@@ -127,7 +127,7 @@ def values_kernel(
 
     The table has the two special levels, then the codebook.
 
-    `before` holds, for each block of BLOCK elements, the number of protected elements up to and with it.
+    `before` holds, for each block of BLOCK elements, the number of protected elements up to and including it.
     """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SYMBOLS = Launch(block=4096, warps=8)
 VALUES = Launch(block=2048, warps=4)
 NARROW = 1 << 30
-"""Most columns for which positions in a row, and a block more, fit 32 bits."""
+"""Maximum number of columns for which positions in a row, plus a block, fit 32 bits."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def estimate_of(rows_ptr, columns_ptr, start, columns, inside, WIDE: tl.constexp
     """Estimates rows[i] * columns[j] of BLOCK matrix elements from `start` on, in C order."""
     row = start // columns
     across = start - row * columns + tl.arange(0, BLOCK)
-    if not WIDE:  # one 64-bit division a program; those by element are 32-bit
+    if not WIDE:  # one 64-bit division per program; those per element are 32-bit
         across = across.to(tl.int32)
         columns = columns.to(tl.int32)
     down = across // columns
@@ -81,7 +81,7 @@ def symbols_kernel(
     pattern = ratio.to(tl.int32, bitcast=True)
     normal = usable & (pattern >= 0x00800000) & (pattern < 0x7F800000)
     distance = tl.where(normal, pattern - 0x3F800000, 0)
-    # floor((distance + cell / 2) / cell), one floor after the other; the offset keeps the second dividend positive.
+    # floor((distance + cell / 2) / cell) in two steps; the offset keeps the second dividend positive.
     k = ((distance >> 19) + eighths + 4096 * eighths) // (2 * eighths) - 2048
     symbol = tl.where(normal & (tl.abs(k) <= FARTHEST), FIRST + FARTHEST + k, 1)
     symbol = tl.where((key & 0x7FFFFFFF) == 0, 0, symbol)

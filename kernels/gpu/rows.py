@@ -1,7 +1,7 @@
 """Row-wise quantization on the GPU: a program takes a tile of rows in chunks of columns.
 
-What later passes need again (places in the range, centres) goes to scratch memory that the same program reads back, and
-stays in its cache. Sums are of integers, so their order does not matter.
+Data that later passes need (positions in the range, centres) are written to scratch memory, which the same program
+reads back from its cache. Sums are of integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 TILE = Launch(block=512, warps=4, registers=255)
 """`block` is rows times columns of a tile."""
 KMEANS = Launch(block=512, warps=8, registers=255)
-"""The same for k-means, whose counters need registers too: at most `COUNTERS` of them a program."""
+"""The same for k-means, whose counters need registers too: at most `COUNTERS` per program."""
 COUNTERS = 1024
 COLUMNS = (32, 64, 128, 256)
-"""Widths of a tile that are compiled; longer rows are walked through."""
+"""Compiled widths of a tile; longer rows are processed in several tiles."""
 ENTRIES = (4, 16, 256)
-"""Codebook sizes that are compiled: 2, 4 and 8 bits, those between take the next."""
+"""Compiled codebook sizes: 2, 4 and 8 bits; other sizes use the next larger one."""
 METHODS = {"symmetric": 0, "asymmetric": 1, "adaptive": 2}
 
 
@@ -386,7 +386,7 @@ def kmeans_kernel(
         new = tl.where(some & used, mean, centre)
         moved = tl.max(tl.max((new != centre).to(tl.int32), axis=1), axis=0)
         centre = new
-        tl.debug_barrier()  # all have read the old centres
+        tl.debug_barrier()  # all old centres have been read
         tl.store(centres_ptr + centre_at, centre, mask=used)
         tl.debug_barrier()
         iteration += 1
@@ -403,7 +403,7 @@ def kmeans_kernel(
 
 
 def kmeans_rows(columns: int, entries: int) -> int:
-    """Number of rows in a k-means tile: as many as fit, with their counters."""
+    """Number of rows in a k-means tile, limited by their counters."""
     return max(min(KMEANS.block // columns, COUNTERS // entries), 1)
 
 

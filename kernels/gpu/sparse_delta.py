@@ -1,7 +1,7 @@
 """Sparse deltas on the GPU: count by blocks, scan, move; only changes leave the device.
 
-Coding the changes is the host's: they are a few percent of the arrays, and cross the bus faster than the arrays are
-read (docs/decisions/sparse-deltas.md).
+The host codes the changes: they are a few percent of the arrays, and their transfer takes less time than reading the
+arrays (docs/decisions/sparse-deltas.md).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def class_of(pattern, edges_ptr, WIDTH: tl.constexpr, EDGES: tl.constexpr):
 
 @triton.jit
 def step_of(x, y, WIDTH: tl.constexpr, FLOAT: tl.constexpr, XOR: tl.constexpr):
-    """The change from pattern y to x; bits above WIDTH are dropped."""
+    """Return the change from pattern y to x; bits above WIDTH are dropped."""
     s = sign_extended(x, WIDTH)
     t = sign_extended(y, WIDTH)
     if XOR:
@@ -69,7 +69,7 @@ def step_of(x, y, WIDTH: tl.constexpr, FLOAT: tl.constexpr, XOR: tl.constexpr):
 
 @triton.jit
 def stepped(y, z, WIDTH: tl.constexpr, FLOAT: tl.constexpr, XOR: tl.constexpr):
-    """The pattern that a change z makes of y."""
+    """Apply change z to pattern y."""
     t = sign_extended(y, WIDTH)
     if XOR:
         x = t ^ sign_extended(z, WIDTH)
@@ -148,7 +148,7 @@ def collect_kernel(
     number = class_of(y, edges_ptr, WIDTH, EDGES)
     changed = inside & (x != y)
     z = step_of(x, y, WIDTH, FLOAT, XOR).to(changes_ptr.dtype.element_ty)
-    for c in range(EDGES + 1):  # not unrolled: predicates of all classes at once would spill
+    for c in range(EDGES + 1):  # not unrolled, because predicates of all classes at once would spill
         own = (inside & (number == c)).to(tl.int32)
         hit = own * changed.to(tl.int32)
         rank = tl.load(starts_ptr + c * blocks + block) + (tl.cumsum(own, axis=0) - own)
@@ -214,7 +214,7 @@ def flag_count_kernel(
     inside = offsets < n
     number = class_of(tl.load(previous_ptr + offsets, mask=inside, other=0), edges_ptr, WIDTH, EDGES)
     total = tl.zeros((), dtype=tl.int32)
-    for c in range(EDGES + 1):  # not unrolled: predicates of all classes at once would spill
+    for c in range(EDGES + 1):  # not unrolled, because predicates of all classes at once would spill
         own = (inside & (number == c)).to(tl.int32)
         rank = tl.load(starts_ptr + c * blocks + block) + (tl.cumsum(own, axis=0) - own)
         marked = tl.sum(tl.load(marks_ptr + rank, mask=own > 0, other=0).to(tl.int32), axis=0)
@@ -244,7 +244,7 @@ def apply_kernel(
 ):
     """Write the new pattern of each marked element to its position in `out`.
 
-    With EMIT one after another, with their positions.
+    With EMIT, the patterns are written one after another, with their positions.
     """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -253,7 +253,7 @@ def apply_kernel(
     number = class_of(y, edges_ptr, WIDTH, EDGES)
     at = tl.zeros((BLOCK,), dtype=tl.int64)
     hit = tl.zeros((BLOCK,), dtype=tl.int32)
-    for c in range(EDGES + 1):  # not unrolled: predicates of all classes at once would spill
+    for c in range(EDGES + 1):  # not unrolled, because predicates of all classes at once would spill
         own = (inside & (number == c)).to(tl.int32)
         rank = tl.load(starts_ptr + c * blocks + block) + (tl.cumsum(own, axis=0) - own)
         marked = tl.load(marks_ptr + rank, mask=own > 0, other=0).to(tl.int32)
@@ -275,7 +275,7 @@ def _edges(edges: tuple[int, ...], t: torch.Tensor) -> torch.Tensor:
 
 
 def _before(counts: torch.Tensor) -> torch.Tensor:
-    """Sums of what lies before each block, row by row."""
+    """Return the cumulative counts before each block, row by row."""
     return counts.cumsum(1, dtype=torch.int64) - counts
 
 
@@ -355,7 +355,7 @@ def _placed(
     out: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> None:
-    """Write new patterns to `out`, at their places or, with `positions`, one after another."""
+    """Write new patterns to `out`, at their positions or, with `positions`, one after another."""
     ranks, changes = tensor(delta.ranks), bit_view(tensor(delta.changes))
     n, m, width, classes = old.numel(), ranks.numel(), width_of(dtype), len(edges) + 1
     if m == 0:

@@ -1,7 +1,7 @@
 """Sums by symbol within a program, which the grid and rank-one kernels report.
 
-Each program writes its own row of counts and sums, which are added up afterwards: no floating-point atomics, so the
-same input gives the same sums every time.
+Each program writes its own row of counts and sums, which are added up afterwards. Without floating-point atomics, the
+same input always gives the same sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def tally_counts(symbol, inside, counts_ptr):
 def tally_sums(symbol, value, inside, first, counts_ptr, sums_ptr):
     """Write the float64 sum of `value` by symbol to this program's row.
 
-    For the symbols from `first` on that occur.
+    Only symbols from `first` on that occur are summed.
     """
     for s in range(first, 256):
         if tl.load(counts_ptr + s) > 0:

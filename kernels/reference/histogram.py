@@ -1,4 +1,4 @@
-"""Oracle of the histograms: the bucket of every element, then how often each bucket occurs."""
+"""Oracle of the histograms: the bucket of every element, then a count of each bucket."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     if len(present) == 1:
         lengths[present[0]] = 1
     elif present:
-        # The coin collector's problem: a symbol owns a coin of each value 2**-1 ... 2**-limit, and the cheapest coins
-        # worth n - 1 are bought. A symbol's length is the number of its coins among them.
+        # The coin collector's problem: each symbol has one coin of each value 2**-1 ... 2**-limit. Select the cheapest
+        # coins of total value n - 1. The length of a symbol is the number of its coins in the selection.
         coins = sorted(((c[s], [s]) for s in present), key=lambda coin: coin[0])
         row: list[tuple[int, list[int]]] = []
         for _ in range(min(limit, len(present) - 1)):

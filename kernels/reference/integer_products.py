@@ -1,4 +1,4 @@
-"""Oracle of the low-rank products: a padded matrix, and sums over a third dimension."""
+"""Oracle of the low-rank products: a padded matrix and sums over a third dimension."""
 
 from __future__ import annotations
 

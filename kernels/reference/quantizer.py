@@ -57,7 +57,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, 
     level = xp.full(tuple(x.shape), 2 if len(codebook) else 1, dtype=xp.uint8)
     for a, b in pairwise(codebook):
         total = float(a) + float(b)
-        # Half a sum of subnormals may be no float64, so there the distances are compared.
+        # Half a sum of subnormals may not be a float64, so the distances are compared instead.
         past = value > total - value if abs(total) < _TINY else value > 0.5 * float(a) + 0.5 * float(b)
         level = level + xp.astype(past, xp.uint8)
     level = xp.where(pruned, xp.zeros_like(level), level)

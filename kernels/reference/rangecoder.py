@@ -70,7 +70,7 @@ class _Decoder:
         self.range = self.range - bound if bit else bound
         while self.range < 2**24:
             following = self.data[self.at] if self.at < len(self.data) else 0
-            # A code beyond the range is not one that an encoder writes; it must only not grow.
+            # No encoder writes a code beyond the range; the code is limited so that it cannot grow.
             self.code, self.range, self.at = (self.code << 8 | following) % WHOLE, self.range << 8, self.at + 1
         return bit
 

@@ -73,9 +73,9 @@ def _normal(pattern: Array) -> Any:
 
 
 def _root(xp: Any, x: Array) -> Array:
-    """Correctly rounded float32 square root.
+    """Return the correctly rounded float32 square root.
 
-    By way of float64, because torch's own on the CPU is not correctly rounded.
+    It is computed in float64, because torch's float32 root on the CPU is not correctly rounded.
     """
     return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
 

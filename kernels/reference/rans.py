@@ -1,4 +1,4 @@
-"""Oracle of the asymmetric numeral systems: the textbook's formulas on Python's integers."""
+"""Oracle of the asymmetric numeral systems: the textbook formulas on Python's integers."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_without_room_for_files_everything_runs(tmp_path: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n" + PACK
     found, said = ended(start(code, NUMBA_CACHE_DIR=str(tmp_path)))
     assert found["packed"] == RIGHT
-    assert said.count("RuntimeWarning: compiled kernels cannot be kept on disk") == 1
+    assert said.count("RuntimeWarning: compiled kernels cannot be stored on disk") == 1
     assert "File too large" in said
     assert not files_of(tmp_path)  # nothing half written is left
 
@@ -128,7 +128,7 @@ def test_without_any_folder_everything_runs(tmp_path: Path) -> None:
     found, said = ended(start(code, PYTHONPATH=str(tmp_path), **nothing))
     assert found["packed"] == RIGHT
     assert found["misses"]
-    assert said.count("RuntimeWarning: compiled kernels cannot be kept on disk") == 1
+    assert said.count("RuntimeWarning: compiled kernels cannot be stored on disk") == 1
     assert "NUMBA_CACHE_DIR" in said
 
 
@@ -219,7 +219,7 @@ def test_a_warmed_cache_that_cannot_be_written_is_read(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert outcome(twice()) == HIT
-    with pytest.warns(RuntimeWarning, match="cannot be kept on disk"):
+    with pytest.warns(RuntimeWarning, match="cannot be stored on disk"):
         assert outcome(twice(), 2.0) == (4.0, 0, 1)
 
 
@@ -236,7 +236,7 @@ def test_a_folder_in_the_place_of_the_file_costs_a_warning(twice: Callable[[], A
     (file,) = files_of(tmp_path / "kept")
     file.unlink()
     (file / "inside").mkdir(parents=True)
-    with pytest.warns(RuntimeWarning, match="cannot be kept on disk"):
+    with pytest.warns(RuntimeWarning, match="cannot be stored on disk"):
         assert outcome(twice()) == MISS
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")

@@ -282,7 +282,7 @@ print(json.dumps([len(results), sum(r.devices() == {second} for r in results), s
     results, there, said = json.loads(done.stdout)
     assert there == results
     assert len(said) == 3
-    assert all("does not lie on one device" in message for message in said)
+    assert all("is not on one device" in message for message in said)
 
 
 def test_strict_arrays_on_a_device_that_cannot_be_read() -> None:
