@@ -60,7 +60,7 @@ def alternatives() -> Iterator[str]:
     yield f"| yes | {flips[0]['value']:.0f} of {of_all} | yes | yes | through DCP |"
     yield f"| torch.save | 1 x | nothing | no | no | {counts['torch.save']:.0f} of {of_all} |"
     yield f"| safetensors | 1 x | nothing | no | no | {counts['safetensors']:.0f} of {of_all} |"
-    yield f"| its metadata come last | {counts['DCP']:.0f} of {of_all} |"
+    yield f"| metadata written last | {counts['DCP']:.0f} of {of_all} |"
     exact = {
         row["row"].rpartition(", ")[2]: row["peer_value"]
         for row in rows("systems")
@@ -81,8 +81,8 @@ def often_killed() -> Iterator[str]:
         f"{large[0]:.0f}, {large[1]:.0f} and {large[2]:.0f} on the whole state"
     )
     yield (
-        f"the ViT, which still learns fast when its schedule ends, {of('ViT', FINER, END):.0f} % worse, a CNN "
-        f"{of('CNN', FINER, END):.1f} %, and a GPT of 10.7 M parameters, one seed, {of('GPT wider', FINER, END):.1f} % "
+        f"The ViT, which still learns fast when its schedule ends, ended {of('ViT', FINER, END):.0f} % worse, a CNN "
+        f"{of('CNN', FINER, END):.1f} %, and a GPT of 10.7 M parameters (one seed) {of('GPT wider', FINER, END):.1f} % "
         f"worse at {of('GPT wider', FINER, WEIGHTS):.0f} and {of('GPT wider', FINER, WHOLE):.0f} times"
     )
     yield (
