@@ -169,7 +169,7 @@ class Work:
         return [
             *floors,
             Peer(ZSTD, lambda: _zstd(arrays, self.plan.threads, decode=decode), note="lossless"),
-            Peer(TORCH, lambda: _torch(self.state, decode=decode), note="no compression, to and from memory"),
+            Peer(TORCH, lambda: torch_calls(self.state, decode=decode), note="no compression, to and from memory"),
         ]
 
 
@@ -234,7 +234,8 @@ def _zstd(arrays: list[Any], count: int, *, decode: bool) -> Callable[[], object
     return lambda: [plain.decompress(x) for x in packed]
 
 
-def _torch(state: Any, *, decode: bool) -> Callable[[], object]:
+def torch_calls(state: Any, *, decode: bool) -> Callable[[], object]:
+    """Return the call that saves a state with `torch.save` to memory, or with `decode` loads it."""
     import torch
 
     def save() -> bytes:
@@ -341,12 +342,15 @@ def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: flo
 
 def run(options: Options) -> list[Row]:
     """All rows."""
-    from . import gpustates
+    from . import gpustates, small_arrays
 
+    small = small_arrays.rows(options)
+    if small_arrays.alone(options):
+        return small
     options.say("making the states")
     real = data.trained(quick=options.quick) if options.state is None else data.read(options.state)
     drawn = data.drawn_state(real, 5_000_000 if options.quick else 100_000_000)
-    rows: list[Row] = []
+    rows = small
     found = plans(real, drawn, quick=options.quick)
     asked = [name for name in exact_names() if options.wanted(name)]
     if asked:

@@ -106,7 +106,7 @@ class Job:
         call: the thing itself; without arguments, and again and again.
         check: runs before any timing; raises CheckFailed (or anything else) if the result is wrong, and says in a few
             words what was compared.
-        amount: bytes (unit GB/s, MB/s) or symbols (Gsym/s) a call; of no meaning where the unit is a time.
+        amount: bytes (unit GB/s, MB/s), symbols (Gsym/s) or arrays (ms/array) of a call; unused for other times.
         peers: in the order of the table; the first is the physical floor where there is one.
         note: for every row of the case.
     """
@@ -302,13 +302,19 @@ def interleave(
 
 
 _RATES = {"GB/s": 1e-9, "MB/s": 1e-6, "Gsym/s": 1e-9, "Msym/s": 1e-6}
-_TIMES = {"s": 1.0, "ms": 1e3, "us": 1e6}
+_TIMES = {"s": 1.0, "ms": 1e3, "us": 1e6, "ms/array": 1e3}
 
 
 def value_of(unit: str, amount: float, seconds: float) -> float:
-    """A time a call in the unit of its row."""
+    """Convert the time of a call to the unit of its row.
+
+    Args:
+        unit: of the row.
+        amount: bytes, symbols or arrays of the call, by the unit; unused for a time of the whole call.
+        seconds: of the call.
+    """
     if unit in _TIMES:
-        return seconds * _TIMES[unit]
+        return seconds * _TIMES[unit] / (amount if unit.endswith("/array") else 1.0)
     return amount * _RATES[unit] / max(seconds, 1e-12)
 
 

@@ -1,0 +1,307 @@
+"""Rows "many small arrays" of `bench codec`: what a state of many arrays costs for each of them.
+
+Five states, each the `state_dict` of a model and of its optimizer after a few steps with drawn gradients. A gradient is
+a fixed direction and noise, scaled by row and column: moments differ between the rows of an array as in a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+import shrinkpoint as sp
+
+from .codec import check_errors, torch_calls
+from .data import arrays
+from .devices import threads
+from .harness import Case, Job, Options, Peer, Row, Target, at_most, one_thread_clock, run_cases
+
+NAME = "many small arrays"
+EACH = "ms/array"
+TORCH = "torch.save"
+SLOW = {"base": 0.15, "delta": 0.15, "load": 0.06, "lossless": 0.12}
+"""Most milliseconds an array of 400 layers of 64 x 64 may take."""
+OVER_ENTROPY = at_most(40)
+"""Bytes an array may take above the entropy of its symbols."""
+_STEPS = 8
+_SHORT = 256
+"""Exact arrays below so many elements count with their raw bytes: the entropy of so few says nothing."""
+Shapes = dict[str, tuple[int, ...]]
+Tree = dict[str, Any]
+
+
+def layers(*, quick: bool) -> Shapes:
+    """400 layers of 64 x 64; 40 with `quick`."""
+    return {f"layers.{i}.weight": (64, 64) for i in range(40 if quick else 400)}
+
+
+def resnet(*, quick: bool) -> Shapes:
+    """The 161 weight arrays of ResNet-50; with `quick` an eighth as wide."""
+    part = 8 if quick else 1
+    shapes: Shapes = {}
+
+    def convolution(name: str, out: int, into: int, size: int, norm: str) -> None:
+        shapes[f"{name}.weight"] = (out // part, into if into == 3 else into // part, size, size)
+        shapes.update({f"{norm}.{kind}": (out // part,) for kind in ("weight", "bias")})
+
+    convolution("conv1", 64, 3, 7, "bn1")
+    into = 64
+    for stage, blocks in enumerate((3, 4, 6, 3), 1):
+        width = 32 << stage
+        for block in range(blocks):
+            name = f"layer{stage}.{block}"
+            for i, (out, inner, size) in enumerate(((width, into, 1), (width, width, 3), (4 * width, width, 1)), 1):
+                convolution(f"{name}.conv{i}", out, inner, size, f"{name}.bn{i}")
+            if block == 0:
+                convolution(f"{name}.downsample.0", 4 * width, into, 1, f"{name}.downsample.1")
+            into = 4 * width
+    return shapes | {"fc.weight": (1000 // part, 2048 // part), "fc.bias": (1000 // part,)}
+
+
+def lora(*, quick: bool) -> Shapes:
+    """448 adapters of rank 16: seven projections of 32 layers of width 1024, two matrices each."""
+    count, width = (2, 64) if quick else (32, 1024)
+    inner, rank = width * 11 // 4, 16
+    sides = {"q_proj": (width, width), "k_proj": (width, width), "v_proj": (width, width), "o_proj": (width, width)}
+    sides |= {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
+    return {
+        f"layers.{i}.{name}.lora_{side}.weight": (rank, into) if side == "A" else (out, rank)
+        for i in range(count)
+        for name, (into, out) in sides.items()
+        for side in "AB"
+    }
+
+
+def experts(*, quick: bool) -> Shapes:
+    """Four layers of 64 experts of three matrices of 32 x 128, and a router each."""
+    count = 1 if quick else 4
+    shapes: Shapes = {}
+    for i in range(count):
+        shapes[f"layers.{i}.router.weight"] = (64, 128)
+        for expert in range(64):
+            name = f"layers.{i}.experts.{expert}"
+            shapes |= {
+                f"{name}.gate.weight": (32, 128),
+                f"{name}.up.weight": (32, 128),
+                f"{name}.down.weight": (128, 32),
+            }
+    return shapes
+
+
+@dataclass(frozen=True)
+class State:
+    """One of the states: its name in rows, and how two successive ones of a training are made."""
+
+    name: str
+    make: Callable[[bool], tuple[Tree, Tree]]
+    """Called with whether the run is quick."""
+    targets: bool = False
+
+
+def _trained(shapes: Shapes, *, buffers: Shapes | None = None, decay: float = 0.01) -> tuple[Tree, Tree]:
+    """A model and its AdamW (Adam where `decay` is 0) after a few steps and a few more; buffers change at random."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(shape: tuple[int, ...], scale: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    weights = {
+        name: torch.nn.Parameter(drawn(shape, 0.02) if len(shape) > 1 else 1.0 + drawn(shape, 0.02))
+        for name, shape in shapes.items()
+    }
+    scales = {name: _scales(p.shape, generator) for name, p in weights.items()}
+    directions = {name: drawn(tuple(p.shape), 0.3) for name, p in weights.items()}
+    optimizer = (torch.optim.AdamW if decay else torch.optim.Adam)(weights.values(), lr=3e-4, weight_decay=decay)
+    states: list[Tree] = []
+    for step in range(1, 2 * _STEPS + 1):
+        for name, p in weights.items():
+            p.grad = (drawn(tuple(p.shape), 1.0) + directions[name]) * scales[name]
+        optimizer.step()
+        if step % _STEPS == 0:
+            model = {name: p.detach().clone() for name, p in weights.items()}
+            for name, shape in (buffers or {}).items():
+                model[name] = torch.tensor(100 + step) if not shape else drawn(shape, 0.1).abs()
+            states.append({"model": model, "optimizer": _copied(optimizer.state_dict())})
+    return states[0], states[1]
+
+
+def _scales(shape: tuple[int, ...], generator: Any) -> Any:
+    """Scales of a gradient: log-normal, a factor a row and one a column."""
+    import torch
+
+    sizes = [(shape[0], *[1] * (len(shape) - 1)), (1, *shape[1:2], *[1] * (len(shape) - 2))]
+    parts = [torch.exp(0.5 * torch.randn(size, generator=generator)) for size in sizes[: min(len(shape), 2)]]
+    return 1e-3 * (parts[0] * parts[1] if len(parts) == 2 else parts[0])
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_copied(value) for value in tree]
+    return tree.clone() if hasattr(tree, "clone") else tree
+
+
+def _resnet(quick: bool) -> tuple[Tree, Tree]:
+    shapes = resnet(quick=quick)
+    norms = {name.removesuffix(".bias"): shape for name, shape in shapes.items() if f".{name}".endswith(".bias")}
+    norms.pop("fc")
+    buffers: Shapes = {}
+    for name, shape in norms.items():
+        buffers |= {f"{name}.running_mean": shape, f"{name}.running_var": shape, f"{name}.num_batches_tracked": ()}
+    return _trained(shapes, buffers=buffers, decay=0.0)
+
+
+def _scalars(quick: bool) -> tuple[Tree, Tree]:
+    import torch
+
+    count = 500 if quick else 10_000
+    first = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    before, after = ({f"scalar.{i}": x for i, x in enumerate((first * factor).unbind())} for factor in (1.0, 1.01))
+    return {"model": before}, {"model": after}
+
+
+STATES = (
+    State("400 layers 64 x 64, AdamW", lambda quick: _trained(layers(quick=quick)), targets=True),
+    State("ResNet-50 shapes, Adam", _resnet),
+    State("LoRA rank 16, AdamW", lambda quick: _trained(lora(quick=quick))),
+    State("mixture of 64 experts, AdamW", lambda quick: _trained(experts(quick=quick))),
+    State("10,000 scalars", _scalars),
+)
+
+
+class Work:
+    """The checkpoints of one state, made when the first row needs them."""
+
+    def __init__(self, state: State, *, quick: bool) -> None:
+        self._state, self._quick = state, quick
+
+    @cached_property
+    def states(self) -> tuple[Tree, Tree]:
+        """Two successive training states."""
+        return self._state.make(self._quick)
+
+    @cached_property
+    def count(self) -> int:
+        """Number of arrays."""
+        return sum(1 for _ in arrays(self.states[0]))
+
+    @cached_property
+    def base(self) -> sp.Checkpoint:
+        """The first state, compressed."""
+        return sp.compress(self.states[0])
+
+    @cached_property
+    def delta(self) -> sp.Checkpoint:
+        """The second state as a delta of the first."""
+        return sp.compress(self.states[1], self.base)
+
+    @cached_property
+    def exact(self) -> sp.Checkpoint:
+        """The first state without loss."""
+        return sp.compress(self.states[0], cfg=sp.presets.lossless())
+
+    def cases(self, wanted: Callable[[str], bool]) -> Iterator[Case]:
+        """The four rows of times, of processor milliseconds an array."""
+        calls: dict[str, tuple[str, Callable[[], Job]]] = {
+            "base": ("compress base", lambda: self._job(lambda: sp.compress(self.states[0]), "base")),
+            "delta": ("compress delta", lambda: self._job(lambda: sp.compress(self.states[1], self.base), "delta")),
+            "load": ("decompress delta", self._load),
+            "lossless": (
+                "lossless base",
+                lambda: self._job(lambda: sp.compress(self.states[0], cfg=sp.presets.lossless()), "exact"),
+            ),
+        }
+        for key, (what, make) in calls.items():
+            target = Target(SLOW[key], "value", least=False) if self._state.targets else None
+            yield Case(
+                self.row(what), self.count if wanted(self.row(what)) else 0, EACH, make, target=target, peers=(TORCH,)
+            )
+
+    def row(self, what: str) -> str:
+        """The name of a row."""
+        return f"{NAME}, {self._state.name}: {what}"
+
+    def _load(self) -> Job:
+        blob = self.delta.to_bytes()
+        return self._job(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), self.base), "delta", decode=True)
+
+    def _job(self, call: Callable[[], object], name: str, *, decode: bool = False) -> Job:
+        stored: sp.Checkpoint = getattr(self, name)
+        state, parent = self.states[name == "delta"], self.base if name == "delta" else None
+
+        def check() -> str:
+            return check_errors(state, sp.decompress(sp.Checkpoint.from_bytes(stored.to_bytes()), parent), stored)
+
+        note = f"{self.count:,} arrays, {stored.raw_nbytes / 1e6:.1f} MB raw, ratio {stored.ratio:.2f}"
+        peer = Peer(TORCH, lambda: torch_calls(state, decode=decode), note="no compression, to and from memory")
+        return Job(call, check, float(self.count), [peer], note)
+
+    def sizes(self, options: Options) -> Iterator[Row]:
+        """Bytes of the three checkpoints, and of the base above the entropy of its symbols."""
+        if options.wanted(name := self.row("bytes above the entropy")):
+            model = {"model": self.states[0]["model"]}
+            weights, count = sp.compress(model), sum(1 for _ in arrays(model))
+            floor = entropy_bytes(weights)
+            value, unit = (weights.nbytes - floor) / count, "bytes/array"
+            text = OVER_ENTROPY.text(unit)
+            note = (
+                f"base of the {count:,} arrays of the model, {weights.nbytes:,} bytes; entropy {floor:,.0f} bytes: of "
+            )
+            note += f"the values an array comes back with, of an exact one by byte planes, below {_SHORT} elements raw"
+            met = OVER_ENTROPY.met(value, None)
+            yield Row(name, "cpu, 1 thread", count, value, unit, None, None, None, text, met, note)
+        for what in ("base", "delta", "exact"):
+            if options.wanted(name := self.row(f"bytes of the {'lossless base' if what == 'exact' else what}")):
+                stored: sp.Checkpoint = getattr(self, what)
+                raw, size = stored.raw_nbytes, stored.nbytes
+                note = f"{self.count:,} arrays"
+                yield Row(name, "cpu, 1 thread", self.count, size, "bytes", "raw", raw, raw / size, None, None, note)
+
+
+def entropy_bytes(stored: sp.Checkpoint) -> float:
+    """Return the bytes that a coder of order 0 needs at least for the values of each array, given their frequencies.
+
+    Args:
+        stored: a base of quantized weights and exact arrays; scaled moments have too many values.
+    """
+    back, total = dict(arrays(sp.decompress(stored))), 0.0
+    for row in stored.summary():
+        x = back[row.path]
+        if row.measure != "exact":
+            total += _entropy(x)
+        elif x.size < _SHORT:
+            total += x.nbytes
+        else:
+            planes = np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, x.itemsize)
+            total += sum(_entropy(planes[:, i]) for i in range(x.itemsize))
+    return total
+
+
+def _entropy(x: Any) -> float:
+    """Bytes of entropy of the values of an array."""
+    counts = np.unique(x, return_counts=True)[1]
+    return float(-(counts * np.log2(counts / x.size)).sum()) / 8
+
+
+def alone(options: Options) -> bool:
+    """Whether `--only` names nothing but these rows: then the other states of `bench codec` need not be made."""
+    names = (NAME, *(state.name for state in STATES))
+    return options.only is not None and all(any(word in name for name in names) for word in options.words())
+
+
+def rows(options: Options) -> list[Row]:
+    """All rows of all states, on one thread."""
+    found: list[Row] = []
+    with threads(1):
+        for state in STATES:
+            work = Work(state, quick=options.quick)
+            found += run_cases(work.cases(options.wanted), options, one_thread_clock())
+            found += options.done(list(work.sizes(options)))
+    return found
