@@ -261,7 +261,7 @@ class Checkpoint:
         self._data = data
         self._header = where.header
         self._body = container.Body(data if isinstance(data, Ranged) else memoryview(data), where)
-        self._id = claimed if isinstance(data, Ranged) else blake3(data).hexdigest()
+        self._id = claimed if isinstance(data, Ranged) else ""
         self._memory = memory
         self._nodes = where.header["tree"]
         self._records = records
@@ -317,18 +317,20 @@ class Checkpoint:
     @property
     def id(self) -> str:
         """Content hash (BLAKE3, 64 hexadecimal digits) of the bytes; a delta names its parent by it."""
+        if not self._id:  # found when it is asked for: hashing takes a third of the time of exact decoding
+            self._id = blake3(self.to_bytes()).hexdigest()
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return self._id == other._id if isinstance(other, Checkpoint) else NotImplemented
+        return self.id == other.id if isinstance(other, Checkpoint) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._id)
+        return hash(self.id)
 
     @property
     def identity(self) -> str:
         """What deltas call their parent: `id`, or of what compaction wrote anew that of the original."""
-        identity: str = self._header.get("as") or self._id
+        identity: str = self._header.get("as") or self.id
         return identity
 
     @property
@@ -398,7 +400,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         kind = "delta" if self.is_delta else "base"
-        return f"<Checkpoint {self._id[:12]} {kind} {self.raw_nbytes} -> {self.nbytes} bytes, ratio {self.ratio:.1f}>"
+        return f"<Checkpoint {self.id[:12]} {kind} {self.raw_nbytes} -> {self.nbytes} bytes, ratio {self.ratio:.1f}>"
 
     # ------------------------------------------------------------------ used by the codec, not by users
 

@@ -57,3 +57,23 @@ def compiled(x: Array, dtype: type[np.generic] | None = None) -> np.ndarray[Any,
     if dtype is not None:
         found = found.astype(dtype, copy=False)
     return found if found.flags.writeable else found.copy()
+
+
+def lent(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the same memory as a writeable array, for code that only reads it.
+
+    Numba would compile a second version for a read-only array, and `compiled` would copy it.
+    """
+    if x.flags.writeable:
+        return x
+    interface = dict(x.__array_interface__)
+    interface["data"] = (interface["data"][0], False)
+    return np.asarray(_Memory(interface, x))
+
+
+class _Memory:
+    """Lends memory to NumPy and keeps its owner."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner

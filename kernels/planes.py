@@ -5,7 +5,10 @@ These functions work on bit patterns, so every value is kept exactly: NaN payloa
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
 
 from .arguments import array, check_arrays, choice, integer, same_device
 from .arrays import back_end, dtype_name
@@ -72,7 +75,9 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
     return out
 
 
-def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
+def merge_planes(
+    planes: Array | list[Array], dtype: str, rotation: int = 0, *, out: Array | None = None
+) -> Array:
     """Join byte planes into bit patterns: the exact inverse of `split_planes`.
 
         pattern[i] = rotr(sum over p of planes[p, i] << 8 p, rotation)
@@ -81,12 +86,13 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
     (`patterns.view(np.float32)`, `patterns.view(torch.bfloat16)`) and reshapes them.
 
     Args:
-        planes: uint8 [itemsize, n].
+        planes: uint8 [itemsize, n], or a list of `itemsize` arrays uint8 [n] on the host.
         dtype: name of the dtype that was split, one of `WIDTHS` ("float32", "bfloat16", "int64", "bool", ...).
         rotation: the one the patterns were split with, 0 (default) to 7 bits.
+        out: NumPy array to write the patterns to, contiguous [n], unsigned and as wide as `dtype`; default: a new one.
 
     Returns:
-        Flat [n] array of unsigned integers as wide as `dtype`: uint8, uint16, uint32 or uint64.
+        `out`, or flat [n] array of unsigned integers as wide as `dtype`: uint8, uint16, uint32 or uint64.
 
     Raises:
         BadArgumentError: `planes` is not uint8, its first axis is not the itemsize of `dtype`, or a rotation out of
@@ -98,11 +104,24 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
         >>> merge_planes(split_planes(x), "float32").view("float32").tolist()
         [1.5, -0.0, nan]
     """
-    itemsize = width_of(dtype) // 8
-    if array("planes", planes, ("uint8",), 2).shape[0] != itemsize:
-        raise BadArgumentError(f"planes has shape {tuple(planes.shape)}; ({itemsize}, n) is needed for {dtype}")
-    out: Array = back_end(planes, "planes").merge_planes(planes, dtype, integer("rotation", rotation, 0, 7))
-    return out
+    itemsize, bits = width_of(dtype) // 8, integer("rotation", rotation, 0, 7)
+    if isinstance(planes, list):
+        if len(planes) != itemsize:
+            raise BadArgumentError(f"planes has {len(planes)} arrays; {itemsize} are needed for {dtype}")
+        n = array("a plane", planes[0], ("uint8",), 1, host=True).shape[0]
+        for plane in planes:
+            array("a plane", plane, ("uint8",), (n,), host=True)
+    else:
+        n = array("planes", planes, ("uint8",), 2).shape[1]
+        if planes.shape[0] != itemsize:
+            raise BadArgumentError(f"planes has shape {tuple(planes.shape)}; ({itemsize}, n) is needed for {dtype}")
+    if out is None and not isinstance(planes, list):
+        merged: Array = back_end(planes, "planes").merge_planes(planes, dtype, bits)
+    else:
+        from .cpu.planes import merge_planes as on_host
+
+        merged = on_host(planes, dtype, bits, None if out is None else _target(out, n, itemsize))
+    return merged
 
 
 def difference(current: Array, previous: Array, method: Method = "arithmetic", *, dtype: str | None = None) -> Array:
@@ -148,7 +167,14 @@ def difference(current: Array, previous: Array, method: Method = "arithmetic", *
     return out
 
 
-def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *, dtype: str | None = None) -> Array:
+def undifference(
+    diff: Array,
+    previous: Array,
+    method: Method = "arithmetic",
+    *,
+    dtype: str | None = None,
+    out: Array | None = None,
+) -> Array:
     """Return the current array from its difference to `previous`; inverse of `difference`.
 
         method "xor":         u = diff ^ u_previous
@@ -160,9 +186,11 @@ def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *,
         previous: as given to `difference`.
         method: as in `difference`.
         dtype: as in `difference`.
+        out: contiguous NumPy array to write the patterns to, unsigned, flat, as many and as wide as those of
+            `previous`; it may be `diff`. Only for NumPy arrays. Default: a new one.
 
     Returns:
-        Array of the dtype and shape of `previous`.
+        `out`, or an array of the dtype and shape of `previous`.
 
     Raises:
         BadArgumentError: `diff` is not unsigned of the width of `previous`, or shapes or devices differ.
@@ -175,7 +203,20 @@ def undifference(diff: Array, previous: Array, method: Method = "arithmetic", *,
     """
     dtype = _check_pair("diff", diff, "previous", previous, method, dtype)
     array("diff", diff, (f"uint{width_of(dtype)}",))
-    out: Array = back_end(diff, "planes").undifference(diff, previous, method, dtype=dtype)
+    if out is None:
+        values: Array = back_end(diff, "planes").undifference(diff, previous, method, dtype=dtype)
+        return values
+    from .cpu.planes import undifference as on_host
+
+    target = _target(out, math.prod(previous.shape), width_of(dtype) // 8)
+    return on_host(diff, previous, method, dtype=dtype, out=target)
+
+
+def _target(out: Array, n: int, itemsize: int) -> Array:
+    """Memory for n patterns; raises BadArgumentError."""
+    array("out", out, (f"uint{8 * itemsize}",), (n,))
+    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
+        raise BadArgumentError("out must be a contiguous NumPy array that can be written to")
     return out
 
 

@@ -1,4 +1,4 @@
-"""Static asymmetric numeral systems with four interleaved states and a table per context."""
+"""Static asymmetric numeral systems with 4 or 64 interleaved states and a table per context."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ STATES = 4
 """Symbol i belongs to state i mod 4."""
 START = 1 << 16
 """Every state starts and ends here; between two symbols a state is in [START, START << 16)."""
+WIDE_STATES = 64
+"""States of a stream that processors decode in vectors; symbol i then belongs to state i mod 64."""
+WIDE_START = 1 << 15
+"""Every one of these starts and ends here; between two symbols it is in [WIDE_START, WIDE_START << 16)."""
+WIDE_PRECISION = 12
+"""Precision of a stream with 64 states."""
 PRECISIONS = (8, 16)
 """Least and greatest logarithm of the sum of a row of frequencies."""
 
@@ -74,7 +80,9 @@ def short_digits(others: int, present: int) -> int:
     return digits
 
 
-def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, precision: int) -> Array:
+def rans_encode(
+    symbols: Array, contexts: Array | None, frequencies: Array, precision: int, *, states: int = STATES
+) -> Array:
     """Encode symbols in about `-log2(frequencies[context, symbol] / 2**precision)` bits each.
 
     A symbol of frequency f and start c changes a state x by `x -> ((x // f) << precision) + x % f + c`. Before that, 16
@@ -87,9 +95,10 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
         contexts: uint8[n], the row of each symbol; None: all of row 0.
         frequencies: uint32[C, S] as made by `rans_frequencies`.
         precision: 8 ... 16, the same.
+        states: 4 (default), or 64 with a precision of 12: about three times as fast, and 240 bytes longer.
 
     Returns:
-        uint8[m]: four states, then 16-bit words (docs/entropy.md); nothing if all symbols are certain.
+        uint8[m]: the states, then 16-bit words (docs/entropy.md); with four states nothing if all symbols are certain.
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, a symbol of frequency zero, a row of frequencies that sums to
@@ -112,10 +121,13 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
             raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; symbols has {symbols.shape[0]}")
     _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
     precision = integer("precision", precision, *PRECISIONS)
-    return back_end(symbols, "rans").rans_encode(symbols, contexts, frequencies, precision)
+    _check_states(states, precision)
+    return back_end(symbols, "rans").rans_encode(symbols, contexts, frequencies, precision, states)
 
 
-def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
+def rans_decode(
+    data: Array | bytes, contexts: Array | None, frequencies: Array, precision: int, n: int, *, states: int = STATES
+) -> Array:
     """Return the n symbols that `rans_encode` encoded into `data`.
 
     Args:
@@ -124,6 +136,7 @@ def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array,
         frequencies: uint32[C, S], as for encoding.
         precision: 8 ... 16, as for encoding.
         n: number of symbols, >= 0.
+        states: as for encoding.
 
     Returns:
         uint8[n], of the same library as `data` (NumPy for bytes).
@@ -144,8 +157,17 @@ def rans_decode(data: Array | bytes, contexts: Array | None, frequencies: Array,
             raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; n is {n}")
     _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
     precision = integer("precision", precision, *PRECISIONS)
+    _check_states(states, precision)
     with room_for(n):
-        return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n)
+        return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n, states)
+
+
+def _check_states(states: int, precision: int) -> None:
+    if states not in (STATES, WIDE_STATES) or (states == WIDE_STATES and precision != WIDE_PRECISION):
+        raise BadArgumentError(
+            f"states is {states!r} with precision {precision}; {STATES} are possible, and {WIDE_STATES} with precision "
+            f"{WIDE_PRECISION}"
+        )
 
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:

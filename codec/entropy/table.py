@@ -9,6 +9,9 @@ import numpy as np
 
 from ...kernels.levels import joint_counts
 from ...kernels.rans import (
+    STATES,
+    WIDE_PRECISION,
+    WIDE_STATES,
     coding_cost,
     entropy_bits,
     pack_frequencies,
@@ -25,10 +28,13 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 PRECISIONS = (10, 12, 15)
 """Bits of a frequency: the fewest only where a table would else have more slots than there are symbols to decode."""
-STATES = 16
-"""Bytes of the four states that a stream ends with."""
-FRAME = STATES + 4
-"""Bytes of a stream beside its table and its symbols."""
+STATE_BYTES = 4 * STATES
+FRAME = STATE_BYTES + 4
+"""Bytes of a stream with four states, besides its table and its symbols."""
+WIDE = 4 * (WIDE_STATES - STATES)
+"""Bytes more of a stream with 64 states."""
+WIDE_SLACK = 1.002
+"""How much larger a stream with 64 states may be: it is coded three times as fast."""
 _MODEST = 4096
 _BINCOUNT = 1 << 12
 _A_TIE = 0.5
@@ -81,7 +87,7 @@ class Table:
     """Frequencies, and what coding with them costs, in bytes; no context beyond those of `counts` occurs."""
 
     def __init__(self, counts: I64, precision: int, contexts: int) -> None:
-        self.precision = precision
+        self.precision, self.states = precision, STATES
         self.symbols = int(np.flatnonzero(counts.any(axis=0))[-1]) + 1 if counts.any() else 1
         self.frequencies = rans_frequencies(counts[:, : self.symbols], precision)
         rest = np.zeros((contexts - counts.shape[0], self.symbols), self.frequencies.dtype)
@@ -92,10 +98,14 @@ class Table:
 
     @staticmethod
     def best(counts: I64, slack: float = 1.0, contexts: int = 1) -> Table:
-        """The cheapest of the precisions on offer; a coarser one, which is decoded faster, where it costs `slack`."""
+        """The cheapest of the precisions on offer; one which is decoded faster, where that costs little or `slack`."""
         first = 0 if int(counts.sum()) < counts.shape[0] << PRECISIONS[1] else 1
         found = Table(counts, PRECISIONS[first], contexts)
-        bound = entropy_bits(counts) / 8 + STATES
+        bound = entropy_bits(counts) / 8 + STATE_BYTES
+        fast = max(slack, WIDE_SLACK)
+        if found.precision == WIDE_PRECISION and found.cost + WIDE <= fast * (bound + len(found.packed)):
+            return found._widened()
+        wide = found if found.precision == WIDE_PRECISION else None
         for precision in PRECISIONS[first + 1 :]:
             # A finer table is no shorter, and no table beats the entropy.
             modest = found.cost < _MODEST and found.precision > PRECISIONS[0]
@@ -104,18 +114,26 @@ class Table:
             if contexts << precision > most_slots(int(counts.sum())):
                 break
             finer = Table(counts, precision, contexts)
+            if precision == WIDE_PRECISION:
+                wide = finer
             # Where both tables say the same, their costs are equal but for how this machine rounds logarithms.
             if found.cost <= slack * finer.cost + _A_TIE:
                 break
             found = finer
-        return found
+        return wide._widened() if wide is not None and wide.cost + WIDE <= fast * found.cost else found
+
+    def _widened(self) -> Table:
+        """The same with 64 states."""
+        self.states = WIDE_STATES
+        self.cost += WIDE
+        return self
 
     def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
         """The table, then the stream of symbols, uint8 (n,), in these contexts."""
-        out.byte(self.precision)
+        out.byte(self.precision if self.states == STATES else self.states)
         out.varint(self.symbols)
         out.block(self.packed)
-        out.raw(rans_encode(symbols, contexts, self.frequencies, self.precision))
+        out.raw(rans_encode(symbols, contexts, self.frequencies, self.precision, states=self.states))
 
 
 def most_slots(n: int) -> int:
@@ -130,12 +148,13 @@ def rans_bytes(counts: I64) -> float:
 
 def read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
     """What `Table.write` wrote, uint8 (n,)."""
-    precision = data.byte()
+    form = data.byte()
+    states, precision = (WIDE_STATES, WIDE_PRECISION) if form == WIDE_STATES else (STATES, form)
     symbols = data.varint()
     if precision not in range(8, 17) or not 1 <= symbols <= 256 or n_contexts << precision > most_slots(n):
         raise CorruptDataError(
             f"rANS: precision {precision} or {symbols} symbols out of range for {n_contexts} contexts"
         )
     table = unpack_frequencies(array(data.block()), n_contexts, symbols, precision)
-    decoded: U8 = rans_decode(array(data.rest()), contexts, table, precision, n)
+    decoded: U8 = rans_decode(array(data.rest()), contexts, table, precision, n, states=states)
     return decoded

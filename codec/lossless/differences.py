@@ -46,16 +46,15 @@ def encode_differences(u: NpArray, before: NpArray, layout: Layout, kind: int) -
     return out
 
 
-def decode_differences(data: Reader, before: NpArray, layout: Layout) -> NpArray:
-    """The patterns that `encode_differences` was given; raises CorruptDataError."""
+def decode_differences(data: Reader, before: NpArray, out: NpArray, layout: Layout) -> None:
+    """Fill `out` with the patterns that `encode_differences` was given; raises CorruptDataError."""
     kind = data.byte()
     if kind not in (MAGNITUDE, MANTISSA):
         raise CorruptDataError(f"exact: context {kind} is unknown")
     context, contexts = _contexts(before, layout, kind)
     categories = entropy.decode(data.block(), before.size, context, contexts)
-    steps = join_categories(categories, data.rest(), most_bits(layout.width), f"uint{layout.width}")
-    patterns: NpArray = undifference(steps, before, dtype=f"float{layout.width}")
-    return patterns
+    steps = join_categories(categories, data.rest(), most_bits(layout.width), out.dtype.name)
+    undifference(steps, before, dtype=f"float{layout.width}", out=out)
 
 
 def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:

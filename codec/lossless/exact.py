@@ -360,22 +360,20 @@ def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArra
         if patterns is None:
             raise CorruptDataError(f"exact: items of {spec.itemsize} bytes have no planes")
         size = patterns.dtype.itemsize
-        planes = np.empty((size, patterns.size), np.uint8)
-        for plane in planes:
-            plane[:] = entropy.decode(data.block(), patterns.size)
-        merged = merge_planes(planes, dtype=f"uint{8 * size}")
+        planes = [entropy.decode(data.block(), patterns.size) for _ in range(size)]
+        target = patterns.view(f"u{size}")
+        merge_planes(planes, target.dtype.name, out=target)
         if method in _CHANGES and before is not None:
-            merged = undifference(merged, _patterns(before, spec), _CHANGES[method])
-        patterns.view(f"<u{size}")[:] = merged.view(f"<u{size}")
+            undifference(target, _patterns(before, spec), _CHANGES[method], out=target)
     elif method in (SCALED, SIZES) and spec.dtype in LAYOUTS:
         layout = LAYOUTS[spec.dtype]
         u = out.view(f"<u{layout.width // 8}")
         if method == SCALED:
-            u[:] = decode_scaled(data, u.size, layout)
+            decode_scaled(data, u, layout)
         elif before is None:
             raise CorruptDataError("exact: sizes without a parent")
         else:
-            u[:] = decode_differences(data, before.view(u.dtype), layout)
+            decode_differences(data, before.view(u.dtype), u, layout)
     else:
         raise CorruptDataError(f"exact: method {method} is unknown, or not for {spec.dtype}")
     data.end()

@@ -112,12 +112,11 @@ def _halves(sums: NpArray, numbers: NpArray, steps: int) -> NpArray:
     return halves
 
 
-def decode_scaled(data: Reader, n: int, layout: Layout) -> NpArray:
-    """The patterns that `encode_scaled` was given; raises CorruptDataError."""
-    width = data.varint()
-    planes = np.empty((layout.width // 8, n), np.uint8)
+def decode_scaled(data: Reader, out: NpArray, layout: Layout) -> None:
+    """Fill `out` with the patterns that `encode_scaled` was given; raises CorruptDataError."""
+    width, n = data.varint(), out.size
     if width == 0:
-        planes[-1] = entropy.decode(data.block(), n)
+        top = entropy.decode(data.block(), n)
     else:
         phase = data.varint()
         if width > max(n, ROWS_OF) or phase >= width:
@@ -125,8 +124,6 @@ def decode_scaled(data: Reader, n: int, layout: Layout) -> NpArray:
         rows = entropy.decode(data.block(), -(-(phase + n) // width))
         columns = entropy.decode(data.block(), width)
         context = class_sums(rows, columns, n, phase)
-        planes[-1] = entropy.decode(data.block(), n, context, max(2, int(context.max(initial=0)) + 1))
-    for plane in planes[:-1]:
-        plane[:] = entropy.decode(data.block(), n)
-    patterns: NpArray = merge_planes(planes, f"uint{layout.width}", layout.rotation)
-    return patterns
+        top = entropy.decode(data.block(), n, context, max(2, int(context.max(initial=0)) + 1))
+    planes = [entropy.decode(data.block(), n) for _ in range(out.itemsize - 1)]
+    merge_planes([*planes, top], out.dtype.name, layout.rotation, out=out)

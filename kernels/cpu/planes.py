@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import dtype_name, is_torch, like, to_numpy
+from ..coder_arguments import lent
 from ..planes import ordered_by_sign, width_of
 from .jit import njit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..arrays import Array
 
 BLOCK = 512
@@ -53,18 +56,23 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
     return like(out, x)
 
 
-def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
+def merge_planes(planes: Array | Sequence[Array], dtype: str, rotation: int = 0, out: Array | None = None) -> Array:
     """See `shrinkpoint.kernels.planes.merge_planes`."""
-    p = to_numpy(planes)
-    out = np.empty(p.shape[1], np.dtype(f"uint{width_of(dtype)}"))
-    kind = out.dtype.type
-    if out.itemsize > 1:
-        _merge(p, kind(rotation), out)
-    elif rotation:
-        _rotate(p[0], kind(8 - rotation), out)
+    each = [lent(to_numpy(p)) for p in planes]
+    target = np.empty(each[0].size, np.dtype(f"uint{width_of(dtype)}")) if out is None else to_numpy(out)
+    bits = target.dtype.type(rotation)
+    if target.itemsize == 1:
+        _rotate(each[0], np.uint8(8 - rotation), target) if rotation else np.copyto(target, each[0])
+    elif target.itemsize == 2:
+        _merge_two(*each, bits, target)
+    elif target.itemsize == 4:
+        _merge_four(*each, bits, target)
     else:
-        out[:] = p[0]
-    return like(out, planes)
+        low, high = np.empty(target.size, np.uint32), np.empty(target.size, np.uint32)
+        _merge_four(*each[:4], np.uint32(0), low)
+        _merge_four(*each[4:], np.uint32(0), high)
+        _merge_halves(low, high, bits, target)
+    return like(target, planes[0]) if out is None else out
 
 
 def difference(current: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
@@ -78,15 +86,17 @@ def difference(current: Array, previous: Array, method: str = "arithmetic", *, d
     return like(out.reshape(current.shape), current)
 
 
-def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+def undifference(
+    diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None, out: Array | None = None
+) -> Array:
     """See `shrinkpoint.kernels.planes.undifference`."""
     d, p = patterns(diff), patterns(previous)
-    out = np.empty_like(p)
+    target = np.empty_like(p) if out is None else to_numpy(out)
     if method == "xor":
-        np.bitwise_xor(d, p, out=out)
+        np.bitwise_xor(d, p, out=target)
     else:
-        _undifference(d, p, ordered_by_sign(dtype or dtype_name(previous)), out)
-    return as_values(out.reshape(previous.shape), previous)
+        _undifference(d, p, ordered_by_sign(dtype or dtype_name(previous)), target)
+    return as_values(target.reshape(previous.shape), previous) if out is None else out
 
 
 @njit
@@ -135,31 +145,42 @@ def _split(u: Any, rotation: Any, out: Any) -> None:
 
 
 @njit
-def _merge(planes: Any, rotation: Any, out: Any) -> None:
-    """Join byte planes into patterns, at most four planes per pass, so that loops vectorize."""
-    kind = out.dtype.type
-    back = kind(kind(8 * out.itemsize) - rotation)
-    s8, s16, s24, s32 = np.uint32(8), np.uint32(16), np.uint32(24), np.uint64(32)
+def _merge_two(a: Any, b: Any, rotation: Any, out: Any) -> None:
+    """Join two byte planes into patterns of 16 bits, rotated to the right."""
+    back = np.uint16(np.uint16(16) - rotation)
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
+        target, low, high = out[start:stop], a[start:stop], b[start:stop]
+        for i in range(target.size):
+            target[i] = np.uint16(np.uint32(low[i]) | (np.uint32(high[i]) << np.uint32(8)))
+        if rotation > 0:
+            _rotate(target, back, target)
+
+
+@njit
+def _merge_four(a: Any, b: Any, c: Any, d: Any, rotation: Any, out: Any) -> None:
+    """Join four byte planes into patterns of 32 bits, rotated to the right."""
+    s8, s16, s24 = np.uint32(8), np.uint32(16), np.uint32(24)
+    back = np.uint32(np.uint32(32) - rotation)
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
         target = out[start:stop]
-        a, b = planes[0, start:stop], planes[1, start:stop]
-        if planes.shape[0] == 2:
-            for i in range(target.size):
-                target[i] = kind(np.uint32(a[i]) | (np.uint32(b[i]) << s8))
-        else:
-            c, d = planes[2, start:stop], planes[3, start:stop]
-            for i in range(target.size):
-                low = np.uint32(a[i]) | (np.uint32(b[i]) << s8) | (np.uint32(c[i]) << s16) | (np.uint32(d[i]) << s24)
-                target[i] = kind(low)
-        if planes.shape[0] == 8:
-            a, b = planes[4, start:stop], planes[5, start:stop]
-            c, d = planes[6, start:stop], planes[7, start:stop]
-            for i in range(target.size):
-                high = np.uint32(a[i]) | (np.uint32(b[i]) << s8) | (np.uint32(c[i]) << s16) | (np.uint32(d[i]) << s24)
-                target[i] = kind(np.uint64(target[i]) | (np.uint64(high) << s32))
+        p0, p1, p2, p3 = a[start:stop], b[start:stop], c[start:stop], d[start:stop]
+        for i in range(target.size):
+            low = np.uint32(p0[i]) | (np.uint32(p1[i]) << s8)
+            target[i] = low | (np.uint32(p2[i]) << s16) | (np.uint32(p3[i]) << s24)
         if rotation > 0:
             _rotate(target, back, target)
+
+
+@njit
+def _merge_halves(low: Any, high: Any, rotation: Any, out: Any) -> None:
+    """Join the lower and the upper 32 bits of patterns, rotated to the right."""
+    back = np.uint64(np.uint64(64) - rotation)
+    for i in range(out.size):
+        out[i] = np.uint64(low[i]) | (np.uint64(high[i]) << np.uint64(32))
+    if rotation > 0:
+        _rotate(out, back, out)
 
 
 # In the next two functions every choice is a compare and a select. With shifts, the vector loop would work on 64 bits,

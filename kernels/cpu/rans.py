@@ -1,4 +1,4 @@
-"""Asymmetric numeral systems on the CPU: four states in registers, no division."""
+"""Asymmetric numeral systems on the CPU: four states in registers, no division; 64 states in `wide_rans`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..arrays import like, to_numpy
 from ..coder_arguments import compiled
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES, short_digits
-from . import rangecoder
+from . import rangecoder, wide_rans
 from .jit import njit, njit_inline
 
 if TYPE_CHECKING:
@@ -24,12 +24,6 @@ U64 = np.uint64
 LEAST = U64(1 << 16)
 """`kernels.rans.START` (a compiled function must not take it from another module: see `jit`)."""
 HEADER = 4 * STATES
-QUIET = 0.4
-"""Bits per symbol below which the decoder optimized for likely symbols and few words is faster."""
-CALM = 1.0
-"""Bits per symbol below which the encoder optimized for few words is faster."""
-BLOCK = 1 << 16
-"""Symbols encoded between two choices of the faster encoder; a multiple of four."""
 
 
 @njit
@@ -218,12 +212,10 @@ def _encode_rest(
 
 
 @njit
-def _encode_quiet(
+def _encode_groups(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
 ) -> Int:
-    """Encode groups of four, last to first, for data below about one bit per symbol.
-
-    Writes `words` from `at` down; returns the next `at`, -1 if a symbol has no frequency.
+    """Encode groups of four, last to first; fastest below about one bit per symbol.
 
     Writes `words` from `at` down; returns the next `at`, -1 if a symbol has no frequency.
 
@@ -272,51 +264,6 @@ def _encode_quiet(
 
 
 @njit
-def _encode_busy(
-    symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
-) -> Int:
-    """Do the same as `_encode_quiet`, without branches that depend on the data."""
-    k = U64(32 + precision)
-    row = U64(columns)
-    low = U64(0xFFFF)
-    to = U64(at)
-    least = U64(1)
-    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-    for j in range(symbols.size // 4):
-        i = U64(symbols.size - 4 - 4 * j)
-        e3 = _context(contexts, i + U64(3)) * row + U64(symbols[i + U64(3)])
-        e2 = _context(contexts, i + U64(2)) * row + U64(symbols[i + U64(2)])
-        e1 = _context(contexts, i + U64(1)) * row + U64(symbols[i + U64(1)])
-        e0 = _context(contexts, i) * row + U64(symbols[i])
-        r3, r2, r1, r0 = table[e3, 1], table[e2, 1], table[e1, 1], table[e0, 1]
-        least = min(least, min(min(r3, r2), min(r1, r0)))
-        full = x3 >= table[e3, 0]
-        words[to] = U16(x3 & low)
-        to -= U64(full)
-        x3 = x3 >> U64(16) if full else x3
-        full = x2 >= table[e2, 0]
-        words[to] = U16(x2 & low)
-        to -= U64(full)
-        x2 = x2 >> U64(16) if full else x2
-        full = x1 >= table[e1, 0]
-        words[to] = U16(x1 & low)
-        to -= U64(full)
-        x1 = x1 >> U64(16) if full else x1
-        full = x0 >= table[e0, 0]
-        words[to] = U16(x0 & low)
-        to -= U64(full)
-        x0 = x0 >> U64(16) if full else x0
-        x3 += table[e3, 2] + ((x3 * r3) >> k) * table[e3, 3]
-        x2 += table[e2, 2] + ((x2 * r2) >> k) * table[e2, 3]
-        x1 += table[e1, 2] + ((x1 * r1) >> k) * table[e1, 3]
-        x0 += table[e0, 2] + ((x0 * r0) >> k) * table[e0, 3]
-    if least == U64(0):
-        return -1
-    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    return np.int64(to)
-
-
-@njit
 def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: NumPy, peaks: NumPy) -> None:
     """Fill the decoder tables of symbols, frequencies with starts, and row peaks.
 
@@ -347,13 +294,11 @@ def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: N
 
 
 @njit
-def _decode_quiet(
+def _decode_groups(
     words: NumPy, contexts: Any, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
 ) -> Int:  # fmt: skip
-    """Decode groups of four for data below about one bit per symbol; return the words read.
-
-    -1 if the data are corrupt.
+    """Decode groups of four, fastest below about one bit per symbol; return the words read.
 
     -1 if the data are corrupt.
 
@@ -414,68 +359,6 @@ def _decode_quiet(
             at += U64(short)
             if at > limit:
                 return -1
-    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    return np.int64(at)
-
-
-@njit
-def _decode_busy(
-    words: NumPy, contexts: Any, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int, states: NumPy,
-    out: NumPy,
-) -> Int:  # fmt: skip
-    """Do the same as `_decode_quiet`, without branches that depend on the data.
-
-    Bit 63 of an empty row is a start of 2**31. A symbol of such a row makes the state permanently invalid, so no
-    separate test is needed.
-    """
-    p = U64(precision)
-    row = U64(columns)
-    mask = (U64(1) << p) - U64(1)
-    half = U64(0xFFFFFFFF)
-    least = LEAST
-    limit = U64(words.size - 4)
-    at = U64(0)
-    flags = U64(0)
-    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-    for j in range(out.size // 4):
-        i = U64(4 * j)
-        c0, c1 = _context(contexts, i), _context(contexts, i + U64(1))
-        c2, c3 = _context(contexts, i + U64(2)), _context(contexts, i + U64(3))
-        d0, d1, d2, d3 = x0 & mask, x1 & mask, x2 & mask, x3 & mask
-        s0, s1 = symbol_of[(c0 << p) + d0], symbol_of[(c1 << p) + d1]
-        s2, s3 = symbol_of[(c2 << p) + d2], symbol_of[(c3 << p) + d3]
-        e0, e1 = table[c0 * row + U64(s0)], table[c1 * row + U64(s1)]
-        e2, e3 = table[c2 * row + U64(s2)], table[c3 * row + U64(s3)]
-        if contexts is not None:
-            flags |= (e0 | e1) | (e2 | e3)
-        x0 = (e0 & half) * (x0 >> p) + d0 - (e0 >> U64(32))
-        x1 = (e1 & half) * (x1 >> p) + d1 - (e1 >> U64(32))
-        x2 = (e2 & half) * (x2 >> p) + d2 - (e2 >> U64(32))
-        x3 = (e3 & half) * (x3 >> p) + d3 - (e3 >> U64(32))
-        out[i] = s0
-        out[i + U64(1)] = s1
-        out[i + U64(2)] = s2
-        out[i + U64(3)] = s3
-        short = x0 < least
-        longer = (x0 << U64(16)) | U64(words[at])
-        x0 = longer if short else x0
-        at += U64(short)
-        short = x1 < least
-        longer = (x1 << U64(16)) | U64(words[at])
-        x1 = longer if short else x1
-        at += U64(short)
-        short = x2 < least
-        longer = (x2 << U64(16)) | U64(words[at])
-        x2 = longer if short else x2
-        at += U64(short)
-        short = x3 < least
-        longer = (x3 << U64(16)) | U64(words[at])
-        x3 = longer if short else x3
-        at += U64(short)
-        if at > limit:
-            return -1
-    if flags >> U64(63):
-        return -1
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
     return np.int64(at)
 
@@ -542,7 +425,9 @@ def _contexts(contexts: Array | None, rows: int) -> NumPy | None:
     return c
 
 
-def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, precision: int) -> Array:
+def rans_encode(
+    symbols: Array, contexts: Array | None, frequencies: Array, precision: int, lanes: int = STATES
+) -> Array:
     """See `kernels.rans.rans_encode`."""
     s = compiled(symbols)
     f = compiled(frequencies)
@@ -551,21 +436,17 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
     c = _contexts(contexts, rows)
     if s.size and int(s.max()) >= columns:
         raise BadArgumentError(f"symbols holds {int(s.max())}; frequencies has {columns} columns")
+    if lanes != STATES:
+        return like(wide_rans.encode(s, c, f), symbols)
     table = np.zeros((f.size, 4), np.uint64)
     _encode_table(f, precision, table)
     words = np.empty(s.size + 1, np.uint16)  # at most one word per symbol, and one in excess
     states = np.full(STATES, START, np.uint64)
     at = _encode_rest(s, c, columns, table, precision, words, states)
-    quiet = True
-    for stop in range(s.size - s.size % 4, 0, -BLOCK):
-        if at < 0:
-            break
-        block = slice(max(stop - BLOCK, 0), stop)
-        encode = _encode_quiet if quiet else _encode_busy
-        before = at
-        of = None if c is None else c[block]
-        at = encode(s[block], of, columns, table, precision, words, at, states)
-        quiet = 16 * (before - at) < CALM * BLOCK
+    if at >= 0:
+        whole = s.size - s.size % 4
+        of = None if c is None else c[:whole]
+        at = _encode_groups(s[:whole], of, columns, table, precision, words, at, states)
     if at < 0:
         raise BadArgumentError("symbols holds one whose frequency in its context is zero")
     count = words.size - 1 - at
@@ -577,15 +458,18 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
     return like(out, symbols)
 
 
-def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
+def rans_decode(
+    data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int, lanes: int = STATES
+) -> Array:
     """See `kernels.rans.rans_decode`."""
     d = to_numpy(data)
     f = compiled(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
-    count = max(d.size - HEADER, 0) // 2
-    quiet = 16 * count < QUIET * n
     c = _contexts(contexts, rows)
+    if lanes != STATES:
+        return like(wide_rans.decode(d, c, f, n), data)
+    count = max(d.size - HEADER, 0) // 2
     states = np.full(STATES, START, np.uint64)
     if d.size:
         if d.size < HEADER or d.size % 2:
@@ -604,10 +488,7 @@ def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precisi
     peaks = np.empty(rows, np.uint64)
     _decode_table(f, precision, symbol_of, table, peaks)
     out = np.empty(n, np.uint8)
-    if quiet:
-        at = _decode_quiet(words, c, symbol_of, table, peaks, columns, precision, states, out)
-    else:
-        at = _decode_busy(words, c, symbol_of, table, columns, precision, states, out)
+    at = _decode_groups(words, c, symbol_of, table, peaks, columns, precision, states, out)
     whole = n - n % 4
     last = None if c is None else c[whole:]
     if at < 0 or not _decode_rest(words, at, last, symbol_of, table, columns, precision, states, out[whole:]):

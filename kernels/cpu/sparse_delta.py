@@ -14,7 +14,7 @@ from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 
 from ..arrays import is_torch, like, to_numpy
-from ..coder_arguments import compiled
+from ..coder_arguments import compiled, lent
 from ..planes import ordered_by_sign
 from ..sparse_delta import GAP_BITS, SMALL, SYMBOLS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
 from .jit import njit
@@ -125,21 +125,8 @@ _PROBLEMS = {
 
 
 def _readable(x: Array) -> np.ndarray[Any, Any]:
-    """Return patterns as a writeable array, because Numba compiles again for read-only ones."""
-    u = patterns(x)
-    if u.flags.writeable:
-        return u
-    interface = dict(u.__array_interface__)
-    interface["data"] = (interface["data"][0], False)
-    return np.asarray(_Memory(interface, u))
-
-
-class _Memory:
-    """Lends memory to NumPy and keeps its owner."""
-
-    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
-        self.__array_interface__ = interface
-        self.owner = owner
+    """The patterns of an array, as `lent`."""
+    return lent(patterns(x))
 
 
 def _writable(x: Array) -> np.ndarray[Any, Any]:

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING
 from array_api_compat import array_namespace
 
 from ..errors import BadArgumentError, CorruptDataError
-from ..rans import START, STATES, short_digits
+from ..rans import START, STATES, WIDE_PRECISION, WIDE_START, WIDE_STATES, short_digits
 from . import rangecoder
 from .lists import array, numbers
 
 if TYPE_CHECKING:
     from ..arrays import Array
+
+    Model = list[tuple[list[int], list[int]]]
+
+ROW = 16
+"""Symbols of a stream with 64 states whose words stand together."""
 
 
 def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
@@ -96,17 +101,21 @@ def _contexts(contexts: Array | None, n: int, rows: int) -> list[int]:
     return found
 
 
-def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, precision: int) -> Array:
+def rans_encode(
+    symbols: Array, contexts: Array | None, frequencies: Array, precision: int, lanes: int = STATES
+) -> Array:
     """See `shrinkpoint.kernels.rans.rans_encode`."""
     model = _model(frequencies, precision)
     s = numbers(symbols)
     contexts_ = _contexts(contexts, len(s), len(model))
+    if any(v >= len(model[c][0]) or model[c][0][v] == 0 for c, v in zip(contexts_, s, strict=True)):
+        raise BadArgumentError("symbols holds one whose frequency in its context is zero")
+    if lanes != STATES:
+        return array(_encode_wide(s, contexts_, model), "uint8", symbols)
     states = [START] * STATES
     words = []
     for i in reversed(range(len(s))):
         row, starts = model[contexts_[i]]
-        if s[i] >= len(row) or row[s[i]] == 0:
-            raise BadArgumentError("symbols holds one whose frequency in its context is zero")
         x, f = states[i % STATES], row[s[i]]
         if x >= f << (32 - precision):
             words.append(x & 0xFFFF)
@@ -119,12 +128,65 @@ def rans_encode(symbols: Array, contexts: Array | None, frequencies: Array, prec
     return array(data, "uint8", symbols)
 
 
-def rans_decode(data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int) -> Array:
+def _encode_wide(symbols: list[int], contexts: list[int], model: Model) -> list[int]:
+    """The same with 64 states: rows of 16 symbols, last to first, each in ascending order."""
+    states, words = [WIDE_START] * WIDE_STATES, []
+    for first in reversed(range(0, len(symbols), ROW)):
+        for i in range(first, min(first + ROW, len(symbols))):
+            row, starts = model[contexts[i]]
+            x, f = states[i % WIDE_STATES], row[symbols[i]]
+            if x >= f << (31 - WIDE_PRECISION):
+                words.append(x & 0xFFFF)
+                x >>= 16
+            states[i % WIDE_STATES] = ((x // f) << WIDE_PRECISION) + x % f + starts[symbols[i]]
+    return [byte for x in states for byte in x.to_bytes(4, "little")] + [
+        byte for w in words for byte in w.to_bytes(2, "little")
+    ]
+
+
+def _decode_wide(d: bytes, contexts: list[int], model: Model, n: int) -> list[int] | None:
+    """The inverse of `_encode_wide`, or None: words are taken from the end, those of a row in ascending order."""
+    if len(d) < 4 * WIDE_STATES or len(d) % 2:
+        return None
+    states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(WIDE_STATES)]
+    if min(states) < WIDE_START or max(states) >= WIDE_START << 16:
+        return None
+    words = [int.from_bytes(d[k : k + 2], "little") for k in range(4 * WIDE_STATES, len(d), 2)]
+    out = []
+    for first in range(0, n, ROW):
+        short = []
+        for i in range(first, min(first + ROW, n)):
+            row, starts = model[contexts[i]]
+            x = states[i % WIDE_STATES]
+            slot = x % 2**WIDE_PRECISION
+            s = next((s for s in range(len(row)) if starts[s] <= slot < starts[s] + row[s]), None)
+            if s is None:
+                return None
+            out.append(s)
+            states[i % WIDE_STATES] = row[s] * (x >> WIDE_PRECISION) + slot - starts[s]
+            if states[i % WIDE_STATES] < WIDE_START:
+                short.append(i % WIDE_STATES)
+        if len(short) > len(words):
+            return None
+        taken, words = words[len(words) - len(short) :], words[: len(words) - len(short)]
+        for k, word in zip(short, taken, strict=True):
+            states[k] = states[k] << 16 | word
+    return out if not words and states == [WIDE_START] * WIDE_STATES else None
+
+
+def rans_decode(
+    data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int, lanes: int = STATES
+) -> Array:
     """See `shrinkpoint.kernels.rans.rans_decode`."""
     model = _model(frequencies, precision)
     contexts_ = _contexts(contexts, n, len(model))
     d = bytes(numbers(data))
     wrong = CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
+    if lanes != STATES:
+        symbols = _decode_wide(d, contexts_, model, n)
+        if symbols is None:
+            raise wrong
+        return array(symbols, "uint8", data)
     states = [START] * STATES
     if d:
         states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(STATES)]

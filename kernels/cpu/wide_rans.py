@@ -1,0 +1,377 @@
+"""Asymmetric numeral systems of 64 states on the CPU: 16 symbols a step, in vectors.
+
+Numba's vectorizer makes no vectors of a loop that reads a table or moves an index by what it finds. A step is therefore
+written in the instructions of LLVM, which every processor has in some form. Two of them exist only from AVX-512 on, and
+other processors get a form without branches: the words that some of 16 states give or take, packed together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba.core import config, types
+from numba.extending import intrinsic
+
+from ..arrays import like, to_numpy
+from ..errors import BadArgumentError, CorruptDataError
+from ..rans import WIDE_START, WIDE_STATES
+from .jit import njit
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+NumPy = np.ndarray[Any, Any]
+Int = Any  # a machine integer or truth value inside compiled code
+U32 = np.uint32
+U64 = np.uint64
+PRECISION = 12
+"""`kernels.rans.WIDE_PRECISION`; frequencies and starts have 13 bits."""
+LANES = 16
+STATES = 64
+LEAST = 1 << 15
+"""`kernels.rans.WIDE_START` (a compiled function must not take it from another module: see `jit`)."""
+HEADER = 4 * STATES
+INTERPRETED = bool(config.DISABLE_JIT)  # type: ignore[attr-defined]
+HAS_PACKING = not INTERPRETED and all(
+    dict(binding.get_host_cpu_features()).get(name) for name in ("avx512vbmi2", "avx512bw", "avx512vl")
+)
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+def _vector(kind: Any, value: int, lanes: int = LANES) -> Any:
+    """The same constant in all lanes."""
+    return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
+
+
+def _memory(context: Any, builder: Any, signature: Any, arguments: Any, number: int) -> Any:
+    """Where the array of this argument begins."""
+    return context.make_array(signature.args[number])(context, builder, arguments[number]).data
+
+
+def _load(builder: Any, data: Any, index: Any, bits: int, lanes: int = LANES) -> Any:
+    """Load elements of an array from an index on."""
+    kind = ir.VectorType(ir.IntType(bits), lanes)
+    return builder.load(builder.bitcast(builder.gep(data, [index]), kind.as_pointer()), align=bits // 8)
+
+
+def _store(builder: Any, vector: Any, data: Any, index: Any) -> None:
+    """Store a vector to an array from an index on."""
+    at = builder.bitcast(builder.gep(data, [index]), vector.type.as_pointer())
+    builder.store(vector, at, align=vector.type.element.width // 8)
+
+
+def _gather(builder: Any, data: Any, indices: Any, bits: int, lanes: int) -> Any:
+    """Load an element for each lane; as fast one by one as by the processor's own instruction."""
+    out = ir.Constant(ir.VectorType(ir.IntType(bits), lanes), ir.Undefined)
+    for k in range(lanes):
+        lane = ir.Constant(_I32, k)
+        at = builder.zext(builder.extract_element(indices, lane), _I64)
+        out = builder.insert_element(out, builder.load(builder.gep(data, [at])), lane)
+    return out
+
+
+def _ones(builder: Any, mask: Any) -> Any:
+    """The number of lanes in a mask."""
+    return builder.zext(builder.ctpop(builder.zext(builder.bitcast(mask, _I16), _I32)), _I64)
+
+
+def _packing(builder: Any, name: str, words: Any, mask: Any) -> Any:
+    """Call the processor's instruction that packs the words of a mask, or spreads them."""
+    kinds = [words.type, words.type, mask.type]
+    full = f"llvm.x86.avx512.mask.{name}.v16i16"
+    found = builder.module.globals.get(full)
+    function = found or ir.Function(builder.module, ir.FunctionType(words.type, kinds), full)
+    return builder.call(function, [words, _vector(_I16, 0), mask])
+
+
+def _put(builder: Any, words: Any, mask: Any, data: Any, index: Any) -> None:
+    """Store the words of a mask one after another; up to 16 words are overwritten."""
+    if HAS_PACKING:
+        _store(builder, _packing(builder, "compress", words, mask), data, index)
+        return
+    for k in range(LANES):
+        lane = ir.Constant(_I32, k)
+        builder.store(builder.extract_element(words, lane), builder.gep(data, [index]), align=2)
+        index = builder.add(index, builder.zext(builder.extract_element(mask, lane), _I64))
+
+
+def _take(builder: Any, mask: Any, data: Any, index: Any) -> Any:
+    """Load words for the lanes of a mask, one after another; the other lanes hold anything."""
+    if HAS_PACKING:
+        return _packing(builder, "expand", _load(builder, data, index, 16), mask)
+    out = ir.Constant(ir.VectorType(_I16, LANES), ir.Undefined)
+    for k in range(LANES):
+        lane = ir.Constant(_I32, k)
+        out = builder.insert_element(out, builder.load(builder.gep(data, [index]), align=2), lane)
+        index = builder.add(index, builder.zext(builder.extract_element(mask, lane), _I64))
+    return out
+
+
+def _with_context(context: Any, builder: Any, signature: Any, arguments: Any, number: int, start: Any) -> Any:
+    """The contexts of 16 symbols, or None where there are none."""
+    if isinstance(signature.args[number], types.NoneType):
+        return None
+    contexts = _memory(context, builder, signature, arguments, number)
+    return builder.zext(_load(builder, contexts, start, 8), ir.VectorType(_I32, LANES))
+
+
+def _encode_row(
+    typing: Any, symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, start: Any
+) -> Any:
+    """Code for a step of the encoder: 16 symbols from `start` on, and the next position in `words`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.VectorType(_I64, LANES // 2)
+        first = builder.and_(arguments[7], ir.Constant(_I64, STATES - 1))
+        memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 6)]
+        x = _load(builder, memory[3], first, 32)
+        entries = builder.zext(_load(builder, memory[0], arguments[7], 8), ir.VectorType(_I32, LANES))
+        rows = _with_context(context, builder, signature, arguments, 1, arguments[7])
+        if rows is not None:
+            nothing = ir.Constant(rows.type, ir.Undefined)
+            width = builder.insert_element(nothing, builder.trunc(arguments[2], _I32), ir.Constant(_I32, 0))
+            width = builder.shuffle_vector(width, nothing, _vector(_I32, 0))
+            entries = builder.add(entries, builder.mul(rows, width))
+        found = []
+        for half in (range(LANES // 2), range(LANES // 2, LANES)):
+            lanes = ir.Constant(ir.VectorType(_I32, LANES // 2), list(half))
+            own = builder.shuffle_vector(entries, ir.Constant(entries.type, ir.Undefined), lanes)
+            state = builder.zext(builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), lanes), wide)
+            entry = _gather(builder, memory[1], own, 64, LANES // 2)
+
+            def field(entry: Any, first: int, bits: int) -> Any:
+                value = builder.lshr(entry, _vector(_I64, first, LANES // 2))
+                return builder.and_(value, _vector(_I64, (1 << bits) - 1, LANES // 2))
+
+            f = field(entry, 32, 13)
+            least = builder.trunc(f, ir.VectorType(_I32, LANES // 2))
+            full = builder.icmp_unsigned(">=", state, builder.shl(f, _vector(_I64, 31 - PRECISION, LANES // 2)))
+            low = builder.trunc(state, ir.VectorType(_I16, LANES // 2))
+            state = builder.select(full, builder.lshr(state, _vector(_I64, 16, LANES // 2)), state)
+            quotient = builder.lshr(builder.mul(state, field(entry, 0, 32)), field(entry, 58, 6))
+            rest = builder.sub(_vector(_I64, 1 << PRECISION, LANES // 2), f)
+            state = builder.add(builder.add(state, field(entry, 45, 13)), builder.mul(quotient, rest))
+            found.append((full, low, builder.trunc(state, ir.VectorType(_I32, LANES // 2)), least))
+        together = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
+        full, low, x, least = (builder.shuffle_vector(a, b, together) for a, b in zip(*found, strict=True))
+        _put(builder, low, full, memory[2], arguments[5])
+        _store(builder, x, memory[3], first)
+        so_far = _load(builder, memory[3], ir.Constant(_I64, STATES), 32)
+        least = builder.select(builder.icmp_unsigned("<", least, so_far), least, so_far)
+        _store(builder, least, memory[3], ir.Constant(_I64, STATES))
+        return builder.add(arguments[5], _ones(builder, full))
+
+    given = (symbols, contexts, types.int64, table, words, types.int64, states, types.int64)
+    return types.int64(*given), generate
+
+
+def _decode_row(
+    typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, start: Any
+) -> Any:
+    """Code for a step of the decoder: 16 symbols from `start` on, and where the words read so far begin."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.VectorType(_I32, LANES)
+        first = builder.and_(arguments[6], ir.Constant(_I64, STATES - 1))
+        memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 5)]
+        x = _load(builder, memory[2], first, 32)
+        slots = _vector(_I32, (1 << PRECISION) - 1)
+        index = builder.and_(x, slots)
+        rows = _with_context(context, builder, signature, arguments, 2, arguments[6])
+        if rows is not None:
+            index = builder.or_(index, builder.shl(rows, _vector(_I32, PRECISION)))
+        entry = _gather(builder, memory[1], index, 32, LANES)
+        f = builder.add(builder.and_(entry, slots), _vector(_I32, 1))
+        beyond = builder.and_(builder.lshr(entry, _vector(_I32, PRECISION)), slots)
+        symbol = builder.lshr(entry, _vector(_I32, 2 * PRECISION))
+        x = builder.add(builder.mul(f, builder.lshr(x, _vector(_I32, PRECISION))), beyond)
+        short = builder.icmp_unsigned("<", x, _vector(_I32, LEAST))
+        at = builder.sub(arguments[1], _ones(builder, short))
+        more = builder.zext(_take(builder, short, memory[0], at), wide)
+        x = builder.select(short, builder.or_(builder.shl(x, _vector(_I32, 16)), more), x)
+        _store(builder, x, memory[2], first)
+        _store(builder, builder.trunc(symbol, ir.VectorType(ir.IntType(8), LANES)), memory[3], arguments[6])
+        return at
+
+    return types.int64(words, types.int64, contexts, table, states, out, types.int64), generate
+
+
+@njit
+def _encode_few(
+    symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: NumPy, at: Int, states: NumPy, start: Int,
+    stop: Int,
+) -> Int:  # fmt: skip
+    """Encode symbols of one row, one by one; return the next position in `words`."""
+    for i in range(start, stop):
+        x = np.int64(states[i & 63])
+        row = np.int64(0) if contexts is None else np.int64(contexts[i])
+        e = np.int64(table[row * np.int64(columns) + np.int64(symbols[i])])
+        f, base = (e >> 32) & 8191, (e >> 45) & 8191
+        if x >= f << (31 - PRECISION):
+            words[at] = np.uint16(x & 65535)
+            at += 1
+            x >>= 16
+        states[i & 63] = np.uint32(x + base + (x // max(f, 1)) * ((1 << PRECISION) - f))
+        states[STATES] = min(states[STATES], np.uint32(f))
+    return at
+
+
+@njit
+def _decode_few(
+    words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy, start: Int, stop: Int
+) -> Int:
+    """Decode symbols of one row, one by one; return where the words read so far begin."""
+    slots = (1 << PRECISION) - 1
+    for i in range(start, stop):
+        x = np.int64(states[i & 63])
+        row = np.int64(0) if contexts is None else np.int64(contexts[i])
+        e = np.int64(table[(row << PRECISION) | (x & slots)])
+        x = ((e & slots) + 1) * (x >> PRECISION) + ((e >> PRECISION) & slots)
+        states[i & 63] = np.uint32(x)
+        out[i] = np.uint8(e >> (2 * PRECISION))
+        at -= np.int64(x < LEAST)
+    word = at
+    for i in range(start, stop):
+        if states[i & 63] < LEAST:
+            states[i & 63] = (np.uint32(states[i & 63]) << np.uint32(16)) | np.uint32(words[word])
+            word += 1
+    return at
+
+
+if INTERPRETED:
+
+    def encode_row(*given: Any) -> Any:
+        """A step of the encoder."""
+        return _encode_few(*given, given[-1] + LANES)
+
+    def decode_row(*given: Any) -> Any:
+        """A step of the decoder."""
+        return _decode_few(*given, given[-1] + LANES)
+else:
+    encode_row: Any = intrinsic(_encode_row)  # type: ignore[no-redef]
+    decode_row: Any = intrinsic(_decode_row)  # type: ignore[no-redef]
+
+
+@njit
+def _encode(
+    symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: NumPy, states: NumPy
+) -> Int:
+    """Encode rows of 16, last to first; return the number of words.
+
+    Of `states` the first 64 are states, and the others the least frequencies met: 0 if a symbol has none.
+    """
+    at, n = np.int64(0), np.int64(symbols.size)
+    whole = n - n % STATES
+    for start in range(whole + STATES - LANES, whole - 1, -LANES):
+        at = _encode_few(symbols, contexts, columns, table, words, at, states, start, min(start + LANES, n))
+    for i in range(whole - STATES, -1, -STATES):
+        at = encode_row(symbols, contexts, columns, table, words, at, states, i + 48)
+        at = encode_row(symbols, contexts, columns, table, words, at, states, i + 32)
+        at = encode_row(symbols, contexts, columns, table, words, at, states, i + 16)
+        at = encode_row(symbols, contexts, columns, table, words, at, states, i)
+    return at
+
+
+@njit
+def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy) -> Int:
+    """Decode rows of 16, first to last; return where the words read begin, -1 if there were too few.
+
+    The first 64 of `words` do not count: a step reads as many at most before it is noticed.
+    """
+    n = np.int64(out.size)
+    whole = n - n % STATES
+    for i in range(0, whole, STATES):
+        if at < STATES:
+            return -1
+        at = decode_row(words, at, contexts, table, states, out, i)
+        at = decode_row(words, at, contexts, table, states, out, i + 16)
+        at = decode_row(words, at, contexts, table, states, out, i + 32)
+        at = decode_row(words, at, contexts, table, states, out, i + 48)
+    if at < STATES:
+        return -1
+    for start in range(whole, n, LANES):
+        at = _decode_few(words, at, contexts, table, states, out, start, min(start + LANES, n))
+    return at
+
+
+@njit
+def _tables(frequencies: NumPy, decoding: bool, encoder: NumPy, decoder: NumPy) -> None:
+    """Fill the entries of the encoder, or of the decoder; both come as zeros.
+
+    Of the encoder, by context and symbol: reciprocal | f << 32 | start << 45 | shift << 58, so that for a state
+    x < f << 19 `x // f` is exactly `x * reciprocal >> shift`: the reciprocal `2**(31 + k) / f`, rounded up, exceeds the
+    quotient by less than `x / 2**(31 + k) <= 2**-12`. Of the decoder, by context and slot: f - 1 | slot - start << 12 |
+    symbol << 24.
+    """
+    columns = frequencies.shape[1]
+    for c in range(frequencies.shape[0]):
+        peak = 0
+        for s in range(columns):
+            if frequencies[c, s] > frequencies[c, peak]:
+                peak = s
+        following = np.int64(frequencies[c, peak])
+        for s in range(columns):
+            f = np.int64(frequencies[c, s])
+            if f == 0:
+                continue
+            start = np.int64(0)
+            if s != peak:
+                start = following
+                following += f
+            if decoding:
+                at = (np.int64(c) << PRECISION) + start
+                for k in range(f):
+                    decoder[at + k] = np.uint32((f - 1) | (k << PRECISION) | (np.int64(s) << (2 * PRECISION)))
+            else:
+                shift = np.int64(31)
+                while np.int64(1) << (shift - 31) < f:
+                    shift += 1
+                reciprocal = ((np.int64(1) << shift) + f - 1) // f
+                fields = U64(f) << U64(32) | U64(start) << U64(45) | U64(shift) << U64(58)
+                encoder[c * columns + s] = fields | U64(reciprocal)
+
+
+def encode(symbols: NumPy, contexts: NumPy | None, frequencies: NumPy) -> NumPy:
+    """See `kernels.rans.rans_encode`; contexts and symbols are within the table."""
+    table = np.zeros(frequencies.size, np.uint64)
+    _tables(frequencies, False, table, np.empty(0, np.uint32))
+    words = np.empty(symbols.size + LANES, np.uint16)
+    states = np.full(STATES + LANES, WIDE_START, np.uint32)
+    count = int(_encode(symbols, contexts, frequencies.shape[1], table, words, states))
+    if not states[STATES:].all():
+        raise BadArgumentError("symbols holds one whose frequency in its context is zero")
+    out = np.empty(HEADER + 2 * count, np.uint8)
+    out[:HEADER] = states[:STATES].astype("<u4").view(np.uint8)
+    out[HEADER:] = words[:count].astype("<u2", copy=False).view(np.uint8)
+    return out
+
+
+def decode(data: NumPy, contexts: NumPy | None, frequencies: NumPy, n: int) -> NumPy:
+    """See `kernels.rans.rans_decode`; contexts are within the table."""
+    if data.size < HEADER or data.size % 2:
+        raise CorruptDataError(f"{data.size} bytes are not {STATES} rANS states and words")
+    states = np.frombuffer(data[:HEADER].tobytes(), "<u4").astype(np.uint32)
+    if int(states.min()) < WIDE_START or int(states.max()) >= WIDE_START << 16:
+        raise CorruptDataError("a rANS state is out of range")
+    empty = frequencies.sum(axis=1) == 0
+    if n and empty.any() and (contexts is None or 1 in contexts.tobytes().translate(_flags(empty))):
+        raise CorruptDataError("a context has no rANS symbols")
+    count = (data.size - HEADER) // 2
+    words = np.zeros(STATES + count + LANES, np.uint16)
+    words[STATES : STATES + count] = data[HEADER:].view("<u2")
+    table = np.zeros(frequencies.shape[0] << PRECISION, np.uint32)
+    _tables(frequencies, True, np.empty(0, np.uint64), table)
+    out = np.empty(n, np.uint8)
+    at = int(_decode(words, STATES + count, contexts, table, states, out))
+    if at != STATES or (states != WIDE_START).any():
+        raise CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
+    return out
+
+
+def _flags(rows: NumPy) -> bytes:
+    """One byte for each of 256 contexts: 1 where the row is marked."""
+    marked = bytes(rows.astype(np.uint8))
+    return marked + bytes(256 - len(marked))
