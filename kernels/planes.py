@@ -75,9 +75,7 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
     return out
 
 
-def merge_planes(
-    planes: Array | list[Array], dtype: str, rotation: int = 0, *, out: Array | None = None
-) -> Array:
+def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, out: Array | None = None) -> Array:
     """Join byte planes into bit patterns: the exact inverse of `split_planes`.
 
         pattern[i] = rotr(sum over p of planes[p, i] << 8 p, rotation)

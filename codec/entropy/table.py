@@ -22,6 +22,7 @@ from ...kernels.rans import (
 )
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
+from .method_ids import SLACK
 
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -32,9 +33,7 @@ STATE_BYTES = 4 * STATES
 FRAME = STATE_BYTES + 4
 """Bytes of a stream with four states, besides its table and its symbols."""
 WIDE = 4 * (WIDE_STATES - STATES)
-"""Bytes more of a stream with 64 states."""
-WIDE_SLACK = 1.002
-"""How much larger a stream with 64 states may be: it is coded three times as fast."""
+"""Bytes that a stream with 64 states takes more; it is coded three times as fast."""
 _MODEST = 4096
 _BINCOUNT = 1 << 12
 _A_TIE = 0.5
@@ -102,7 +101,7 @@ class Table:
         first = 0 if int(counts.sum()) < counts.shape[0] << PRECISIONS[1] else 1
         found = Table(counts, PRECISIONS[first], contexts)
         bound = entropy_bits(counts) / 8 + STATE_BYTES
-        fast = max(slack, WIDE_SLACK)
+        fast = max(slack, SLACK)
         if found.precision == WIDE_PRECISION and found.cost + WIDE <= fast * (bound + len(found.packed)):
             return found._widened()
         wide = found if found.precision == WIDE_PRECISION else None

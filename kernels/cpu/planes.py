@@ -64,13 +64,13 @@ def merge_planes(planes: Array | Sequence[Array], dtype: str, rotation: int = 0,
     if target.itemsize == 1:
         _rotate(each[0], np.uint8(8 - rotation), target) if rotation else np.copyto(target, each[0])
     elif target.itemsize == 2:
-        _merge_two(*each, bits, target)
+        _merge_two(each[0], each[1], bits, target)
     elif target.itemsize == 4:
-        _merge_four(*each, bits, target)
+        _merge_four(each[0], each[1], each[2], each[3], bits, target)
     else:
         low, high = np.empty(target.size, np.uint32), np.empty(target.size, np.uint32)
-        _merge_four(*each[:4], np.uint32(0), low)
-        _merge_four(*each[4:], np.uint32(0), high)
+        _merge_four(each[0], each[1], each[2], each[3], np.uint32(0), low)
+        _merge_four(each[4], each[5], each[6], each[7], np.uint32(0), high)
         _merge_halves(low, high, bits, target)
     return like(target, planes[0]) if out is None else out
 

@@ -14,13 +14,12 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import config, types
 from numba.extending import intrinsic
 
-from ..arrays import like, to_numpy
 from ..errors import BadArgumentError, CorruptDataError
-from ..rans import WIDE_START, WIDE_STATES
+from ..rans import WIDE_START
 from .jit import njit
 
 if TYPE_CHECKING:
-    from ..arrays import Array
+    pass
 
 NumPy = np.ndarray[Any, Any]
 Int = Any  # a machine integer or truth value inside compiled code
@@ -33,10 +32,16 @@ STATES = 64
 LEAST = 1 << 15
 """`kernels.rans.WIDE_START` (a compiled function must not take it from another module: see `jit`)."""
 HEADER = 4 * STATES
+NOTHING = 1 << PRECISION
+"""The decoder's entry of a context that has no symbols; of one that has, slot - start is below f."""
 INTERPRETED = bool(config.DISABLE_JIT)  # type: ignore[attr-defined]
-HAS_PACKING = not INTERPRETED and all(
-    dict(binding.get_host_cpu_features()).get(name) for name in ("avx512vbmi2", "avx512bw", "avx512vl")
+HAS_PACKING = (
+    not INTERPRETED
+    and not config.CPU_FEATURES  # type: ignore[attr-defined]
+    and config.CPU_NAME is None  # type: ignore[attr-defined]
+    and all(dict(binding.get_host_cpu_features()).get(name) for name in ("avx512vbmi2", "avx512bw", "avx512vl"))
 )
+"""Whether code is compiled for this processor, and it packs words by one instruction."""
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -168,9 +173,7 @@ def _encode_row(
     return types.int64(*given), generate
 
 
-def _decode_row(
-    typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, start: Any
-) -> Any:
+def _decode_row(typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, start: Any) -> Any:
     """Code for a step of the decoder: 16 symbols from `start` on, and where the words read so far begin."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -193,6 +196,9 @@ def _decode_row(
         more = builder.zext(_take(builder, short, memory[0], at), wide)
         x = builder.select(short, builder.or_(builder.shl(x, _vector(_I32, 16)), more), x)
         _store(builder, x, memory[2], first)
+        empty = builder.icmp_unsigned("==", entry, _vector(_I32, NOTHING))
+        so_far = _load(builder, memory[2], ir.Constant(_I64, STATES), 32)
+        _store(builder, builder.or_(so_far, builder.zext(empty, wide)), memory[2], ir.Constant(_I64, STATES))
         _store(builder, builder.trunc(symbol, ir.VectorType(ir.IntType(8), LANES)), memory[3], arguments[6])
         return at
 
@@ -209,12 +215,13 @@ def _encode_few(
         x = np.int64(states[i & 63])
         row = np.int64(0) if contexts is None else np.int64(contexts[i])
         e = np.int64(table[row * np.int64(columns) + np.int64(symbols[i])])
-        f, base = (e >> 32) & 8191, (e >> 45) & 8191
+        f: Int = (e >> 32) & 8191
+        base = (e >> 45) & 8191
         if x >= f << (31 - PRECISION):
             words[at] = np.uint16(x & 65535)
             at += 1
             x >>= 16
-        states[i & 63] = np.uint32(x + base + (x // max(f, 1)) * ((1 << PRECISION) - f))
+        states[i & 63] = np.uint32(x + base + (x // (f if f else 1)) * ((1 << PRECISION) - f))
         states[STATES] = min(states[STATES], np.uint32(f))
     return at
 
@@ -229,6 +236,7 @@ def _decode_few(
         x = np.int64(states[i & 63])
         row = np.int64(0) if contexts is None else np.int64(contexts[i])
         e = np.int64(table[(row << PRECISION) | (x & slots)])
+        states[STATES] |= np.uint32(e == NOTHING)
         x = ((e & slots) + 1) * (x >> PRECISION) + ((e >> PRECISION) & slots)
         states[i & 63] = np.uint32(x)
         out[i] = np.uint8(e >> (2 * PRECISION))
@@ -243,22 +251,22 @@ def _decode_few(
 
 if INTERPRETED:
 
-    def encode_row(*given: Any) -> Any:
+    def encode_row(
+        symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, start: Any
+    ) -> Any:
         """A step of the encoder."""
-        return _encode_few(*given, given[-1] + LANES)
+        return _encode_few(symbols, contexts, columns, table, words, at, states, start, start + LANES)
 
-    def decode_row(*given: Any) -> Any:
+    def decode_row(words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, start: Any) -> Any:
         """A step of the decoder."""
-        return _decode_few(*given, given[-1] + LANES)
+        return _decode_few(words, at, contexts, table, states, out, start, start + LANES)
 else:
     encode_row: Any = intrinsic(_encode_row)  # type: ignore[no-redef]
     decode_row: Any = intrinsic(_decode_row)  # type: ignore[no-redef]
 
 
 @njit
-def _encode(
-    symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: NumPy, states: NumPy
-) -> Int:
+def _encode(symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: NumPy, states: NumPy) -> Int:
     """Encode rows of 16, last to first; return the number of words.
 
     Of `states` the first 64 are states, and the others the least frequencies met: 0 if a symbol has none.
@@ -279,7 +287,8 @@ def _encode(
 def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy) -> Int:
     """Decode rows of 16, first to last; return where the words read begin, -1 if there were too few.
 
-    The first 64 of `words` do not count: a step reads as many at most before it is noticed.
+    The first 64 of `words` do not count: a step reads as many at most before it is noticed. Of `states` the first 64
+    are states, and the others become 1 where a context has no symbols.
     """
     n = np.int64(out.size)
     whole = n - n % STATES
@@ -308,11 +317,14 @@ def _tables(frequencies: NumPy, decoding: bool, encoder: NumPy, decoder: NumPy) 
     """
     columns = frequencies.shape[1]
     for c in range(frequencies.shape[0]):
-        peak = 0
+        peak: Int = np.int64(0)
         for s in range(columns):
             if frequencies[c, s] > frequencies[c, peak]:
                 peak = s
         following = np.int64(frequencies[c, peak])
+        if decoding and following == 0:
+            for k in range(1 << PRECISION):
+                decoder[(np.int64(c) << PRECISION) + k] = np.uint32(NOTHING)
         for s in range(columns):
             f = np.int64(frequencies[c, s])
             if f == 0:
@@ -353,12 +365,11 @@ def decode(data: NumPy, contexts: NumPy | None, frequencies: NumPy, n: int) -> N
     """See `kernels.rans.rans_decode`; contexts are within the table."""
     if data.size < HEADER or data.size % 2:
         raise CorruptDataError(f"{data.size} bytes are not {STATES} rANS states and words")
-    states = np.frombuffer(data[:HEADER].tobytes(), "<u4").astype(np.uint32)
-    if int(states.min()) < WIDE_START or int(states.max()) >= WIDE_START << 16:
+    states = np.zeros(STATES + LANES, np.uint32)
+    own = states[:STATES]
+    own[:] = np.frombuffer(data[:HEADER].tobytes(), "<u4")
+    if int(own.min()) < WIDE_START or int(own.max()) >= WIDE_START << 16:
         raise CorruptDataError("a rANS state is out of range")
-    empty = frequencies.sum(axis=1) == 0
-    if n and empty.any() and (contexts is None or 1 in contexts.tobytes().translate(_flags(empty))):
-        raise CorruptDataError("a context has no rANS symbols")
     count = (data.size - HEADER) // 2
     words = np.zeros(STATES + count + LANES, np.uint16)
     words[STATES : STATES + count] = data[HEADER:].view("<u2")
@@ -366,12 +377,6 @@ def decode(data: NumPy, contexts: NumPy | None, frequencies: NumPy, n: int) -> N
     _tables(frequencies, True, np.empty(0, np.uint64), table)
     out = np.empty(n, np.uint8)
     at = int(_decode(words, STATES + count, contexts, table, states, out))
-    if at != STATES or (states != WIDE_START).any():
+    if at != STATES or (own != WIDE_START).any() or states[STATES:].any():
         raise CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
     return out
-
-
-def _flags(rows: NumPy) -> bytes:
-    """One byte for each of 256 contexts: 1 where the row is marked."""
-    marked = bytes(rows.astype(np.uint8))
-    return marked + bytes(256 - len(marked))

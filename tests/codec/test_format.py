@@ -196,7 +196,11 @@ def huffman(data: bytes, lengths: list[int], n: int) -> list[int]:
     return out
 
 
-def rans(data: bytes, contexts: list[int] | None, table: list[list[int]], precision: int, n: int) -> list[int]:
+def rans(source: Bytes, rows: int, contexts: list[int] | None, n: int) -> list[int]:
+    precision, columns = source.take(1)[0], source.varint()
+    wide = precision == 64
+    precision = 12 if wide else precision
+    table, data = frequencies(source.block(), rows, columns, precision), source.rest()
     size = 2**precision
     slots: list[list[tuple[int, int, int]]] = []
     for row in table:
@@ -206,6 +210,8 @@ def rans(data: bytes, contexts: list[int] | None, table: list[list[int]], precis
             start = len(line)
             line += [(s, start, row[s])] * row[s]
         slots.append(line)
+    if wide:
+        return rans_of_64(data, contexts, slots, n)
     x = list(struct.unpack("<4I", data[:16])) if data else [1 << 16] * 4
     words = iter(struct.unpack(f"<{len(data[16:]) // 2}H", data[16:]))
     out = []
@@ -216,6 +222,25 @@ def rans(data: bytes, contexts: list[int] | None, table: list[list[int]], precis
         out.append(s)
     assert x == [1 << 16] * 4
     assert next(words, None) is None
+    return out
+
+
+def rans_of_64(data: bytes, contexts: list[int] | None, slots: list[list[tuple[int, int, int]]], n: int) -> list[int]:
+    x = list(struct.unpack("<64I", data[:256]))
+    words = list(struct.unpack(f"<{len(data[256:]) // 2}H", data[256:]))
+    out = []
+    for first in range(0, n, 16):
+        low = []
+        for i in range(first, min(first + 16, n)):
+            s, start, f = slots[contexts[i] if contexts is not None else 0][x[i % 64] % 4096]
+            x[i % 64] = f * (x[i % 64] // 4096) + x[i % 64] % 4096 - start
+            out.append(s)
+            if x[i % 64] < 1 << 15:
+                low.append(i % 64)
+        for j in reversed(low):
+            x[j] = x[j] * 65536 + words.pop()
+    assert x == [1 << 15] * 64
+    assert not words
     return out
 
 
@@ -278,10 +303,7 @@ def symbols(data: bytes, n: int, context: Any = None, contexts: int = 0) -> np.n
         for token in (alphabet[r] for r in huffman(source.rest(), lengths, tokens)):
             out += [-token] if token <= 0 else [out[-1]] * (token - 1)
     elif method in (4, 5):
-        precision, size = source.take(1)[0], source.varint()
-        rows = contexts if method == 5 else 1
-        table = frequencies(source.block(), rows, size, precision)
-        out = rans(source.rest(), context.tolist() if method == 5 else None, table, precision, n)
+        out = rans(source, contexts if method == 5 else 1, context.tolist() if method == 5 else None, n)
     elif method == 6:
         modulus = source.varint()
         out = np.zeros(n, np.uint8)
@@ -322,9 +344,7 @@ def symbols(data: bytes, n: int, context: Any = None, contexts: int = 0) -> np.n
             down, across = (symbols(p, k).astype(int) for p, k in zip(parts[2:], lines, strict=True))
             place = place * classes + np.clip(down[row] + across[column] - base, 0, classes - 1)
         assert all(part[0] not in (12, 13) for part in parts)
-        precision, size = source.take(1)[0], source.varint()
-        table = frequencies(source.block(), 13 * classes, size, precision)
-        out = rans(source.rest(), place.tolist(), table, precision, n)
+        out = rans(source, 13 * classes, place.tolist(), n)
     elif method == 12:
         columns, phase, others, classes, base = (source.varint() for _ in range(5))
         assert 1 <= columns <= n
@@ -340,9 +360,7 @@ def symbols(data: bytes, n: int, context: Any = None, contexts: int = 0) -> np.n
         if others > 1:
             assert context.max() < others
             place = place + classes * context.astype(int)
-        precision, size = source.take(1)[0], source.varint()
-        table = frequencies(source.block(), others * classes, size, precision)
-        out = rans(source.rest(), place.tolist(), table, precision, n)
+        out = rans(source, others * classes, place.tolist(), n)
     else:
         raise AssertionError(method)
     assert source.at == len(data)

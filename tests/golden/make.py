@@ -234,6 +234,14 @@ def sparse(t: int) -> dict[str, Any]:
     }
 
 
+def many(t: int) -> dict[str, Any]:
+    """So many patterns that their exponents, and then their steps, are coded in 64 states."""
+    n = 160_000
+    exponents = (12 * uniform(n, 141) ** 2).astype(np.int16)
+    steps = (10 * uniform(n, 142) ** 2).astype(np.int16) >> (exponents > 6)
+    return {"brain": torch.from_numpy((exponents + 100 << 7) + t * (steps - 3)).view(torch.bfloat16)}
+
+
 KINDS: dict[Any, dict[str, Any]] = {
     training: {"fc.weight": "linear", "wte.weight": "embedding", "half": "linear", "odd": "linear", "zero": "linear"},
     tables: {"emb.weight": "embedding", "wte.weight": "embedding"},
@@ -276,6 +284,7 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "floats": (floats, sp.presets.lossless(), 2),
         "flipped": (flipped, sp.presets.lossless(), 3),
         "sparse": (sparse, sp.presets.lossless(), 3),
+        "many": (many, sp.presets.lossless(), 2),
         "subclass": (lambda t: {"state": {0: {"exp_avg": coded(t), "step": t}}}, sp.Config(), 2),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -207,3 +207,38 @@ def test_arrays_that_are_only_standard(shape: tuple[int, ...], method: Any, fres
     back = undifference(found, parts[0], method)
     assert type(back) is type(parts[0])
     np.testing.assert_array_equal(np.asarray(back._array), new, strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+@pytest.mark.parametrize("rotation", [0, 1, 4])
+def test_planes_from_several_places_into_given_memory(fresh: np.random.Generator, dtype: str, rotation: int) -> None:
+    u = fresh.integers(0, 256, 1003 * np.dtype(dtype).itemsize, dtype=np.uint8).view(dtype)
+    planes = [np.frombuffer(plane.tobytes(), np.uint8) for plane in split_planes(u, rotation)]
+    out = np.zeros_like(u)
+    assert merge_planes(planes, dtype, rotation, out=out) is out
+    np.testing.assert_array_equal(out, u)
+    np.testing.assert_array_equal(merge_planes(planes, dtype, rotation), u)
+
+
+@pytest.mark.parametrize("method", ["arithmetic", "xor"])
+def test_differences_in_place(fresh: np.random.Generator, method: Literal["arithmetic", "xor"]) -> None:
+    old, new = fresh.integers(0, 1 << 16, (2, 1003), dtype=np.uint16)
+    found = difference(new, old, method, dtype="bfloat16")
+    assert undifference(found, old, method, dtype="bfloat16", out=found) is found
+    np.testing.assert_array_equal(found, new)
+
+
+def test_memory_that_does_not_fit() -> None:
+    planes, u = [np.zeros(4, np.uint8)] * 2, np.zeros(4, np.uint16)
+    fixed = u.copy()
+    fixed.flags.writeable = False
+    for call, said in (
+        (lambda: merge_planes(planes, "uint32"), "2 arrays"),
+        (lambda: merge_planes([planes[0], planes[0][1:]], "uint16"), "4"),
+        (lambda: merge_planes(planes, "uint16", out=u[:3]), "out"),
+        (lambda: merge_planes(planes, "uint16", out=u.view(np.int16)), "out"),
+        (lambda: merge_planes(planes, "uint16", out=np.zeros(8, np.uint16)[::2]), "contiguous"),
+        (lambda: undifference(u, u, out=fixed), "written"),
+    ):
+        with pytest.raises(BadArgumentError, match=said):
+            call()
