@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test frameworks lint hooks bench bench-models clean
+.PHONY: help demo test frameworks lint docs hooks bench bench-models clean
 .DEFAULT_GOAL := test
 
 help: ## list the targets
@@ -68,6 +68,17 @@ lint: $(VENV)/.test ## run ruff, the formatter and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# The site needs no torch: docstrings are read, not imported.
+DOCS := .docs-venv
+$(DOCS)/.installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		`$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"`
+	@touch $@
+
+docs: $(DOCS)/.installed ## build the site into build/site; ARGS=serve shows it
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs $(or $(ARGS),build --quiet)
+
 bench: $(VENV)/.bench ## measure this machine; ARGS="kernels --quick" chooses
 	$(PY) -m bench $(ARGS)
 
@@ -78,4 +89,4 @@ hooks: $(VENV)/.test ## install the pre-commit hooks of this checkout
 	$(VENV)/bin/pre-commit install
 
 clean: ## remove the environments and build output
-	rm -rf $(VENV) $(FRAMEWORKS) .wheel-venv build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) .wheel-venv build dist
