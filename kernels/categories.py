@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import array, choice, integer
 from .arrays import back_end, dtype_name
-from .coder_arguments import stored_bytes
+from .coder_arguments import host_memory, stored_bytes
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -70,7 +70,9 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
     return categories, extra
 
 
-def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: str) -> Array:
+def join_categories(
+    categories: Array, extra: Array | bytes, bits: int, dtype: str, *, out: Array | None = None
+) -> Array:
     """Return the values with these categories and extra bits: the inverse of `split_categories`.
 
     Args:
@@ -78,9 +80,10 @@ def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: s
         extra: uint8[m] or bytes.
         bits: as for splitting.
         dtype: "uint16", "uint32" or "uint64" of the result.
+        out: NumPy array of dtype, contiguous [n], to write to; only for NumPy arrays. Default: a new one.
 
     Returns:
-        array of dtype, [n], of the library of `categories`.
+        `out`, or array of dtype, [n], of the library of `categories`.
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
@@ -94,4 +97,9 @@ def join_categories(categories: Array, extra: Array | bytes, bits: int, dtype: s
     """
     categories = array("categories", categories, ("uint8",), 1, host=True)
     bits = integer("bits", bits, 1, most_bits(WIDTHS[choice("dtype", dtype, WIDTHS)]))
-    return back_end(categories, "categories").join_categories(categories, stored_bytes(extra), bits, dtype)
+    data = stored_bytes(extra)
+    if out is None:
+        return back_end(categories, "categories").join_categories(categories, data, bits, dtype)
+    from .cpu.categories import join_categories as on_host
+
+    return on_host(categories, data, bits, dtype, host_memory(out, int(categories.shape[0]), dtype))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .arrays import Array
 
+NumPy = np.ndarray[Any, Any]
 UNSIGNED = ("uint8", "uint16", "uint32")
 COUNTS = ("int64", "int32", "int16", "int8", *UNSIGNED)
 """Integer dtypes that int64 holds exactly, for libraries without int64."""
@@ -59,7 +60,7 @@ def compiled(x: Array, dtype: type[np.generic] | None = None) -> np.ndarray[Any,
     return found if found.flags.writeable else found.copy()
 
 
-def lent(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def lent(x: NumPy) -> NumPy:
     """Return the same memory as a writeable array, for code that only reads it.
 
     Numba would compile a second version for a read-only array, and `compiled` would copy it.
@@ -69,6 +70,18 @@ def lent(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     interface = dict(x.__array_interface__)
     interface["data"] = (interface["data"][0], False)
     return np.asarray(_Memory(interface, x))
+
+
+def host_memory(out: Array, n: int, dtype: str) -> NumPy:
+    """Return `out` if it is a contiguous NumPy array of n elements that can be written to.
+
+    Raises:
+        BadArgumentError: it is not.
+    """
+    array("out", out, (dtype,), (n,))
+    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
+        raise BadArgumentError("out must be a contiguous NumPy array that can be written to")
+    return out
 
 
 class _Memory:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
-
 from .arguments import array, check_arrays, choice, integer, same_device
 from .arrays import back_end, dtype_name
+from .coder_arguments import host_memory
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, 
     else:
         from .cpu.planes import merge_planes as on_host
 
-        merged = on_host(planes, dtype, bits, None if out is None else _target(out, n, itemsize))
+        merged = on_host(planes, dtype, bits, None if out is None else host_memory(out, n, f"uint{8 * itemsize}"))
     return merged
 
 
@@ -206,16 +205,8 @@ def undifference(
         return values
     from .cpu.planes import undifference as on_host
 
-    target = _target(out, math.prod(previous.shape), width_of(dtype) // 8)
+    target = host_memory(out, math.prod(previous.shape), f"uint{width_of(dtype)}")
     return on_host(diff, previous, method, dtype=dtype, out=target)
-
-
-def _target(out: Array, n: int, itemsize: int) -> Array:
-    """Memory for n patterns; raises BadArgumentError."""
-    array("out", out, (f"uint{8 * itemsize}",), (n,))
-    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
-        raise BadArgumentError("out must be a contiguous NumPy array that can be written to")
-    return out
 
 
 def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: str | None) -> str:

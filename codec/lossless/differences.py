@@ -53,8 +53,8 @@ def decode_differences(data: Reader, before: NpArray, out: NpArray, layout: Layo
         raise CorruptDataError(f"exact: context {kind} is unknown")
     context, contexts = _contexts(before, layout, kind)
     categories = entropy.decode(data.block(), before.size, context, contexts)
-    steps = join_categories(categories, data.rest(), most_bits(layout.width), out.dtype.name)
-    undifference(steps, before, dtype=f"float{layout.width}", out=out)
+    join_categories(categories, data.rest(), most_bits(layout.width), out.dtype.name, out=out)
+    undifference(out, before, dtype=f"float{layout.width}", out=out)
 
 
 def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:

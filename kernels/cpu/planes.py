@@ -212,15 +212,18 @@ def _undifference(diff: Any, previous: Any, signed: Any, out: Any) -> None:
     zero, one, half = kind(0), kind(1), kind(1 << (8 * out.itemsize - 1))
     low = kind(half - one)
     ones = kind(low | half)
-    if signed:
-        for i in range(out.size):
-            d, p = diff[i], previous[i]
-            d = kind(kind(d >> one) ^ (ones if kind(d & one) != zero else zero))
-            p = kind(p ^ (low if p >= half else zero))
-            c = kind(p + d)
-            out[i] = kind(c ^ (low if c >= half else zero))
-    else:
-        for i in range(out.size):
-            d = diff[i]
-            d = kind(kind(d >> one) ^ (ones if kind(d & one) != zero else zero))
-            out[i] = kind(previous[i] + d)
+    steps = np.empty(BLOCK, out.dtype)  # no loop vectorizes that reads what it may write
+    for start in range(0, out.size, BLOCK):
+        parent, target = previous[start : start + BLOCK], out[start : start + BLOCK]
+        own = diff[start : start + BLOCK]
+        for i in range(own.size):
+            d = own[i]
+            steps[i] = kind(kind(d >> one) ^ (ones if kind(d & one) != zero else zero))
+        if signed:
+            for i in range(target.size):
+                p = parent[i]
+                c = kind(kind(p ^ (low if p >= half else zero)) + steps[i])
+                target[i] = kind(c ^ (low if c >= half else zero))
+        else:
+            for i in range(target.size):
+                target[i] = kind(parent[i] + steps[i])
