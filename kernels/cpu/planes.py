@@ -148,13 +148,16 @@ def _split(u: Any, rotation: Any, out: Any) -> None:
 def _merge_two(a: Any, b: Any, rotation: Any, out: Any) -> None:
     """Join two byte planes into patterns of 16 bits, rotated to the right."""
     back = np.uint16(np.uint16(16) - rotation)
+    joined = np.empty(BLOCK, np.uint16)  # no loop vectorizes that reads what it may write
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
         target, low, high = out[start:stop], a[start:stop], b[start:stop]
-        for i in range(target.size):
-            target[i] = np.uint16(np.uint32(low[i]) | (np.uint32(high[i]) << np.uint32(8)))
         if rotation > 0:
-            _rotate(target, back, target)
+            target = joined[: stop - start]
+        for i in range(target.size):
+            target[i] = np.uint16(np.uint16(low[i]) | np.uint16(np.uint16(high[i]) << np.uint16(8)))
+        if rotation > 0:
+            _rotate(target, back, out[start:stop])
 
 
 @njit
@@ -162,15 +165,18 @@ def _merge_four(a: Any, b: Any, c: Any, d: Any, rotation: Any, out: Any) -> None
     """Join four byte planes into patterns of 32 bits, rotated to the right."""
     s8, s16, s24 = np.uint32(8), np.uint32(16), np.uint32(24)
     back = np.uint32(np.uint32(32) - rotation)
+    joined = np.empty(BLOCK, np.uint32)
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
         target = out[start:stop]
         p0, p1, p2, p3 = a[start:stop], b[start:stop], c[start:stop], d[start:stop]
+        if rotation > 0:
+            target = joined[: stop - start]
         for i in range(target.size):
             low = np.uint32(p0[i]) | (np.uint32(p1[i]) << s8)
             target[i] = low | (np.uint32(p2[i]) << s16) | (np.uint32(p3[i]) << s24)
         if rotation > 0:
-            _rotate(target, back, target)
+            _rotate(target, back, out[start:stop])
 
 
 @njit
@@ -178,9 +184,8 @@ def _merge_halves(low: Any, high: Any, rotation: Any, out: Any) -> None:
     """Join the lower and the upper 32 bits of patterns, rotated to the right."""
     back = np.uint64(np.uint64(64) - rotation)
     for i in range(out.size):
-        out[i] = np.uint64(low[i]) | (np.uint64(high[i]) << np.uint64(32))
-    if rotation > 0:
-        _rotate(out, back, out)
+        x = np.uint64(low[i]) | (np.uint64(high[i]) << np.uint64(32))
+        out[i] = (x >> rotation) | (x << back) if rotation > 0 else x
 
 
 # In the next two functions every choice is a compare and a select. With shifts, the vector loop would work on 64 bits,
