@@ -255,8 +255,9 @@ def _split_wide(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> An
 def _join(categories: NumPy, data: NumPy, available: int, bits: Any, values: NumPy) -> Any:
     """Join values of 16 or 32 bits; return the open bits used, -1 if too few are available.
 
-    A word of values takes at most 56 open bits in one step, as in `_split`, and a load has 57. A block whose categories are the values takes no
-    load. The bits are compared before each block: after `available`, as many bytes may be read as a block takes.
+    A word of values takes at most 56 open bits in one step, as in `_split`, and a load has 57. A block whose
+    categories are the values takes no load. The bits are compared before each block: after `available`, as many bytes
+    may be read as a block takes.
     """
     kind = values.dtype.type
     shift, one = np.uint32(bits), np.uint32(1)

@@ -78,6 +78,13 @@ def _gather(builder: Any, data: Any, indices: Any, bits: int, lanes: int) -> Any
     return out
 
 
+def _upper_halves(builder: Any, words: Any) -> Any:
+    """The upper 32 bits of 16 words."""
+    halves = builder.bitcast(words, ir.VectorType(_I32, 2 * LANES))
+    odd = ir.Constant(ir.VectorType(_I32, LANES), list(range(1, 2 * LANES, 2)))
+    return builder.shuffle_vector(halves, ir.Constant(halves.type, ir.Undefined), odd)
+
+
 def _ones(builder: Any, mask: Any) -> Any:
     """The number of lanes in a mask."""
     return builder.zext(builder.ctpop(builder.zext(builder.bitcast(mask, _I16), _I32)), _I64)
@@ -129,7 +136,6 @@ def _encode_row(
     """Code for a step of the encoder: 16 symbols from `start` on, and the next position in `words`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = ir.VectorType(_I64, LANES // 2)
         first = builder.and_(arguments[7], ir.Constant(_I64, STATES - 1))
         memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 6)]
         x = _load(builder, memory[3], first, 32)
@@ -140,32 +146,24 @@ def _encode_row(
             width = builder.insert_element(nothing, builder.trunc(arguments[2], _I32), ir.Constant(_I32, 0))
             width = builder.shuffle_vector(width, nothing, _vector(_I32, 0))
             entries = builder.add(entries, builder.mul(rows, width))
-        found = []
-        for half in (range(LANES // 2), range(LANES // 2, LANES)):
-            lanes = ir.Constant(ir.VectorType(_I32, LANES // 2), list(half))
-            own = builder.shuffle_vector(entries, ir.Constant(entries.type, ir.Undefined), lanes)
-            state = builder.zext(builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), lanes), wide)
-            entry = _gather(builder, memory[1], own, 64, LANES // 2)
-
-            def field(entry: Any, first: int, bits: int) -> Any:
-                value = builder.lshr(entry, _vector(_I64, first, LANES // 2))
-                return builder.and_(value, _vector(_I64, (1 << bits) - 1, LANES // 2))
-
-            f = field(entry, 32, 13)
-            least = builder.trunc(f, ir.VectorType(_I32, LANES // 2))
-            full = builder.icmp_unsigned(">=", state, builder.shl(f, _vector(_I64, 31 - PRECISION, LANES // 2)))
-            low = builder.trunc(state, ir.VectorType(_I16, LANES // 2))
-            state = builder.select(full, builder.lshr(state, _vector(_I64, 16, LANES // 2)), state)
-            quotient = builder.lshr(builder.mul(state, field(entry, 0, 32)), field(entry, 58, 6))
-            rest = builder.sub(_vector(_I64, 1 << PRECISION, LANES // 2), f)
-            state = builder.add(builder.add(state, field(entry, 45, 13)), builder.mul(quotient, rest))
-            found.append((full, low, builder.trunc(state, ir.VectorType(_I32, LANES // 2)), least))
-        together = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
-        full, low, x, least = (builder.shuffle_vector(a, b, together) for a, b in zip(*found, strict=True))
+        entry = _gather(builder, memory[1], entries, 64, LANES)
+        high = _upper_halves(builder, entry)
+        thirteen = _vector(_I32, (1 << 13) - 1)
+        f = builder.and_(high, thirteen)
+        start = builder.and_(builder.lshr(high, _vector(_I32, 13)), thirteen)
+        full = builder.icmp_unsigned(">=", x, builder.shl(f, _vector(_I32, 31 - PRECISION)))
+        low = builder.trunc(x, ir.VectorType(_I16, LANES))
+        x = builder.select(full, builder.lshr(x, _vector(_I32, 16)), x)
+        # Twice the state times the reciprocal, of which the upper half is all that counts: still below 2**64.
+        twice = builder.zext(builder.add(x, x), ir.VectorType(_I64, LANES))
+        product = builder.mul(twice, builder.and_(entry, _vector(_I64, (1 << 32) - 1)))
+        quotient = builder.lshr(_upper_halves(builder, product), builder.lshr(high, _vector(_I32, 26)))
+        rest = builder.sub(_vector(_I32, 1 << PRECISION), f)
+        x = builder.add(builder.add(x, start), builder.mul(quotient, rest))
         _put(builder, low, full, memory[2], arguments[5])
         _store(builder, x, memory[3], first)
         so_far = _load(builder, memory[3], ir.Constant(_I64, STATES), 32)
-        least = builder.select(builder.icmp_unsigned("<", least, so_far), least, so_far)
+        least = builder.select(builder.icmp_unsigned("<", f, so_far), f, so_far)
         _store(builder, least, memory[3], ir.Constant(_I64, STATES))
         return builder.add(arguments[5], _ones(builder, full))
 
@@ -310,8 +308,8 @@ def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, o
 def _tables(frequencies: NumPy, decoding: bool, encoder: NumPy, decoder: NumPy) -> None:
     """Fill the entries of the encoder, or of the decoder; both come as zeros.
 
-    Of the encoder, by context and symbol: reciprocal | f << 32 | start << 45 | shift << 58, so that for a state
-    x < f << 19 `x // f` is exactly `x * reciprocal >> shift`: the reciprocal `2**(31 + k) / f`, rounded up, exceeds the
+    Of the encoder, by context and symbol: reciprocal | f << 32 | start << 45 | k << 58, so that for a state x < f << 19
+    `x // f` is exactly `x * reciprocal >> (31 + k)`: the reciprocal `2**(31 + k) / f`, rounded up, exceeds the
     quotient by less than `x / 2**(31 + k) <= 2**-12`. Of the decoder, by context and slot: f - 1 | slot - start << 12 |
     symbol << 24.
     """
@@ -338,11 +336,11 @@ def _tables(frequencies: NumPy, decoding: bool, encoder: NumPy, decoder: NumPy) 
                 for k in range(f):
                     decoder[at + k] = np.uint32((f - 1) | (k << PRECISION) | (np.int64(s) << (2 * PRECISION)))
             else:
-                shift = np.int64(31)
-                while np.int64(1) << (shift - 31) < f:
-                    shift += 1
-                reciprocal = ((np.int64(1) << shift) + f - 1) // f
-                fields = U64(f) << U64(32) | U64(start) << U64(45) | U64(shift) << U64(58)
+                bits = np.int64(0)
+                while np.int64(1) << bits < f:
+                    bits += 1
+                reciprocal = ((np.int64(1) << (31 + bits)) + f - 1) // f
+                fields = U64(f) << U64(32) | U64(start) << U64(45) | U64(bits) << U64(58)
                 encoder[c * columns + s] = fields | U64(reciprocal)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,7 +206,7 @@ def test_64_states_of_any_frequency(fresh: np.random.Generator) -> None:
     for f in (*range(1, 400), *fresh.integers(1, 4096, 500).tolist(), 4095, 4096):
         entries = np.zeros(2, np.uint64)
         wide_rans._tables(np.asarray([[f, 4096 - f]], np.uint32), False, entries, np.empty(0, np.uint32))
-        reciprocal, shift = int(entries[0]) & (2**32 - 1), int(entries[0]) >> 58
+        reciprocal, shift = int(entries[0]) & (2**32 - 1), 31 + (int(entries[0]) >> 58)
         for q in (*range(8, 12), *fresh.integers(8, 1 << 19, 20).tolist(), (1 << 19) - 1):
             for x in (q * f, q * f + f - 1):
                 assert (x * reciprocal) >> shift == q
@@ -244,20 +241,6 @@ def test_64_states_of_hostile_bytes(fresh: np.random.Generator) -> None:
         own[at] = 4
         with pytest.raises(BadArgumentError):
             rans_encode(absent, own, table, 12, states=64)
-
-
-def test_words_without_the_instruction_that_packs_them(fresh: np.random.Generator) -> None:
-    """Processors without AVX-512 give the same bytes: a fresh process in which it is switched off."""
-    code = (
-        "import numpy as np; from shrinkpoint.kernels.cpu import wide_rans as w; assert not w.HAS_PACKING;"
-        "s = np.arange(5000, dtype=np.uint8) % 7 % 3; f = np.asarray([[2000, 1000, 1096]], np.uint32);"
-        "d = w.encode(s, None, f); assert (w.decode(d, None, f, 5000) == s).all(); print(d.tobytes().hex())"
-    )
-    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    symbols = np.arange(5000, dtype=np.uint8) % 7 % 3
-    expected = rans_encode(symbols, None, np.asarray([[2000, 1000, 1096]], np.uint32), 12, states=64)
-    assert found.stdout.strip() == expected.tobytes().hex()
 
 
 def test_certain_symbols_cost_nothing() -> None:
