@@ -6,7 +6,7 @@
     presets                  the four levels, and the published systems
     deduplication            arrays that are copies of others
     rebase, partial          a checkpoint over another parent; some arrays of a checkpoint
-    streams                  the stream formats by name
+    streams, registry        the stream formats by name; codecs of other packages
     embeddings               rows of embedding tables (Check-N-Run)
     weights                  partition, codebooks, levels and their deltas, rates, targets; exponents (LC-Checkpoint)
     moments                  first and second moments, log buckets, clusters (BitSnap)

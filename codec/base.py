@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from .errors import BadArgumentError
+from .registry import missing, package_of
 
 if TYPE_CHECKING:
     from .evidence.entries import Entry
@@ -119,8 +120,15 @@ def to_json(codec: Codec) -> dict[str, Any]:
 
 
 def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
-    """The codec that `to_json` wrote; raises BadArgumentError for an unknown id or field."""
+    """The codec that `to_json` wrote.
+
+    Raises:
+        BadArgumentError: an unknown id or field.
+        MissingCodecError: the id is that of another package, which does not provide it here.
+    """
     if not isinstance(data, Mapping) or data.get("id") not in table:
+        if isinstance(data, Mapping) and package_of(str(data.get("id"))):
+            raise missing(str(data["id"]))
         raise BadArgumentError(f"{str(data)[:80]} is no codec; ids are {', '.join(table)}")
     fields = {k: v for k, v in data.items() if k != "id"}
     try:

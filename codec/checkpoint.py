@@ -20,6 +20,7 @@ from .format.ranged import Ranged
 from .lossless.exact import BytesReference
 from .outputs import decoded_into, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
+from .registry import missing, package_of
 from .state import tree
 from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes, spec_from_header
 from .streams import STREAMS, Stream
@@ -149,6 +150,8 @@ def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[Ar
         stream, meta, lengths = row.get("f", ""), row.get("m", {}), row.get("b", 0)
         error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
         reason, codec = row.get("y"), row.get("c")
+        if isinstance(stream, str) and stream not in STREAMS and package_of(stream):
+            raise missing(stream, path)
         ok = (
             isinstance(stream, str)
             and stream in STREAMS

@@ -22,13 +22,14 @@ from .moments.clusters import Clusters
 from .moments.firstmoment import FirstMoment
 from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment
+from .registry import CODECS as CODECS
 from .state.leaves import LeafSpec
 from .weights.exponent import ExponentDelta
 from .weights.quantize import Quantize
 
-CODECS: dict[str, type[Codec]] = {
-    c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)
-}
+CODECS.update(
+    {c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)}
+)
 
 
 class UnmatchedRuleWarning(ShrinkpointWarning):
@@ -50,7 +51,8 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.match, str) or not self.match:
             raise BadArgumentError(f"a rule's pattern must be a non-empty string, not {self.match!r}")
-        if type(self.codec) not in CODECS.values():
+        name = str(getattr(type(self.codec), "id", ""))
+        if name not in CODECS or CODECS[name] is not type(self.codec):
             raise BadArgumentError(f"rule {self.match!r}: {self.codec!r} is not a codec")
         if self.dtypes is not None:
             named = strings(f"rule {self.match!r}: dtypes", self.dtypes)

@@ -7,6 +7,7 @@ from ..kernels.errors import BadArgumentError, CorruptDataError, ShrinkpointErro
 __all__ = [
     "BadArgumentError",
     "CorruptDataError",
+    "MissingCodecError",
     "MissingParentError",
     "NewerFormatError",
     "ShrinkpointError",
@@ -21,6 +22,10 @@ class UnsupportedLeafError(ShrinkpointError, TypeError):
 
 class MissingParentError(ShrinkpointError, LookupError):
     """A delta was given no parent, the wrong one, or one that is not resolved."""
+
+
+class MissingCodecError(ShrinkpointError, LookupError):
+    """A file or a configuration needs a codec of a package that is not installed, or cannot be imported."""
 
 
 class NewerFormatError(ShrinkpointError):

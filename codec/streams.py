@@ -16,6 +16,7 @@ from .moments.clusters import Clusters, decode_clusters
 from .moments.firstmoment import FirstMoment, decode_grid, square_of
 from .moments.logbuckets import LogBuckets, decode_log_buckets
 from .moments.secondmoment import SecondMoment, decode_rank_one, restate_rank_one
+from .registry import STREAMS as STREAMS
 from .state.leaves import Array, LeafSpec
 from .weights.exponent import ExponentDelta, decode_exponent, restate_exponent
 from .weights.levels import decode_levels, restate_levels
@@ -58,16 +59,18 @@ def _as_it_is(values: Array, _: LeafSpec) -> Array:
     return values
 
 
-STREAMS: dict[str, Stream] = {
-    "bytes": Stream(decode_bytes, Exact.id, restate_bytes, is_wide=True),
-    "levels": Stream(decode_levels, Quantize.id, restate_levels),
-    "multiples": Stream(decode_multiples, Quantize.id, restate_multiples, is_wide=True),
-    "log-buckets": Stream(decode_log_buckets, LogBuckets.id),
-    "rank-one": Stream(decode_rank_one, SecondMoment.id, restate_rank_one),
-    "grid": Stream(decode_grid, FirstMoment.id, beside=square_of),
-    "copy": Stream(decode_copy, Exact.id, beside=_as_it_is),
-    "exponent": Stream(decode_exponent, ExponentDelta.id, restate_exponent, is_wide=True),
-    "changed": Stream(decode_changed, Changed.id, restate_changed, is_wide=True),
-    "clusters": Stream(decode_clusters, Clusters.id),
-    "rows": Stream(decode_rows, Rows.id, restate_rows),
-}
+STREAMS.update(
+    {
+        "bytes": Stream(decode_bytes, Exact.id, restate_bytes, is_wide=True),
+        "levels": Stream(decode_levels, Quantize.id, restate_levels),
+        "multiples": Stream(decode_multiples, Quantize.id, restate_multiples, is_wide=True),
+        "log-buckets": Stream(decode_log_buckets, LogBuckets.id),
+        "rank-one": Stream(decode_rank_one, SecondMoment.id, restate_rank_one),
+        "grid": Stream(decode_grid, FirstMoment.id, beside=square_of),
+        "copy": Stream(decode_copy, Exact.id, beside=_as_it_is),
+        "exponent": Stream(decode_exponent, ExponentDelta.id, restate_exponent, is_wide=True),
+        "changed": Stream(decode_changed, Changed.id, restate_changed, is_wide=True),
+        "clusters": Stream(decode_clusters, Clusters.id),
+        "rows": Stream(decode_rows, Rows.id, restate_rows),
+    }
+)

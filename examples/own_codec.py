@@ -1,7 +1,8 @@
 """A codec of one's own: weights with fewer mantissa bits, through zstandard.
 
 A codec is a frozen dataclass that says what is asked, with an id; what it writes is a stream with a name of its own,
-and a function that reads it. Both must be registered wherever such checkpoints are written or read.
+and a function that reads it. Both must be registered wherever such checkpoints are written or read. A package does that
+by an entry point instead (docs/codecs.md).
 
 python examples/own_codec.py
 """
@@ -18,22 +19,41 @@ import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf, Reference, Stored
-from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.lossless.exact import Exact
 from shrinkpoint.codec.moments.logbuckets import ValuesReference
+from shrinkpoint.codec.registry import register
 from shrinkpoint.codec.state.leaves import LeafSpec, check_memory, from_bytes
-from shrinkpoint.codec.streams import STREAMS, Stream
+from shrinkpoint.codec.streams import Stream
 from shrinkpoint.kernels.arguments import check_field, integer
 
-STREAM = "example.rounded"
+NAME = "example.rounded"
 
 
+def decode(
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Any = None
+) -> Reference:
+    """The stream again as an array; a reader believes nothing that it has not checked."""
+    if spec.dtype != "float32" or len(pieces) != 1:
+        raise sp.CorruptDataError(f"{NAME}: {len(pieces)} pieces of {spec.dtype}")
+    check_memory(2 * spec.nbytes, NAME)
+    try:
+        data = zstandard.ZstdDecompressor().decompress(bytes(pieces[0]), max_output_size=spec.nbytes)
+    except zstandard.ZstdError as e:
+        raise sp.CorruptDataError(f"{NAME}: {e}") from None
+    if len(data) != spec.nbytes:
+        raise sp.CorruptDataError(f"{NAME}: {len(data)} bytes, not {spec.nbytes}")
+    planes = np.frombuffer(data, np.uint8).reshape(4, -1)
+    return ValuesReference(from_bytes(np.ascontiguousarray(planes.T).reshape(-1), spec))
+
+
+@register
 @dataclass(frozen=True, slots=True)
 class Rounded:
     """Keep `bits` mantissa bits (0 to 23) of float32: relative error up to `2**-(bits + 1)`."""
 
     bits: int = 7
-    id: ClassVar[str] = "example.rounded"
+    id: ClassVar[str] = NAME
+    streams: ClassVar[dict[str, Stream]] = {NAME: Stream(decode, NAME)}
 
     def __post_init__(self) -> None:
         check_field(self, "bits", integer, 0, 23)
@@ -58,28 +78,7 @@ class Rounded:
         size = np.abs(x)
         error = np.abs(rounded.view(np.float32) - x)[size > 0] / size[size > 0]
         memory = ValuesReference(from_bytes(rounded.view(np.uint8), leaf.spec))
-        return Stored(STREAM, {}, [piece], memory, float(error.max(initial=0.0)), "relative")
-
-
-def decode(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Any = None
-) -> Reference:
-    """The stream again as an array; a reader believes nothing that it has not checked."""
-    if spec.dtype != "float32" or len(pieces) != 1:
-        raise sp.CorruptDataError(f"{STREAM}: {len(pieces)} pieces of {spec.dtype}")
-    check_memory(2 * spec.nbytes, STREAM)
-    try:
-        data = zstandard.ZstdDecompressor().decompress(bytes(pieces[0]), max_output_size=spec.nbytes)
-    except zstandard.ZstdError as e:
-        raise sp.CorruptDataError(f"{STREAM}: {e}") from None
-    if len(data) != spec.nbytes:
-        raise sp.CorruptDataError(f"{STREAM}: {len(data)} bytes, not {spec.nbytes}")
-    planes = np.frombuffer(data, np.uint8).reshape(4, -1)
-    return ValuesReference(from_bytes(np.ascontiguousarray(planes.T).reshape(-1), spec))
-
-
-CODECS[Rounded.id] = Rounded
-STREAMS[STREAM] = Stream(decode, Rounded.id)
+        return Stored(NAME, {}, [piece], memory, float(error.max(initial=0.0)), "relative")
 
 
 def main() -> float:

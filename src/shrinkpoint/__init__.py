@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .codec.errors import (
         BadArgumentError,
         CorruptDataError,
+        MissingCodecError,
         MissingParentError,
         NewerFormatError,
         ShrinkpointError,
@@ -67,8 +68,8 @@ _SUBJECTS = {
     "codec.compress": "compress",
     "codec.config": "ChainPolicy Config Rule UnmatchedRuleWarning",
     "codec.embeddings.rows": "Rows",
-    "codec.errors": "BadArgumentError CorruptDataError MissingParentError NewerFormatError ShrinkpointError "
-    "ShrinkpointWarning UnsupportedLeafError",
+    "codec.errors": "BadArgumentError CorruptDataError MissingCodecError MissingParentError NewerFormatError "
+    "ShrinkpointError ShrinkpointWarning UnsupportedLeafError",
     "codec.lossless.changed": "Changed",
     "codec.lossless.exact": "Exact",
     "codec.moments.clusters": "Clusters",
@@ -122,6 +123,7 @@ __all__ = [
     "InMemoryWarning",
     "Kind",
     "LogBuckets",
+    "MissingCodecError",
     "MissingParentError",
     "NewerFormatError",
     "NotCompactedWarning",

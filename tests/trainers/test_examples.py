@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.registry import CODECS, STREAMS
 from shrinkpoint.trainers.dcp import Reader
 
 HOME = Path(__file__).parents[2] / "examples"
@@ -120,8 +121,8 @@ def test_own_codec() -> None:
         with pytest.raises(sp.BadArgumentError, match="bits is 24"):
             module.Rounded(24)
     finally:
-        module.CODECS.pop(module.Rounded.id)
-        module.STREAMS.pop(module.STREAM)
+        CODECS.pop(module.NAME)
+        STREAMS.pop(module.NAME)
 
 
 def test_own_kernel() -> None:

@@ -1,0 +1,127 @@
+"""Codecs by id and stream formats by name, those of other packages included.
+
+A codec of another package has the id `PACKAGE.NAME`, and its streams have that name or `PACKAGE.NAME.MORE`, so that a
+file says which package reads it. The package declares the codec as an entry point:
+
+    [project.entry-points."shrinkpoint.codecs"]
+    "PACKAGE.NAME" = "MODULE:CLASS"
+
+It is imported when a configuration or a file first names the codec.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import BadArgumentError, MissingCodecError
+
+if TYPE_CHECKING:
+    from .base import Codec
+    from .streams import Stream
+
+GROUP = "shrinkpoint.codecs"
+T = TypeVar("T")
+_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,99})\.[\w.-]{1,100}")
+
+
+class Table(dict[str, T]):
+    """A table that looks a missing `PACKAGE.NAME` up in the entry points of the installed packages."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        return isinstance(name, str) and _load(name) and super().__contains__(name)
+
+    def __missing__(self, name: str) -> T:
+        if name in self:
+            return self[name]
+        raise KeyError(name)
+
+
+CODECS: Table[type[Codec]] = Table()
+"""Classes of codecs by id."""
+STREAMS: Table[Stream] = Table()
+"""Stream formats by name."""
+
+
+def register(codec: type[Codec]) -> type[Codec]:
+    """Make a codec and its streams known in this process; an entry point makes them known in every process.
+
+    Args:
+        codec: a class that follows `Codec`, with `streams`: a dict of its stream formats by name.
+
+    Returns:
+        The class, so that this also works as a decorator.
+
+    Raises:
+        BadArgumentError: the id is not `PACKAGE.NAME`, a stream's name does not begin with it, or another class has
+            the id.
+    """
+    name = codec.id
+    streams: dict[str, Stream] = getattr(codec, "streams", {})
+    if not _NAME.fullmatch(name):
+        raise BadArgumentError(f"codec {codec.__qualname__}: its id must be PACKAGE.NAME, not {name!r}")
+    if CODECS.get(name, codec) is not codec:
+        raise BadArgumentError(f"codec {name}: the class {CODECS[name].__qualname__} has this id already")
+    for stream in streams:
+        if stream != name and not stream.startswith(f"{name}."):
+            raise BadArgumentError(f"codec {name}: its stream {stream!r} must be named {name} or {name}.MORE")
+    CODECS[name] = codec
+    STREAMS.update(streams)
+    return codec
+
+
+def package_of(name: str) -> str:
+    """Return the package that a name of a codec or stream begins with, or "".
+
+    Example:
+        >>> package_of("my-codecs.rounded"), package_of("quantize")
+        ('my-codecs', '')
+    """
+    match = _NAME.fullmatch(name)
+    return match[1] if match else ""
+
+
+def missing(name: str, path: str = "") -> MissingCodecError:
+    """Return the error for a name of another package that is in no table, where an array at `path` needs it."""
+    package = package_of(name)
+    try:
+        found = f"{package} {version(package)} is installed, and has no such entry point in the group {GROUP}"
+    except PackageNotFoundError:
+        found = "it is not installed"
+    where = f"{path}: " if path else ""
+    return MissingCodecError(f"{where}{name!r} is a codec of the package {package!r}: {found}")
+
+
+def _load(name: str) -> bool:
+    """Import the codec that an entry point declares for this name; whether there is one."""
+    if not package_of(name):
+        return False
+    for point in entry_points(group=GROUP):
+        if name == point.name or name.startswith(f"{point.name}."):
+            register(_class_of(point))
+            return True
+    return False
+
+
+def _class_of(point: EntryPoint) -> type[Codec]:
+    """The class of an entry point, which must have its name and be of its package."""
+    package = point.dist.name if point.dist is not None else ""
+    where = f"entry point {point.name} = {point.value} of the package {package!r}"
+    if _plain(package_of(point.name)) != _plain(package):
+        raise MissingCodecError(f"{where}: its name must begin with that of the package")
+    try:
+        found: Any = point.load()
+    except Exception as e:
+        raise MissingCodecError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
+    if getattr(found, "id", None) != point.name:
+        raise MissingCodecError(f"{where}: its id is {getattr(found, 'id', None)!r}")
+    codec: type[Codec] = found
+    return codec
+
+
+def _plain(package: str) -> str:
+    """A package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
