@@ -24,16 +24,17 @@ from .harness import Options, Row, is_red
 from .plot import pyplot
 from .table import show
 
-BENCHMARKS = ("kernels", "codec", "ratio", "search", "store", "saver", "sync", "systems", "trainers", "training")
+BENCHMARKS = ("kernels", "codec", "store", "saver", "sync", "trainers")
 """Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
-STUDIES = ("harm",) if find_spec(".studies", __package__) else ()
-"""The same, under `studies/`, which no wheel has."""
+_STUDIES = ("harm", "ratio", "search", "systems", "training")
+STUDIES = _STUDIES if find_spec(".studies", __package__) else ()
+"""The same under `studies/`, which is in a checkout but not in the wheel."""
 
 NAMES = (*BENCHMARKS, *STUDIES)
 
-STATEFUL = {"kernels": "", "codec": "", "store": "", "saver": "", "training": "cost"}
-"""Benches that take `--state`, and the word without which `--only` leaves out what needs it."""
-LARGE = ("kernels", "store", "training")
+STATEFUL = ("kernels", "codec", "store", "saver")
+"""Benches that take `--state`."""
+LARGE = ("kernels", "store")
 """Benches that take `--large`."""
 TIMED = ("training",)
 """Benches that take `--minutes`."""
@@ -68,8 +69,8 @@ def asked_for(asked: argparse.Namespace) -> dict[str, Any]:
     """How a run was asked for, without the paths of this machine: they are nobody's business and change nothing.
 
     Example:
-        >>> asked_for(_parser().parse_args(["training", "--only", "MLP failures", "--json", "x"]))["command"]
-        "python -m bench training --only 'MLP failures'"
+        >>> asked_for(_parser().parse_args(["codec", "--only", "many small", "--json", "x"]))["command"]
+        "python -m bench codec --only 'many small'"
     """
     words = ["python", "-m", "bench", asked.name]
     words += [f"--{flag}" for flag in ("quick", "large") if getattr(asked, flag)]
@@ -167,11 +168,8 @@ def _check(asked: argparse.Namespace) -> None:
         if asked.plot.suffix.removeprefix(".") not in kinds:
             raise BadArgumentError(f"--plot {asked.plot}: its name must end in one of {', '.join(sorted(kinds))}")
     if asked.state is not None:
-        word = STATEFUL.get(asked.name)
-        if word is None:
+        if asked.name not in STATEFUL:
             raise BadArgumentError(f"--state: bench {asked.name} does not use one; {', '.join(STATEFUL)} do")
-        if asked.only is not None and word not in asked.only:
-            raise BadArgumentError(f"--state: bench {asked.name} uses one for {word!r}, which --only leaves out")
         if not asked.state.exists():
             raise BadArgumentError(f"--state {asked.state}: no such file or folder")
     if asked.large and asked.name not in LARGE:
@@ -194,6 +192,18 @@ def _say_names(console: Console, options: Options) -> None:
         console.print(f"  {name}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _known(name: str) -> str:
+    """Return the name of a bench as it is.
+
+    Raises:
+        ArgumentTypeError: there is no such bench here.
+    """
+    if name in NAMES:
+        return name
+    where = "" if STUDIES else f"; studies ({', '.join(_STUDIES)}) are in bench/studies of a checkout of the repository"
+    raise argparse.ArgumentTypeError(f"{name!r} is unknown; one of {', '.join(NAMES)}{where}")
+
+
 def _parser() -> argparse.ArgumentParser:
     titles = "\n".join(f"  {name:<10} {_module(name).TITLE}" for name in NAMES)
     parser = argparse.ArgumentParser(
@@ -202,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"benchmarks:\n{titles}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=NAMES, help=f"one of {', '.join(NAMES)}")
+    parser.add_argument("name", metavar="NAME", type=_known, help=f"one of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="small sizes, within 30 seconds")
     parser.add_argument("--large", action="store_true", help="sizes up to 1e9 elements too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

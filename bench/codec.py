@@ -3,7 +3,7 @@
 Two states: a real one (from `--state`, else trained here), and one of 100 million parameters (5 million with --quick)
 drawn from it. A base and the delta of the next state, on one thread and on two, and from a GPU (`gpustates.py`), and
 the peak of extra memory. Exact coding also of weights alone, in both formats, and one step of training from their
-parent: drawn from the states of `bench systems`, which has the ratios of those themselves.
+parent.
 """
 
 from __future__ import annotations
@@ -275,16 +275,11 @@ def _exact(dtype: str, pair: Pair) -> Plan:
 def exact_plans(*, quick: bool) -> list[Plan]:
     """Weights of 25 million parameters (3 with `quick`) in both formats, and one step of training later.
 
-    They are drawn from the states of `bench systems`, a GPT (with `quick` an MLP) late in its training, whose own
-    arrays are so small that it is calls that would be timed.
+    They are drawn from the demo's GPT, whose own arrays are so small that the time of a call would be measured.
     """
     import torch
 
-    from .systems.states import states
-
-    found = states(quick)
-    one_step = Pair(found.after[0], found.after[1], f"{found.where()} and one step on")
-    drawn = data.drawn_state(one_step, 3_000_000 if quick else 25_000_000)
+    drawn = data.drawn_state(data.trained(quick=quick, apart=1), 3_000_000 if quick else 25_000_000)
     plans = []
     for dtype in FORMATS:
         before, after = (

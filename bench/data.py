@@ -175,27 +175,33 @@ def _moved(tree: Any) -> Any:
     return tree
 
 
-def trained(*, quick: bool, seed: int = 0) -> Pair:
-    """Two states of the demo's GPT on the standard library's sources: about 2 s (quick) or a minute on one core."""
+def trained(*, quick: bool, seed: int = 0, apart: int = 10) -> Pair:
+    """Train the demo's GPT on the standard library's sources: about 2 s (quick) or a minute on one core.
+
+    Args:
+        quick: a smaller model and fewer steps.
+        seed: of the training.
+        apart: steps between the two states.
+    """
     import torch
 
     from shrinkpoint.demo.config import SIZES
     from shrinkpoint.demo.corpus import Corpus
     from shrinkpoint.demo.trainer import Training
 
-    name, steps, more = ("tiny", 40, 10) if quick else ("small", 150, 10)
+    name, steps = ("tiny", 40) if quick else ("small", 150)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads that wait for each other crawl on a machine shared with others
     try:
         training = Training(SIZES[name], steps=2 * steps, seed=seed, text=Corpus().train)
         states = []
-        for upto in (steps, steps + more):
+        for upto in (steps, steps + apart):
             while training.step < upto:
                 training.advance()
             states.append(_copied(training.state()))
     finally:
         torch.set_num_threads(threads)
-    return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + more}")
+    return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + apart}")
 
 
 def _copied(tree: Any) -> Any:

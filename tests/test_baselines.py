@@ -19,13 +19,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.bench.baselines import BASELINES, Baseline, Saved, State
-from shrinkpoint.bench.baselines.deltadnn import DeltaDNN
-from shrinkpoint.bench.baselines.excp import ExCP
-from shrinkpoint.bench.baselines.gobo import Gobo, _gaps, _places, centroids
-from shrinkpoint.bench.baselines.naive import Naive8Bit
-from shrinkpoint.bench.baselines.partial import Scar, TopN, affordable
-from shrinkpoint.bench.baselines.qd import QDCompressor
+from shrinkpoint.bench.studies.baselines import BASELINES, Baseline, Saved, State
+from shrinkpoint.bench.studies.baselines.deltadnn import DeltaDNN
+from shrinkpoint.bench.studies.baselines.excp import ExCP
+from shrinkpoint.bench.studies.baselines.gobo import Gobo, _gaps, _places, centroids
+from shrinkpoint.bench.studies.baselines.naive import Naive8Bit
+from shrinkpoint.bench.studies.baselines.partial import Scar, TopN, affordable
+from shrinkpoint.bench.studies.baselines.qd import QDCompressor
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 
 ROOT = Path(__file__).parent.parent
@@ -355,18 +355,20 @@ def test_scar_needs_steps() -> None:
         Scar().encode(state(1, 10, of=first), first)
 
 
-def test_the_wheel_has_no_baselines() -> None:
-    """By setuptools' own rules; and no bench needs them to be imported."""
+def test_the_wheel_has_no_studies_and_no_bench_needs_them() -> None:
+    """The packages are those that setuptools finds; every bench of the wheel is imported."""
     from setuptools import find_namespace_packages
 
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     packages = find_namespace_packages(where=str(ROOT / found["where"][0]), exclude=found["exclude"])
     assert "shrinkpoint.bench" in packages
-    assert not [name for name in packages if "baselines" in name or "results" in name]
+    assert not [
+        name for name in packages if any(f"bench.{part}" in name for part in ("studies", "evidence", "results"))
+    ]
     lines = (
         "import sys, importlib",
         "from shrinkpoint.bench.__main__ import BENCHMARKS",
         "[importlib.import_module(f'shrinkpoint.bench.{name}') for name in BENCHMARKS]",
-        "sys.exit(any('baselines' in name for name in sys.modules))",
+        "sys.exit(any('bench.studies.' in name or 'bench.evidence' in name for name in sys.modules))",
     )
     assert subprocess.run([sys.executable, "-c", "; ".join(lines)], check=False).returncode == 0

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from shrinkpoint.bench import __main__ as command
-from shrinkpoint.bench import machine, store, training
+from shrinkpoint.bench import machine, store
 from shrinkpoint.bench.__main__ import BENCHMARKS, LARGE, STATEFUL, main
 from shrinkpoint.bench.harness import Case, Job, Options, Peer, Row, run_cases, wall_clock
+from shrinkpoint.bench.studies import training
 
 HOME = Path(__file__).parents[1]
 
@@ -57,10 +58,7 @@ def test_a_state_that_is_not_used_is_refused(name: str, tmp_path: Path, capsys: 
 def test_a_state_that_only_leaves_out_or_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(training, "run", never)
     monkeypatch.setattr(store, "run", never)
-    assert main(["training", "--only", "MLP failures", "--state", str(tmp_path)]) == 2
-    assert "'cost'" in capsys.readouterr().err
     assert main(["store", "--state", str(tmp_path / "absent")]) == 2
     assert "no such file" in " ".join(capsys.readouterr().err.split())
     assert main(["saver", "--large"]) == 2
@@ -70,7 +68,6 @@ def test_a_state_that_only_leaves_out_or_that_is_not_there(
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_what_a_bench_uses_is_what_it_says_it_uses(name: str) -> None:
     files = [*(HOME / "bench" / name).rglob("*.py"), *(HOME / "bench").glob(f"{name}.py")]
-    files += [HOME / "bench" / "cost.py"] if name == "training" else []
     text = "".join(path.read_text(encoding="utf-8") for path in files)
     assert ("options.state" in text) == (name in STATEFUL)
     assert ("options.large" in text) == (name in LARGE)

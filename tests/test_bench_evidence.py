@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench import provenance, training
-from shrinkpoint.bench.evidence import cells, pages, parts, pictures, results, trainings
+from shrinkpoint.bench.evidence import cells, pages, parts, pictures, provenance, results, trainings
+from shrinkpoint.bench.studies import training
 
 HOME = Path(__file__).parents[1]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench import overhead
-from bench.overhead import Overhead
+from bench.studies import overhead
+from bench.studies.overhead import Overhead
 
 
 class Training:
@@ -110,8 +110,8 @@ def test_a_training_that_is_changed_is_red() -> None:
 
 
 def test_the_tracker_is_held_to_its_target_within_the_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench import search, workloads
     from bench.harness import Options
+    from bench.studies import search, workloads
 
     monkeypatch.setattr(overhead, "of_steps", lambda *args, **named: Overhead(3.0, 0.1, "checked"))
     found = {r.row: r for r in search.tracker_cost(workloads.mlp(), 90, Options())}
@@ -129,7 +129,7 @@ def test_the_tracker_is_held_to_its_target_within_the_window_too(monkeypatch: py
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_real_training() -> None:
     from bench.harness import Options
-    from bench.systems.rows import tracker
+    from bench.studies.systems.rows import tracker
 
     rows = tracker("Check-N-Run row tracker", Options(quick=True))
     assert [r.row for r in rows] == [

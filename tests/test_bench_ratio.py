@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import codec, curves, data, merge, ratio, workloads
+from shrinkpoint.bench import codec, data
 from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import ratios
 from shrinkpoint.bench.harness import Options, Row, is_red, measure, wall_clock
-from shrinkpoint.bench.outcomes import (
+from shrinkpoint.bench.studies import curves, merge, ratio, workloads
+from shrinkpoint.bench.studies.outcomes import (
     EQUAL,
     WITHIN,
     Outcome,
@@ -39,8 +40,8 @@ from shrinkpoint.bench.outcomes import (
     to_json,
     weights_rows,
 )
-from shrinkpoint.bench.ratio import SPACING, Training, same_bits, trained
-from shrinkpoint.bench.workloads import Run, State, Workload
+from shrinkpoint.bench.studies.ratio import SPACING, Training, same_bits, trained
+from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.codec.errors import BadArgumentError
 
 STEPS, EVERY = 90, 4
@@ -525,7 +526,7 @@ def test_the_command_merges_in_place(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert merge.main([str(into), str(new)]) == 0
     found = json.loads(into.read_text(encoding="utf-8"))
     assert found["rows"][0]["value"] == 3.0
-    assert found["run"] == {"command": "python -m bench.merge old.json new.json"}
+    assert found["run"] == {"command": "python -m bench.studies.merge old.json new.json"}
     assert merge.main([str(into), "--measure", "rate 17"]) == 2
     assert "rate 17" in capsys.readouterr().err
 

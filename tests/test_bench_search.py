@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shrinkpoint.bench.search import Measured, missed
+from shrinkpoint.bench.studies.search import Measured, missed
 
 BY = "by more than the 0.07% their losses differ on other data"
 

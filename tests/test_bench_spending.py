@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench import spending, training
-from shrinkpoint.bench.evidence import ratios, speeds, trainings
+from shrinkpoint.bench.evidence import ratios, speeds, spending, trainings
 from shrinkpoint.bench.harness import Row
+from shrinkpoint.bench.studies import training
 
 
 def row(name: str, device: str, value: float | None, **more: Any) -> dict[str, Any]:
@@ -83,16 +83,6 @@ def test_speeds_have_their_copy_of_memory_and_their_commit(results: Any) -> None
     new = [{**row, "peer": "memcpy, fresh", "peer_value": 2e3} for row in SPEEDS[:1]]
     results("codec.json", [*SPEEDS[:3], *new])
     assert speeds.speed().splitlines()[2].endswith("| 9,000 | 2,000 |")
-
-
-def test_two_runs_of_one_state_are_told_apart(results: Any) -> None:
-    assert speeds.two_runs() == "*not measured*"
-    results("codec.json", SPEEDS[:3])
-    found = [row("cost, compress base, default", ONE, 400.0), row("cost, compress base, default", TWO, 400.0)]
-    results("training-cost.json", found, "1234567890")
-    text = speeds.two_runs()
-    assert "a run of commit `1234567`, the README's table of 100 M one of `abcdef0+`" in text
-    assert "by up to 2.0 times (compress base, 2 threads: 400 and 800 MB/s)" in text
 
 
 def killed(model: str, system: str, loss: float | None, size: int = 200_000) -> list[dict[str, Any]]:

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import merge, provenance, systems
 from shrinkpoint.bench.__main__ import main
-from shrinkpoint.bench.baselines.partial import Scar
-from shrinkpoint.bench.baselines.qd import QDCompressor
 from shrinkpoint.bench.devices import threads
-from shrinkpoint.bench.evidence import pages, results
+from shrinkpoint.bench.evidence import pages, provenance, results
 from shrinkpoint.bench.evidence import systems as papers
 from shrinkpoint.bench.harness import Options, Row
-from shrinkpoint.bench.search import Checkpoint, Training
-from shrinkpoint.bench.systems import (
+from shrinkpoint.bench.studies import merge, systems
+from shrinkpoint.bench.studies.baselines.partial import Scar
+from shrinkpoint.bench.studies.baselines.qd import QDCompressor
+from shrinkpoint.bench.studies.search import Checkpoint, Training
+from shrinkpoint.bench.studies.systems import (
     bitsnap,
     inshrinkerator,
     lc,
@@ -112,7 +112,7 @@ def test_what_is_not_installed_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("path", sorted([*FOLDER.glob("*.py"), *(FOLDER.parent / "baselines").glob("*.py")]), ids=str)
 def test_examples(path: Path) -> None:
     name = ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
-    module = importlib.import_module(f"shrinkpoint.bench.{name}".removesuffix(".__init__"))
+    module = importlib.import_module(f"shrinkpoint.bench.studies.{name}".removesuffix(".__init__"))
     assert not doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed
 
 
@@ -603,7 +603,7 @@ def test_the_command_knows_which_result_it_has(tmp_path: Path) -> None:
     assert merge.main([str(into), str(new)]) == 0
     found = json.loads(into.read_text())
     assert [row["value"] for row in found["rows"]] == [2]
-    assert found["run"] == {"command": "python -m bench.merge old.json new.json"}
+    assert found["run"] == {"command": "python -m bench.studies.merge old.json new.json"}
 
 
 RESULTS = sorted(path.stem for path in results.RESULTS.glob("systems*.json"))

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,14 +14,14 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import ablation, cost, faults, training, transfer, workloads
-from shrinkpoint.bench.__main__ import BENCHMARKS, main
+from shrinkpoint.bench.__main__ import NAMES, main
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import __main__ as command
 from shrinkpoint.bench.evidence import pages, parts, results, trainings
-from shrinkpoint.bench.faults import InStore, Outcome, Peer, Uncompressed, behind, endure, kills, uninterrupted
 from shrinkpoint.bench.harness import Options, Row, is_red
-from shrinkpoint.bench.workloads import Run, State, Workload
+from shrinkpoint.bench.studies import ablation, faults, training, transfer, workloads
+from shrinkpoint.bench.studies.faults import InStore, Outcome, Peer, Uncompressed, behind, endure, kills, uninterrupted
+from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.codec.errors import BadArgumentError
 
 STEPS = 40
@@ -300,7 +299,7 @@ def test_a_baseline_is_kept_in_chains_of_its_restored_states() -> None:
 
 @pytest.mark.parametrize("name", training.BASELINES)
 def test_the_real_baselines_fit(name: str) -> None:
-    pytest.importorskip("shrinkpoint.bench.baselines")
+    pytest.importorskip("shrinkpoint.bench.studies.baselines")
     with threads(1):
         system, run = training.SYSTEMS[name](5), Run(short(), 0)
         system.begin(run)
@@ -393,7 +392,7 @@ def test_the_range_over_seeds_is_read_from_the_note() -> None:
 
 def test_a_missing_baseline_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: int) -> Any:
-        raise ImportError("No module named 'shrinkpoint.bench.baselines'")
+        raise ImportError("No module named 'shrinkpoint.bench.studies.baselines'")
 
     monkeypatch.setattr(training, "SYSTEMS", {"QD-compressor": missing})
     study = training.Study(1, ("QD-compressor",))
@@ -414,7 +413,7 @@ def test_quick_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["MLP, 3 failures, lossless: degradation at the end"] == 0.0
     assert values["MLP, 3 failures, default: weights, all checkpoints"] > 5
     assert training.table(rows, 3)["MLP"]["default"]["rework"]["unit"] == "steps"
-    assert "training" in BENCHMARKS
+    assert "training" in NAMES
 
 
 def test_a_long_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,39 +599,6 @@ def test_fine_tuning_depends_on_seed_and_weights_alone() -> None:
         assert cnn.tuned(spoiled, 0) > first
         assert cnn.tuned(cnn.weights, 0) == first
         assert cnn.tuned(cnn.weights, 1) != first
-
-
-# ---------------------------------------------------------------------------------------------------- cost
-
-
-def test_shares_of_stacks() -> None:
-    counts = Counter({("save",): 1, ("save", "a"): 2, ("save", "b", "c"): 1})
-    assert cost.shares(counts) == {
-        ("save",): 1.0,
-        ("save", "a"): 0.5,
-        ("save", "b"): 0.25,
-        ("save", "b", "c"): 0.25,
-    }
-    assert ("save", "b", "c") not in cost.shares(counts, depth=2)
-    assert cost.shares(Counter()) == {}
-
-
-def test_stages_of_a_save_are_found(tmp_path: Path) -> None:
-    state = {"model": {"weight": torch.randn(512, 512)}}
-    with threads(1):
-        counts = cost.sampled(lambda: sp.compress(state), "compress.compress", repeats=10)
-    found = cost.shares(counts)
-    assert found[("compress.compress",)] == 1.0
-    assert {stack[:3] for stack in found} >= {("compress.compress", "compress.compress_inputs", "encode.encode")}
-    for stack, share in found.items():
-        assert share <= found[stack[:-1]] if len(stack) > 1 else True
-    rows = [
-        Row(cost.STAGES + "/".join(s), "cpu", 1, 100 * share, "%", None, None, None, None, None, "")
-        for s, share in found.items()
-    ]
-    assert cost.flames(rows) == pytest.approx(found)
-    cost.picture(rows, tmp_path / "save.png")
-    assert (tmp_path / "save.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---------------------------------------------------------------------------------------------------- evidence

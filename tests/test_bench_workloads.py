@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import faults, large, training, workloads
 from shrinkpoint.bench.devices import threads
-from shrinkpoint.bench.faults import InStore, Uncompressed, endure, uninterrupted
 from shrinkpoint.bench.harness import Options, Row
-from shrinkpoint.bench.workloads import Run, State, Workload
+from shrinkpoint.bench.studies import faults, large, training, workloads
+from shrinkpoint.bench.studies.faults import InStore, Uncompressed, endure, uninterrupted
+from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.store import session
 
 SPACING = 2

@@ -12,7 +12,7 @@ from functools import partial
 
 from shrinkpoint.kernels.errors import BadArgumentError
 
-from .. import training, workloads
+from ..studies import training, workloads
 from . import catalogue, frameworks, levels, parts, ratios, results, speeds, systems, trainings
 
 PAGES = (
@@ -57,9 +57,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "costs": trainings.costs,
     "coders": trainings.coders,
     "transfer": trainings.transferred,
-    "sizes": speeds.sizes,
-    "two runs": speeds.two_runs,
-    "stages": speeds.stages,
     "manifest": results.manifest,
     "flips": parts.flips,
     "fuzzed": parts.fuzzed,

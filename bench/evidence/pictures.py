@@ -7,10 +7,11 @@ from pathlib import Path
 
 from shrinkpoint.demo.picture import draw as demo_picture
 
-from .. import cost, kernels, spending, training, workloads
-from .. import ratio as bench_ratio
+from .. import kernels
 from ..harness import Row
-from . import levels, ratios, trainings
+from ..studies import ratio as bench_ratio
+from ..studies import training, workloads
+from . import levels, ratios, spending, trainings
 from .results import HOME, documents, rows_of
 
 PICTURES = HOME / "docs" / "pictures"
@@ -31,8 +32,6 @@ def pictures() -> dict[str, Callable[[Path], object]]:
         apart = (*training.FURTHER, *workloads.LARGE)
         short = [row for row in rows if row["row"].partition(", ")[0] not in apart]
         found["training.png"] = lambda path: training.plot(short, path)
-    if cost.flames(rows):
-        found["save.png"] = lambda path: cost.picture(rows, path)
     spent = {name: rows_of(f"{name}.json") for name in ("codec", "saver")}
     if all(spent.values()):
         found["cost.png"] = lambda path: spending.picture(spent["codec"], spent["saver"], path)

@@ -7,11 +7,11 @@ import math
 import re
 from collections.abc import Mapping
 
-from .. import ratio as bench_ratio
-from .. import training
 from ..harness import Row
-from ..lossypeers import LOSSY
-from ..outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
+from ..studies import ratio as bench_ratio
+from ..studies import training
+from ..studies.lossypeers import LOSSY
+from ..studies.outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
 from . import trainings
 from .cells import NONE, Json, aimed, markdown, number, order, system_name
 from .results import rows_of

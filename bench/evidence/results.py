@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..provenance import HEADER, commits, manifest_line
 from .cells import Json, markdown
+from .provenance import HEADER, commits, manifest_line
 
 HOME = Path(__file__).resolve().parents[2]
 RESULTS = HOME / "bench" / "results"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..provenance import commits, elsewhere
-from ..systems import short
+from ..studies.systems import short
 from .cells import NONE, Json, crossed, markdown, number
+from .provenance import commits, elsewhere
 from .results import documents, rows_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from .. import ablation, training
+from ..studies import ablation, training
 from .cells import NONE, Json, aimed, markdown, number, order, shown, spread, system_name
 from .results import by_place, rows_of
 

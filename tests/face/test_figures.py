@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench import training
 from shrinkpoint.bench.evidence import levels
+from shrinkpoint.bench.studies import training
 from shrinkpoint.bench.studies.harm.families import FAMILIES
 
 HOME = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.bench.workloads import WORKLOADS, Run, Workload
+from shrinkpoint.bench.studies.workloads import WORKLOADS, Run, Workload
 from shrinkpoint.searching.cube import Cube, Point, normal
 from shrinkpoint.searching.search_state import SearchState
 from shrinkpoint.trainers.sensitivity import SensitivityTracker

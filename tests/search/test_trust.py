@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench.workloads import WORKLOADS, Run
+from shrinkpoint.bench.studies.workloads import WORKLOADS, Run
 from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.searching import conclusion
 from shrinkpoint.searching.cube import Cube, Point

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shrinkpoint.demo.corpus import Corpus
 
-from ...workloads import Workload
+from ..workloads import Workload
 
 _DIGITS = 10
 _TRAINED_ON = 1297

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import shrinkpoint as sp
 
-from ...faults import InStore, Size, kills
-from ...workloads import Run, State
+from ..faults import InStore, Size, kills
+from ..workloads import Run, State
 from .families import Family
 from .settings import NULL, config_of
 

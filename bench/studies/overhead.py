@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .harness import Clock, one_thread_clock
+from ..harness import Clock, one_thread_clock
 from .workloads import Run
 
 BLOCKS, MOST_BLOCKS = 20, 1000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..harness import Options, Row
-from ..plot import Bars, draw
+from ...harness import Options, Row
+from ...plot import Bars, draw
 from .bitsnap import EXPERIMENTS as _BITSNAP
 from .inshrinkerator import EXPERIMENTS as _INSHRINKERATOR
 from .lc import EXPERIMENTS as _LC

@@ -14,9 +14,9 @@ from shrinkpoint.codec.weights.levels import LevelsReference
 from shrinkpoint.codec.weights.quantize import Quantize
 from shrinkpoint.kernels.levels import delta
 
+from ...devices import threads
+from ...harness import Options, Row
 from .. import workloads
-from ..devices import threads
-from ..harness import Options, Row
 from ..search import Training, trained
 from ..workloads import Run, State, Workload
 from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights

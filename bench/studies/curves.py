@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .harness import Row
+from ..harness import Row
+from ..plot import pyplot
 from .outcomes import CASES, FURTHER, RUINED, lost_later, setting_of
-from .plot import pyplot
 
 OURS, PRESET, LIBRARY = "#2a6f97", "#b5651d", "#6b7f3f"
 APART = CASES[1]

@@ -59,7 +59,7 @@ def picture(codec: Sequence[Json], saver: Sequence[Json], path: Path) -> None:
     Raises:
         BadArgumentError: Matplotlib is not installed.
     """
-    from .plot import pyplot
+    from ..plot import pyplot
 
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.6), layout="constrained")

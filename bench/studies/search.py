@@ -30,10 +30,10 @@ import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube, Point, normal
 from shrinkpoint.trainers.sensitivity import batches_that_count
 
+from ..devices import threads
+from ..harness import Options, Row
+from ..plot import Bars, draw
 from . import overhead, workloads
-from .devices import threads
-from .harness import Options, Row
-from .plot import Bars, draw
 from .workloads import Run, State, Workload
 
 TITLE = "evaluations, seconds and size of searched configurations, and what is lost after a restore"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from .harness import Row
+from ..harness import Row
 
 DEVICE = "cpu, 1 thread"
 FURTHER = 200

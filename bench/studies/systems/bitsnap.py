@@ -16,9 +16,9 @@ from torch import nn
 
 import shrinkpoint as sp
 
+from ...devices import threads
+from ...harness import CheckFailed, Options, Row
 from .. import workloads
-from ..devices import threads
-from ..harness import CheckFailed, Options, Row
 from ..workloads import Run, State, Workload
 from .states import States, slowed, states
 from .table import Experiment, mean, row

@@ -27,10 +27,10 @@ from shrinkpoint.codec.config import Rule
 from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.weights.quantize import Quantize
 
+from ..devices import threads
+from ..harness import Options, Row, lacking
 from . import workloads
 from .curves import plot
-from .devices import threads
-from .harness import Options, Row, lacking
 from .lossypeers import LOSSY, floats_of, with_floats
 from .outcomes import (
     FURTHER,

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.kernels.exponent import exponent_buckets
 
-from ..devices import threads
-from ..harness import Options, Row
+from ...devices import threads
+from ...harness import Options, Row
 from .table import Experiment, Mean, mean, row, times
 
 State = dict[str, Any]

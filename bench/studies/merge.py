@@ -1,8 +1,8 @@
-"""`python -m bench.merge RESULT`: what was measured again, put into a result in the place of what it replaces.
+"""Put rows that were measured again into a committed result: `python -m bench.studies.merge RESULT`.
 
-    python -m bench.merge bench/results/ratio-gpt.json NEW.json ...             # rows and outcomes of other runs
-    python -m bench.merge bench/results/ratio-gpt.json --measure "rate 0.0005; weights, rate 0; peers"
-    python -m bench.merge bench/results/systems.json NEW.json ...               # whole experiments of `bench systems`
+    python -m bench.studies.merge bench/results/ratio-gpt.json NEW.json ...     # rows and outcomes of other runs
+    python -m bench.studies.merge bench/results/ratio-gpt.json --measure "rate 0.0005; weights, rate 0; peers"
+    python -m bench.studies.merge bench/results/systems.json NEW.json ...       # whole experiments of `bench systems`
 
 In a result of `bench ratio`, of one model, rows of a system that was measured take the place of the old ones; all rows
 say at which commit they were measured, and rows of systems that `bench ratio` no longer has go. What compares systems
@@ -25,11 +25,12 @@ from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from . import machine, ratio, training, workloads
-from .__main__ import result
-from .harness import Row
+from .. import machine
+from ..__main__ import result
+from ..evidence.provenance import MARK, ON
+from ..harness import Row
+from . import ratio, training, workloads
 from .outcomes import TABLE, System, outcome_of, summary_rows, to_json
-from .provenance import MARK, ON
 
 Json = dict[str, Any]
 
@@ -194,7 +195,7 @@ def measure(model: str, what: Collection[str], say: Callable[[str], None]) -> Js
 def main(arguments: Sequence[str] | None = None) -> int:
     """Merge, and write the result in its place."""
     parser = argparse.ArgumentParser(
-        prog="bench.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench.studies.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("into", type=Path, metavar="RESULT", help="the JSON of one model, written again")
     parser.add_argument("new", type=Path, nargs="*", metavar="NEW", help="of later runs, the newest last")
@@ -207,11 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             new.append(measure(model_of(old), names, lambda what: print(what, file=sys.stderr, flush=True)))
         document = merged(old, new) if _is_ratio(old) else replaced(old, new)
     except (BadArgumentError, OSError) as error:
-        print(f"bench.merge: {error}", file=sys.stderr)
+        print(f"bench.studies.merge: {error}", file=sys.stderr)
         return 2
     names = [path.name for path in (asked.into, *asked.new)]
     words = [*names, *([] if asked.measure is None else ["--measure", asked.measure])]
-    document["run"] = {"command": shlex.join(["python", "-m", "bench.merge", *words])}
+    document["run"] = {"command": shlex.join(["python", "-m", "bench.studies.merge", *words])}
     asked.into.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..devices import threads
+from ..harness import Options, Row
 from . import workloads
-from .devices import threads
 from .faults import Outcome
-from .harness import Options, Row
 from .training import (
     BOUND,
     EXACT,

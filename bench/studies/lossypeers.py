@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .peers import library
+from ..peers import library
 from .workloads import State
 
 Floats = dict[str, Tensor]

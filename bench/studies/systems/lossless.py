@@ -15,9 +15,9 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.kernels.planes import difference
 
-from ..devices import threads
-from ..harness import CheckFailed, Options, Row
-from ..peers import library
+from ...devices import threads
+from ...harness import CheckFailed, Options, Row
+from ...peers import library
 from .states import states
 from .table import DEVICE, Experiment, row
 

@@ -23,9 +23,9 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
+from ...devices import threads
+from ...harness import Options, Row, interleave, one_thread_clock
 from .. import overhead, workloads
-from ..devices import threads
-from ..harness import Options, Row, interleave, one_thread_clock
 from ..workloads import Run, State
 from .table import DEVICE, Experiment, mean, row, times
 

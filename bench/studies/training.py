@@ -23,8 +23,9 @@ from typing import Any
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
+from ..devices import threads
+from ..harness import Options, Row
 from . import workloads
-from .devices import threads
 from .faults import (
     InStore,
     Outcome,
@@ -37,7 +38,6 @@ from .faults import (
     uninterrupted,
     warm_up,
 )
-from .harness import Options, Row
 from .workloads import Workload
 
 TITLE = "degradation, rework, ratio and cost of trainings that are killed and restored; transfer; ablation; cost"
@@ -293,7 +293,7 @@ class Model:
 
 def run(options: Options) -> list[Row]:
     """All rows; a few of one small model with `--quick`."""
-    from . import ablation, cost, large, transfer
+    from . import ablation, large, transfer
 
     rows: list[Row] = []
     with threads(1):
@@ -306,7 +306,6 @@ def run(options: Options) -> list[Row]:
                 rows += ablation.rows(model, study, options)
         rows += targets(rows)
         rows += transfer.rows(options)
-        rows += cost.rows(options)
     return rows + large.rows(options)
 
 
@@ -558,7 +557,7 @@ def plot(rows: Sequence[Any], path: Path) -> None:
     """
     from shrinkpoint.kernels.errors import BadArgumentError
 
-    from .plot import pyplot
+    from ..plot import pyplot
 
     models = {
         name: {system: columns for system, columns in systems.items() if not is_searched(system)}

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
+from ..harness import Options, Row, lacking
 from . import workloads
-from .harness import Options, Row, lacking
 from .workloads import Run
 
 Weights = dict[str, Tensor]

@@ -23,8 +23,8 @@ from shrinkpoint.codec.state.leaves import is_array
 from shrinkpoint.codec.weights.levels import LevelsReference
 from shrinkpoint.kernels.levels import delta
 
+from ..harness import Options, Row
 from .faults import InStore, Searching
-from .harness import Options, Row
 from .workloads import Run
 
 if TYPE_CHECKING:
