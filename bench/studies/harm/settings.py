@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import shrinkpoint as sp
@@ -61,6 +62,12 @@ CANDIDATES: dict[str, Callable[[], sp.Config]] = {
 """What the default was chosen from; the first was the default before."""
 
 
+ABLATIONS: dict[str, Callable[[], sp.Config]] = {
+    "compact, not ahead": lambda: dataclasses.replace(sp.presets.compact(), ahead=False)
+}
+"""Levels without one of their mechanisms."""
+
+
 def config_of(setting: str) -> sp.Config:
     """Return the configuration of a setting by its name."""
-    return (LEVELS | PARTS | CANDIDATES)[setting]()
+    return (LEVELS | PARTS | CANDIDATES | ABLATIONS)[setting]()
