@@ -19,8 +19,7 @@ def start_worker(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:
         threads: how many it computes with.
     """
     command = [sys.executable, "-P", "-m", "shrinkpoint.store.worker", str(fd), str(os.getpid())]
-    # Its own process group, so that signals to the trainer's group do not reach it. Not its own session: Linux weighs
-    # niceness within a session only, so the worker would take as much of a core as the trainer.
+    # A session of its own, so that signals to the group, session or terminal of the trainer do not reach it.
     with signals.held_back():
         return subprocess.Popen(
             command,
@@ -29,7 +28,7 @@ def start_worker(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:
             stderr=log,
             pass_fds=(fd,),
             env=child_environment(threads),
-            process_group=0,
+            start_new_session=True,
         )
 
 

@@ -98,6 +98,17 @@ def _warm_up(modules: list[str]) -> None:
     compress(state, compress(state, kinds=kinds), kinds=kinds)
 
 
+def _lower_priority(nice: int) -> None:
+    """Let this process yield to its trainer.
+
+    Linux weighs niceness within a session only ("autogroup"), and sessions by a niceness of their own.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(nice)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
+        file.write(str(os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 def main() -> None:
     """Run the worker; arguments: the descriptor of its socket, the trainer's process id."""
     signals.ignore()
@@ -106,8 +117,7 @@ def main() -> None:
     if first is None:
         return
     options = first[0]
-    with contextlib.suppress(OSError):
-        os.nice(options["nice"])
+    _lower_priority(options["nice"])
     # Imported at the lower priority: it takes a second.
     from .jobs import open_store
     from .maintenance import Maintainer, Maintenance

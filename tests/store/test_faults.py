@@ -45,13 +45,13 @@ def script(code: str, *arguments: object, **environment: str) -> subprocess.Comp
 @posix
 @pytest.mark.parametrize("moment", ["starting", "saving"])
 def test_signals_of_a_scheduler_lose_no_save(moment: str, tmp_path: Path) -> None:
-    """To the worker itself, as to every process of a job; its process group is not the trainer's."""
+    """To the worker itself, as to every process of a job; its session is not the trainer's."""
     done = script(
         """
         import os, sys, time, numpy as np, shrinkpoint as sp
         from shrinkpoint.store.signals import IGNORED
         saver = sp.Saver(sp.Store(sys.argv[1]))
-        assert os.getpgid(saver.pid) == saver.pid
+        assert os.getsid(saver.pid) == saver.pid
         if sys.argv[2] == "saving":
             saver.save(1, {"weight": np.zeros(9)}).result()
         saver.save(2, {"weight": np.random.default_rng(0).normal(size=3_000_000)})
@@ -65,6 +65,66 @@ def test_signals_of_a_scheduler_lose_no_save(moment: str, tmp_path: Path) -> Non
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert sp.Store(tmp_path).steps()[-2:] == [2, 3]
+
+
+@linux
+@pytest.mark.parametrize("to", ["group", "session"])
+def test_signals_to_the_job_reach_the_trainer_alone(to: str, tmp_path: Path) -> None:
+    """Every signal, uncatchable ones included, to the trainer's group or to each process of its session.
+
+    A child of the trainer, which handles none of them, is killed: the signals did arrive.
+    """
+    code = """
+        import os, signal, subprocess, sys, numpy as np, shrinkpoint as sp
+        from shrinkpoint.store.signals import IGNORED
+        saver = sp.Saver(sp.Store(sys.argv[1]))
+        saver.save(1, {"weight": np.zeros(9)}).result()
+        other = subprocess.Popen(["sleep", "600"])
+        saver.save(2, {"weight": np.random.default_rng(0).normal(size=3_000_000)})
+        if sys.argv[2] == "group":
+            members = [0]
+        else:
+            found = []
+            for entry in os.scandir("/proc"):
+                try:
+                    if entry.name.isdigit() and os.getsid(int(entry.name)) == os.getsid(0):
+                        found.append(int(entry.name))
+                except ProcessLookupError:
+                    pass
+            assert {os.getpid(), other.pid} <= set(found) and saver.pid not in found
+            members = sorted(found, key=lambda pid: pid == os.getpid())
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+            for pid in members:
+                os.kill(pid, number)
+        assert other.wait() < 0
+        saver.save(3, {"weight": np.zeros(9)}).result()
+        saver.save(4, {"weight": np.zeros(9)})
+        print(saver.pid, flush=True)
+        os.kill(members[-1], signal.SIGKILL)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), to]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    out, err = job.communicate(timeout=300)
+    assert (job.returncode, err) == (-signal.SIGKILL, "")
+    worker = int(out)
+    end = time.monotonic() + 60
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists(), "it ends after its trainer"
+    assert sp.Store(tmp_path).steps() == [1, 2, 3, 4], "the save in flight is finished first"
+
+
+@linux
+def test_a_worker_yields_to_its_trainer(tmp_path: Path) -> None:
+    """Its session has the niceness too: Linux would otherwise give both sessions the same share of a core."""
+    with sp.Saver(sp.Store(tmp_path), nice=7) as saver:
+        saver.save(1, {"weight": np.zeros(9)}).result()
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, saver.pid) == min(mine + 7, 19)
+        group = Path(f"/proc/{saver.pid}/autogroup")
+        if group.exists():
+            assert group.read_text().split()[-1] == str(min(mine + 7, 19))
 
 
 @posix
