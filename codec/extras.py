@@ -8,6 +8,7 @@ from __future__ import annotations
 EXTRAS = {
     "demo": ("matplotlib>=3.8",),
     "s3": ("s3fs>=2024.10",),
+    "obstore": ("obstore>=0.8",),
     "hub": ("safetensors>=0.4",),
     "lightning": ("lightning>=2.4",),
     "transformers": ("transformers>=4.50", "accelerate>=1.0", "safetensors>=0.4"),

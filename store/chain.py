@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..codec.checkpoint import Checkpoint
-from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.format.ranged import Ranged
 from .catalog import Entry
 from .files import Files, is_damage
@@ -15,6 +15,8 @@ from .manifest import Manifest
 
 T = TypeVar("T")
 FOLDER = "data"
+_FEW = 4
+"""Objects that are looked for one by one, rather than listed."""
 
 
 def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
@@ -49,8 +51,31 @@ def check(manifest: Manifest, found: Checkpoint) -> None:
         raise CorruptDataError(f"step {manifest.step}: {manifest.file} is not the checkpoint its manifest names")
 
 
+def _refuse_sharded(files: Files, manifest: Manifest) -> None:
+    if manifest.shards:
+        raise BadArgumentError(
+            f"step {manifest.step} of {files.root} was saved by several ranks: load it by torch.distributed.checkpoint "
+            f"with storage_reader=shrinkpoint.trainers.dcp.Reader(store, {manifest.step})"
+        )
+
+
+def missing(files: Files, names: Collection[str]) -> set[str]:
+    """Return the missing ones of these data files, without listing a folder of thousands on a disk."""
+    if files.local or len(names) <= _FEW:
+        return {name for name in names if not files.exists(f"{FOLDER}/{name}")}
+    # A listing may lag behind other hosts.
+    absent = set(names).difference(files.list(FOLDER))
+    return {name for name in absent if not files.exists(f"{FOLDER}/{name}")}
+
+
 def resolve(files: Files, manifest: Manifest) -> tuple[Checkpoint, Checkpoint]:
-    """Return a step's checkpoint, resolved by reading its chain upwards, and the base."""
+    """Return a step's checkpoint, resolved by reading its chain upwards, and the base.
+
+    Raises:
+        BadArgumentError: several ranks saved it.
+        CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
+    """
+    _refuse_sharded(files, manifest)
     base: Checkpoint | None = None
     found: Checkpoint | None = None
     for name in reversed(manifest.chain):
@@ -64,6 +89,7 @@ def resolve(files: Files, manifest: Manifest) -> tuple[Checkpoint, Checkpoint]:
 
 def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Checkpoint]:
     """Return a function that opens the headers of a chain downwards, for `codec.partial`."""
+    _refuse_sharded(files, manifest)
     names = iter(manifest.chain)
 
     def open_next(above: Checkpoint | None) -> Checkpoint:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import ChainPolicy
 from ..codec.errors import CorruptDataError, NewerFormatError
 from .catalog import Catalog
-from .chain import FOLDER, carried_by
+from .chain import FOLDER, carried_by, missing
 from .files import Files, StoreWarning
 from .manifest import Manifest, data_name
 from .policy import Size, wants_base
-
-_FEW = 4
-"""Objects that are looked for one by one, rather than listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class ChainHead:
         is_same = entry is not None and entry.manifest.identity == self.manifest.identity
         now = replace(self, manifest=entry.manifest) if is_same and entry is not None else self
         # Files of a step that was replaced or removed may still exist for others.
-        gone = _missing(files, now.manifest.chain)
+        gone = missing(files, now.manifest.chain)
         if gone and is_same:
             names = ", ".join(files.path(f"{FOLDER}/{name}") for name in sorted(gone)[:3])
             message = f"step {now.manifest.step}: {names} is missing: a new chain begins; verify() lists the losses"
@@ -81,13 +77,6 @@ class ChainHead:
             message += "The next save begins a new chain with a base"
             warnings.warn(message, StoreWarning, stacklevel=3)
         return None if gone else now
-
-
-def _missing(files: Files, names: Sequence[str]) -> set[str]:
-    """Return the missing data files, without listing a folder of thousands on a disk."""
-    if files.local or len(names) <= _FEW:
-        return {name for name in names if not files.exists(f"{FOLDER}/{name}")}
-    return set(names).difference(files.list(FOLDER))
 
 
 def manifest_over(head: ChainHead | None, step: int, ckpt: Checkpoint, metric: float | None) -> Manifest:

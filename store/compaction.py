@@ -113,8 +113,7 @@ class Compaction:
     def run(self) -> list[int]:
         """Compact every tree that has a step over the bound; return the moved steps, ascending."""
         roots = []
-        # Nothing is known of a step with an unreadable manifest; it stays as it is.
-        entries, self.problems = self._catalog.readable()
+        entries = self._entries()
         self._go_on(entries)
         for root in forest(entries.values()):
             costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
@@ -125,13 +124,18 @@ class Compaction:
             self._tree(root, self._over(root), self._base_for(root))
         return sorted(self._changed)
 
+    def _entries(self) -> dict[int, Entry]:
+        """The steps that may be moved: not those with an unreadable manifest, nor sharded ones."""
+        entries, self.problems = self._catalog.readable()
+        return {step: entry for step, entry in entries.items() if not entry.manifest.shards}
+
     def free(self) -> list[int]:
         """Give steps other parents, to free files of removed steps; return the moved steps.
 
         Only where these files take over twice the bytes of the bases that are written instead, so that every rewrite
         of a chain frees at least as much as it writes.
         """
-        entries, self.problems = self._catalog.readable()
+        entries = self._entries()
         sizes = self._files.sizes(FOLDER)
         self._nearest = True
         for root in forest(entries.values()):

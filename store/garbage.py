@@ -13,6 +13,7 @@ from . import labels, restore_counter, rewinds
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry, named, unknown
 from .chain import FOLDER as DATA
+from .chain import missing
 from .files import TEMPORARY, Files, StoreWarning, is_damage
 from .lock import Lease, Lock
 from .manifest import Manifest, is_data, manifest_name
@@ -65,7 +66,7 @@ def collect(
             # A run that went back has two ends; each keeps what it would keep as the newest.
             keep |= _kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
         entries = {s: e for s, e in entries.items() if s in keep | protected}
-    needed = {name for entry in entries.values() for name in entry.manifest.chain}
+    needed = {name for entry in entries.values() for name in entry.manifest.files}
     doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
     manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
     garbage = [_garbage(files, folder, needed) for folder in _FOLDERS]
@@ -107,7 +108,7 @@ def take_back(files: Files, catalog: Catalog, lock: Lock, file: str) -> None:
     If others are writing, it is left as garbage.
     """
     with contextlib.suppress(Exception), lock.alone(0.0):
-        if not any(file.endswith(name) for e in catalog.all().values() for name in e.manifest.chain):
+        if not any(file.endswith(name) for e in catalog.all().values() for name in e.manifest.files):
             files.remove([file])
 
 
@@ -138,17 +139,23 @@ def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> s
 
 
 def _is_intact(files: Files, manifest: Manifest, known: dict[str, bool]) -> bool:
-    """Whether a step's files are intact; each file is read once, see `known`."""
+    """Whether a step's files are intact; each file is read once, see `known`.
+
+    Of a sharded step, which no single process could read in time, the files of the ranks need only exist.
+    """
+    if manifest.shards and missing(files, manifest.files):
+        return False
     for name in manifest.chain:
         if name not in known:
             give_way()
-            known[name] = _is_whole(files, name)
+            known[name] = is_whole(files, name)
         if not known[name]:
             return False
     return True
 
 
-def _is_whole(files: Files, name: str) -> bool:
+def is_whole(files: Files, name: str) -> bool:
+    """Whether a data file exists, has no damage, and is the one that its name says."""
     try:
         found = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
         return name.endswith(f"-{found.id[:16]}.spt")

@@ -17,7 +17,8 @@ from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
 from ..kernels.arguments import integer
 from .checksummed_json import check_sum, seal
 
-VERSION = 1
+VERSION = 2
+"""The highest that is known: 1 for steps of one process, 2 for sharded ones."""
 MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**9 - 1
 _DATA = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.spt")
@@ -43,6 +44,8 @@ class Manifest:
         base_nbytes: stored bytes of that base.
         spent: stored bytes of all checkpoints saved since it, this one included.
         metric: how good the model is, for retention, or None.
+        shards: name and bytes of the data files of a sharded step, which several processes wrote, and of those that
+            theirs are deltas over; `file` then says which array is where. Empty for a step of one process.
     """
 
     step: int
@@ -57,6 +60,7 @@ class Manifest:
     base_nbytes: int
     spent: int
     metric: float | None = None
+    shards: tuple[tuple[str, int], ...] = ()
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -64,14 +68,30 @@ class Manifest:
         return (self.file, *self.parents)
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """All data files that the step needs."""
+        return (*self.chain, *(name for name, _ in self.shards))
+
+    @property
+    def own_files(self) -> dict[str, int]:
+        """Name and bytes of the data files that were written for this step."""
+        own = {name: size for name, size in self.shards if name.startswith(f"{self.step:012d}-")}
+        return own | {self.file: self.nbytes}
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of `own_files`; `nbytes` for a step of one process."""
+        return sum(self.own_files.values())
+
+    @property
     def is_delta(self) -> bool:
-        """Whether it needs a parent."""
-        return bool(self.parents)
+        """Whether it needs files of other steps."""
+        return len(self.files) > len(self.own_files)
 
     @property
     def ratio(self) -> float:
-        """`raw_nbytes / nbytes`."""
-        return self.raw_nbytes / self.nbytes
+        """`raw_nbytes / stored_nbytes`."""
+        return self.raw_nbytes / self.stored_nbytes
 
     @property
     def restore_cost(self) -> float:
@@ -80,7 +100,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON with a checksum."""
-        return seal({"version": VERSION, **asdict(self)})
+        fields = asdict(self)
+        del fields["shards"]
+        if self.shards:
+            return seal({"version": 2, **fields, "shards": dict(self.shards)})
+        return seal({"version": 1, **fields})
 
     @staticmethod
     def from_bytes(data: bytes, step: int) -> Manifest:
@@ -94,9 +118,10 @@ class Manifest:
                 )
             check_sum(data)
             del fields["checksum"]
-            if type(version) is not int or version != VERSION:
+            if type(version) is not int or version < 1 or (version == 2) != bool(fields.get("shards")):
                 raise ValueError(f"version {str(version)[:20]!r}")
-            manifest = Manifest(**{**fields, "parents": tuple(fields["parents"])})
+            shards = tuple(fields.pop("shards", {}).items())
+            manifest = Manifest(**{**fields, "parents": tuple(fields["parents"])}, shards=shards)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             raise CorruptDataError(f"step {step}: its manifest is malformed: {str(e)[:200]}") from None
         if not manifest._is_sound() or manifest.step != step:
@@ -104,13 +129,15 @@ class Manifest:
         return manifest
 
     def _is_sound(self) -> bool:
-        numbers = (self.step, self.nbytes, self.raw_nbytes, self.carried, self.since_base, self.base_nbytes, self.spent)
+        sizes = (size for _, size in self.shards)
+        counts = (self.carried, self.since_base, self.base_nbytes, self.spent)
+        numbers = (self.step, self.nbytes, self.raw_nbytes, *counts, *sizes)
         hashes = (self.id, self.identity)
         return (
             all(type(n) is int and n >= 0 for n in numbers)
             and self.nbytes > 0
-            and all(isinstance(n, str) and _DATA.fullmatch(n) for n in self.chain)
-            and len(set(self.chain)) == len(self.chain)
+            and all(isinstance(n, str) and _DATA.fullmatch(n) for n in self.files)
+            and len(set(self.files)) == len(self.files)
             and all(isinstance(h, str) and _HASH.fullmatch(h) for h in hashes)
             and self.file == data_name(self.step, self.id)
             and (self.metric is None or (type(self.metric) is float and math.isfinite(self.metric)))

@@ -56,7 +56,9 @@ class ObjectFiles:
         self.fs, self.root = fs, root
         self._retry = Retry() if retry is None else retry
         put = getattr(fs, "_pipe_file", None) if getattr(fs, "async_impl", False) else fs.pipe_file
-        self._conditional = put is not None and "mode" in inspect.signature(put).parameters
+        # obstore's file system for fsspec takes the mode and ignores it; `obstore::` URLs do not use that one.
+        ignored = type(fs).__module__.startswith("obstore.")
+        self._conditional = put is not None and "mode" in inspect.signature(put).parameters and not ignored
 
     def path(self, name: str) -> str:
         """Full path of a name."""

@@ -23,7 +23,7 @@ from .chain import FOLDER, resolve
 from .chain_head import ChainHead, manifest_over
 from .files import Files, StoreWarning
 from .garbage import take_back
-from .lock import Lock
+from .lock import Lease, Lock
 from .manifest import Manifest, check_metric, check_step
 from .memory_copies import MemoryCopies
 from .policy import Size, smaller
@@ -154,7 +154,7 @@ class Session:
         """See `Store.save`."""
         step, metric = check_step(step), check_metric(metric)
         asked = self._cfg if cfg is None else replace(check_config(cfg), chain=self._cfg.chain)
-        head, record, replays = None, None, False
+        head = None
         with contextlib.ExitStack() as undo:
             # Held from before the parent is read until the manifest exists, so that `gc` does not remove the parent.
             with self._lock.shared() as lease:
@@ -167,20 +167,31 @@ class Session:
                 file = f"{FOLDER}/{manifest.file}"
                 undo.callback(take_back, self._files, self._catalog, self._lock, file)
                 self._files.write(file, ckpt.to_bytes())
-                lease.renew()
-                replays, record = self._go_back(manifest, undo)
-                if self._files.local and not self._files.exists(file):
-                    raise FileNotFoundError(errno.ENOENT, "moved or removed during the save", self._files.path(file))
-                self._catalog.commit(manifest)
+                self.commit(manifest, lease, undo)
             undo.pop_all()
         self.head = ChainHead.after(self._cfg.chain, manifest, ckpt, head)
         self._update_average(arrays, ckpt, step)
-        self.loaded = self.loaded.replayed(step) if self.loaded is not None and replays else None
-        if record is not None:
-            self._left.update(record.left)
         if self._copies is not None:
             self._copies.put(step, manifest.file, manifest.parents, ckpt.to_bytes())
         return Saved(step, self._files.path(file), ckpt)
+
+    def commit(self, manifest: Manifest, lease: Lease, undo: contextlib.ExitStack) -> None:
+        """Commit a step whose data files are durable.
+
+        Args:
+            manifest: of the step.
+            lease: on the store, held shared since before the files were written.
+            undo: what is to be done if the save fails, also by an error after this call.
+        """
+        lease.renew()
+        replays, record = self._go_back(manifest, undo)
+        if self._files.local and not self._files.exists(f"{FOLDER}/{manifest.file}"):
+            path = self._files.path(f"{FOLDER}/{manifest.file}")
+            raise FileNotFoundError(errno.ENOENT, "moved or removed during the save", path)
+        self._catalog.commit(manifest)
+        self.loaded = self.loaded.replayed(manifest.step) if self.loaded is not None and replays else None
+        if record is not None:
+            self._left.update(record.left)
 
     def _go_back(self, manifest: Manifest, undo: contextlib.ExitStack) -> tuple[bool, rewinds.Rewind | None]:
         """Record the steps left behind; return whether the same step exists, and the record."""
@@ -192,7 +203,7 @@ class Session:
         record = rewinds.going_back(self._catalog, steps, manifest, self.loaded, self._left)
         if record is not None:
             undo.callback(rewinds.take_back, self._files, self._catalog, record, manifest)
-            warnings.warn(record.message(self._files.root), StoreWarning, stacklevel=4)
+            warnings.warn(record.message(self._files.root), StoreWarning, stacklevel=5)
             # Before the step: a process killed in between has gone back and saved nothing.
             rewinds.write(self._files, record)
         return False, record

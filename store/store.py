@@ -171,7 +171,7 @@ class Store:
             True
         """
         sizes = self._files.sizes(DATA)
-        steps = {manifest.file for manifest in self.manifests()[0].values()}
+        steps = {name for manifest in self.manifests()[0].values() for name in manifest.own_files}
         return DiskUsage(sum(size for name, size in sizes.items() if name in steps), sum(sizes.values()))
 
     def read(self, step: int | str) -> Checkpoint:

@@ -95,7 +95,7 @@ def copy_all(
 
 
 def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]) -> None:
-    """Copy the missing or damaged files of a step's chain, the base first.
+    """Copy the missing or damaged files of a step, the base of its chain before its deltas.
 
     Args:
         source: the files to copy from.
@@ -106,7 +106,7 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
     Raises:
         CorruptDataError, MissingParentError: a file does not match its name, or is missing.
     """
-    for name in reversed(manifest.chain):
+    for name in reversed(manifest.files):
         path = f"{FOLDER}/{name}"
         if name in sound or _is_sound(target, name):
             sound.add(name)

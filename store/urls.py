@@ -16,6 +16,7 @@ from ..codec.errors import BadArgumentError
 from .files import Files
 from .local import LocalFiles
 from .objects import ObjectFiles
+from .obstore_client import PREFIX, open_client
 
 UNOPENED = (ValueError, ImportError, AttributeError, TypeError, KeyError, NotImplementedError)
 """Errors of fsspec and its file systems for an invalid URL."""
@@ -31,6 +32,7 @@ def one_name(url: str) -> str:
         >>> one_name("/a/../b/"), one_name("memory://aa/")
         ('/b', 'memory:///aa')
     """
+    url = without_client(url)
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except UNOPENED:
@@ -38,9 +40,14 @@ def one_name(url: str) -> str:
     return os.path.realpath(root) if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(root.rstrip("/")))
 
 
+def without_client(url: str) -> str:
+    """Return a URL without the prefix that chooses a client: the same place by fsspec."""
+    return url.removeprefix(PREFIX)
+
+
 def is_of_this_process(url: str) -> bool:
     """Whether a URL is in this process's memory, where no other process finds it."""
-    *_, lowest = _chained(fsspec.core.url_to_fs(url)[0])
+    *_, lowest = _chained(fsspec.core.url_to_fs(without_client(url))[0])
     return isinstance(lowest, MemoryFileSystem)
 
 
@@ -57,7 +64,10 @@ def open_files(url: str | os.PathLike[str]) -> Files:
     Raises:
         ValueError, ImportError: an unknown kind of URL, a file system that is not installed, or a cache.
     """
-    fs, root = fsspec.core.url_to_fs(os.fspath(url))
+    text = os.fspath(url)
+    if text.startswith(PREFIX):
+        return ObjectFiles(*open_client(text))
+    fs, root = fsspec.core.url_to_fs(text)
     root = root.rstrip("/") or "/"
     if any(isinstance(one, CachingFileSystem) for one in _chained(fs)):
         raise ValueError("it contains a cache, which returns old contents; a step may be replaced")
@@ -89,7 +99,7 @@ def opened(url: Any) -> Files:
 
 def _check_folder(url: str, root: str) -> None:
     """Raise BadArgumentError unless a path is a folder or does not exist yet."""
-    if "::" in url:
+    if "::" in without_client(url):
         # fsspec would take the first part for a file system.
         raise BadArgumentError(f"url {url!r}: '::' chains file systems; a folder name cannot contain it here")
     path = root

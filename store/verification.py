@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ..codec.errors import ShrinkpointError
 from .catalog import Catalog, Entry
-from .chain import forest, resolve, walk
+from .chain import FOLDER, forest, resolve, walk
 from .files import Files
+from .garbage import is_whole
 
 Progress = Callable[[int, int, int], None]
 """Called with (step, done, total) after each step."""
@@ -24,6 +25,7 @@ def problems(files: Files, catalog: Catalog, progress: Progress | None = None) -
     entries, found = catalog.readable()
     total = len(entries) + len(found)
     done = len(found)
+    known: dict[str, bool] = {}
     for root in forest(entries.values()):
         for visited in walk(files, root):
             entry = visited.node.entry
@@ -34,10 +36,21 @@ def problems(files: Files, catalog: Catalog, progress: Progress | None = None) -
                 why = _still_wrong(files, catalog, entry, visited.problem)
                 if why:
                     found[step] = why
+            elif why := _wrong_shards(files, entry, known):
+                found[step] = why
             done += 1
             if progress is not None:
                 progress(step, done, total)
     return dict(sorted(found.items()))
+
+
+def _wrong_shards(files: Files, entry: Entry, known: dict[str, bool]) -> str:
+    """Which files of ranks are not intact, for a message; "" if all are. Each file is read once, see `known`."""
+    for name, _ in entry.manifest.shards:
+        if name not in known:
+            known[name] = is_whole(files, name)
+    wrong = [files.path(f"{FOLDER}/{name}") for name, _ in entry.manifest.shards if not known[name]]
+    return f"step {entry.manifest.step}: missing or damaged: {', '.join(wrong[:5])}" if wrong else ""
 
 
 def _still_wrong(files: Files, catalog: Catalog, entry: Entry, problem: ShrinkpointError) -> str:

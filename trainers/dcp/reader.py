@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -14,13 +15,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...codec.checkpoint import Checkpoint
-from ...codec.errors import BadArgumentError, CorruptDataError
+from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from ...codec.partial import decode_only
 from ...codec.state.tree import unflatten
 from ...store.files import Files
+from ...store.manifest import check_step
+from ...store.sharded import files_of
+from ...store.store import Store
 from .chain import open_folder, opener, read_index
 from .entry_paths import VALUES, key_of, numbered, place
 from .metadata import FOLDER, Index, RankFile, Shard
+from .target import StoreSteps, newest_step, read_step
 
 BATCH = 1 << 25
 """Bytes of arrays decoded at a time, a larger array alone: bounds the memory in addition to the state that is filled.
@@ -37,17 +42,24 @@ class Reader(StorageReader):
     batch after another. Nothing is unpickled that comes from the checkpoint.
 
     Args:
-        path: folder or fsspec URL; None: `checkpoint_id` of each load.
+        path: folder, fsspec URL, or `Store`; None: `checkpoint_id` of each load.
+        step: with a store, which step; None: the newest one whose files all exist, as `Store.load` looks for it.
 
     Raises:
-        BadArgumentError: `path` is none.
+        BadArgumentError: `path` is neither, or a step without a store.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | Store | None = None, step: int | None = None) -> None:
         super().__init__()
-        if path is not None:
+        if step is not None and not isinstance(path, Store):
+            raise BadArgumentError(f"step is {step!r:.40}; it is for a Store")
+        self.store = path if isinstance(path, Store) else None
+        self.step = None if step is None else check_step(step)
+        """With a store: the step to load, and after a load the one that was loaded."""
+        self.path: str | None = None
+        if path is not None and not isinstance(path, Store):
             open_folder(path)
-        self.path = None if path is None else os.fspath(path)
+            self.path = os.fspath(path)
         self._index: Index | None = None
 
     @classmethod
@@ -62,12 +74,16 @@ class Reader(StorageReader):
     @property
     def checkpoint_id(self) -> str:
         """What is loaded next; "" where that is not known yet."""
-        return self.path or ""
+        return self.path or ("" if self.step is None else str(self.step))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next load is of `checkpoint_id`; None: of the same again."""
+        """The next load is of `checkpoint_id`, with a store a step; None: of the same again."""
         self._index = None
-        if checkpoint_id is not None:
+        if checkpoint_id is not None and self.store is not None:
+            target = StoreSteps(self.store)
+            target.move(checkpoint_id)
+            self.step = int(target.place or 0)
+        elif checkpoint_id is not None:
             open_folder(checkpoint_id)
             self.path = os.fspath(checkpoint_id)
 
@@ -78,8 +94,16 @@ class Reader(StorageReader):
             MissingParentError: there is no complete checkpoint.
             CorruptDataError, NewerFormatError: the metadata is not readable.
         """
-        metadata = read_index(open_folder(self.path), kwargs.get("rank")).to_torch()
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path)
+        if self.store is None:
+            index = read_index(open_folder(self.path), kwargs.get("rank"))
+        elif kwargs.get("rank") is not None:
+            raise MissingParentError(f"{self.store.url}: no rank of a store's step has metadata of its own")
+        elif self.step is None:
+            self.step, index = newest_step(self.store)
+        else:
+            index = read_step(self.store, self.step)
+        metadata = index.to_torch()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -89,11 +113,17 @@ class Reader(StorageReader):
         self._index = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
+        """The plan, and in it the step of a store."""
+        return plan if self.store is None else dataclasses.replace(plan, storage_data=self.step)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are.
+
+        Raises:
+            BadArgumentError: the newest step is not the same for all ranks, because another job is saving.
+        """
+        if self.store is not None and len(steps := {plan.storage_data for plan in plans}) > 1:
+            raise BadArgumentError(f"{self.store.url}: ranks found different newest steps, {sorted(steps)}; give one")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -105,13 +135,16 @@ class Reader(StorageReader):
         """
         if self._index is None:
             raise BadArgumentError("set_up_storage_reader comes before read_data")
-        files = open_folder(self.path)
+        files = open_folder(self.path) if self.store is None else files_of(self.store)
         wanted: dict[int, list[tuple[ReadItem, Shard | None]]] = {}
         for item in plan.items:
             number, shard = _source(self._index, item)
             wanted.setdefault(number, []).append((item, shard))
         for number in sorted(wanted):
             _Source(files, self._index, self._index.files[number]).fill(wanted[number], planner)
+        if self.store is not None and self.step is not None:
+            # Where the run continues from: for the parents of a `Writer`, and for steps that it leaves behind.
+            self.store.session.resume_without_parent(self.step)
         done: Future[None] = Future()
         done.set_result(None)
         return done

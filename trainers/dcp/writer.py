@@ -24,7 +24,6 @@ from ...codec.compress import compress_inputs
 from ...codec.config import ChainPolicy, Config, check_config
 from ...codec.errors import (
     BadArgumentError,
-    MissingParentError,
     ShrinkpointError,
     ShrinkpointWarning,
     UnsupportedLeafError,
@@ -32,13 +31,15 @@ from ...codec.errors import (
 from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...store.chain import carried_by
-from ...store.files import TEMPORARY, Files
 from ...store.manifest import Manifest
 from ...store.policy import Size, smaller, wants_base
+from ...store.retention import Retention
+from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average
-from .chain import carry, open_folder, read_index, resolve
+from .chain import open_folder, resolve
 from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
-from .metadata import FOLDER, Offsets, RankFile, build, data_name, is_data, metadata_name
+from .metadata import FOLDER, Offsets, RankFile, build
+from .target import Folders, StoreSteps, Target
 from .thresholds import Weights, agree
 
 
@@ -52,8 +53,8 @@ class _Parent:
 
     Args:
         checkpoint: resolved.
-        file: where it is.
-        folder: of which checkpoint.
+        file: its container and those below it.
+        place: of its checkpoint, see `Target`.
         shards: sizes of its shards by name and offsets.
         last: what this rank saved last: the parent itself, or a delta over it.
         whole: what a base of its last state took; None where none was made since the chain's own.
@@ -62,7 +63,7 @@ class _Parent:
 
     checkpoint: Checkpoint
     file: RankFile
-    folder: str
+    place: str
     shards: Mapping[tuple[str, Offsets], Offsets]
     last: RankFile
     whole: Size | None = None
@@ -90,7 +91,7 @@ _claims = threading.Lock()
 _MOST_KEPT = 4
 _kept: dict[str, _Parent] = {}
 """Parents of writers that arrive again for each save: `async_save` in a process pickles its writer every time."""
-_folders: dict[str, str] = {}
+_places: dict[str, str] = {}
 """Where each of them saved last: parents that are kept no longer are read from there."""
 
 
@@ -103,12 +104,17 @@ class Writer(StorageWriter):
     checkpoint stays whole until the new one is.
     A folder needs no other one: what its deltas are against is linked (where that cannot be, copied) into it.
 
+    With a `Store` each checkpoint is a step of it, whose number is the `checkpoint_id`. All steps share their files, so
+    that a save to a bucket writes the new shards only; rank 0 commits the step, and `Store.gc`, `verify`, `tag`, `copy`
+    and the command line treat it as any other.
+
     Args:
-        path: folder or fsspec URL; None: `checkpoint_id` of each save.
-        cfg: how to compress, and when to take a base (`cfg.chain`, for each rank); default `Config()`. Protection and
-            pruning have one threshold for the weights of all ranks, see `process_group`.
-        parent: folder of the checkpoint that this run resumed from: the first save is a delta against it. None: of the
-            one that is in the folder saved to, if any.
+        path: folder, fsspec URL, or `Store` (each rank opens the same one); None: `checkpoint_id` of each save.
+        cfg: how to compress, and when to take a base (`cfg.chain`, for each rank); default `Config()`, or that of the
+            store. Protection and pruning have one threshold for the weights of all ranks, see `process_group`.
+        parent: folder (with a store, step) of the checkpoint that this run resumed from: the first save is a delta
+            against it. None: of the one that is in the folder saved to, or that a `Reader` of this store has loaded.
+        keep: with a store, which steps rank 0 keeps after each save, as `Store.gc` does; default all.
         kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by name.
         process_group: what `dcp.save` or `dcp.async_save` is given: over it the ranks agree on thresholds. None: the
             default group, in `dcp.save` and in `async_save` by a process. `async_save` by a thread then leaves each
@@ -132,22 +138,27 @@ class Writer(StorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | Store | None = None,
         cfg: Config | None = None,
         *,
-        parent: str | os.PathLike[str] | None = None,
+        parent: str | os.PathLike[str] | int | None = None,
+        keep: Retention | None = None,
         kinds: Mapping[str, Any] | None = None,
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        self.cfg = Config() if cfg is None else check_config(cfg)
+        if keep is not None and not isinstance(path, Store):
+            raise BadArgumentError("keep is for a Store; in folders remove those of older steps")
+        default = path.cfg if isinstance(path, Store) else Config()
+        self.cfg = default if cfg is None else check_config(cfg)
         check_kinds(kinds)
-        for name, value in (("path", path), ("parent", parent)):
-            if value is not None:
-                open_folder(value)
-            setattr(self, name, None if value is None else os.fspath(value))
-        self.path: str | None
-        self.parent: str | None
+        self.target: Target = StoreSteps(path, keep) if isinstance(path, Store) else Folders(path)
+        self.parent: str | None = None
+        if parent is not None:
+            # A target of its own checks it as a place.
+            named: Target = StoreSteps(path) if isinstance(path, Store) else Folders(None)
+            named.move(parent)
+            self.parent = named.place
         self.kinds = kinds
         self.process_group = process_group
         self._head: _Parent | None = None
@@ -158,7 +169,7 @@ class Writer(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A parent is as large as its checkpoint: it stays in the process that saves. That one has a group of its own.
-        self._claim(self.path)
+        self._claim(self.target.place)
         return self.__dict__ | {"_head": None, "process_group": None, "_travelled": True, "_thread": None}
 
     # ---- what torch calls, in this order
@@ -175,7 +186,7 @@ class Writer(StorageWriter):
     @property
     def checkpoint_id(self) -> str:
         """Where the next save goes; "" where that is not known yet."""
-        return self.path or ""
+        return self.target.place or ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The next save goes to `checkpoint_id`; None: to where the last one went.
@@ -184,9 +195,8 @@ class Writer(StorageWriter):
             BadArgumentError: a save by this writer is in flight in another thread.
         """
         if checkpoint_id is not None:
-            open_folder(checkpoint_id)
             self._claim(checkpoint_id)
-            self.path = os.fspath(checkpoint_id)
+            self.target.move(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the rank, and whether ranks talk to each other.
@@ -194,16 +204,16 @@ class Writer(StorageWriter):
         Raises:
             BadArgumentError: a save by this writer is in flight in another thread.
         """
-        self._claim(self.path)
+        self._claim(self.target.place)
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = int(kwargs.get("rank", dist.get_rank() if distributed else 0))
         self._collective = bool(kwargs.get("use_collectives", True))
         self._coordinator = is_coordinator
-        self._files()
+        self.target.begin(is_coordinator=is_coordinator, alone=self._alone)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners know of this storage."""
-        return StorageMeta(checkpoint_id=self.path)
+        return StorageMeta(checkpoint_id=self.target.place)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -243,11 +253,10 @@ class Writer(StorageWriter):
             ShrinkpointError: another rank could not get so far as to agree on thresholds; the message says why.
             OSError: the bytes could not be written.
         """
-        files = self._files()
         talk = self._agrees(plan)
         try:
             state, shards, kinds = self._state(plan, planner)
-            head = self._parent_for(files, shards) if state else None
+            head = self._parent_for(shards) if state else None
             parent = None if head is None else head.checkpoint
             weights = Weights(state, self.cfg, kinds, parent) if talk else None
         except Exception as e:
@@ -270,8 +279,8 @@ class Writer(StorageWriter):
             if head is not None:
                 ckpt, whole = smaller(self.cfg.chain, ckpt, head.base_size, lambda: against(None))
                 head = head if ckpt.is_delta else None
-            written = _describe(self._rank, ckpt, head)
-            files.write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
+            written = _describe(self._rank, self.target.file_name(self._rank, ckpt), ckpt, head)
+            self.target.files().write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
             if trail is not None:
                 trail.follow(state, ckpt)
             self._advance(ckpt, written, shards, head, whole, trail)
@@ -291,26 +300,11 @@ class Writer(StorageWriter):
                 committed, for it has a checkpoint of its own here.
             OSError: the metadata could not be written; nothing is committed.
         """
-        files = self._files()
         ranks = [result.storage_data for of_rank in results for result in of_rank]
         index = dataclasses.replace(build(metadata, ranks), world=len(results))
         if index.partial and len(results) > 1:
             raise BadArgumentError("the shards of all ranks together do not fill their tensors")
-        name = metadata_name(None if self._collective else self._rank)
-        needed, there = {file for rank in index.files for file, _ in rank.chain}, files.list(FOLDER)
-        # A listing may lag behind what other hosts have written.
-        if gone := [file for file in needed.difference(there) if not files.exists(f"{FOLDER}/{file}")]:
-            raise MissingParentError(
-                f"{files.path(f'{FOLDER}/{min(gone)}')} is gone: another job has saved to this folder meanwhile, or "
-                "the ranks do not see one folder"
-            )
-        files.write(name, index.to_bytes())
-        mine = None if self._collective else self._rank
-        garbage = [f"{FOLDER}/{n}" for n in there if is_data(n, mine) and n not in needed]
-        if self._collective:
-            garbage += [f"{FOLDER}/{n}" for n in there if n.startswith(TEMPORARY)]
-            garbage += [n for n in files.list("") if n.startswith(TEMPORARY) and n.endswith(name)]
-        files.remove(garbage)
+        self.target.commit(index, self._alone)
         metadata.storage_data = index
         metadata.storage_meta = self.storage_meta()
 
@@ -332,8 +326,10 @@ class Writer(StorageWriter):
 
     # ---- this rank's state
 
-    def _files(self) -> Files:
-        return open_folder(self.path)
+    @property
+    def _alone(self) -> int | None:
+        """This rank, where ranks do not talk to each other; else None."""
+        return None if self._collective else self._rank
 
     def _state(
         self, plan: SavePlan, planner: SavePlanner
@@ -366,8 +362,8 @@ class Writer(StorageWriter):
 
     # ---- its chain
 
-    def _parent_for(self, files: Files, shards: Mapping[tuple[str, Offsets], Offsets]) -> _Parent | None:
-        """Return the parent of this save, its containers copied to the folder; None: a base."""
+    def _parent_for(self, shards: Mapping[tuple[str, Offsets], Offsets]) -> _Parent | None:
+        """Return the parent of this save, its containers where the save needs them; None: a base."""
         head = self._last()
         asked = head is None
         if head is None:
@@ -378,10 +374,10 @@ class Writer(StorageWriter):
             return None
         if not _fits(head.shards, shards):
             if asked:
-                _warn(f"rank {self._rank}: {head.folder} holds other shards than this rank has now: another mesh")
+                _warn(f"rank {self._rank}: {head.place} holds other shards than this rank has now: another mesh")
             return None
-        if not carry(open_folder(head.folder), files, head.file):
-            _warn(f"rank {self._rank}: the containers in {head.folder} that a delta would need are gone")
+        if not self.target.provide(head.place, head.file):
+            _warn(f"rank {self._rank}: the containers in {head.place} that a delta would need are gone")
             return None
         return head
 
@@ -399,28 +395,29 @@ class Writer(StorageWriter):
         return WeightAverage(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
-        """Return the parent from the folder saved last, else from `parent=`, else from this one."""
-        last = _folders.get(self._token) if self._travelled else None
+        """Return the parent from where this object saved last, else from `parent=`, else from what is there."""
+        last = _places.get(self._token) if self._travelled else None
         named = self.parent if last is None else None
-        folder = str(self.path if last is None and named is None else last or named)
-        source = open_folder(folder)
+        place = last or named or self.target.parent()
+        if place is None:
+            return None
         try:
-            if named is None and not source.exists(metadata_name(None if self._collective else self._rank)):
+            if named is None and not self.target.exists(place, self._alone):
                 if last is not None:
                     _warn(f"rank {self._rank}: the checkpoint in {last}, which was saved last, is gone")
                 return None
-            index = read_index(source, None if self._collective else self._rank)
+            index = self.target.index(place, self._alone)
             file, shards = index.of_rank(self._rank)
             if file is None:
-                _warn(f"rank {self._rank}: {folder} was saved by {index.world} ranks, none of them this one")
+                _warn(f"rank {self._rank}: {place} was saved by {index.world} ranks, none of them this one")
                 return None
-            ckpt = resolve(source, file)
+            ckpt = resolve(self.target.files(place), file)
         except ShrinkpointError as e:
             if named is not None:
                 raise
             _warn(f"rank {self._rank}: {e}")
             return None
-        return _Parent(ckpt, file, folder, shards, file)
+        return _Parent(ckpt, file, place, shards, file)
 
     def _advance(
         self,
@@ -432,18 +429,18 @@ class Writer(StorageWriter):
         trail: WeightAverage | None,
     ) -> None:
         """Let the next delta be against what was just written, or against its base."""
-        folder = str(self.path)
+        place = str(self.target.place)
         whole = whole or (None if head is None else head.whole)
         if head is not None and self.cfg.chain.against == "base":
-            new = dataclasses.replace(head, folder=folder, last=written, whole=whole, trail=trail)
+            new = dataclasses.replace(head, place=place, last=written, whole=whole, trail=trail)
         else:
-            new = _Parent(ckpt, written, folder, dict(shards), written, whole, trail)
+            new = _Parent(ckpt, written, place, dict(shards), written, whole, trail)
         if not self._travelled:
             self._head = new
             return
         _kept.pop(self._token, None)
         _kept[self._token] = new
-        _folders[self._token] = folder
+        _places[self._token] = place
         for old in list(_kept)[:-_MOST_KEPT]:
             del _kept[old]
 
@@ -475,8 +472,8 @@ def _value(planner: SavePlanner, item: Any) -> Any:
         raise UnsupportedLeafError(f"{item.index.fqn}: cannot be stored without pickle: {str(e)[:200]}") from None
 
 
-def _describe(rank: int, ckpt: Checkpoint, head: _Parent | None) -> RankFile:
-    own = (data_name(rank, ckpt.id), ckpt.nbytes)
+def _describe(rank: int, name: str, ckpt: Checkpoint, head: _Parent | None) -> RankFile:
+    own = (name, ckpt.nbytes)
     if head is None:
         return RankFile(rank, (own,), ckpt.raw_nbytes, 0, 0, 0)
     return RankFile(

@@ -175,7 +175,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
             found.append(entry | {"problem": problems[step]})
             continue
         m = entries[step].manifest
-        entry |= {"delta": m.is_delta, "nbytes": m.nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
+        entry |= {"delta": m.is_delta, "nbytes": m.stored_nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
     restores = restore_counter.count(files)
@@ -197,14 +197,12 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
 
 def folder_nbytes(url: str) -> int:
     """The bytes of all files below a folder or URL."""
+    from ..store.objects import ObjectFiles
     from ..store.urls import open_files
 
     files = open_files(url)
-    if not files.local:
-        import fsspec
-
-        fs, root = fsspec.core.url_to_fs(url)
-        return int(fs.du(root))
+    if isinstance(files, ObjectFiles):
+        return int(files.fs.du(files.root))
     total = 0
     for folder, _, names in os.walk(files.root):
         for name in names:
