@@ -17,7 +17,7 @@ from .evidence.reasons import REASONS
 from .format import container
 from .format.fields import Piece
 from .format.ranged import Ranged
-from .lossless.exact import BytesReference
+from .lossless.reference import BytesReference
 from .outputs import decoded_into, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
 from .registry import missing, package_of

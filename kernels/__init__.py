@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .sparse_delta import (
         SparseDelta,
         apply_changes,
+        collect_and_locate,
         collect_changes,
         gap_shifts,
         join_changes,
@@ -107,7 +108,10 @@ _SUBJECTS = {
     "runlength": "rle_decode rle_encode",
     "scale_classes": "class_sums pattern_classes row_column_sums",
     "sparse_changes": "rare_decode rare_encode",
-    "sparse_delta": "SparseDelta apply_changes collect_changes gap_shifts join_changes locate_changes split_changes",
+    "sparse_delta": (
+        "SparseDelta apply_changes collect_and_locate collect_changes gap_shifts join_changes locate_changes "
+        "split_changes"
+    ),
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
 
@@ -139,6 +143,7 @@ __all__ = [
     "cluster_quantize",
     "coarsen",
     "coding_cost",
+    "collect_and_locate",
     "collect_changes",
     "column_products",
     "delta",

@@ -102,21 +102,51 @@ def collect_changes(
         >>> apply_changes(before, found, edges=[int(np.float32(4).view(np.uint32))]).tolist()
         [1.0, 8.5, -2.0, 9.5]
     """
-    check_arrays(current=current, previous=previous)
-    _same(current, previous, "current", "previous")
-    if tuple(current.shape) != tuple(previous.shape):
-        raise BadArgumentError(
-            f"current has shape {tuple(current.shape)} and previous {tuple(previous.shape)}; they must be the same"
-        )
-    name = _pattern_dtype(dtype, previous)
-    checked = _edges(edges, name)
-    choice("method", method, ("arithmetic", "xor"))
-    n = math.prod(previous.shape)
-    most = n if limit is None else integer("limit", limit, 0)
+    name, checked, most = _pair(current, previous, edges, limit, method, dtype)
     if copy_to is not None:
         _out(copy_to, current, "copy_to")
     found: SparseDelta | None = back_end(current, "sparse_delta").collect_changes(
-        current, previous, checked, min(most, n), method, copy_to, name
+        current, previous, checked, most, method, copy_to, name
+    )
+    return found
+
+
+def collect_and_locate(
+    current: Array,
+    previous: Array,
+    edges: Sequence[int] = (),
+    *,
+    limit: int | None = None,
+    method: Method = "arithmetic",
+    dtype: str | None = None,
+) -> tuple[SparseDelta, Array, Array] | None:
+    """Collect the changes as `collect_changes`, and where they are as `locate_changes`, in one pass on the CPU.
+
+    Args:
+        current: as for `collect_changes`.
+        previous: the same.
+        edges: the same.
+        limit: the same.
+        method: the same.
+        dtype: the same.
+
+    Returns:
+        (the changes, int64 [m] positions, ascending, [m] values of the dtype of `previous`), of the same state of
+        `current` even if it is written meanwhile; None where there are more than `limit`.
+
+    Raises:
+        BadArgumentError: as `collect_changes`.
+
+    Example:
+        >>> import numpy as np
+        >>> before, after = np.asarray([3, 4, 5], np.uint8), np.asarray([3, 9, 5], np.uint8)
+        >>> delta, positions, values = collect_and_locate(after, before)
+        >>> delta.changes.tolist(), positions.tolist(), values.tolist()
+        ([10], [1], [9])
+    """
+    name, checked, most = _pair(current, previous, edges, limit, method, dtype)
+    found: tuple[SparseDelta, Array, Array] | None = back_end(current, "sparse_delta").collect_and_locate(
+        current, previous, checked, most, method, name
     )
     return found
 
@@ -315,6 +345,23 @@ def wrong_gap(gap: int) -> BadArgumentError:
 def wrong_changes(what: str) -> CorruptDataError:
     """Return the error for parts that `join_changes` cannot join."""
     return CorruptDataError(f"changes: {what}")
+
+
+def _pair(
+    current: Array, previous: Array, edges: Sequence[int], limit: int | None, method: str, dtype: str | None
+) -> tuple[str, tuple[int, ...], int]:
+    """Check what two arrays are compared with; return dtype, edges and limit."""
+    check_arrays(current=current, previous=previous)
+    _same(current, previous, "current", "previous")
+    if tuple(current.shape) != tuple(previous.shape):
+        raise BadArgumentError(
+            f"current has shape {tuple(current.shape)} and previous {tuple(previous.shape)}; they must be the same"
+        )
+    name = _pattern_dtype(dtype, previous)
+    checked = _edges(edges, name)
+    choice("method", method, ("arithmetic", "xor"))
+    n = math.prod(previous.shape)
+    return name, checked, n if limit is None else min(integer("limit", limit, 0), n)
 
 
 def _same(x: Array, y: Array, name: str, other: str) -> None:

@@ -15,7 +15,7 @@ from blake3 import blake3
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..codec.format import container
-from ..codec.lossless.exact import BytesReference
+from ..codec.lossless.reference import BytesReference
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError

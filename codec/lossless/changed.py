@@ -25,7 +25,8 @@ from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
-from .exact import PLAIN, BytesReference, decode_chunk, decode_parts, encode_chunk, parent_bytes
+from .exact import PLAIN, decode_chunk, decode_parts, encode_chunk, parent_bytes
+from .reference import BytesReference
 
 FULL, MASKED = range(2)
 _WIDTHS = (1, 2, 4, 8)

@@ -33,10 +33,11 @@ from ..errors import CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 from .differences import decode_differences, difference_bits, difference_of, encode_differences
+from .reference import BytesReference, Patch, PatchedReference
 from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
-from .sparse import encode_sparse, read_sparse
+from .sparse import encode_sparse, located_edges, read_sparse
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR, SPARSE = range(8)
 _CHANGES: dict[int, Method] = {DIFFERENCE: "arithmetic", XOR: "xor"}
@@ -50,17 +51,6 @@ _BOTH = 1 << 18
 _PART, _LIKELY = 4, 1.15
 _NEAR = 1.06
 """Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
-
-
-@dataclass(frozen=True, slots=True)
-class BytesReference:
-    """The bytes themselves."""
-
-    data: NpArray
-
-    def values(self, spec: LeafSpec) -> Array:
-        """A flat array over a copy of the bytes: what the caller does with it does not change the memory."""
-        return from_bytes(self.data.copy(), spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +70,26 @@ class Exact:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
-        pieces, data = copied_pieces(as_bytes(leaf.flat), leaf.spec, parent)
-        return Stored("bytes", {}, pieces, BytesReference(data))
+        pieces, reference = copied_pieces(as_bytes(leaf.flat), leaf.spec, parent)
+        return Stored("bytes", {}, pieces, reference)
 
 
-def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], NpArray]:
+def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
     """The pieces of an array given as its bytes, and bytes of its own for the next delta.
 
     What is stored and what is remembered are the same bytes, whoever writes to the array meanwhile: each part is copied
     before it is coded, or found to be the parent's, whose bytes are then remembered. Where nothing changed, the
-    parent's memory is shared.
+    parent's memory is shared; where little did, the changes are remembered instead of a copy.
     """
     before = parent_bytes(parent, spec)
     if before is None:
         data = source.copy()
-        return pieces_of(data, spec, None), data
-    data, step = np.empty_like(source), CHUNK * 4
+        return pieces_of(data, spec, None), BytesReference(data)
+    step = CHUNK * 4
+    edges = located_edges(source, before, spec, min(step, source.size))
+    if edges is not None:
+        return _patched_pieces(source, spec, before, edges)
+    data = np.empty_like(source)
 
     def one(start: int) -> tuple[Writer, bool]:
         part = slice(start, start + step)
@@ -104,11 +98,36 @@ def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> 
     starts = range(0, source.size, step)
     done = map_chunks(one, starts)
     if not any(copied for _, copied in done):
-        return [piece for piece, _ in done], before
+        return [piece for piece, _ in done], BytesReference(before)
     for start, (_, copied) in zip(starts, done, strict=True):
         if not copied:
             data[start : start + step] = before[start : start + step]
-    return [piece for piece, _ in done], data
+    return [piece for piece, _ in done], BytesReference(data)
+
+
+def _patched_pieces(
+    source: NpArray, spec: LeafSpec, before: NpArray, edges: tuple[int, ...]
+) -> tuple[list[Writer], BytesReference]:
+    """The same of an array of which little changed: its parent's bytes and the changes are remembered."""
+    step = CHUNK * 4
+
+    def one(start: int) -> tuple[Writer, Patch | None]:
+        part = slice(start, start + step)
+        own, old, out = source[part], before[part], Writer()
+        found = encode_sparse(own, old, spec, located=edges) if own.size > _BOTH else None
+        if _same(own, old) if found is None else found.changes == 0:
+            out.byte(UNCHANGED)
+            return out, None
+        if found is not None and found.coded is not None and found.located is not None:
+            out.byte(SPARSE)
+            out.raw(found.coded)
+            return out, (start, *found.located)
+        copy = own.copy()
+        return encode_chunk(copy, spec, old, start // spec.itemsize), (start, None, copy)
+
+    done = map_chunks(one, range(0, source.size, step))
+    patches = [patch for _, patch in done if patch is not None]
+    return [piece for piece, _ in done], PatchedReference(before, patches) if patches else BytesReference(before)
 
 
 def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[Writer]:

@@ -26,6 +26,7 @@ from ...kernels.sparse_delta import (
     SMALL,
     SparseDelta,
     apply_changes,
+    collect_and_locate,
     collect_changes,
     gap_shifts,
     join_changes,
@@ -44,6 +45,10 @@ LONGEST = 1 << GAP_BITS
 """Elements of one stream at most, for the gaps."""
 _LIKELY = 0.17
 """Share in a sample from which on changes are not even collected."""
+_LARGE = 1 << 20
+"""Bytes of an array from which on changes may be remembered instead of a copy."""
+_LITTLE = 1 / 16
+"""Share in a sample up to which they are: ten bytes a change, of 16-bit floats 0.3 of a copy."""
 _FEW = 1 << 8
 """Expected changes a class, fewer than which may not pay for the class's edge, number and shift."""
 _METHODS: tuple[Any, Any] = ("arithmetic", "xor")
@@ -93,15 +98,23 @@ class Found:
         coded: what `read_sparse` reads; None where nothing changed, or too much.
         is_number: whether differences are those of numbers, whose size says most. Wide integers may be sets of bits,
             of which the exclusive or in planes takes less.
+        located: positions and new patterns of the changes, where they were asked for.
     """
 
     changes: int | None
     coded: Writer | None
     is_number: bool = True
+    located: tuple[NpArray, NpArray] | None = None
 
 
 def encode_sparse(
-    data: NpArray, before: NpArray, spec: LeafSpec, copy_to: NpArray | None = None, *, classes: bool = True
+    data: NpArray,
+    before: NpArray,
+    spec: LeafSpec,
+    copy_to: NpArray | None = None,
+    *,
+    classes: bool = True,
+    located: tuple[int, ...] | None = None,
 ) -> Found | None:
     """Code bytes against as many of the parent by their changes.
 
@@ -112,6 +125,8 @@ def encode_sparse(
         copy_to: as many bytes, which receive `data` in the same pass unless nothing changed.
         classes: whether floats may be in classes of their parent's magnitude; without, a reader that has only some of
             the parent's items finds the changes of those.
+        located: edges from `located_edges`: positions and new patterns are wanted, which with the parent are what was
+            coded, whoever writes to `data` meanwhile; and no sample is taken.
 
     Returns:
         None where the items have no width that is supported, or a sample has too many changes: then nothing was copied.
@@ -122,6 +137,15 @@ def encode_sparse(
     new, old = how.view(data), how.view(before)
     if new.size > LONGEST:
         return None
+    limit = new.size // MOST
+    if located is not None:
+        found = collect_and_locate(new, old, located, limit=limit, dtype=how.dtype)
+        if found is None:
+            return Found(None, None)
+        changes, positions, values = found
+        if not positions.size:
+            return Found(0, None)
+        return Found(int(positions.size), _written(changes, located, xor=False), located=(positions, values))
     some = entropy.sample(new.size)
     sampled = some(old)
     share = np.count_nonzero(some(new) != sampled) / max(sampled.size, 1)
@@ -129,7 +153,7 @@ def encode_sparse(
         return None
     edges = _edges(sampled, how, float(share), new.size) if classes else ()
     target = None if copy_to is None else how.view(copy_to)
-    delta = collect_changes(new, old, edges, limit=new.size // MOST, copy_to=target, dtype=how.dtype)
+    delta = collect_changes(new, old, edges, limit=limit, copy_to=target, dtype=how.dtype)
     if delta is None:
         return Found(None, None)
     if not delta.ranks.size:
@@ -139,6 +163,29 @@ def encode_sparse(
         delta, xor = _shorter(delta, new if target is None else target, old)
     is_number = how.mantissa is not None or how.width == 1
     return Found(int(delta.ranks.size), _written(delta, edges, xor), is_number)
+
+
+def located_edges(data: NpArray, before: NpArray, spec: LeafSpec, nbytes: int) -> tuple[int, ...] | None:
+    """Edges of classes for all parts of an array, if so little changed that changes are remembered instead of a copy.
+
+    Args:
+        data: uint8, all items of an array of `spec.dtype`.
+        before: as many of the parent.
+        spec: says the dtype.
+        nbytes: of the largest part.
+
+    Returns:
+        What `encode_sparse` takes as `located`; None of small arrays, of others than floats, and where a sample has
+        many changes.
+    """
+    how = Patterns.of(spec)
+    if how is None or how.mantissa is None or data.size < _LARGE:
+        return None
+    new, old = how.view(data), how.view(before)
+    some = entropy.sample(new.size)
+    sampled = some(old)
+    share = np.count_nonzero(some(new) != sampled) / sampled.size
+    return _edges(sampled, how, float(share), nbytes // how.width) if share <= _LITTLE else None
 
 
 def _edges(sampled: NpArray, how: Patterns, share: float, n: int) -> tuple[int, ...]:
@@ -166,14 +213,15 @@ def best_edges(fields: NpArray, share: float, most: int) -> tuple[int, ...]:
         >>> best_edges(np.repeat(np.arange(100, 104), [10, 20, 40, 80]), 0.01, 3)
         (101, 102)
     """
-    exponents, counts = np.unique(fields, return_counts=True)
+    number_of = np.bincount(fields)
+    exponents = np.flatnonzero(number_of)
+    counts = number_of[exponents]
     halved = np.exp2(np.maximum(exponents[0] - exponents, -1000).astype(np.float64))
-    low, high = 0.0, 1 / halved[-1]
-    for _ in range(60):  # the scale of the steps, by halves
-        middle = (low + high) / 2
-        below = (counts * np.minimum(1, middle * halved)).sum() < share * fields.size
-        low, high = (middle, high) if below else (low, middle)
-    hits = np.concatenate([[0.0], np.cumsum(counts * np.minimum(1, high * halved))])
+    # The scale of the steps: the first k exponents change with probability 1, so that the changes add up.
+    full, rest = np.cumsum(counts) - counts, np.cumsum((counts * halved)[::-1])[::-1]
+    k = int(np.argmax(full + rest / halved >= share * fields.size))
+    scale = (share * fields.size - full[k]) / rest[k]
+    hits = np.concatenate([[0.0], np.cumsum(counts * np.minimum(1, scale * halved))])
     sums = np.concatenate([[0], np.cumsum(counts)])
     number = (sums[None, :] - sums[:, None]).astype(np.float64)
     p = np.clip((hits[None, :] - hits[:, None]) / np.maximum(number, 1), 1e-12, 1 - 1e-12)

@@ -41,7 +41,8 @@ from ..errors import BadArgumentError, CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Piece, Reader, Writer
 from ..lossless.addends import added, blocks, decode_addends, encode_addends
-from ..lossless.exact import BytesReference, Exact, decode_chunk, encode_chunk, parent_bytes
+from ..lossless.exact import Exact, decode_chunk, encode_chunk, parent_bytes
+from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes

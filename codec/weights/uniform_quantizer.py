@@ -23,7 +23,8 @@ from ...kernels.approximation_error import Distortion, distortion
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Writer
-from ..lossless.exact import BytesReference, decode_bytes, pieces_of
+from ..lossless.exact import decode_bytes, pieces_of
+from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest
 

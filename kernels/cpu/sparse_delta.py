@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LANES = 64
 BLOCK = 1 << 14
 """Elements per block that is copied and then compared while it is in the cache."""
+MUCH = 1 << 20
+"""Bytes that do not stay in the cache anyway."""
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -39,28 +41,71 @@ def collect_changes(
     dtype: str,
 ) -> SparseDelta | None:
     """See `shrinkpoint.kernels.sparse_delta.collect_changes`."""
+    found = _collect(current, previous, edges, limit, method, copy_to, dtype)
+    return None if found is None else found[0]
+
+
+def collect_and_locate(
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+) -> tuple[SparseDelta, Array, Array] | None:
+    """See `shrinkpoint.kernels.sparse_delta.collect_and_locate`."""
+    found = _collect(current, previous, edges, limit, method, None, dtype)
+    if found is None:
+        return None
+    delta, positions, values = found
+    return delta, like(positions.copy(), current), as_values(values.copy(), previous)
+
+
+def _collect(
+    current: Array,
+    previous: Array,
+    edges: tuple[int, ...],
+    limit: int,
+    method: str,
+    copy_to: Array | None,
+    dtype: str,
+) -> tuple[SparseDelta, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+    """The changes, and their positions and new patterns in memory that is larger."""
     c, p = _readable(current), _readable(previous)
     copy = c[:0] if copy_to is None else _writable(copy_to)
     signed, xor = ordered_by_sign(dtype), method == "xor"
-    ranks, changes = np.empty(limit + LANES, np.int64), np.empty(limit + LANES, p.dtype)
+    positions, changes = np.empty(limit + LANES, np.int64), np.empty(limit + LANES, p.dtype)
+    values = np.empty(limit + LANES, p.dtype)
     if not edges:
-        m = int(_compact(c, p, copy, copy_to is not None, limit, signed, xor, ranks, changes))
+        m = int(_compact(c, p, copy, copy_to is not None, limit, signed, xor, positions, changes, values))
         if m < 0:
             return None
-        # Copied, so that a few changes do not keep a large buffer alive.
-        return SparseDelta(
-            np.asarray([m], np.int64), like(ranks[:m].copy(), current), like(changes[:m].copy(), current)
+        # Copied: the buffer for many changes is not kept for a few.
+        found = SparseDelta(
+            np.asarray([m], np.int64), like(positions[:m].copy(), current), like(changes[:m].copy(), current)
         )
+        return found, positions[:m], values[:m]
     classes, counts = np.empty(limit + LANES, np.uint8), np.zeros(len(edges) + 1, np.int64)
-    padded = _padded(edges, p.dtype)
+    ranks, given = np.empty(limit + LANES, np.int64), _padded(edges, p.dtype)
     m = int(
-        _compact_classes(c, p, copy, copy_to is not None, padded, limit, signed, xor, ranks, changes, classes, counts)
+        _compact_classes(
+            c,
+            p,
+            copy,
+            copy_to is not None,
+            given,
+            limit,
+            signed,
+            xor,
+            ranks,
+            changes,
+            classes,
+            counts,
+            positions,
+            values,
+        )
     )
     if m < 0:
         return None
     grouped_ranks, grouped = np.empty(m, np.int64), np.empty(m, p.dtype)
     _group(classes[:m], ranks, changes, np.cumsum(counts) - counts, grouped_ranks, grouped)
-    return SparseDelta(counts, like(grouped_ranks, current), like(grouped, current))
+    found = SparseDelta(counts, like(grouped_ranks, current), like(grouped, current))
+    return found, positions[:m], values[:m]
 
 
 def locate_changes(
@@ -162,9 +207,8 @@ def _apply(
     else:
         ends = np.cumsum(delta.counts)
         padded = _padded(edges, p.dtype)
-        fits = _put_classes(
-            p, padded, ends - delta.counts, ends, ranks, changes, signed, xor, out, copy, positions, values
-        )
+        begins, streams = ends - delta.counts, copy and p.nbytes >= MUCH and out.ctypes.data % 16 == 0
+        fits = _put_classes(p, padded, begins, ends, ranks, changes, signed, xor, out, copy, streams, positions, values)
     if not fits:
         raise wrong_rank()
 
@@ -217,6 +261,39 @@ def _move(typing: Any, target: Any, source: Any, start: Any, stop: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(target, source, types.int64, types.int64), generate
+
+
+def _word_copier(around_cache: bool) -> Any:
+    """Code that copies LANES elements from an index of one array to an index of another.
+
+    Args:
+        around_cache: write to memory without reading it into the cache first, as `memcpy` does with much memory: of the
+            array that is written, elements must begin at a multiple of 16 bytes.
+    """
+
+    def typed(typing: Any, target: Any, to: Any, source: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            value, kind = _vector(context, builder, signature.args[2], arguments[2], arguments[3])
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            at = builder.bitcast(builder.gep(data, [arguments[1]]), kind.as_pointer())
+            stored = builder.store(value, at, align=16 if around_cache else target.dtype.bitwidth // 8)
+            if around_cache:
+                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            return context.get_dummy_value()
+
+        return types.void(target, types.int64, source, types.int64), generate
+
+    return typed
+
+
+def _barrier(typing: Any) -> Any:
+    """Code after which other threads see what was written around the cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _ones(typing: Any, x: Any) -> Any:
@@ -277,6 +354,15 @@ if INTERPRETED:
         """Copy elements start ... stop - 1."""
         target[start:stop] = source[start:stop]
 
+    def copy_word(target: Any, to: Any, source: Any, index: Any) -> None:
+        """Copy LANES elements."""
+        target[to : to + LANES] = source[index : index + LANES]
+
+    stream_word = copy_word
+
+    def barrier() -> None:
+        """Nothing is written around the cache."""
+
     def ones(x: Any) -> Any:
         """The number of set bits."""
         return np.uint64(int(x).bit_count())
@@ -292,6 +378,9 @@ else:
     differing: Any = intrinsic(_differing)  # type: ignore[no-redef]
     at_least: Any = intrinsic(_at_least)  # type: ignore[no-redef]
     move: Any = intrinsic(_move)  # type: ignore[no-redef]
+    copy_word: Any = intrinsic(_word_copier(around_cache=False))  # type: ignore[no-redef]
+    stream_word: Any = intrinsic(_word_copier(around_cache=True))  # type: ignore[no-redef]
+    barrier: Any = intrinsic(_barrier)  # type: ignore[no-redef]
     ones: Any = intrinsic(_ones)  # type: ignore[no-redef]
     zeros_below: Any = intrinsic(_zeros_below)  # type: ignore[no-redef]
     zeros_above: Any = intrinsic(_zeros_above)  # type: ignore[no-redef]
@@ -328,9 +417,18 @@ def _begin(copy: Any, current: Any, previous: Any, start: Any, i: Any, stop: Any
 
 @njit
 def _compact(
-    current: Any, previous: Any, copy: Any, copies: Any, limit: Any, signed: Any, xor: Any, ranks: Any, changes: Any
+    current: Any,
+    previous: Any,
+    copy: Any,
+    copies: Any,
+    limit: Any,
+    signed: Any,
+    xor: Any,
+    ranks: Any,
+    changes: Any,
+    values: Any,
 ) -> Any:
-    """Fill `ranks` with positions, and `changes`; return their number, -1 above the limit."""
+    """Fill `ranks` with positions, `changes` and `values`; return their number, -1 above the limit."""
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
@@ -363,6 +461,7 @@ def _compact(
                 at = i + np.int64(zeros_below(d))
                 d &= d - one
                 x, y = source[at], previous[at]
+                values[k] = x
                 if xor:
                     z = kind(x ^ y)
                 else:
@@ -393,6 +492,8 @@ def _compact_classes(
     changes: Any,
     classes: Any,
     counts: Any,
+    positions: Any,
+    values: Any,
 ) -> Any:
     """Collect changes of several classes in the order of positions; count each class's elements."""
     one, zero = np.uint64(1), np.uint64(0)
@@ -448,6 +549,8 @@ def _compact_classes(
                     j = np.int64(c)
                     members = reach[j] & ~reach[j + 1] & ((one << b) - one)
                     x, y = source[at], previous[at]
+                    positions[k] = at
+                    values[k] = x
                     if xor:
                         z = kind(x ^ y)
                     else:
@@ -536,10 +639,14 @@ def _put_classes(
     xor: Any,
     out: Any,
     copy: Any,
+    streams: Any,
     positions: Any,
     values: Any,
 ) -> Any:
-    """Do the same for several classes."""
+    """Do the same for several classes.
+
+    A word of elements is copied when it is looked at, after its changes were made: around the cache if `streams`.
+    """
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
@@ -563,10 +670,9 @@ def _put_classes(
     w4, w5, w6, w7 = waiting[4], waiting[5], waiting[6], waiting[7]
     k, n = np.int64(0), previous.size
     full = n - n % LANES
+    direct = out.size > 0 and not copy
     for start in range(0, n, BLOCK):
         stop = min(start + BLOCK, n)
-        if copy:
-            move(out, previous, start, stop)
         for i in range(start, stop, LANES):
             lanes = ~zero
             if i < full:
@@ -588,7 +694,18 @@ def _put_classes(
             hit |= np.uint64(w3 < t2 - t3) << np.uint64(3) | np.uint64(w4 < t3 - t4) << np.uint64(4)
             hit |= np.uint64(w5 < t4 - t5) << np.uint64(5) | np.uint64(w6 < t5 - t6) << np.uint64(6)
             hit |= np.uint64(w7 < t6) << np.uint64(7)
+            if hit == zero and copy:
+                if i >= full:
+                    move(out, previous, i, n)
+                elif streams:
+                    stream_word(out, i, previous, i)
+                else:
+                    copy_word(out, i, previous, i)
             if hit != zero:
+                if copy and i < full:
+                    copy_word(found, 0, previous, i)
+                elif copy:
+                    move(out, previous, i, n)
                 before[0], before[1], before[2], before[3] = i, n0, n1, n2
                 before[4], before[5], before[6], before[7] = n3, n4, n5, n6
                 reach[0], reach[1], reach[2], reach[3] = lanes, m0, m1, m2
@@ -614,7 +731,7 @@ def _put_classes(
                             x = kind(y + z)
                             if signed:
                                 x = kind(x ^ (low if x >= half else none))
-                        if out.size > 0:
+                        if direct or (copy and i >= full):
                             out[i + np.int64(b)] = x
                         else:
                             found[np.int64(b)] = x
@@ -627,6 +744,12 @@ def _put_classes(
                     waiting[own], at[own] = rank, j
                 w0, w1, w2, w3 = waiting[0], waiting[1], waiting[2], waiting[3]
                 w4, w5, w6, w7 = waiting[4], waiting[5], waiting[6], waiting[7]
+                if copy and i < full:
+                    if streams:
+                        stream_word(out, i, found, 0)
+                    else:
+                        copy_word(out, i, found, 0)
+                    d = zero
                 while d != zero:
                     b = zeros_below(d)
                     d &= d - one
@@ -634,6 +757,8 @@ def _put_classes(
                     values[k] = found[np.int64(b)]
                     k += 1
             n0, n1, n2, n3, n4, n5, n6 = t0, t1, t2, t3, t4, t5, t6
+    if streams:
+        barrier()
     for c in range(starts.size):
         if at[c] != ends[c]:
             return False

@@ -416,6 +416,16 @@ def _placed(
         )
 
 
+def collect_and_locate(
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+) -> tuple[SparseDelta, Array, Array] | None:
+    """See `shrinkpoint.kernels.sparse_delta.collect_and_locate`."""
+    delta = collect_changes(current, previous, edges, limit, method, None, dtype)
+    if delta is None:
+        return None
+    return delta, *locate_changes(previous, delta, edges, method, dtype)
+
+
 def locate_changes(
     previous: Array, delta: SparseDelta, edges: tuple[int, ...], method: str, dtype: str
 ) -> tuple[Array, Array]:

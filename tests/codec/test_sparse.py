@@ -14,7 +14,8 @@ from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.format.fields import Reader
 from shrinkpoint.codec.lossless import exact, sparse
-from shrinkpoint.codec.lossless.exact import SPARSE, UNCHANGED, BytesReference, copied_pieces, decode_chunk
+from shrinkpoint.codec.lossless.exact import SPARSE, UNCHANGED, copied_pieces, decode_chunk
+from shrinkpoint.codec.lossless.reference import BytesReference, PatchedReference
 from shrinkpoint.codec.state.leaves import LeafSpec
 
 DTYPES = ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint8", "int64"]
@@ -130,7 +131,8 @@ def test_parts_that_changed_and_parts_that_did_not(changed: list[int]) -> None:
     for part in changed:
         after[part * step + 77 :: step * 3] ^= 3
     spec = LeafSpec("torch", "float32", (before.size // 4,))
-    pieces, data = copied_pieces(after, spec, BytesReference(before))
+    pieces, reference = copied_pieces(after, spec, BytesReference(before))
+    data = reference.data
     np.testing.assert_array_equal(data, after)
     assert (data is before) == (not changed)
     assert not np.shares_memory(data, after)
@@ -207,20 +209,78 @@ def test_hostile_streams(name: str) -> None:
         decode_chunk(memoryview(good), np.empty(300, np.uint8), LeafSpec("numpy", "|S3", (100,)), before[:300])
 
 
-def test_the_array_may_change_while_it_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [300_000, 700_000])
+def test_the_array_may_change_while_it_is_compressed(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """What is stored and what is remembered are the same bytes, whoever writes to the array meanwhile."""
-    after, before, spec = moved("bfloat16", 300_000, 0.02)
-    real = sparse.collect_changes
+    after, before, spec = moved("bfloat16", n, 0.02)
+    asked = []
 
-    def writing(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        after[:] = 0
-        return found
+    def then_write(name: str) -> None:
+        real = getattr(sparse, name)
 
-    monkeypatch.setattr(sparse, "collect_changes", writing)
+        def writing(*args: Any, **kwargs: Any) -> Any:
+            found = real(*args, **kwargs)
+            after[:] = 0
+            asked.append(name)
+            return found
+
+        monkeypatch.setattr(sparse, name, writing)
+
+    then_write("collect_changes")
+    then_write("collect_and_locate")
     wanted = after.copy()
-    pieces, data = copied_pieces(after, spec, BytesReference(before))
-    np.testing.assert_array_equal(data, wanted)
+    pieces, reference = copied_pieces(after, spec, BytesReference(before))
+    np.testing.assert_array_equal(reference.data, wanted)
     out = np.empty_like(before)
     decode_chunk(memoryview(pieces[0].done()), out, spec, before)
     np.testing.assert_array_equal(out, wanted)
+    assert asked == ["collect_and_locate" if n > 1 << 19 else "collect_changes"]
+
+
+def test_changes_are_joined_in_the_parents_memory_if_nothing_else_needs_it() -> None:
+    after, before, spec = moved("bfloat16", 700_000, 0.02)
+    kept = before.copy()
+    parent = BytesReference(before.copy())
+    address = parent.data.ctypes.data
+
+    def patched(source: Any, of: BytesReference) -> PatchedReference:
+        found = copied_pieces(source, spec, of)[1]
+        assert isinstance(found, PatchedReference)
+        return found
+
+    first = patched(after, parent)
+    np.testing.assert_array_equal(first.data, after)
+    np.testing.assert_array_equal(parent.data, kept)  # it is still there, so it stays
+    assert first.data.ctypes.data != address
+    second, third = patched(after, parent), patched(after, parent)
+    view = parent.data[10:20]
+    del parent
+    np.testing.assert_array_equal(second.data, after)  # the third needs the parent's bytes
+    assert second.data.ctypes.data != address
+    np.testing.assert_array_equal(third.data, after)  # a view of them is left
+    assert third.data.ctypes.data != address
+    np.testing.assert_array_equal(view, kept[10:20])
+    last = patched(kept, second)
+    address = second.data.ctypes.data
+    del second
+    assert last.data.ctypes.data == address
+    np.testing.assert_array_equal(last.data, kept)
+
+
+def test_a_chain_of_sparse_deltas_decodes_everywhere() -> None:
+    cfg = sp.presets.lossless()
+    states = [moved("bfloat16", 700_000, 0.01, seed)[0] for seed in (1,)]
+    for seed in range(3):
+        step = states[-1].copy()
+        step.view(np.uint16)[np.random.default_rng(seed).integers(0, 700_000, 5000)] += 1
+        states.append(step)
+    tensors = [torch.from_numpy(x).view(torch.bfloat16) for x in states]
+    chain = []
+    for tensor in tensors:
+        chain.append(sp.compress({"w": tensor}, chain[-1] if chain else None, cfg))
+    for ckpt, tensor in reversed(list(zip(chain, tensors, strict=True))):
+        assert torch.equal(sp.decompress(ckpt)["w"].view(torch.uint8), tensor.view(torch.uint8))
+    prev = None
+    for ckpt, tensor in zip(chain, tensors, strict=True):
+        prev = sp.Checkpoint.from_bytes(ckpt.to_bytes(), prev)
+        assert torch.equal(sp.decompress(prev)["w"].view(torch.uint8), tensor.view(torch.uint8))

@@ -188,6 +188,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.rle_encode, {"values": LEVELS}),
     (k.rle_decode, {"tokens": k.rle_encode(LEVELS), "n": N}),
     (search_steps, {"num_bins": 10, "ratio": 0.5}),
+    (k.collect_and_locate, {"current": MOVED, "previous": X, "edges": (), "limit": N, "method": "arithmetic"}),
     (k.collect_changes, {"current": MOVED, "previous": X, "edges": (), "limit": N, "method": "arithmetic"}),
     (k.locate_changes, {"previous": X, "delta": SPARSE, "edges": (), "method": "arithmetic"}),
     (k.apply_changes, {"previous": X, "delta": SPARSE, "edges": (), "method": "arithmetic"}),

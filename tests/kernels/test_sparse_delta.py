@@ -78,6 +78,15 @@ def test_delta_and_apply(back_end: BackEnd, fresh: np.random.Generator, dtype: s
             new, old = pair(fresh, dtype, n, share)
             x, y = array_of(back_end, new, dtype), array_of(back_end, old, dtype)
             found = module.collect_changes(x, y, edges, n, method, None, dtype)
+            both = module.collect_and_locate(x, y, edges, n, method, dtype)
+            assert both is not None
+            for own, same in zip(both[0], found, strict=True):
+                np.testing.assert_array_equal(back_end.numpy(own), back_end.numpy(same), strict=True)
+            places = back_end.numpy(both[1])
+            np.testing.assert_array_equal(places, np.flatnonzero(new != old))
+            np.testing.assert_array_equal(patterns_of(both[2]), new[places])
+            most = int((new != old).sum()) - 1
+            assert most < 0 or module.collect_and_locate(x, y, edges, most, method, dtype) is None
             wanted = expected(new, old, edges, dtype, method)
             np.testing.assert_array_equal(found.counts, wanted.counts)
             np.testing.assert_array_equal(back_end.numpy(found.ranks), wanted.ranks, strict=True)
@@ -326,3 +335,22 @@ GOOD = SparseDelta(np.asarray([1]), ONE, np.ones(1, np.uint32))
 def test_bad_arguments(call: Any, error: type[Exception], message: str) -> None:
     with np.errstate(over="ignore"), pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_much_memory_is_written_around_the_cache(fresh: np.random.Generator, offset: int) -> None:
+    """Wherever the target begins; words without changes, with changes, and the last one that is not whole."""
+    n = compiled.MUCH // 2 + 77
+    old = random_patterns(fresh, "float16", n)
+    new = old.copy()
+    for part in (slice(64, 128), slice(640, 100_000, 50), slice(n - 3, n)):
+        new[part] ^= 1
+    for edges in ((), (1000, 20000)):
+        found = collect_changes(new, old, edges, dtype="float16")
+        assert found is not None
+        room = np.full(n + 64, 7, np.uint16)
+        out = room[offset : offset + n]
+        assert apply_changes(old, found, edges, out=out, dtype="float16") is out
+        np.testing.assert_array_equal(out, new)
+        assert (room[:offset] == 7).all()
+        assert (room[offset + n :] == 7).all()

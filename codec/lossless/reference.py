@@ -1,0 +1,74 @@
+"""What the next delta of an exact array needs: its bytes, or the parent's and what changed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..state.leaves import Array, LeafSpec, NpArray, from_bytes
+
+Patch = tuple[int, NpArray | None, NpArray]
+"""First byte of a part, positions of items in it (None: all of its bytes), and the new items there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BytesReference:
+    """The bytes themselves."""
+
+    data: NpArray
+
+    def values(self, spec: LeafSpec) -> Array:
+        """Return a flat array over a copy of the bytes: the caller may write to it without changing the reference."""
+        return from_bytes(self.data.copy(), spec)
+
+
+class PatchedReference(BytesReference):
+    """The parent's bytes and what changed; joined when they are first asked for.
+
+    They are joined in the parent's memory if nothing else refers to it any more, as in a run whose checkpoints follow
+    one another; else in a copy.
+
+    Args:
+        before: uint8 [n], the parent's bytes.
+        patches: what changed.
+    """
+
+    __slots__ = ("_bytes", "_lock", "_patches")
+    __setattr__ = object.__setattr__  # that of a frozen class refuses
+
+    def __init__(self, before: NpArray, patches: Sequence[Patch]) -> None:
+        self._bytes, self._patches, self._lock = before, tuple(patches), threading.Lock()
+
+    @property
+    def data(self) -> NpArray:
+        """The bytes, uint8 [n]."""
+        with self._lock:
+            if self._patches:
+                if not self._is_alone():
+                    self._bytes = self._bytes.copy()
+                for start, positions, items in self._patches:
+                    if positions is None:
+                        self._bytes[start : start + items.size] = items
+                    else:
+                        self._bytes[start:].view(items.dtype)[positions] = items
+                self._patches = ()
+            return self._bytes
+
+    def _is_alone(self) -> bool:
+        """Whether the memory belongs to the array, and nothing but this refers to the array."""
+        alone = _referrers(self) <= _ALONE  # first: the flags refer to the array, too
+        flags = self._bytes.flags
+        return alone and bool(flags.owndata and flags.writeable)
+
+
+def _referrers(reference: PatchedReference) -> int:
+    """Count the references to the parent's bytes, with those that counting takes."""
+    return sys.getrefcount(reference._bytes) if hasattr(sys, "getrefcount") else sys.maxsize
+
+
+_ALONE = _referrers(PatchedReference(np.empty(1, np.uint8), ())) if hasattr(sys, "getrefcount") else 0
+"""The count where nothing else refers to them."""
