@@ -155,9 +155,12 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
         base = sp.compress(state(0.0), cfg=cfg)
         delta = sp.compress(state(0.01), base, cfg)
         out += [(base.to_bytes(), None), (delta.to_bytes(), base)]
-    make, cfg, _ = cases()["uneven"]  # large enough for classes of rows and columns
-    base = sp.compress(make(0), cfg=cfg, kinds=KINDS[make])
-    return [*out, (base.to_bytes(), None), (sp.compress(make(1), base, cfg, kinds=KINDS[make]).to_bytes(), base)]
+    # Large enough for classes of rows and columns; with few changes; large enough for streams of 64 states.
+    for name in ("uneven", "sparse", "many"):
+        make, cfg, _ = cases()[name]
+        base = sp.compress(make(0), cfg=cfg, kinds=KINDS.get(make))
+        out += [(base.to_bytes(), None), (sp.compress(make(1), base, cfg, kinds=KINDS.get(make)).to_bytes(), base)]
+    return out
 
 
 def test_altered_streams_with_right_checksums() -> None:

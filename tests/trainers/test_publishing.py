@@ -113,9 +113,39 @@ def test_bases_keep_and_restart(tmp_path: Path) -> None:
     with pytest.raises(BadArgumentError, match="not above 11"):
         again.publish(7, now)  # a trainer that went back to an older checkpoint
     now = step(now, 0.01, 99)
-    assert again.publish(12, now).base_bytes > 0
-    assert sp.Subscriber(tmp_path, late).update() == 12
+    subscriber = sp.Subscriber(tmp_path, late)
+    done = again.publish(12, now)  # a delta against the version that another process wrote
+    assert done.base_bytes == 0
+    assert done.nbytes < done.raw_bytes / 5
+    assert subscriber.update() == 12
     assert same(late, now)
+
+
+def test_a_restart_counts_the_chain_on(tmp_path: Path) -> None:
+    """Bases come as often as without the restart."""
+    now, bases = {"w": torch.randn(200, 200)}, []
+    for version in range(1, 9):
+        now = step(now, 0.01, version)
+        bases.append(sp.Publisher(tmp_path, base_every=3).publish(version, now).base_bytes > 0)
+    assert bases == [True, False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("why", ["damaged", "shape", "name", "older"])
+def test_a_restart_that_cannot_read_back_writes_a_base(tmp_path: Path, why: str) -> None:
+    first = {"w": torch.randn(200, 200)}
+    now = step(first, 0.01, 1)
+    publisher = sp.Publisher(tmp_path)
+    publisher.publish(1, first)
+    publisher.publish(2, now)
+    if why == "damaged":
+        for path in (tmp_path / "data").iterdir():
+            path.write_bytes(path.read_bytes()[:-9])
+    new = {"shape": {"w": torch.randn(100, 200)}, "name": {"v": now["w"]}, "older": first}.get(why, step(now, 0.01, 2))
+    done = sp.Publisher(tmp_path).publish(3, new)
+    assert (done.base_bytes > 0) == (why != "older")  # an older state is a delta as any other
+    served = {name: torch.zeros_like(t) for name, t in new.items()}
+    assert sp.Subscriber(tmp_path, served).update() == 3
+    assert same(served, new)
 
 
 def test_a_version_twice(tmp_path: Path) -> None:

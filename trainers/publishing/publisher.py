@@ -21,6 +21,7 @@ from ...store.files import Files
 from ...store.urls import open_files
 from .layout import LARGEST, Version, data_name, version_name, version_of
 from .patches import encode
+from .subscriber import Subscriber
 from .tensors import hash_of, host_bytes, spec_of, state_hash, tensors_of
 
 
@@ -50,8 +51,9 @@ class Published:
 class Publisher:
     """Publish a model's versions to a folder or an object store.
 
-    The last version's tensors are kept on the host, once, to compare the next one with. After a restart the first
-    version is a base. One thread publishes at a time.
+    The last version's tensors are kept on the host, once, to compare the next one with. After a restart they are read
+    back from the URL, so that receivers go on with deltas; where that fails (files are damaged, names or shapes are
+    others) the first version is a base. One thread publishes at a time.
 
     Args:
         url: a path or any fsspec URL. Who can write there decides what receivers serve (docs/security.md).
@@ -84,7 +86,9 @@ class Publisher:
         self._base_every = integer("base_every", base_every, 1)
         self._keep = integer("keep", keep, 1)
         self._sliced = flag("sliced", sliced)
+        self._url = url
         self._token = uuid.uuid4().hex
+        self._may_read_back = True
         self._last: Version | None = None
         self._identity: str | None = None
         self._kept: dict[str, tuple[LeafSpec, NpArray]] = {}
@@ -122,6 +126,8 @@ class Publisher:
         state_is = state_hash(hashes)
         if self._is_repeated(version, state_is):
             return Published(version, 0, 0, raw, time.perf_counter() - begin)
+        if self._last is None and self._may_read_back:
+            self._read_back(tensors)
         last = self._last
         same_tensors = last is not None and {n: s for n, (s, _) in self._kept.items()} == specs
         delta = base = delta_name = base_name = None
@@ -184,6 +190,30 @@ class Publisher:
             "also after a restart from an older checkpoint (Publisher.newest says where to go on)"
         )
 
+    def _read_back(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the newest version for the last one if it can be read and has tensors like these."""
+        self._may_read_back = False
+        newest = self.newest
+        if newest is None:
+            return
+        read = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+        try:
+            subscriber = Subscriber(self._url, read)
+            if subscriber.update() != newest:
+                return
+            chain = [Version.from_bytes(self._files.read(version_name(newest)), newest)]
+            while chain[-1].base is None and chain[-1].parent is not None:
+                parent = chain[-1].parent
+                chain.append(Version.from_bytes(self._files.read(version_name(parent)), parent))
+        except (ShrinkpointError, OSError):
+            return
+        specs = {name: spec_of(t) for name, t in read.items()}
+        hashes = {name: hash_of(t) for name, t in read.items()}
+        if state_hash(hashes) != chain[0].state:
+            return
+        self._remember(chain[0], {name: host_bytes(t) for name, t in read.items()}, specs, hashes, chain[-1].base_bytes)
+        self._since_base, self._chain_bytes = len(chain) - 1, sum(v.delta_bytes for v in chain[:-1])
+
     def _file(
         self, data: dict[str, NpArray], specs: dict[str, LeafSpec], hashes: dict[str, str] | None
     ) -> tuple[bytes, str]:
@@ -230,6 +260,7 @@ class Publisher:
 
     def _forget(self) -> None:
         """Begin again with a base."""
+        self._may_read_back = False
         self._last, self._identity = None, None
         self._kept, self._hashes = {}, {}
 
