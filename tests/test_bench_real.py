@@ -29,7 +29,7 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> real.File:
     package = tmp_path / "some_package"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('its code was run')")
-    torch.save(small() | {"shift": np.arange(3.0)}, package / "file.pt")
+    torch.save(small() | {"scheduler": {"shift": np.arange(3.0)}}, package / "file.pt")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = real.File("some", "some-package", "some_package", "*.pt", outputs=lambda state: state["model"]["weight"])
     monkeypatch.setattr(real, "FILES", (found,))
@@ -46,7 +46,7 @@ def test_rows_of_a_file(file: real.File) -> None:
     assert [rows[f"some, {name}"] for name in exact] == [0.0] * len(exact)
     assert 0 < rows["some, default: error of the weights"] < 0.1  # type: ignore[operator]
     assert rows["some, default: change of the outputs"] == pytest.approx(
-        rows["some, default: error of the weights"], rel=0.05
+        rows["some, default: error of the weights"], rel=0.2
     )
     assert rows["some, lossless: whole state, against zstd -19"] == rows["some, lossless: whole state"]
 
