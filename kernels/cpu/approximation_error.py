@@ -9,7 +9,7 @@ import numpy as np
 
 from ..approximation_error import Distortion
 from ..arrays import dtype_name, to_numpy
-from .jit import njit
+from .jit import njit_in_place, njit_inline
 from .widen import widened
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _TINY = 1e-290
 _LIFT = 2.0**300
 
 
-@njit
+@njit_in_place
 def _finite(x: Any, y: Any, error: Any, norm: Any) -> Any:
     """Sums over an array in parallel lanes, for finite elements only.
 
@@ -59,7 +59,7 @@ def _finite(x: Any, y: Any, error: Any, norm: Any) -> Any:
     return total, squares, largest
 
 
-@njit
+@njit_in_place
 def _careful(x: Any, y: Any) -> Any:
     error = norm = largest = 0.0
     for i in range(x.size):
@@ -72,7 +72,7 @@ def _careful(x: Any, y: Any) -> Any:
     return error, norm, largest
 
 
-@njit
+@njit_inline
 def _larger(largest: float, a: float, b: float) -> float:
     if abs(a) < _TINY:
         # A product of subnormals would be rounded, and the comparison would be wrong.

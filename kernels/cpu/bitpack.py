@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import like
 from ..coder_arguments import compiled
 from ..errors import BadArgumentError, CorruptDataError
-from .jit import njit
+from .jit import njit_in_place
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -20,7 +20,7 @@ U8 = np.uint8
 U64 = np.uint64
 
 
-@njit
+@njit_in_place
 def _pack(values: NumPy, width: Int, out: NumPy) -> None:
     """Pack values of a fixed width; `out` needs eight extra bytes at its end."""
     w = U64(width)
@@ -49,7 +49,7 @@ def _pack(values: NumPy, width: Int, out: NumPy) -> None:
         out[at + U64(k)] = U8((held >> U64(8 * k)) & U64(255))
 
 
-@njit
+@njit_in_place
 def _unpack(data: NumPy, width: Int, out: NumPy) -> None:
     """Unpack values of a fixed width; `data` needs eight extra bytes at its end."""
     w = U64(width)

@@ -8,6 +8,7 @@ its key and a checksum and is renamed to its final name only when it is complete
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import os
@@ -74,7 +75,7 @@ class Kept(FunctionCache):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        stamp = self._impl.locator.get_source_stamp(), _hint_stamp()
+        stamp = self._impl.locator.get_source_stamp(), _common_stamp()
         files = _Files(self.cache_path, self._impl.filename_base, stamp, _folders(function))
         self._cache_file = files  # type: ignore[assignment]
 
@@ -153,13 +154,18 @@ class _Files:
         return os.path.join(self._folder, f"{self._base}.{name}.nbc")
 
 
-def _hint_stamp() -> tuple[float, int] | None:
-    """Return the source stamp of `prefetch`, on which cached functions depend."""
+_COMPILED_INTO = ("prefetch.py", "local_array.py", "compiler.py", "jit.py")
+"""Modules that decide what the code of every cached function is."""
+
+
+@functools.cache
+def _common_stamp() -> tuple[tuple[float, int], ...] | None:
+    """Return the source stamps of the modules on which all cached functions depend."""
     try:
-        found = os.stat(os.path.join(os.path.dirname(__file__), "prefetch.py"))
+        found = [os.stat(os.path.join(os.path.dirname(__file__), name)) for name in _COMPILED_INTO]
     except OSError:  # installed without sources
         return None
-    return found.st_mtime, found.st_size
+    return tuple((one.st_mtime, one.st_size) for one in found)
 
 
 def _digest(contents: bytes) -> bytes:

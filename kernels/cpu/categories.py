@@ -13,7 +13,8 @@ from ..arrays import like, to_numpy
 from ..categories import WIDTHS, category_count
 from ..coder_arguments import compiled, lent
 from ..errors import CorruptDataError
-from .jit import njit
+from .jit import njit_in_place
+from .local_array import local_array
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -168,7 +169,7 @@ else:
     count: Any = intrinsic(_count)  # type: ignore[no-redef]
 
 
-@njit
+@njit_in_place
 def _split(values: NumPy, bits: Any, categories: NumPy, extra: NumPy) -> Any:
     """Split 16- or 32-bit values into `categories` and `extra`; return the number of open bits.
 
@@ -179,9 +180,9 @@ def _split(values: NumPy, bits: Any, categories: NumPy, extra: NumPy) -> Any:
     shift = np.uint32(bits)
     least = np.uint32(np.uint32(1) << shift)
     offset = np.int32(126) + np.int32(bits)  # exponent bias less the halving, and the bits after the leading one
-    floats = np.empty(BLOCK, np.float32)
+    floats = local_array(BLOCK, np.float32)
     patterns = floats.view(np.int32)
-    own, masks = np.zeros(BLOCK, values.dtype), np.zeros(BLOCK, values.dtype)
+    own, masks = local_array(BLOCK, values.dtype), local_array(BLOCK, values.dtype)
     words, open_bits = own.view(np.uint64), masks.view(np.uint64)
     at, fill, held = np.int64(0), np.int64(0), np.uint64(0)
     lanes = 8 // values.itemsize
@@ -219,13 +220,13 @@ def _split(values: NumPy, bits: Any, categories: NumPy, extra: NumPy) -> Any:
     return 8 * at + fill
 
 
-@njit
+@njit_in_place
 def _split_wide(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> Any:
     """Split 64-bit values, as `_split` does for narrower ones."""
     one, sixty = np.uint64(1), np.uint64(63)
     shift = np.uint64(bits)
     least = one << shift
-    floats = np.empty(BLOCK, np.float64)
+    floats = local_array(BLOCK, np.float64)
     patterns = floats.view(np.int64)
     offset = np.int64(1022) + np.int64(bits)
     word, fill, total = np.uint64(0), np.uint64(0), np.int64(0)
@@ -251,7 +252,7 @@ def _split_wide(values: NumPy, bits: Any, categories: NumPy, words: NumPy) -> An
     return total
 
 
-@njit
+@njit_in_place
 def _join(categories: NumPy, data: NumPy, available: int, bits: Any, values: NumPy) -> Any:
     """Join values of 16 or 32 bits; return the open bits used, -1 if too few are available.
 
@@ -262,7 +263,7 @@ def _join(categories: NumPy, data: NumPy, available: int, bits: Any, values: Num
     kind = values.dtype.type
     shift, one = np.uint32(bits), np.uint32(1)
     least = np.uint8(2 << bits)
-    joined, masks = np.zeros(BLOCK, values.dtype), np.zeros(BLOCK, values.dtype)
+    joined, masks = local_array(BLOCK, values.dtype), local_array(BLOCK, values.dtype)
     words, open_bits = joined.view(np.uint64), masks.view(np.uint64)
     at = np.int64(0)
     lanes = 8 // values.itemsize
@@ -296,7 +297,7 @@ def _join(categories: NumPy, data: NumPy, available: int, bits: Any, values: Num
     return at
 
 
-@njit
+@njit_in_place
 def _join_wide(categories: NumPy, words: NumPy, available: int, bits: Any, values: NumPy) -> Any:
     """Do the same for values of 64 bits, one after another."""
     one, sixty, six = np.uint64(1), np.uint64(63), np.uint64(6)

@@ -18,7 +18,8 @@ from ..cluster import (
     thresholds,
     unknown_label,
 )
-from .jit import njit
+from .jit import njit_in_place, njit_inline
+from .local_array import local_array
 from .rows import as_float32
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
     lowest, highest = np.full(clusters, np.inf, np.float32), np.full(clusters, -np.inf, np.float32)
     _label(flat, edges, labels, lowest, highest)
     scale, minimum = ranges(lowest, highest)
-    _encode(flat, labels, scale, minimum, first_code(), thresholds(), codes)
+    divisor = np.where(scale > np.float32(0), scale, np.float32(1))  # if the range is 0, x - minimum is 0 too
+    _encode(flat, labels, divisor, minimum, first_code(), thresholds(), codes)
     return Clusters(like(codes, x), like(labels, x), like(scale, x), like(minimum, x))
 
 
@@ -63,7 +65,7 @@ def _tree_sum(values: np.ndarray[Any, Any]) -> float:
     return float(values[0]) if values.size else 0.0
 
 
-@njit
+@njit_inline
 def _fold(s: Any) -> Any:
     """Sum a block of 1024 by repeated halving."""
     half = s.size // 2
@@ -74,23 +76,23 @@ def _fold(s: Any) -> Any:
     return s[0]
 
 
-@njit
+@njit_in_place
 def _block_sums(values: Any, sums: Any) -> None:
-    s = np.empty(SUM_BLOCK, np.float64)
+    s = local_array(SUM_BLOCK, np.float64)
     for k in range(sums.size):
         part = values[SUM_BLOCK * k : min(SUM_BLOCK * (k + 1), values.size)]
-        s[: part.size] = part
-        s[part.size :] = 0.0
+        for i in range(SUM_BLOCK):
+            s[i] = part[i] if i < part.size else 0.0
         sums[k] = _fold(s)
 
 
-@njit
+@njit_in_place
 def _partial_sums(x: Any, partial: Any) -> None:
     """Block sums of x and of its squares, exact in float64.
 
     The first halving happens while reading.
     """
-    s, t = np.empty(HALF, np.float64), np.empty(HALF, np.float64)
+    s, t = local_array(HALF, np.float64), local_array(HALF, np.float64)
     for k in range(partial.shape[1]):
         part = x[SUM_BLOCK * k : min(SUM_BLOCK * (k + 1), x.size)]
         if part.size == SUM_BLOCK:
@@ -107,7 +109,7 @@ def _partial_sums(x: Any, partial: Any) -> None:
         partial[0, k], partial[1, k] = _fold(s), _fold(t)
 
 
-@njit
+@njit_in_place
 def _label(x: Any, edges: Any, labels: Any, lowest: Any, highest: Any) -> None:
     """Label of each element and the extremes of each label, in cached blocks.
 
@@ -130,11 +132,10 @@ def _label(x: Any, edges: Any, labels: Any, lowest: Any, highest: Any) -> None:
                 highest[k] = v
 
 
-@njit
-def _encode(x: Any, labels: Any, scale: Any, minimum: Any, first: Any, limits: Any, codes: Any) -> None:
-    place = np.empty(BLOCK, np.float32)
+@njit_in_place
+def _encode(x: Any, labels: Any, divisor: Any, minimum: Any, first: Any, limits: Any, codes: Any) -> None:
+    place = local_array(BLOCK, np.float32)
     pattern = place.view(np.uint32)
-    divisor = np.where(scale > np.float32(0), scale, np.float32(1))  # if the range is 0, x - minimum is 0 too
     for start in range(0, x.size, BLOCK):
         stop = min(start + BLOCK, x.size)
         part, label = x[start:stop], labels[start:stop]
@@ -146,7 +147,7 @@ def _encode(x: Any, labels: Any, scale: Any, minimum: Any, first: Any, limits: A
             codes[start + i] = code + (np.uint8(1) if place[i] > limits[code] else np.uint8(0))
 
 
-@njit
+@njit_in_place
 def _decode(codes: Any, labels: Any, scale: Any, minimum: Any, entries: Any, out: Any) -> None:
     for i in range(out.size):
         k = labels[i]

@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import dtype_name, like, to_numpy
 from ..exponent import Buckets, Promotion, unknown_level
 from ..floats import format_named
-from .jit import njit
+from .jit import njit_in_place
 from .planes import patterns
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
     return like(out.reshape(levels.shape), levels)
 
 
-@njit
+@njit_in_place
 def _count(u: Any, mantissa: Any, counts: Any, lowest: Any, highest: Any) -> None:
     """Count patterns by lane and bucket; the last bucket counts the zeros."""
     kind = u.dtype.type
@@ -69,7 +69,7 @@ def _count(u: Any, mantissa: Any, counts: Any, lowest: Any, highest: Any) -> Non
             highest[bucket] = magnitude
 
 
-@njit
+@njit_in_place
 def _quantize(u: Any, mantissa: Any, table: Any, levels: Any) -> None:
     kind = u.dtype.type
     magnitude_mask = kind(kind(1) << kind(8 * u.itemsize - 1)) - kind(1)
@@ -78,7 +78,7 @@ def _quantize(u: Any, mantissa: Any, table: Any, levels: Any) -> None:
         levels[i] = level if u[i] & magnitude_mask else table.dtype.type(0)
 
 
-@njit
+@njit_in_place
 def _look_up(levels: Any, codebook: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = codebook[levels[i]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import dtype_name, like, to_numpy
-from .jit import njit
+from .jit import njit_in_place
 from .widen import NARROW, widened
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _BLOCK = 1 << 16
 """Elements per block: their float32 values stay in the second-level cache, and the cost of a call is small."""
 
 
-@njit
+@njit_in_place
 def _extrapolate(x: Any, earlier: Any, factor: Any, out: Any) -> None:
     kind = out.dtype.type
     endless, nan = kind(np.inf), kind(np.nan)

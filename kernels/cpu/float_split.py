@@ -8,10 +8,10 @@ import numpy as np
 
 from ..arrays import Array, to_numpy
 from ..float_split import MAX_OCTAVES, Octaves
-from .jit import njit
+from .jit import njit_in_place
 
 
-@njit
+@njit_in_place
 def _range(index: Any, bits: int, buckets: int) -> Any:
     """Smallest and largest nonzero magnitude, and numbers of nonzero and not finite elements."""
     low = np.int32(buckets + 1)
@@ -29,7 +29,7 @@ def _range(index: Any, bits: int, buckets: int) -> Any:
     return low, high, nonzero, odd
 
 
-@njit
+@njit_in_place
 def _split(index: Any, bits: int, buckets: int, low: int, symbols: Any, negative: Any, fraction: Any, odd: Any) -> None:
     # One extra slot at the end of each stream: every element is written, but only counted ones advance the position.
     mask = np.int32((1 << bits) - 1)
@@ -55,7 +55,7 @@ def _split(index: Any, bits: int, buckets: int, low: int, symbols: Any, negative
         at += some
 
 
-@njit
+@njit_in_place
 def _join(symbols: Any, negative: Any, fraction: Any, bits: int, buckets: int, low: int, out: Any) -> None:
     planes = fraction.shape[0]
     at = 0

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..grid import FARTHEST
-from .jit import njit
+from .jit import njit_in_place
+from .local_array import local_array
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -17,14 +18,14 @@ _STEP = 1 << 10
 """Elements per block, whose quotients stay in the first-level cache."""
 
 
-@njit
+@njit_in_place
 def _symbols(x: Any, square: Any, step: Any, farthest: Any, out: Any, sums: Any, counts: Any) -> None:
     """Grid symbols of a block, with sums and counts in `[4 * symbol + lane]`.
 
     With four lanes, an addition does not wait for the previous one.
     """
     zero, beyond = np.float32(0.0), np.float32(np.inf)
-    quotients = np.empty(_STEP, np.float32)
+    quotients = local_array(_STEP, np.float32)
     for at in range(0, x.size, _STEP):
         n = min(_STEP, x.size - at)
         own, root, symbols = x[at : at + n], square[at : at + n], out[at : at + n]
@@ -54,7 +55,7 @@ def _symbols(x: Any, square: Any, step: Any, farthest: Any, out: Any, sums: Any,
             counts[a] += 1.0
 
 
-@njit
+@njit_in_place
 def _values(symbols: Any, square: Any, table: Any, out: Any) -> None:
     for at in range(0, symbols.size, _STEP):
         n = min(_STEP, symbols.size - at)

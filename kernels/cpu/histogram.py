@@ -18,7 +18,7 @@ from ..floats import FloatFormat, format_named
 from ..gradient_products import product_format
 from ..histogram import Histogram, target
 from ..quantizer import magnitude_bits
-from .jit import njit, njit_inline
+from .jit import njit_in_place, njit_inline
 from .prefetch import AHEAD, prefetch
 from .widen import widened
 
@@ -46,7 +46,7 @@ def _highest(m: Any) -> Any:
     return p
 
 
-@njit
+@njit_inline
 def _between(v: Any, start: Any, stop: Any) -> Any:
     """Number of elements in [start, stop), of at most 2**31."""
     number = np.int32(0)
@@ -55,7 +55,7 @@ def _between(v: Any, start: Any, stop: Any) -> Any:
     return number
 
 
-@njit
+@njit_in_place
 def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: Any, rare: Any, partial: Any) -> None:
     """Count patterns by sign and upper bits, with separate counters for undecided ones.
 
@@ -117,7 +117,7 @@ def _count(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, raw: An
                     rare[np.uint64(part[i]) >> np.uint64(mantissa + exponent), np.uint64(p << bits) + sub] += 1
 
 
-@njit
+@njit_in_place
 def _count_few(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, zero: int, counts: Any) -> None:
     """Count a few patterns directly in buckets: magnitudes in [low, high) and not finite ones.
 
@@ -147,13 +147,13 @@ def _count_few(u: Any, mantissa: int, exponent: int, bits: int, limits: Any, zer
             counts[middle - j if signed and v > magnitude else middle + j] += 1
 
 
-@njit
+@njit_in_place
 def _sum_lanes(raw: Any, out: Any) -> None:
     for t in range(out.size):
         out[t] = np.int64(raw[4 * t]) + np.int64(raw[4 * t + 1]) + np.int64(raw[4 * t + 2]) + np.int64(raw[4 * t + 3])
 
 
-@njit
+@njit_in_place
 def _keep_by(u: Any, product: Any, magnitude: Any, low: Any, high: Any, out: Any) -> None:
     """Copy u where its product is within the limits, else write a NaN, which is never kept.
 

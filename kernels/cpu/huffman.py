@@ -10,7 +10,8 @@ from ..arrays import like
 from ..coder_arguments import compiled
 from ..errors import BadArgumentError, CorruptDataError
 from . import rangecoder
-from .jit import njit, njit_inline
+from .jit import njit_in_place, njit_inline
+from .local_array import local_array
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -21,6 +22,7 @@ U8 = np.uint8
 U64 = np.uint64
 LIMIT = 24
 """The longest code, as in `kernels.huffman` (a compiled function must not take it from another module: see `jit`)."""
+PLACES = LIMIT + 2
 TABLE_BITS = 11
 """Bits of a look-up: 2**11 entries of eight bytes are half of a first-level cache."""
 WIDE_BITS = 16
@@ -33,7 +35,7 @@ BULK = 4096
 """Number of symbols from which the table with several symbols per entry is worth building."""
 
 
-@njit
+@njit_in_place
 def _package_merge(weights: NumPy, limit: Int, lengths: NumPy, packages: NumPy, lists: NumPy) -> None:
     """Code lengths for ascending weights by the package-merge algorithm.
 
@@ -72,12 +74,12 @@ def _package_merge(weights: NumPy, limit: Int, lengths: NumPy, packages: NumPy, 
         take = 2 * taken
 
 
-@njit
+@njit_in_place
 def _codes(lengths: NumPy, codes: NumPy) -> None:
-    count = np.zeros(LIMIT + 2, np.int64)
+    count, following = local_array(PLACES, np.int64), local_array(PLACES, np.int64)
+    count[:] = 0
     for s in range(lengths.size):
         count[lengths[s]] += 1
-    following = np.zeros(LIMIT + 2, np.int64)
     code = np.int64(0)
     for length in range(1, LIMIT + 1):
         following[length] = code
@@ -118,7 +120,7 @@ def _store(data: NumPy, at: Any, word: Any) -> None:
     data[at + U64(7)] = U8(word & U64(255))
 
 
-@njit
+@njit_in_place
 def _encode(symbols: NumPy, table: NumPy, short: Int, out: NumPy, at: Int) -> Int:
     """Write the codes of `symbols` to `out` from byte `at`; return the end, or -1.
 
@@ -177,18 +179,18 @@ def _encode(symbols: NumPy, table: NumPy, short: Int, out: NumPy, at: Int) -> In
     return np.int64(p) + np.int64(bits > U64(0))
 
 
-@njit
+@njit_in_place
 def _order(lengths: NumPy, offsets: NumPy, order: NumPy) -> None:
     """Symbols sorted by code length and then by symbol.
 
     offsets[0, l], offsets[1, l]: first code of length l, and that after the last; offsets[2, l]: its place in `order`.
     """
-    count = np.zeros(LIMIT + 2, np.int64)
+    count, following = local_array(PLACES, np.int64), local_array(PLACES, np.int64)
+    count[:] = 0
     for s in range(lengths.size):
         count[lengths[s]] += 1
     code = np.int64(0)
     place = np.int64(0)
-    following = np.zeros(LIMIT + 2, np.int64)
     for length in range(1, LIMIT + 1):
         offsets[0, length] = code
         offsets[1, length] = code + count[length]
@@ -202,7 +204,7 @@ def _order(lengths: NumPy, offsets: NumPy, order: NumPy) -> None:
             following[lengths[s]] += 1
 
 
-@njit
+@njit_in_place
 def _single_table(lengths: NumPy, codes: NumPy, width: Int, single: NumPy) -> None:
     """Table of the single code that each `width`-bit window starts with.
 
@@ -218,7 +220,7 @@ def _single_table(lengths: NumPy, codes: NumPy, width: Int, single: NumPy) -> No
                 single[b] = length | (s << 8)
 
 
-@njit
+@njit_in_place
 def _many_table(single: NumPy, width: Int, unit: Int, table: NumPy) -> None:
     """Table of all whole codes in each `width`-bit window, as far as they fit.
 
@@ -242,7 +244,7 @@ def _many_table(single: NumPy, width: Int, unit: Int, table: NumPy) -> None:
         table[b] = entry | (U64(used | (held << 4)) << U64(56))
 
 
-@njit
+@njit_inline
 def _long(window: Any, width: Int, offsets: NumPy, order: NumPy) -> Int:
     """Decode a code longer than `width` at the start of `window`: length | symbol << 8.
 
@@ -259,7 +261,7 @@ def _long(window: Any, width: Int, offsets: NumPy, order: NumPy) -> Int:
     return found if fits else np.int64(64)
 
 
-@njit
+@njit_in_place
 def _finish(
     data: NumPy, place: NumPy, width: Int, single: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
 ) -> Int:
@@ -303,7 +305,7 @@ def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) 
     return window << used, at + (e >> U64(60)), bit + used, e
 
 
-@njit
+@njit_in_place
 def _decode4(
     data: NumPy, places: NumPy, width: Int, table: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
 ) -> Int:
@@ -392,7 +394,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     return like(lengths, counts)
 
 
-@njit
+@njit_in_place
 def _space(lengths: NumPy) -> Any:
     """Number of codes, the longest code, and the code space they use in units of `2**-LIMIT`."""
     present, longest, space = np.int64(0), np.int64(0), np.int64(0)
@@ -516,7 +518,7 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
     unit = int(dtype[4:]) // 8
     codes = np.empty(found.size, np.uint32)
     _codes(found, codes)
-    offsets = np.zeros((3, LIMIT + 2), np.int64)
+    offsets = np.zeros((3, PLACES), np.int64)
     order = np.zeros(found.size, np.int32)
     _order(found, offsets, order)
     longest = int(found.max())

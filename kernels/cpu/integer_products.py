@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..coder_arguments import compiled
-from .jit import njit
+from .jit import njit_in_place
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -47,7 +47,7 @@ def _by_component(factor: Array) -> NumPy:
     return np.ascontiguousarray(to_numpy(factor).T, np.int32)
 
 
-@njit
+@njit_in_place
 def _row_products(values: NumPy, factor: NumPy, phase: int, out: NumPy) -> None:
     rank, width = factor.shape
     for r in range(out.shape[0]):
@@ -64,7 +64,7 @@ def _row_products(values: NumPy, factor: NumPy, phase: int, out: NumPy) -> None:
                 out[r, k] += np.int64(some)
 
 
-@njit
+@njit_in_place
 def _column_products(values: NumPy, factor: NumPy, phase: int, short: NumPy, out: NumPy) -> None:
     rank, width = out.shape
     rows = factor.shape[1]
@@ -83,7 +83,7 @@ def _column_products(values: NumPy, factor: NumPy, phase: int, short: NumPy, out
                     short[k, c] = np.int32(0)
 
 
-@njit
+@njit_in_place
 def _classes(rows: NumPy, columns: NumPy, phase: int, shift: int, most: int, sums: NumPy, out: NumPy) -> None:
     rank, width = columns.shape
     half, by, top = np.int32(1 << (shift - 1)), np.int32(shift), np.int32(most)

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..kmeans import prepared
-from .jit import njit, njit_inline
+from .jit import njit_in_place, njit_inline
+from .local_array import local_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,13 +28,15 @@ def _gain(best: float, lever: float, mass: float) -> float:
     return best + (lever * lever / mass if mass > 0.0 else 0.0)
 
 
-@njit
-def _exact(x: Any, w: Any, k: int) -> Any:
-    """Optimal codebook of 1 <= k < m codes for scaled, strictly ascending centers."""
-    m = x.size
+@njit_in_place
+def _exact(x: Any, w: Any, sums: Any, cut: Any, codes: Any) -> None:
+    """Optimal codebook of 1 <= k < m codes for scaled, strictly ascending centers.
+
+    sums: float64 [4, m + 1], and cut: int32 [k + 1, m + 1], to work in.
+    """
+    m, k = x.size, codes.size
     shift = x[m // 2]
-    weight = np.empty(m + 1)
-    moment = np.empty(m + 1)
+    weight, moment, best, following = sums[0], sums[1], sums[2], sums[3]
     weight[0] = 0.0
     moment[0] = 0.0
     for i in range(m):
@@ -41,13 +44,11 @@ def _exact(x: Any, w: Any, k: int) -> Any:
         moment[i + 1] = moment[i] + w[i] * (x[i] - shift)
     # best[j]: the maximum of sum(moment**2 / weight) for the first j centers in `row` clusters. This sum is the total
     # of w * y**2, a constant, minus the loss.
-    best = np.zeros(m + 1)
-    following = np.zeros(m + 1)
-    cut = np.zeros((k + 1, m + 1), np.int32)
+    best[0] = 0.0
     for j in range(1, m + 1):
         mass = weight[j]
         best[j] = moment[j] * moment[j] / mass if mass > 0.0 else 0.0
-    stack = np.empty((64, 4), np.int64)
+    stack = local_array(256, np.int64)
     for row in range(2, k + 1):
         top = 0
         low, high, first, last = m if row == k else row, m - (k - row), row - 1, m - 1
@@ -82,18 +83,17 @@ def _exact(x: Any, w: Any, k: int) -> Any:
             cut[row, j] = at
             if low < j:
                 if j < high:
-                    stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3] = j + 1, high, at, last
-                    top += 1
+                    stack[top], stack[top + 1], stack[top + 2], stack[top + 3] = j + 1, high, at, last
+                    top += 4
                 high, last = j - 1, at
             elif j < high:
                 low, first = j + 1, at
             elif top == 0:
                 break
             else:
-                top -= 1
-                low, high, first, last = stack[top, 0], stack[top, 1], stack[top, 2], stack[top, 3]
+                top -= 4
+                low, high, first, last = stack[top], stack[top + 1], stack[top + 2], stack[top + 3]
         best, following = following, best
-    codes = np.empty(k)
     end = m
     for row in range(k, 0, -1):
         start = cut[row, end] if row > 1 else 0
@@ -104,17 +104,15 @@ def _exact(x: Any, w: Any, k: int) -> Any:
             lever += w[i] * (x[i] - shift)
         codes[row - 1] = min(max(shift + lever / mass, x[start]), x[end - 1])
         end = start
-    return codes
 
 
-@njit
-def _lloyd(x: Any, w: Any, initial: Any, iterations: int) -> Any:
+@njit_in_place
+def _lloyd(x: Any, w: Any, codes: Any, iterations: int) -> None:
     """Lloyd's iteration: replace codes by the means of their nearest centers until stable."""
     m = x.size
-    k = initial.size
-    codes = initial.copy()
+    k = codes.size
     if m == 0:
-        return codes
+        return
     shift = x[m // 2]
     for _ in range(iterations):
         changed = False
@@ -136,10 +134,9 @@ def _lloyd(x: Any, w: Any, initial: Any, iterations: int) -> Any:
                     changed = True
         if not changed:
             break
-    return codes
 
 
-@njit
+@njit_inline
 def _uniform(seed: Any, counter: int) -> float:
     """Random number `counter` of the stream of `seed`, in [0, 1): SplitMix64's upper 53 bits."""
     z = np.uint64(seed) + np.uint64(counter + 1) * np.uint64(0x9E3779B97F4A7C15)
@@ -149,16 +146,15 @@ def _uniform(seed: Any, counter: int) -> float:
     return np.float64(z >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@njit
-def _seeds(x: Any, w: Any, k: int, seed: Any) -> Any:
-    """Draw k distinct centers for k-means++; ascending.
+@njit_in_place
+def _seeds(x: Any, w: Any, seed: Any, distance: Any, drawn: Any, codes: Any) -> None:
+    """Draw distinct centers for k-means++; ascending.
 
-    Each is drawn with probability `w * squared distance to the nearest drawn one`.
+    Each is drawn with probability `w * squared distance to the nearest drawn one`. `distance` comes as ones, `drawn` as
+    zeros.
     """
     m = x.size
-    distance = np.ones(m)
-    drawn = np.zeros(m, np.uint8)
-    for t in range(k):
+    for t in range(codes.size):
         total = 0.0
         for i in range(m):
             total += w[i] * distance[i]
@@ -179,16 +175,14 @@ def _seeds(x: Any, w: Any, k: int, seed: Any) -> Any:
             step = x[i] - x[pick]
             if t == 0 or step * step < distance[i]:
                 distance[i] = step * step
-    codes = np.empty(k)
     c = 0
     for i in range(m):
         if drawn[i] == 1:
             codes[c] = x[i]
             c += 1
-    return codes
 
 
-@njit
+@njit_in_place
 def _loss(x: Any, w: Any, codes: Any) -> float:
     loss = 0.0
     c = 0
@@ -207,14 +201,17 @@ def _solve(
 ) -> Vector:
     x, w, exponent = prepared(centers, weights)
     if initial is not None:
-        start = np.ldexp(to_numpy(initial).astype(np.float64), -exponent)
-        codes = _lloyd(x, w, start, iterations)
+        codes = np.ldexp(to_numpy(initial).astype(np.float64), -exponent)
+        _lloyd(x, w, codes, iterations)
     elif k >= x.size:
         codes = x
     elif method == "exact":
-        codes = _exact(x, w, k)
+        codes = np.empty(k)
+        _exact(x, w, np.zeros((4, x.size + 1)), np.zeros((k + 1, x.size + 1), np.int32), codes)
     else:
-        codes = _lloyd(x, w, _seeds(x, w, k, np.uint64(seed % 2**64)), iterations)
+        codes = np.empty(k)
+        _seeds(x, w, np.uint64(seed % 2**64), np.ones(x.size), np.zeros(x.size, np.uint8), codes)
+        _lloyd(x, w, codes, iterations)
     result: Vector = np.ldexp(codes, exponent)
     return result
 

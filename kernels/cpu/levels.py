@@ -12,7 +12,8 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..errors import BadArgumentError, CorruptDataError
-from .jit import njit
+from .jit import njit_in_place
+from .local_array import local_array
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -23,7 +24,7 @@ CHUNK = 1 << 30
 """Elements between two additions of the uint32 pair counters to the int64 ones."""
 
 
-@njit
+@njit_in_place
 def _subtract(a: Any, b: Any, size: int, out: Any) -> Any:
     """Compute `out = (a - b) mod size`; whether all elements of both were below size."""
     wrap = np.uint8(size & 255)
@@ -36,7 +37,7 @@ def _subtract(a: Any, b: Any, size: int, out: Any) -> Any:
     return above == 0
 
 
-@njit
+@njit_in_place
 def _count_halves(keys: Any, lanes: Any) -> None:
     """Count keys in `lanes[8 * key + lane]`, separately for both halves of the array.
 
@@ -61,7 +62,7 @@ def _count_halves(keys: Any, lanes: Any) -> None:
         lanes[(np.uint64(b[i]) << three) + np.uint64(1)] += one
 
 
-@njit
+@njit_in_place
 def _split(values: Any, keys: Any, places: Any, out: Any) -> None:
     """Move each value to `places[2 * key + half]` and advance that position by one."""
     one = np.uint64(1)
@@ -80,7 +81,7 @@ def _split(values: Any, keys: Any, places: Any, out: Any) -> None:
         out[places[(np.uint64(b[i]) << one) + one]] = second[i]
 
 
-@njit
+@njit_in_place
 def _merge(grouped: Any, keys: Any, places: Any, out: Any) -> None:
     """Take each value from `places[2 * key + half]` and advance that position by one."""
     one = np.uint64(1)
@@ -99,7 +100,7 @@ def _merge(grouped: Any, keys: Any, places: Any, out: Any) -> None:
         second[i] = grouped[places[(np.uint64(b[i]) << one) + one]]
 
 
-@njit
+@njit_in_place
 def _pairs(previous: Any, current: Any, previous_size: int, current_size: int, shift: int, lanes: Any) -> Any:
     """Count level pairs in lanes that take turns; whether every level was in range.
 
@@ -110,7 +111,7 @@ def _pairs(previous: Any, current: Any, previous_size: int, current_size: int, s
     """
     one, two, by = np.uint32(1), np.uint64(2), np.uint16(shift)
     top_previous, top_current = np.uint8(previous_size - 1), np.uint8(current_size - 1)
-    pairs = np.empty(256, np.uint16)
+    pairs = local_array(256, np.uint16)
     whole = previous.size // 256 * 256
     for begin in range(0, whole, 256):
         p, c = previous[begin : begin + 256], current[begin : begin + 256]
@@ -132,7 +133,7 @@ def _pairs(previous: Any, current: Any, previous_size: int, current_size: int, s
     return True
 
 
-@njit
+@njit_in_place
 def _add_lanes(lanes: Any, counts: Any) -> None:
     """Add the four lanes of each pair to `counts`.
 

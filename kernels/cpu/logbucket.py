@@ -8,10 +8,10 @@ import numpy as np
 
 from ..arrays import Array, bit_view, dtype_name, like, to_numpy
 from ..floats import FORMATS, format_named
-from .jit import njit
+from .jit import njit_in_place
 
 
-@njit
+@njit_in_place
 def _index(u: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: Any) -> None:
     """Bucket indices in short blocks.
 
@@ -45,7 +45,7 @@ def _index(u: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: A
                 o[i] = np.int32(buckets - j if np.uint64(v[i]) > magnitude else buckets + j)
 
 
-@njit
+@njit_in_place
 def _value(index: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: Any) -> None:
     """Bucket midpoints in short blocks.
 

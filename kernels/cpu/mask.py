@@ -8,7 +8,8 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..mask import trailing_bits_set, wrong_count
-from .jit import njit
+from .jit import njit_in_place, njit_inline
+from .local_array import local_array
 from .planes import as_values, patterns
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _words(data: np.ndarray[Any, Any], n: int) -> np.ndarray[Any, Any]:
     return words
 
 
-@njit
+@njit_inline
 def _fold(flags: Any, used: Any, target: Any) -> None:
     """Pack the first `used` flag bytes of the block, eight by one multiplication."""
     for i in range(used, 8 * target.size):
@@ -100,10 +101,10 @@ def _fold(flags: Any, used: Any, target: Any) -> None:
         target[j] = np.uint8((eight[j] * PACK) >> np.uint64(56))
 
 
-@njit
+@njit_in_place
 def _changed(current: Any, previous: Any, out: Any) -> None:
     """Compare into a cached block of flag bytes, which vectorises, then pack them."""
-    flags = np.empty(BLOCK, np.uint8)
+    flags = local_array(BLOCK, np.uint8)
     for start in range(0, current.size, BLOCK):
         stop = min(start + BLOCK, current.size)
         c, p = current[start:stop], previous[start:stop]
@@ -112,10 +113,10 @@ def _changed(current: Any, previous: Any, out: Any) -> None:
         _fold(flags, stop - start, out[start // 8 : (stop + 7) // 8])
 
 
-@njit
+@njit_in_place
 def _pack(mask: Any, out: Any) -> None:
     """Pack bytes that are zero or not."""
-    flags = np.empty(BLOCK, np.uint8)
+    flags = local_array(BLOCK, np.uint8)
     for start in range(0, mask.size, BLOCK):
         stop = min(start + BLOCK, mask.size)
         m = mask[start:stop]
@@ -124,7 +125,7 @@ def _pack(mask: Any, out: Any) -> None:
         _fold(flags, stop - start, out[start // 8 : (stop + 7) // 8])
 
 
-@njit
+@njit_in_place
 def _unpack(data: Any, eight: Any) -> None:
     """Expand each byte into eight flag bytes.
 
@@ -135,7 +136,7 @@ def _unpack(data: Any, eight: Any) -> None:
         eight[j] = ((picked + CARRY) >> np.uint64(7)) & SPREAD
 
 
-@njit
+@njit_inline
 def _ones(word: Any) -> Any:
     """Number of set bits of a 64-bit word."""
     w = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
@@ -144,7 +145,7 @@ def _ones(word: Any) -> Any:
     return np.int64((w * SPREAD) >> np.uint64(56))
 
 
-@njit
+@njit_in_place
 def _count(words: Any) -> Any:
     """Number of set bits of all words."""
     total = 0
@@ -153,7 +154,7 @@ def _count(words: Any) -> Any:
     return total
 
 
-@njit
+@njit_in_place
 def _gather(x: Any, words: Any, bit_at: Any, out: Any) -> None:
     """Copy the elements whose bit is set; `out` has exactly as many elements as bits are set."""
     zero, one = np.uint64(0), np.uint64(1)
@@ -173,11 +174,11 @@ def _gather(x: Any, words: Any, bit_at: Any, out: Any) -> None:
                 word = word & (word - one)
 
 
-@njit
+@njit_in_place
 def _scatter(words: Any, values: Any, bit_at: Any, out: Any) -> None:
     """Write the next of `values` wherever bit i is set; as many values as set bits."""
     zero, one = np.uint64(0), np.uint64(1)
-    ahead = np.empty(64, values.dtype)
+    ahead = local_array(64, values.dtype)
     k = np.int64(0)
     for j in range(words.size):
         word, start = words[j], 64 * j

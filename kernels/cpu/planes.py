@@ -9,7 +9,8 @@ import numpy as np
 from ..arrays import dtype_name, is_torch, like, to_numpy
 from ..coder_arguments import lent
 from ..planes import ordered_by_sign, width_of
-from .jit import njit
+from .jit import njit_in_place, njit_inline
+from .local_array import local_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +100,7 @@ def undifference(
     return as_values(target.reshape(previous.shape), previous) if out is None else out
 
 
-@njit
+@njit_in_place
 def _rotate(source: Any, bits: Any, target: Any) -> None:
     """Rotate bit patterns left by 1 to width - 1 bits: target[i] = rotl(source[i])."""
     kind = source.dtype.type
@@ -110,7 +111,7 @@ def _rotate(source: Any, bits: Any, target: Any) -> None:
 
 # LLVM inlines the functions below, so that every shift is a constant. With a shift known only at run time, the vector
 # loop would work on 64 bits and run at a third of the speed.
-@njit
+@njit_inline
 def _byte(source: Any, shift: Any, target: Any) -> None:
     """Extract the byte that starts at bit `shift` of each pattern.
 
@@ -121,10 +122,10 @@ def _byte(source: Any, shift: Any, target: Any) -> None:
         target[i] = np.uint8(source[i] >> kind(shift))
 
 
-@njit
+@njit_in_place
 def _split(u: Any, rotation: Any, out: Any) -> None:
     """Write out[p, i] = byte p of u[i], one plane after another over a cached block."""
-    rotated = np.empty(BLOCK, u.dtype)
+    rotated = local_array(BLOCK, u.dtype)
     for start in range(0, u.size, BLOCK):
         stop = min(start + BLOCK, u.size)
         source = u[start:stop]
@@ -144,11 +145,11 @@ def _split(u: Any, rotation: Any, out: Any) -> None:
             _byte(source, 56, out[7, start:stop])
 
 
-@njit
+@njit_in_place
 def _merge_two(a: Any, b: Any, rotation: Any, out: Any) -> None:
     """Join two byte planes into patterns of 16 bits, rotated to the right."""
     back = np.uint16(np.uint16(16) - rotation)
-    joined = np.empty(BLOCK, np.uint16)  # no loop vectorizes that reads what it may write
+    joined = local_array(BLOCK, np.uint16)  # no loop vectorizes that reads what it may write
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
         target, low, high = out[start:stop], a[start:stop], b[start:stop]
@@ -160,12 +161,12 @@ def _merge_two(a: Any, b: Any, rotation: Any, out: Any) -> None:
             _rotate(target, back, out[start:stop])
 
 
-@njit
+@njit_in_place
 def _merge_four(a: Any, b: Any, c: Any, d: Any, rotation: Any, out: Any) -> None:
     """Join four byte planes into patterns of 32 bits, rotated to the right."""
     s8, s16, s24 = np.uint32(8), np.uint32(16), np.uint32(24)
     back = np.uint32(np.uint32(32) - rotation)
-    joined = np.empty(BLOCK, np.uint32)
+    joined = local_array(BLOCK, np.uint32)
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
         target = out[start:stop]
@@ -179,7 +180,7 @@ def _merge_four(a: Any, b: Any, c: Any, d: Any, rotation: Any, out: Any) -> None
             _rotate(target, back, out[start:stop])
 
 
-@njit
+@njit_in_place
 def _merge_halves(low: Any, high: Any, rotation: Any, out: Any) -> None:
     """Join the lower and the upper 32 bits of patterns, rotated to the right."""
     back = np.uint64(np.uint64(64) - rotation)
@@ -190,7 +191,7 @@ def _merge_halves(low: Any, high: Any, rotation: Any, out: Any) -> None:
 
 # In the next two functions every choice is a compare and a select. With shifts, the vector loop would work on 64 bits,
 # and 8- and 16-bit types would run at half to a quarter of the speed.
-@njit
+@njit_in_place
 def _difference(current: Any, previous: Any, signed: Any, out: Any) -> None:
     """Zig-zag code of the difference of order-mapped patterns, modulo 2**width."""
     kind = out.dtype.type
@@ -210,14 +211,14 @@ def _difference(current: Any, previous: Any, signed: Any, out: Any) -> None:
             out[i] = kind(kind(d << one) ^ (ones if d >= half else zero))
 
 
-@njit
+@njit_in_place
 def _undifference(diff: Any, previous: Any, signed: Any, out: Any) -> None:
     """Inverse of `_difference`."""
     kind = out.dtype.type
     zero, one, half = kind(0), kind(1), kind(1 << (8 * out.itemsize - 1))
     low = kind(half - one)
     ones = kind(low | half)
-    steps = np.empty(BLOCK, out.dtype)  # no loop vectorizes that reads what it may write
+    steps = local_array(BLOCK, out.dtype)  # no loop vectorizes that reads what it may write
     for start in range(0, out.size, BLOCK):
         parent, target = previous[start : start + BLOCK], out[start : start + BLOCK]
         own = diff[start : start + BLOCK]

@@ -17,7 +17,8 @@ from ..floats import FloatFormat, format_named
 from ..gradient_products import product_format
 from ..quantizer import FIRST_CODE, PROTECTED, Thresholds, boundaries
 from .histogram import keep_range, product_blocks
-from .jit import njit
+from .jit import njit_in_place
+from .local_array import local_array
 from .prefetch import AHEAD, prefetch
 
 if TYPE_CHECKING:
@@ -31,13 +32,13 @@ TABLE_BITS = 16
 """Upper bits that index the table: sign, exponent and seven mantissa bits of a float32; all of a 16-bit format."""
 
 
-@njit
+@njit_in_place
 def _look_up_16(u: Any, table: Any, out: Any) -> None:
     for i in range(u.size):
         out[i] = table[u[i]]
 
 
-@njit
+@njit_in_place
 def _look_up_32(u: Any, table: Any, out: Any) -> None:
     """Look up levels in a table of packed entries.
 
@@ -47,7 +48,7 @@ def _look_up_32(u: Any, table: Any, out: Any) -> None:
     loop computes the levels.
     """
     half = np.uint32(0xFFFF)
-    entries = np.empty(128, np.uint32)
+    entries = local_array(128, np.uint32)
     whole = u.size // 128 * 128
     for begin in range(0, whole, 128):
         v, levels = u[begin : begin + 128], out[begin : begin + 128]
@@ -65,7 +66,7 @@ def _look_up_32(u: Any, table: Any, out: Any) -> None:
         out[i] = np.uint8(entry >> np.uint32(24)) if past else np.uint8(entry >> np.uint32(16))
 
 
-@njit
+@njit_in_place
 def _merge(cuts: Any, negative: int, codes: int, low: Any, high: Any, sign: Any, starts: Any, levels: Any) -> int:
     """Merge step functions into one over all patterns; return its number of steps.
 
@@ -105,7 +106,7 @@ def _merge(cuts: Any, negative: int, codes: int, low: Any, high: Any, sign: Any,
     return found
 
 
-@njit
+@njit_in_place
 def _fill(starts: Any, levels: Any, shift: int, table: Any) -> bool:
     """Fill the table of a step function; False if two cuts share an entry.
 
@@ -128,7 +129,7 @@ def _fill(starts: Any, levels: Any, shift: int, table: Any) -> bool:
     return True
 
 
-@njit
+@njit_in_place
 def _index(starts: Any, shift: int, first: Any) -> None:
     """Last step that starts before each table entry."""
     end = np.int64(starts[0] >> np.uint64(shift)) + 1
@@ -139,7 +140,7 @@ def _index(starts: Any, shift: int, first: Any) -> None:
         first[begin:end] = step
 
 
-@njit
+@njit_in_place
 def _search(u: Any, shift: int, first: Any, starts: Any, levels: Any, out: Any) -> None:
     """Last step that starts at or below u, by bisection within its upper bits."""
     for i in range(u.size):
@@ -154,7 +155,7 @@ def _search(u: Any, shift: int, first: Any, starts: Any, levels: Any, out: Any) 
         out[i] = levels[low]
 
 
-@njit
+@njit_in_place
 def _by_product(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> None:
     """Apply the sensitivity thresholds: protect high products, prune low ones not protected."""
     for i in range(out.size):
@@ -162,7 +163,7 @@ def _by_product(out: Any, product: Any, magnitude: Any, low: Any, high: Any) -> 
         out[i] = 1 if p >= high or out[i] == 1 else (0 if p < low else out[i])
 
 
-@njit
+@njit_in_place
 def _values(levels: Any, table: Any, out: Any) -> None:
     whole = levels.size // 4 * 4
     for i in range(0, whole, 4):
@@ -172,7 +173,7 @@ def _values(levels: Any, table: Any, out: Any) -> None:
         out[i] = table[levels[i]]
 
 
-@njit
+@njit_in_place
 def _put_protected(levels: Any, protected: Any, out: Any) -> int:
     """Write the protected values where the level is 1; return the number of such levels."""
     at = 0

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BadArgumentError, CorruptDataError
-from .jit import njit
+from .jit import njit_in_place, njit_inline
 
 NumPy = np.ndarray[Any, Any]
 Int = Any  # a machine integer or truth value inside compiled code
@@ -38,7 +38,7 @@ EQUAL, UP, STEP, FIRST, MANTISSA, MODELS = I64(21), I64(22), I64(23), I64(31), I
 L_PRESENT, L_EQUAL, L_UP, L_STEP, L_FIRST = I64(0), I64(4), I64(5), I64(6), I64(14)
 # Those of the changes; neighbours have a model for every eight expected symbols, the rest are leaves of a tree:
 C_FAR, C_UP, C_TREE, C_MODELS = I64(0), I64(32), I64(64), 320
-SIX, EIGHT = I64(6), I64(8)
+SIX = I64(6)
 
 Coder = Any  # (low when encoding, code less low when decoding; range; next byte; whether it decodes)
 """The state of the coder is passed as a tuple instead of an array, so that it stays in registers."""
@@ -55,7 +55,7 @@ def _reciprocals() -> NumPy:
 RECIPROCALS = _reciprocals()
 
 
-@njit
+@njit_inline
 def _carry(data: NumPy, at: Int) -> None:
     at = min(at, np.int64(data.size)) - 1  # beyond the end nothing was written; the caller repeats with a larger buffer
     while at > 0 and data[at] == 255:
@@ -65,7 +65,7 @@ def _carry(data: NumPy, at: Int) -> None:
         data[at] = np.uint8(data[at] + 1)
 
 
-@njit
+@njit_inline
 def _split(coder: Coder, data: NumPy, bound: Any, bit: Int) -> Any:
     """Encode or decode one bit: narrow the range to the part of `bit`; `bound` belongs to 0."""
     low, width, at, decoding = coder
@@ -101,7 +101,7 @@ def _split(coder: Coder, data: NumPy, bound: Any, bit: Int) -> Any:
     return bit, (low, width, at, decoding)
 
 
-@njit
+@njit_inline
 def _bit(coder: Coder, data: NumPy, models: NumPy, model: Int, bit: Int) -> Any:
     zero, seen = models[model, 0], models[model, 1]
     bit, coder = _split(coder, data, (coder[1] >> U64(16)) * U64(zero), bit)
@@ -114,7 +114,7 @@ def _bit(coder: Coder, data: NumPy, models: NumPy, model: Int, bit: Int) -> Any:
     return bit, coder
 
 
-@njit
+@njit_inline
 def _plain(coder: Coder, data: NumPy, bits: Int, value: Int) -> Any:
     """Encode or decode `bits` bits of `value` without a model, highest first."""
     out = np.int64(0)
@@ -124,7 +124,7 @@ def _plain(coder: Coder, data: NumPy, bits: Int, value: Int) -> Any:
     return out, coder
 
 
-@njit
+@njit_inline
 def _count(coder: Coder, data: NumPy, models: NumPy, base: Int, most: Int, limit: Int, value: Int) -> Any:
     """Encode or decode a count in 0 ... limit in unary, with `most` + 1 models.
 
@@ -139,7 +139,7 @@ def _count(coder: Coder, data: NumPy, models: NumPy, base: Int, most: Int, limit
     return out, coder
 
 
-@njit
+@njit_inline
 def _near(
     coder: Coder, data: NumPy, models: NumPy, equal: Int, up: Int, step: Int, near: Int, highest: Int, value: Int
 ) -> Any:
@@ -162,7 +162,7 @@ def _near(
     return out, coder
 
 
-@njit
+@njit_inline
 def _width(value: Int) -> Int:
     """Number of binary digits of `value`; 0 for 0."""
     bits = np.int64(0)
@@ -171,7 +171,7 @@ def _width(value: Int) -> Int:
     return bits
 
 
-@njit
+@njit_inline
 def _lengths(coder: Coder, data: NumPy, models: NumPy, lengths: NumPy, highest: Int) -> Any:
     """Encode or decode code lengths; return whether they form a complete code or are all 0."""
     size = lengths.size
@@ -208,12 +208,22 @@ def _lengths(coder: Coder, data: NumPy, models: NumPy, lengths: NumPy, highest: 
     return left == whole, coder
 
 
-@njit
+@njit_inline
+def _peak(row: NumPy) -> Int:
+    """Position of the first of the greatest frequencies."""
+    peak = np.int64(0)
+    for s in range(row.size):
+        if row[s] > row[peak]:
+            peak = np.int64(s)
+    return peak
+
+
+@njit_inline
 def _digits(table: NumPy) -> Int:
     """Most significant bits of any frequency except the greatest of each row."""
     digits = np.int64(0)
     for c in range(table.shape[0]):
-        peak = np.argmax(table[c])
+        peak = _peak(table[c])
         for s in range(table.shape[1]):
             if s != peak and table[c, s] > 0:
                 value = np.int64(table[c, s])
@@ -223,8 +233,8 @@ def _digits(table: NumPy) -> Int:
     return digits
 
 
-@njit
-def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precision: Int) -> Any:
+@njit_inline
+def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precision: Int, work: NumPy) -> Any:
     """Encode or decode the frequencies; return whether each row is valid and canonical."""
     rows, columns = table.shape
     total = np.int64(1) << precision
@@ -235,7 +245,7 @@ def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precisi
         digits = _digits(table)
     digits, coder = _plain(coder, data, FOUR, digits)
     # Bits of each frequency of this row and of the last one that is not empty; those of a peak only in the latter.
-    own, before = np.zeros(columns, np.int64), np.zeros(columns, np.int64)
+    own, before = work[0], work[1]
     empty = np.int64(0)
     kind = np.int64(0)
     last, last_peak = np.int64(-1), np.int64(-1)  # the row before that is not empty
@@ -243,7 +253,7 @@ def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precisi
         peak = np.int64(0)
         is_empty, single = np.int64(0), np.int64(0)
         if not decoding:
-            peak = np.int64(np.argmax(table[c]))
+            peak = _peak(table[c])
             is_empty = np.int64(table[c, peak] == 0)
             single = np.int64(table[c, peak] == total)
         empty, coder = _bit(coder, data, models, EMPTY + empty, is_empty)
@@ -325,7 +335,7 @@ def _frequencies(coder: Coder, data: NumPy, models: NumPy, table: NumPy, precisi
     return not decoding or digits == _digits(table), coder
 
 
-@njit
+@njit_inline
 def _gap(coder: Coder, data: NumPy, left: Int, changes: Int, gap: Int) -> Any:
     """Encode or decode the number of unchanged elements before the next change.
 
@@ -354,7 +364,7 @@ def _gap(coder: Coder, data: NumPy, left: Int, changes: Int, gap: Int) -> Any:
     return (np.int64(-1) if out > most else out), coder
 
 
-@njit
+@njit_inline
 def _changed(coder: Coder, data: NumPy, models: NumPy, usual: Int, symbol: Int) -> Any:
     """Encode or decode the new symbol of a changed element.
 
@@ -378,10 +388,9 @@ def _changed(coder: Coder, data: NumPy, models: NumPy, usual: Int, symbol: Int) 
     return node - 256, coder
 
 
-@njit
-def _encode_changes(data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n: Int) -> Int:
+@njit_in_place
+def _encode_changes(data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n: Int, models: NumPy) -> Int:
     """Encode the changes; return the size of the data, -1 if `data` is too small."""
-    models = _models(C_MODELS)
     coder = _open(data, False)
     width = _width(np.int64(places.size))
     _, coder = _plain(coder, data, SIX, width)
@@ -394,7 +403,7 @@ def _encode_changes(data: NumPy, symbols: NumPy, usual: NumPy, places: NumPy, n:
     return _close(coder, data)
 
 
-@njit
+@njit_inline
 def _number_of_changes(coder: Coder, data: NumPy) -> Any:
     """Decode the number of changes; -1 if the bytes are not such a number."""
     width, coder = _plain(coder, data, SIX, np.int64(0))
@@ -404,10 +413,9 @@ def _number_of_changes(coder: Coder, data: NumPy) -> Any:
     return (np.int64(1) << (width - 1)) | rest, coder
 
 
-@njit
-def _decode_changes(data: NumPy, usual: NumPy, out: NumPy) -> Int:
+@njit_in_place
+def _decode_changes(data: NumPy, usual: NumPy, out: NumPy, models: NumPy) -> Int:
     """Decode changes into `out`; return whether the data are canonical."""
-    models = _models(C_MODELS)
     coder = _open(data, True)
     count, coder = _number_of_changes(coder, data)
     if count < 1 or count > usual.size:
@@ -426,14 +434,7 @@ def _decode_changes(data: NumPy, usual: NumPy, out: NumPy) -> Int:
     return _is_close(coder, data)
 
 
-@njit
-def _models(count: Int) -> NumPy:
-    models = np.zeros((count, 2), np.int64)
-    models[:, 0] = EVEN
-    return models
-
-
-@njit
+@njit_inline
 def _window(data: NumPy, at: Int) -> Any:
     """Return the four bytes from `at` as a number; the data are followed by zeros."""
     value = U64(0)
@@ -444,7 +445,7 @@ def _window(data: NumPy, at: Int) -> Any:
     return value
 
 
-@njit
+@njit_inline
 def _open(data: NumPy, decoding: Int) -> Coder:
     low, at = U64(0), np.int64(0)
     if decoding:
@@ -452,7 +453,7 @@ def _open(data: NumPy, decoding: Int) -> Coder:
     return low, LOWER, at, decoding
 
 
-@njit
+@njit_inline
 def _end(low: Any, width: Any) -> Any:
     """Number in the range that takes the fewest bytes without trailing zeros, and that size."""
     for size in range(4):
@@ -463,7 +464,7 @@ def _end(low: Any, width: Any) -> Any:
     return low, 4
 
 
-@njit
+@njit_inline
 def _close(coder: Coder, data: NumPy) -> Int:
     """Write the end of the data without trailing zeros; return the size, -1 if no room.
 
@@ -483,7 +484,7 @@ def _close(coder: Coder, data: NumPy) -> Int:
     return end
 
 
-@njit
+@njit_inline
 def _is_close(coder: Coder, data: NumPy) -> Int:
     """Whether the bytes read so far are those that `_close` writes here (canonical form).
 
@@ -497,29 +498,37 @@ def _is_close(coder: Coder, data: NumPy) -> Int:
     return inside and code == value - low and data.size <= at and (data.size == 0 or data[-1] > 0)
 
 
-@njit
-def _table(coder: Coder, data: NumPy, table: NumPy, parameter: Int, is_lengths: Int) -> Any:
-    models = _models(MODELS)
+@njit_inline
+def _table(coder: Coder, data: NumPy, table: NumPy, parameter: Int, is_lengths: Int, models: NumPy, work: NumPy) -> Any:
     if is_lengths:
         return _lengths(coder, data, models, table[0], parameter)
-    return _frequencies(coder, data, models, table, parameter)
+    return _frequencies(coder, data, models, table, parameter, work)
 
 
-@njit
-def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
+@njit_in_place
+def _encode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy, models: NumPy, work: NumPy) -> Int:
     """Encode a table; return the size, -1 if the table is invalid, -2 if `data` is too small."""
-    fine, coder = _table(_open(data, False), data, table, parameter, is_lengths)
+    fine, coder = _table(_open(data, False), data, table, parameter, is_lengths, models, work)
     if not fine:
         return np.int64(-1)
     size = _close(coder, data)
     return size if size >= 0 else np.int64(-2)
 
 
-@njit
-def _decode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy) -> Int:
+@njit_in_place
+def _decode(table: NumPy, parameter: Int, is_lengths: Int, data: NumPy, models: NumPy, work: NumPy) -> Int:
     """Decode a table into `table`; return whether the data are canonical."""
-    fine, coder = _table(_open(data, True), data, table, parameter, is_lengths)
+    fine, coder = _table(_open(data, True), data, table, parameter, is_lengths, models, work)
     return fine and _is_close(coder, data)
+
+
+def _models(count: int) -> NumPy:
+    """Probabilities of a zero and numbers of bits seen, of models that have seen none."""
+    return _FRESH[:count].copy()
+
+
+_FRESH = np.zeros((C_MODELS, 2), np.int64)
+_FRESH[:, 0] = EVEN
 
 
 def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
@@ -530,7 +539,7 @@ def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
     room = max(256, table.size)
     while True:
         data = np.empty(room, np.uint8)
-        size = _encode(table, parameter, lengths, data)
+        size = _encode(table, parameter, lengths, data, _models(MODELS), np.zeros((2, table.shape[1]), np.int64))
         if size >= 0:
             return data[:size].tobytes()
         if size == -1:
@@ -541,7 +550,7 @@ def pack(table: NumPy, parameter: int, lengths: bool) -> bytes:
 def unpack(data: NumPy, rows: int, columns: int, parameter: int, lengths: bool) -> NumPy:
     """Decode a table: the inverse of `pack`; raises CorruptDataError for non-canonical bytes."""
     table = np.zeros((rows, columns), np.uint32)
-    if not _decode(table, parameter, lengths, data):
+    if not _decode(table, parameter, lengths, data, _models(MODELS), np.zeros((2, columns), np.int64)):
         raise CorruptDataError(f"{data.size} bytes are not a table of {rows} x {columns}")
     return table
 
@@ -556,7 +565,7 @@ def pack_changes(symbols: NumPy, usual: NumPy, places: NumPy, n: int) -> NumPy:
     room = 64 + 8 * places.size
     while True:
         data = np.empty(room, np.uint8)
-        size = _encode_changes(data, symbols, usual, places, n)
+        size = _encode_changes(data, symbols, usual, places, n, _models(C_MODELS))
         if size >= 0:
             return data[:size].copy()
         room *= 4
@@ -564,4 +573,4 @@ def pack_changes(symbols: NumPy, usual: NumPy, places: NumPy, n: int) -> NumPy:
 
 def unpack_changes(data: NumPy, usual: NumPy, out: NumPy) -> bool:
     """Decode changes into `out`, a copy of `usual`; return whether the bytes are canonical."""
-    return data.size == 0 or bool(_decode_changes(data, usual, out))
+    return data.size == 0 or bool(_decode_changes(data, usual, out, _models(C_MODELS)))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..rank_one import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
-from .jit import njit
+from .jit import njit_in_place, njit_inline
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -26,7 +26,7 @@ _LANES = 32
 """Partial sums of a row, so that additions do not wait for each other and fill whole registers."""
 
 
-@njit
+@njit_in_place
 def _sums(x: Any, rows: Any, columns: Any, lanes: Any) -> None:
     width = columns.size
     whole = width - width % _LANES
@@ -60,7 +60,7 @@ def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
     return rows, below
 
 
-@njit
+@njit_inline
 def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
     """Fill `out` with the next estimates from row i, column j; return the next position."""
     t = 0
@@ -78,7 +78,7 @@ def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
     return i, j
 
 
-@njit
+@njit_in_place
 def _symbols(
     x: Any, keys: Any, rows: Any, columns: Any, start: int, cell: int, lookup: Any, centers: Any, previous: Any,
     estimates: Any, estimate_keys: Any, ratios: Any, patterns: Any, places: Any, out: Any, sums: Any, counts: Any,
@@ -154,7 +154,7 @@ def _lookup(eighths: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return table
 
 
-@njit
+@njit_in_place
 def _values(symbols: Any, rows: Any, columns: Any, start: int, table: Any, estimates: Any, out: Any) -> None:
     i, j = start // columns.size, start % columns.size
     for at in range(0, symbols.size, estimates.size):

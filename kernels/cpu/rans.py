@@ -11,7 +11,7 @@ from ..coder_arguments import compiled
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import START, STATES, short_digits
 from . import rangecoder, wide_rans
-from .jit import njit, njit_inline
+from .jit import njit_in_place, njit_inline
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -26,7 +26,7 @@ LEAST = U64(1 << 16)
 HEADER = 4 * STATES
 
 
-@njit
+@njit_inline
 def _peak(frequencies: NumPy) -> Int:
     """Symbol of the greatest frequency; of equal ones the lowest."""
     peak: Int = 0
@@ -36,21 +36,21 @@ def _peak(frequencies: NumPy) -> Int:
     return peak
 
 
-@njit
+@njit_inline
 def _gain(count: Int, frequency: Int) -> Any:
     """Gain of raising a symbol's frequency by one; -1 for an absent symbol."""
     f = np.float64(frequency)
     return np.float64(count) / np.sqrt(f * (f + 1.0)) if count > 0 else -1.0
 
 
-@njit
+@njit_inline
 def _loss(count: Int, frequency: Int) -> Any:
     """Loss of lowering a symbol's frequency by one; infinite if it cannot be lowered."""
     f = np.float64(frequency)
     return np.float64(count) / np.sqrt(f * (f - 1.0)) if count > 0 and f > 1.0 else np.inf
 
 
-@njit
+@njit_inline
 def _round_row(counts: NumPy, total: Int, out: NumPy, gains: NumPy, losses: NumPy) -> None:
     """Scale `counts` to the sum `total`; each present symbol gets at least 1.
 
@@ -96,14 +96,14 @@ def _round_row(counts: NumPy, total: Int, out: NumPy, gains: NumPy, losses: NumP
         left -= np.sign(left)
 
 
-@njit
-def _round_rows(counts: NumPy, total: Int, out: NumPy) -> None:
-    gains, losses = np.empty(counts.shape[1], np.float64), np.empty(counts.shape[1], np.float64)
+@njit_in_place
+def _round_rows(counts: NumPy, total: Int, out: NumPy, work: NumPy) -> None:
+    gains, losses = work[0], work[1]
     for row in range(counts.shape[0]):
         _round_row(counts[row], total, out[row], gains, losses)
 
 
-@njit
+@njit_in_place
 def _survey(counts: NumPy) -> Any:
     """Extremes of the counts, and sum and number of those not the greatest of their row."""
     least, greatest, others, present = counts[0, 0], counts[0, 0], np.int64(0), np.int64(0)
@@ -120,7 +120,7 @@ def _survey(counts: NumPy) -> Any:
     return least, greatest, others, present
 
 
-@njit
+@njit_in_place
 def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
     """Round all frequencies but the greatest of each row to `digits` significant bits.
 
@@ -150,7 +150,7 @@ def _shorten(exact: NumPy, digits: Int, total: Int, out: NumPy) -> Int:
     return True
 
 
-@njit
+@njit_in_place
 def _encode_table(frequencies: NumPy, precision: Int, table: NumPy) -> None:
     """Encoder constants per context and symbol.
 
@@ -189,7 +189,7 @@ def _context(contexts: Any, i: Any) -> Any:
     return U64(contexts[i])
 
 
-@njit
+@njit_in_place
 def _encode_rest(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, states: NumPy
 ) -> Int:
@@ -211,7 +211,7 @@ def _encode_rest(
     return at
 
 
-@njit
+@njit_in_place
 def _encode_groups(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
 ) -> Int:
@@ -263,7 +263,7 @@ def _encode_groups(
     return np.int64(to)
 
 
-@njit
+@njit_in_place
 def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: NumPy, peaks: NumPy) -> None:
     """Fill the decoder tables of symbols, frequencies with starts, and row peaks.
 
@@ -293,7 +293,7 @@ def _decode_table(frequencies: NumPy, precision: Int, symbol_of: NumPy, table: N
             table[c * columns] = U64(1) << U64(63)
 
 
-@njit
+@njit_in_place
 def _decode_groups(
     words: NumPy, contexts: Any, symbol_of: NumPy, table: NumPy, peaks: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
@@ -363,7 +363,7 @@ def _decode_groups(
     return np.int64(at)
 
 
-@njit
+@njit_in_place
 def _decode_rest(
     words: NumPy, at: Int, contexts: Any, symbol_of: NumPy, table: NumPy, columns: Int, precision: Int,
     states: NumPy, out: NumPy,
@@ -398,7 +398,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
     if least < 0 or greatest > 1 << 48:
         raise BadArgumentError(f"counts holds {least} ... {greatest}; 0 ... 2**48 is the range")
     out = np.empty(c.shape, np.uint32)
-    _round_rows(c, 1 << precision, out)
+    _round_rows(c, 1 << precision, out, np.empty((2, c.shape[1])))
     if exact:
         return like(out, counts)
     digits = short_digits(int(others), int(present))
@@ -505,11 +505,14 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     return float((c[there] * (precision - np.log2(f[there].astype(np.float64)))).sum())
 
 
-@njit
+@njit_in_place
 def _entropy(counts: NumPy) -> Any:
     bits = 0.0
     for row in range(counts.shape[0]):
-        total = np.float64(counts[row].sum())
+        number = np.int64(0)
+        for s in range(counts.shape[1]):
+            number += counts[row, s]
+        total = np.float64(number)
         for s in range(counts.shape[1]):
             if counts[row, s] > 0:
                 # Not computed as a difference of two large sums, which is inaccurate if one symbol is frequent.

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import dtype_name, like, to_numpy
 from ..errors import BadArgumentError
-from .jit import njit, njit_inline
+from .jit import njit_in_place, njit_inline
 from .widen import widened
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _INFINITY = np.float32(np.inf)
 _ROUNDING, _TINY, _LEAST, _FAR = 2.0**-20, 2.0**-147, 2.0**-120, 2.0**122
 
 
-@njit
+@njit_in_place
 def _choose(x: Any, levels: Any, previous: Any, codebook: Any, prices: Any, importance: Any, out: Any) -> bool:
     two, top = np.int64(2), np.int64(codebook.size + 1)
     contexts = prices.shape[0]
@@ -66,7 +66,7 @@ def _next(x: Any) -> Any:
     return np.nextafter(np.float32(x), _INFINITY) if x > -np.inf else -_INFINITY
 
 
-@njit
+@njit_in_place
 def _bounds(codebook: Any, prices: Any, slack: float, bounds: Any) -> None:
     """See `settled_bounds`; codes and prices in float64."""
     top = codebook.size + 1
@@ -102,7 +102,7 @@ def _bounds(codebook: Any, prices: Any, slack: float, bounds: Any) -> None:
             bounds[p, n, 2], bounds[p, n, 3] = max(-_next(-high), -_LARGEST), _next(high_worth)
 
 
-@njit
+@njit_in_place
 def _ranges(bounds: Any, least: float, low: Any, high: Any) -> None:
     """Value range in which an element is settled for every importance of `least` or more."""
     for p in range(bounds.shape[0]):
@@ -114,15 +114,13 @@ def _ranges(bounds: Any, least: float, low: Any, high: Any) -> None:
             high[p, n] = -_next(above - np.float64(b[2])) if b[2] < np.inf else np.inf
 
 
-@njit
-def _beyond(x: Any, levels: Any, previous: Any, low: Any, high: Any, found: Any) -> Any:
-    """Count the elements outside `low[p, n] ... high[p, n]` and write their positions.
+@njit_in_place
+def _beyond(x: Any, levels: Any, previous: Any, lows: Any, highs: Any, width: Any, found: Any) -> Any:
+    """Count the elements outside `lows[p * width + n] ... highs[...]` and write their positions.
 
     Positions go to `found`; -1 if a level is out of range.
     """
-    width, one = np.uint64(low.shape[1]), np.uint64(1)
-    contexts = np.uint64(low.shape[0])
-    lows, highs = low.reshape(-1), high.reshape(-1)
+    one, contexts = np.uint64(1), np.uint64(lows.size) // width
     count = np.uint64(0)
     for i in range(x.size):
         n, p = np.uint64(levels[i]), np.uint64(previous[i])
@@ -135,7 +133,7 @@ def _beyond(x: Any, levels: Any, previous: Any, low: Any, high: Any, found: Any)
     return np.int64(count)
 
 
-@njit
+@njit_in_place
 def _open(
     x: Any, levels: Any, previous: Any, importance: Any, bounds: Any, width: Any, found: Any, out: Any, marks: Any
 ) -> Any:
@@ -205,7 +203,7 @@ def unsettled(
     places, out, marks = np.empty(_FEW + 1, np.uint32), np.empty((2, _FEW), np.float32), np.empty((2, _FEW), np.uint8)
     found = [(np.empty(0, np.int64), out[:, :0], marks[:, :0])]
     for start, values, own, before, weights in _parts(x, levels, previous, importance, _FEW):
-        count = _beyond(values, own, before, low, high, places)
+        count = _beyond(values, own, before, low.reshape(-1), high.reshape(-1), width, places)
         if count < 0:
             raise BadArgumentError("a level or a previous level is beyond the bounds")
         with np.errstate(invalid="ignore", over="ignore"):  # NaN is settled; uncompiled code would warn

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import dtype_name, is_torch, like, to_numpy
 from ..rows import ERROR_STEPS, KMEANS_STEPS, search_steps, unknown_code
-from .jit import njit
+from .jit import njit, njit_in_place, njit_inline
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -77,7 +77,7 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
     return like(out, codes)
 
 
-@njit
+@njit_inline
 def _ends(row: Any) -> Any:
     """Minimum and maximum of a row, and whether all of it is finite; zeros lose their sign."""
     lowest, highest = np.float32(np.inf), np.float32(-np.inf)
@@ -90,7 +90,7 @@ def _ends(row: Any) -> Any:
     return lowest + ZERO, highest + ZERO, finite
 
 
-@njit
+@njit_inline
 def _cost(y: Any, top: Any, bins: Any, i: Any, j: Any) -> Any:
     """Squared error E(i, j) of quantizing y over [i / bins, (bins - j) / bins]."""
     n = np.float32(bins)
@@ -112,7 +112,7 @@ def _cost(y: Any, top: Any, bins: Any, i: Any, j: Any) -> Any:
     return total
 
 
-@njit
+@njit_inline
 def _search(y: Any, top: Any, bins: Any, steps: Any) -> Any:
     """Run the greedy search; return how many bins to cut off below and above."""
     i, j = 0, 0
@@ -164,7 +164,7 @@ def _quantize(rows: Any, top: Any, method: Any, bins: Any, steps: Any, codes: An
             out[:] = 0
 
 
-@njit
+@njit_in_place
 def _dequantize(codes: Any, scales: Any, minima: Any, out: Any) -> None:
     for r in range(codes.shape[0]):
         source, target = codes[r], out[r]
@@ -174,7 +174,7 @@ def _dequantize(codes: Any, scales: Any, minima: Any, out: Any) -> None:
             target[d] = product + low
 
 
-@njit
+@njit_inline
 def _nearest(value: Any, centres: Any, bits: Any) -> Any:
     """Number of midpoints below `value`, by bisection over the ascending centres."""
     low = 0
@@ -229,7 +229,7 @@ def _kmeans(rows: Any, bits: Any, iterations: Any, codes: Any, codebook: Any) ->
             codebook[r, c] = product + low
 
 
-@njit
+@njit_in_place
 def _lookup(codes: Any, codebook: Any, out: Any) -> None:
     for r in range(codes.shape[0]):
         for d in range(codes.shape[1]):

@@ -10,7 +10,7 @@ from ..arrays import like
 from ..coder_arguments import compiled
 from ..errors import CorruptDataError
 from ..runlength import LONGEST
-from .jit import njit
+from .jit import njit_in_place, njit_inline
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -23,7 +23,7 @@ SHORT = 16
 """Runs up to this length are written with one store of this many bytes."""
 
 
-@njit
+@njit_inline
 def _write_run(tokens: NumPy, at: Int, value: Int, run: Int, longest: Int) -> Int:
     """Write the tokens of one run; return the next position."""
     while run > longest:
@@ -36,7 +36,7 @@ def _write_run(tokens: NumPy, at: Int, value: Int, run: Int, longest: Int) -> In
     return at + 1 + np.int64(run > 1)
 
 
-@njit
+@njit_in_place
 def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: Int) -> Int:
     """Fill `tokens` and return their number; `starts` is scratch space for run starts."""
     n = values.size
@@ -63,7 +63,7 @@ def _encode(values: NumPy, tokens: NumPy, starts: NumPy, longest: Int) -> Int:
     return _write_run(tokens, written, np.int64(values[begin]), n - begin, longest)
 
 
-@njit
+@njit_in_place
 def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
     """Fill `out`; return whether the tokens are those that `_encode` would write."""
     n = np.int64(out.size)

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..arrays import like
 from ..coder_arguments import compiled
-from .jit import njit
+from .jit import njit_in_place
+from .local_array import local_array
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -56,13 +57,13 @@ def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
     return like(out, patterns)
 
 
-@njit
+@njit_in_place
 def _look_up(patterns: NumPy, shift: Any, table: NumPy, out: NumPy) -> None:
     for i in range(out.size):
         out[i] = table[np.int64(patterns[i] >> shift)]
 
 
-@njit
+@njit_in_place
 def _narrow_sums(values: NumPy, origins: NumPy, one: bool, most: Any, phase: int, rows: NumPy, sums: NumPy) -> None:
     """Row and column sums of narrow matrices, one element after another.
 
@@ -82,12 +83,12 @@ def _narrow_sums(values: NumPy, origins: NumPy, one: bool, most: Any, phase: int
         rows[r] = total
 
 
-@njit
+@njit_in_place
 def _sums(
     values: NumPy, origins: NumPy, one: bool, most: Any, phase: int, rows: NumPy, sums: NumPy, short: NumPy
 ) -> None:
     width = sums.size
-    distances = np.empty(min(SHORT, max(values.size, 1)), np.uint8)
+    distances = local_array(SHORT, np.uint8)
     origin = origins[0] if one else np.uint8(0)
     for r in range(rows.size):
         first = max(r * width - phase, 0)
@@ -117,7 +118,7 @@ def _sums(
                 short[c] = np.uint32(0)
 
 
-@njit
+@njit_in_place
 def _classes(rows: NumPy, columns: NumPy, phase: int, base: int, classes: int, out: NumPy) -> None:
     width = columns.size
     top = np.int16(classes - 1)
@@ -130,7 +131,7 @@ def _classes(rows: NumPy, columns: NumPy, phase: int, base: int, classes: int, o
             part[c] = np.uint8(min(max(np.int16(own + np.int16(column[c])), np.int16(0)), top))
 
 
-@njit
+@njit_in_place
 def _beside(rows: NumPy, columns: NumPy, phase: int, base: int, classes: int, context: NumPy, out: NumPy) -> None:
     width = columns.size
     top, factor = np.int16(classes - 1), np.uint8(classes & 255)

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from ..errors import BadArgumentError, CorruptDataError
 from ..rans import WIDE_START
-from .jit import njit
+from .jit import njit_in_place, njit_inline
 
 if TYPE_CHECKING:
     pass
@@ -203,7 +203,7 @@ def _decode_row(typing: Any, words: Any, at: Any, contexts: Any, table: Any, sta
     return types.int64(words, types.int64, contexts, table, states, out, types.int64), generate
 
 
-@njit
+@njit_inline
 def _encode_few(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: NumPy, at: Int, states: NumPy, start: Int,
     stop: Int,
@@ -224,7 +224,7 @@ def _encode_few(
     return at
 
 
-@njit
+@njit_inline
 def _decode_few(
     words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy, start: Int, stop: Int
 ) -> Int:
@@ -263,7 +263,7 @@ else:
     decode_row: Any = intrinsic(_decode_row)  # type: ignore[no-redef]
 
 
-@njit
+@njit_in_place
 def _encode(symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: NumPy, states: NumPy) -> Int:
     """Encode rows of 16, last to first; return the number of words.
 
@@ -281,7 +281,7 @@ def _encode(symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: Nu
     return at
 
 
-@njit
+@njit_in_place
 def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy) -> Int:
     """Decode rows of 16, first to last; return where the words read begin, -1 if there were too few.
 
@@ -304,7 +304,7 @@ def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, o
     return at
 
 
-@njit
+@njit_in_place
 def _tables(frequencies: NumPy, decoding: bool, encoder: NumPy, decoder: NumPy) -> None:
     """Fill the entries of the encoder, or of the decoder; both come as zeros.
 

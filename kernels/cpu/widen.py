@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .jit import njit
+from .jit import njit_in_place
 
 NARROW = frozenset({"float16", "bfloat16"})
 """The formats that are widened."""
@@ -19,7 +19,7 @@ _UNIT = np.float32(2.0**-24)
 """The smallest subnormal of float16."""
 
 
-@njit
+@njit_in_place
 def _from_float16(u: Any, out: Any, bits: Any) -> None:
     """Convert the exponents of all numbers except subnormals, then convert the subnormals.
 
@@ -45,7 +45,7 @@ def _from_float16(u: Any, out: Any, bits: Any) -> None:
             values[i] = low if magnitude < np.int32(0x400) else values[i]
 
 
-@njit
+@njit_in_place
 def _from_bfloat16(u: Any, bits: Any) -> None:
     for i in range(u.size):
         bits[i] = np.uint32(u[i]) << np.uint32(16)

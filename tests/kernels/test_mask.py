@@ -106,8 +106,9 @@ def test_mixed_dense_and_sparse_words(back_end: BackEnd, fresh: np.random.Genera
 
 
 @pytest.mark.parametrize("length", [64, 100, 200])
-def test_no_index_leaves_its_array(fresh: np.random.Generator, length: int) -> None:
+def test_no_index_leaves_its_array(fresh: np.random.Generator, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the compiled loops as plain Python, where NumPy checks every index."""
+    monkeypatch.setattr(compiled, "local_array", np.empty)
     mask = fresh.random(length) < 0.9
     mask[-3:] = False
     words = np.zeros((length + 63) // 64, "<u8")

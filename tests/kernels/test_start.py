@@ -71,6 +71,7 @@ with event.install_recorder("numba:compile") as seen:
         import_module(name)
     at_import = len(seen.buffer)
     import numpy as np
+    from shrinkpoint.kernels.cpu.mask import pack_mask
     pack_mask(np.ones(3, bool))
 print(json.dumps([at_import, len(seen.buffer)]))
 """
@@ -101,7 +102,18 @@ def test_every_compiled_function_releases_the_lock_and_is_exact() -> None:
         options = dispatcher.targetoptions
         assert options["nogil"] is True, where
         assert options["fastmath"] is False, where
-        assert type(dispatcher._cache).__name__ == "Kept", where
+        kept = type(dispatcher._cache).__name__ == "Kept"
+        assert kept != options.get("no_cpython_wrapper", False), where
+
+
+@jit
+def test_a_helper_without_machine_code_runs_uncompiled_from_python() -> None:
+    helpers = {where: d for where, d in dispatchers().items() if d.targetoptions.get("no_cpython_wrapper")}
+    assert len(helpers) > 30
+    ones = helpers["shrinkpoint.kernels.cpu.mask._ones"]
+    with np.errstate(over="ignore"):
+        assert ones(np.uint64(0b1011)) == 3
+    assert not ones.signatures
 
 
 def turns_beside(work: Callable[[], object]) -> int:

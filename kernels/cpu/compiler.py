@@ -1,0 +1,96 @@
+"""How Numba compiles the kernels: each entry point as a whole, with all that it calls.
+
+Numba gives every compiled function machine code of its own, including the small ones that only other compiled functions
+call. Here a helper remains LLVM code until it is part of an entry point, and an entry point that creates no array is
+not linked with Numba's memory management (`docs/decisions/first-call.md`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite.binding import Linkage  # type: ignore[import-untyped]
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
+from numba.core.runtime.nrt import rtsys
+from numba.core.targetconfig import ConfigStack
+
+
+class EntryLibrary(JITCodeLibrary):
+    """Code of a function that Python calls."""
+
+    def _optimize_final_module(self) -> None:
+        """Optimize all at once; functions that are linked in may vanish into their callers."""
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
+        super()._optimize_final_module()  # type: ignore[no-untyped-call]
+
+    def add_linking_library(self, library: Any) -> None:
+        """Link a library, except Numba's memory management into a function that creates no array."""
+        if library is not rtsys.library or ConfigStack.top_or_none().nrt:  # type: ignore[no-untyped-call]
+            super().add_linking_library(library)  # type: ignore[no-untyped-call]
+
+
+class HelperLibrary(EntryLibrary):
+    """Code of a function that only compiled functions call: linked into them, without machine code of its own."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        """Leave functions as they are until they are part of a caller."""
+        ll_module.data_layout = self._codegen._data_layout
+
+    def finalize(self) -> None:
+        """Link the functions that this one calls, and nothing else."""
+        self._raise_if_finalized()  # type: ignore[no-untyped-call]
+        for library in dict.fromkeys(self._linking_libraries):
+            getattr(self, "_reload_init", set()).update(getattr(library, "_reload_init", ()))
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        self._finalized = True
+
+    @property
+    def codegen(self) -> Any:
+        """The code generator, without the address that only machine code has."""
+        return _WithoutAddress(self._codegen)
+
+
+class _WithoutAddress:
+    """A code generator of a function without an address."""
+
+    def __init__(self, codegen: Any) -> None:
+        self._codegen = codegen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codegen, name)
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Do nothing: the environment, which exceptions need, is that of the caller."""
+
+
+class EntryCompiler(Compiler):
+    """Compiler of functions that Python calls."""
+
+    library_class: type[JITCodeLibrary] = EntryLibrary
+
+    def compile_extra(self, func: Any) -> Any:
+        """Compile a function into a library of this compiler's class."""
+        if self.state.library is None:
+            library: Any = self.library_class(self.state.targetctx.codegen(), func.__qualname__)
+            library.enable_object_caching()
+            self.state.library = library
+        return super().compile_extra(func)  # type: ignore[no-untyped-call]
+
+
+class HelperCompiler(EntryCompiler):
+    """Compiler of functions that only compiled functions call."""
+
+    library_class = HelperLibrary
+
+
+class Helper(CPUDispatcher):
+    """A function that only compiled functions call."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run uncompiled: there is no machine code that Python could call."""
+        return self.py_func(*arguments)
