@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "coders": trainings.coders,
     "transfer": trainings.transferred,
     "manifest": results.manifest,
+    "real": parts.real,
     "flips": parts.flips,
     "fuzzed": parts.fuzzed,
     "kernels": catalogue.kernels,

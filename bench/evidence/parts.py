@@ -131,6 +131,35 @@ def fuzzed() -> str:
     return markdown(["", "time", "inputs read", "branches reached", "inputs kept", "found"], lines)
 
 
+def real() -> str:
+    """A line for each real checkpoint: ratio by level, error of the weights, and the best lossless peer."""
+    rows = rows_of("real.json")
+    lines: dict[str, dict[str, str]] = {}
+    errors: dict[str, float] = {}
+    peers: dict[str, tuple[float, str]] = {}
+    for row in rows:
+        where, _, what = row["row"].partition(": ")
+        name, _, level = where.rpartition(", ")
+        cells = lines.setdefault(name, {"raw": f"{row['size'] / 1e6:.1f} MB"})
+        if what == "error of the weights":
+            errors[where] = row["value"]
+        elif what == "change of the outputs" and level == "default":
+            cells["outputs"] = f"{row['value']:.0%}"
+        elif what == "whole state" and row["value"] is not None:
+            cells[level] = f"{number(row['value'])} x"
+        elif row["peer_value"] is not None:
+            peers[name] = max(peers.get(name, (0.0, "")), (row["peer_value"], row["peer"]))
+    for name, cells in lines.items():
+        weights = errors.get(f"{name}, default", 0.0)
+        cells["weights"] = f"{weights:.1%}" if weights else "exact"
+        best, peer = peers.get(name, (None, ""))
+        cells["peer"] = f"{number(best)} x ({peer})" if best else NONE
+    columns = {"raw": "", "lossless": "lossless", "peer": "best lossless peer", "exact_weights": "exact_weights"}
+    columns |= {"default": "default", "weights": "its error of weights", "outputs": "of outputs", "compact": "compact"}
+    header = ["checkpoint", *columns.values()]
+    return markdown(header, [[name, *(cells.get(c, "") for c in columns)] for name, cells in lines.items()])
+
+
 def saver() -> str:
     """What a save costs the trainer and the worker, by size of the state, beside one copy of it by NumPy."""
     cells: dict[int, dict[str, Json]] = {}
