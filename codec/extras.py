@@ -6,18 +6,16 @@ The packages are named themselves: `shrinkpoint[...]` would ask an index for a n
 from __future__ import annotations
 
 EXTRAS = {
-    "demo": ("matplotlib>=3.8",),
     "s3": ("s3fs>=2024.10",),
     "obstore": ("obstore>=0.8",),
-    "hub": ("safetensors>=0.4",),
     "lightning": ("lightning>=2.4",),
-    "transformers": ("transformers>=4.50", "accelerate>=1.0", "safetensors>=0.4"),
+    "transformers": ("transformers>=4.50", "accelerate>=1.0"),
     "accelerate": ("accelerate>=1.0",),
     "jax": ("jax>=0.5",),
     "orbax": ("orbax-checkpoint>=0.11.20",),
     "report": ("matplotlib>=3.8",),
 }
-"""The optional dependencies of pyproject.toml, but for those of tests and benches (test, bench, models)."""
+"""The optional dependencies of pyproject.toml, but for those of tests, benches and the site."""
 
 
 def install(extra: str) -> str:

@@ -18,7 +18,6 @@ import torch
 from ..codec.checkpoint import Row
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
-from ..codec.extras import install
 from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
 from ..store.local import sync_folder
@@ -94,7 +93,6 @@ def save_pretrained(
         (True, ['bias', 'weight'])
     """
     cfg = lossless() if cfg is None else check_config(cfg)
-    _need_safetensors()
     against = None if base is None else ModelFolder(base)
     read = [Path(model_or_folder)] if isinstance(model_or_folder, (str, os.PathLike)) else []
     refuse_within(dir, *read, *([] if against is None else [against.folder]))
@@ -151,7 +149,6 @@ def load_pretrained(
     if model is not None and to is not None:
         raise BadArgumentError("give model or to, not both")
     if to is not None:
-        _need_safetensors()
         refuse_within(to, source.folder, *([] if source.base is None else [source.base.folder]))
         target = new_folder(to)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -167,7 +164,6 @@ def load_pretrained(
         return _into(model, source)
     if not hasattr(model, "from_pretrained"):
         raise BadArgumentError(f"model is {model!r:.80}; it must be a torch.nn.Module or have from_pretrained")
-    _need_safetensors()
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-") as scratch:
         _restore_folder(source, Path(scratch) / "model")
         return model.from_pretrained(Path(scratch) / "model")
@@ -222,13 +218,6 @@ def _restore_folder(source: ModelFolder, result: Path) -> None:
             card.write_bytes(text)
         else:
             card.unlink()
-
-
-def _need_safetensors() -> None:
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError:
-        raise ImportError(f"model folders need safetensors: {install('hub')}") from None
 
 
 def _folder_of(model_or_folder: Any, scratch: Path) -> ModelFolder:

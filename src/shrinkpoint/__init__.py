@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ _SUBJECTS = {
     "trainers.sensitivity": "SensitivityTracker",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
+_HERE = Path(__file__).parent
+_NO_LINKS = (
+    f"{_HERE / 'codec'} is a file here and a symbolic link in the repository. Clone it again with `git clone -c "
+    "core.symlinks=true` (on Windows in developer mode), or install a wheel, which holds no links."
+)
 _RENAMED = {"Trail": "WeightAverage"}
 """Former names, which work for one release."""
 _MODULES = ("codec", "kernels", "presets", "searching", "store", "trainers")
@@ -172,6 +178,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
+    if (_HERE / "codec").is_file():
+        raise ImportError(_NO_LINKS)
     if name in _MODULES:
         found: Any = import_module(f".{name}", __name__)
     elif name in _RENAMED:

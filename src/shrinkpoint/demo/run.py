@@ -53,7 +53,7 @@ def run_demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     for table in tables(result):
         console.print(table)
     if "picture" not in result["files"]:
-        console.print(f"no picture: matplotlib is missing ({install('demo')})")
+        console.print(f"no picture: matplotlib is missing ({install('report')})")
     for name, path in result["files"].items():
         console.print(f"{name}: {path}", soft_wrap=True, highlight=False)
     return result

@@ -1,0 +1,41 @@
+"""Check what a wheel and a source distribution hold: `python tests/dist.py dist`."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what is wrong with the distributions in a folder."""
+    (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        installed = set(archive.namelist())
+    with tarfile.open(source) as archive:
+        links = [member.name for member in archive if not (member.isfile() or member.isdir())]
+        shipped = {name.partition("/")[2] for name in archive.getnames()}
+    found = [f"the source distribution holds a link: {name}" for name in links]
+    modules = ("codec/compress.py", "kernels/cpu/jit.py", "searching/run.py", "store/store.py", "trainers/loop.py")
+    for name in ("py.typed", "__main__.py", *modules):
+        if f"shrinkpoint/{name}" not in installed:
+            found.append(f"the wheel lacks {name}")
+    for part in ("tests", "results", "studies", "baselines"):
+        found += [f"the wheel holds {name}" for name in installed if part in name.split("/")]
+    tests = ("tests/codec/test_golden.py", "tests/golden/make.py", "tests/conftest.py")
+    for name in (*tests, "README.md", "LICENSE", "docs/format.md", "setup.py"):
+        if name not in shipped:
+            found.append(f"the source distribution lacks {name}")
+    return found
+
+
+def main() -> int:
+    """Print what is wrong; 0 if nothing is."""
+    found = problems(Path(sys.argv[1]))
+    print("\n".join(found) or "dist: wheel and source distribution hold what they should")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
