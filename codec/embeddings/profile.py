@@ -1,4 +1,4 @@
-"""Parameters of the greedy search, picked on a small sample of rows where a finer search no longer gains.
+"""Choice of the greedy search's parameters on a small sample of rows.
 
 Source: Check-N-Run, section 5.2 ("Parameter selection").
 """
@@ -24,7 +24,7 @@ DEFAULT_BINS = {2: 25, 3: 25, 4: 45}
 
 
 def sample_sizes(rows: Sequence[int]) -> list[int]:
-    """How many rows to sample of tables of so many: in proportion, `SHARE` of all or `LEAST_ROWS`."""
+    """Return the number of rows to sample per table: `SHARE` of all rows, or `LEAST_ROWS`."""
     total = sum(rows)
     wanted = max(LEAST_ROWS, SHARE * total)
     return [min(n, int(np.ceil(wanted * n / total))) for n in rows]
@@ -38,7 +38,7 @@ def evenly(rows: int, count: int) -> NpArray:
 def search_parameters(
     samples: Sequence[NpArray], bits: int, num_bins: int | None = None, ratio: float | None = None
 ) -> tuple[int, float]:
-    """num_bins and ratio of the adaptive quantizer, those that are None picked by mean l2 error on samples.
+    """Choose num_bins and ratio of the adaptive quantizer, if None, by mean L2 error on samples.
 
     First num_bins at ratio 1, then ratio at that num_bins; each the smallest candidate whose error is within a small
     share of what the best one reaches.
@@ -75,7 +75,7 @@ def _first(candidates: Sequence[float], error: Callable[[float], float], slack: 
 
 
 def mean_error(samples: Sequence[NpArray], bits: int, num_bins: int, ratio: float) -> float:
-    """Mean l2 error of the rows, in float64; of the plain asymmetric quantizer where num_bins is 0."""
+    """Return the mean L2 error of the rows; num_bins = 0 means the asymmetric quantizer."""
     total, count = 0.0, 0
     for x in samples:
         if num_bins:

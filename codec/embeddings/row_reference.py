@@ -73,7 +73,7 @@ RAW = Style("raw")
 
 @dataclass(frozen=True, slots=True)
 class RowsReference:
-    """The rows of an array as records: what decodes to its values, and what a later delta is coded against.
+    """The rows of an array as records, which decode to its values and serve as delta reference.
 
     Args:
         table: the styles in use, ascending.
@@ -148,7 +148,7 @@ def all_of(style: Style, records: NpArray) -> RowsReference:
 
 
 def joined(parts: Sequence[RowsReference]) -> RowsReference:
-    """The rows of several memories one after another, copied; its table has the styles in use, and no more.
+    """Concatenate the rows of several references, with a table of the styles in use.
 
     Raises:
         CorruptDataError: they are more than `MOST_STYLES`.
@@ -209,7 +209,7 @@ def same_records(memory: RowsReference, other: RowsReference) -> NpArray:
 
 
 def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]:
-    """Records of rows, and which rows the style cannot hold: not finite, or beyond what float32 can tell apart.
+    """Return records of rows, and which rows the style cannot hold (not finite, out of range).
 
     Args:
         x: [R, D] NumPy or torch, on any device; quantized where it is.
@@ -273,7 +273,7 @@ def opened(records: NpArray, style: Style, columns: int) -> tuple[NpArray, NpArr
 
 
 def pack_codes(codes: Array, bits: int) -> NpArray:
-    """uint8 [R, bytes] on the host: the codes of each row, bit-packed where they are, eight columns at a time."""
+    """Pack the codes of each row into bits on their device; return uint8 [R, bytes] on the host."""
     count, columns = codes.shape
     padded = -(-columns // 8) * 8
     if padded != columns:
@@ -295,5 +295,5 @@ def picked(x: Array, rows: NpArray) -> Array:
 
 
 def _narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
-    """float32 values in the array's dtype, to nearest, ties to even, as bytes [R, bytes of a row]."""
+    """Round float32 values to the array's dtype and return them as bytes [R, bytes of a row]."""
     return rounded(values, spec).reshape(values.shape[0], values.shape[1] * spec.itemsize)

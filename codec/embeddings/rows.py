@@ -1,4 +1,4 @@
-"""Embedding tables row by row: each row quantized over its own range, a delta storing only the rows that changed.
+"""Embedding tables by rows: each row has its own range; a delta stores changed rows only.
 
 Piece i covers a chunk of rows: a symbol stream, 0 for a row that is the parent's, 1 + k for one in style k of `m.s`;
 then for each style present its rows' numbers and codes. What is stored depends on nothing but the two memories, so that
@@ -65,7 +65,7 @@ _NODES = 10**15
 
 @dataclass(frozen=True, slots=True)
 class SeenRows(RowsReference):
-    """The memory that encoding leaves behind: also a fingerprint of the values that each row was last coded from.
+    """The reference after encoding, with a fingerprint of the values of each row.
 
     A row with the fingerprint of before has not moved, so that it need not be quantized to know. A memory decoded from
     bytes has none, and leads to the same deltas.
@@ -90,7 +90,7 @@ def width_for(restores: float) -> int:
 
 
 def expected_failures(probability: float, nodes: int, duration: float) -> int:
-    """How often a run is expected to fail, and so to resume: `ceil(probability * nodes * duration)`.
+    """Return the expected number of failures of a run: `ceil(probability * nodes * duration)`.
 
     Args:
         probability: of one node failing within one unit of time (an hour, say), in [0, 1]; from failure logs.
@@ -120,7 +120,7 @@ def code_width(name: str, value: Any, also: str = "") -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Quantize each row of a matrix over a range of its own; a delta holds only rows that changed.
+    """Quantize each row of a matrix over its own range; a delta holds only changed rows.
 
     A row counts as unchanged where its values are the parent's, or where it quantizes to what the parent holds. Rows
     that are not finite, and tables whose rows would not get smaller, are kept as they are. Optimizer entries are coded
@@ -185,13 +185,13 @@ class Rows:
         return self.bits is None
 
     def for_restores(self, restores: int) -> Rows:
-        """The codec of a run that has resumed so often: of 8 bits once that is more than was expected."""
+        """Return the codec after this number of restores: 8 bits if it exceeds the expected number."""
         if self.bits is None or self.expected_restores is None or restores <= self.expected_restores:
             return self
         return dataclasses.replace(self, bits=8, method="asymmetric" if self.method == "kmeans" else self.method)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Style]:
-        """The style each array's rows are to be kept in; what is not given is the parent's, or picked on a sample."""
+        """Choose the style of each array's rows: as given, of the parent, or by a sample."""
         width = self.width
         if width is None:
             return [RAW] * len(leaves)
@@ -207,7 +207,7 @@ class Rows:
         return [s or fresh for s in styles]
 
     def _of_parent(self, parent: Reference | None, width: int) -> Style | None:
-        """The adaptive style of this width that most of the parent's rows have, where it is what is asked for."""
+        """Return the most frequent adaptive style of the parent with this width, if it fits."""
         if not isinstance(parent, RowsReference):
             return None
         asked = [
@@ -262,7 +262,7 @@ def _row_bytes(spec: LeafSpec) -> int:
 
 
 def _has_rows(leaf: Leaf) -> bool:
-    """Whether an array is coded row by row: matrices of weights, and what an optimizer keeps of an embedding."""
+    """Whether an array is coded by rows: weight matrices, and optimizer entries of embeddings."""
     if not leaf.spec.size or not leaf.spec.shape or leaf.spec.dtype not in DTYPES:
         return False
     return len(leaf.spec.shape) == 2 if leaf.kind.role == "weight" else leaf.kind.layer == "embedding"
@@ -318,7 +318,7 @@ def _equal(x: Array, y: Array) -> NpArray:
 
 
 def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpArray:
-    """bool [R]: which rows quantize, the way the parent keeps them, to what it holds; no coarser style than `least`."""
+    """Which rows quantize to their parent's codes, with a style not coarser than `least`."""
     done = np.zeros(before.style.size, bool)
     for style, at, records in before.groups():
         if at.size and style != RAW and style.fineness >= least:
@@ -329,7 +329,7 @@ def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpA
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk of rows: its memory, how far off it is, fingerprints, and how many rows moved without a mark."""
+    """A chunk of rows: reference, error, fingerprints, and number of rows changed without a mark."""
 
     memory: RowsReference
     met: Distortion
@@ -340,7 +340,7 @@ class _Part:
 def _quantize(
     leaf: Leaf, style: Style, before: RowsReference | None, touched: NpArray | None
 ) -> tuple[RowsReference, Distortion, int]:
-    """The memory of an array, each row the parent's or new in `style`; how far off; how many marks were missing.
+    """Quantize an array: return its reference, the error, and the number of missing marks.
 
     Marks say which rows a training has looked up, not which have moved: gradients of other processes, gradients kept
     from step to step, and edits by hand move others. So all rows are compared, and a missing mark is counted.
@@ -457,7 +457,7 @@ def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsReference:
 def _write(
     spec: LeafSpec, memory: RowsReference, before: RowsReference | None, coder: str
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Metadata and pieces of a memory, as a delta where there is a parent; in a base every row is its own."""
+    """Return metadata and pieces of a reference, as a delta if it has a parent."""
     step = max(1, CHUNK // row_length(spec))
     parts = memory.split(step)
     parents = [None] * len(parts) if before is None else before.split(step)
@@ -590,7 +590,7 @@ def decode_rows(
 
 
 def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
-    """The table of styles, ascending; none whose records are no smaller than the rows themselves."""
+    """Read the table of styles, ascending; records must be smaller than the rows themselves."""
     rows = meta.get("s")
     if not isinstance(rows, list) or not 0 < len(rows) <= MOST_STYLES:
         raise CorruptDataError("rows: no table of styles")

@@ -1,4 +1,4 @@
-"""Symbols to bytes by the smallest of all coders, with a context where both sides know one; and back."""
+"""Coding of symbols by the smallest of all coders, with or without a context, and decoding."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def in_context(
 
 
 def _plain_may_win(counts: I64, bits: float, cost: float) -> bool:
-    """Whether symbols with these counts, of this entropy, may take no more without their context than `cost` bytes."""
+    """Whether symbols with these counts may take at most `cost` bytes without their context."""
     n = int(counts.sum())
     if n - int(counts.max()) <= min(FEW, n // 2):
         return bits / 8 + 2 < cost

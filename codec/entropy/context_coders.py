@@ -1,4 +1,4 @@
-"""Symbols of a matrix in the context of their place: of its class, or of what products predict for it.
+"""Coding of a matrix's symbols in the context of their position: its class or a prediction.
 
 A stream of these methods says its classes, or factors, and then is one with a table: `table.Table`.
 """
@@ -26,7 +26,7 @@ _SIGN = np.uint8(128)
 
 
 def by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> Writer | None:
-    """Symbols in the context of the class of their place, beside another one; None where that is not smaller.
+    """Code symbols in the context of their position's class and another one; None if not smaller.
 
     Args:
         symbols: uint8, shape (n,).
@@ -53,7 +53,7 @@ def by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: 
 
 
 def by_product(symbols: U8, columns: int, start: int, size: float) -> Writer | None:
-    """Symbols that stand for signed numbers in the context of what products predict, and of their place's class.
+    """Code symbols of signed numbers in the context of a low-rank prediction and a position class.
 
     Arguments as `by_place`.
     """
@@ -123,7 +123,7 @@ def _in_classes(head: Writer, symbols: U8, contexts: U8, rows: int, size: float)
 
 
 def _with_classes(predicted: U8, contexts: int, places: Places | None) -> tuple[U8, int]:
-    """Contexts together with the classes of their places, where there are any; and how many that makes."""
+    """Combine contexts with the classes of their positions, if any; return them and their number."""
     if places is None:
         return predicted, contexts
     return places.beside(predicted, predicted.size), contexts * places.classes
@@ -148,7 +148,7 @@ def _read_place(data: Reader, n: int) -> tuple[int, int, int]:
 
 
 def _read_classes(data: Reader, columns: int, phase: int, rows: int, contexts: int) -> Places | None:
-    """The classes of rows and columns, which may stand beside so many contexts; None for one class."""
+    """Read the classes of rows and columns, for a given number of contexts; None for one class."""
     classes = data.varint()
     if not 1 <= classes <= 256 // contexts:
         raise CorruptDataError(f"places: {contexts} contexts with {classes} classes each are out of range")

@@ -1,4 +1,4 @@
-"""A matrix of small signed numbers predicted by few products of a row's and a column's number.
+"""Low-rank prediction of a matrix of small signed numbers from row and column factors.
 
 A gradient is a sum of outer products, of what comes into a layer and what goes back through it, so a first moment has
 far fewer directions than entries, and a grid point is likely near what the strongest of them say. They are found by
@@ -44,7 +44,7 @@ _NOISE = 1 / 12
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A prediction `2**-shift` times the sum over k of `rows[i, k] * columns[j, k]`, in half steps.
+    """Prediction `2**-shift * sum over k of rows[i, k] * columns[j, k]`, in half steps.
 
     Args:
         rows: int8, shape (R, r).
@@ -65,7 +65,7 @@ class Factors:
 
 
 def signed(symbols: NpArray) -> NpArray:
-    """int8: the numbers 0, -1, 1, -2, ... that the symbols 1, 2, 3, 4, ... (uint8) stand for; 0 for symbol 0."""
+    """Map the symbols 1, 2, 3, 4, ... (uint8) to the int8 numbers 0, -1, 1, -2, ...; symbol 0 to 0."""
     even = (symbols & np.uint8(1)) - np.uint8(1)
     numbers = symbols >> np.uint8(1)
     numbers ^= even
@@ -82,7 +82,7 @@ def expected(classes: NpArray) -> NpArray:
 
 
 def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
-    """Factors that predict a part of a matrix; None where they would take more bytes than they spare.
+    """Return factors that predict a part of a matrix; None if they would not save bytes.
 
     Args:
         symbols: uint8, shape (n,), of `signed` numbers.
@@ -117,7 +117,7 @@ def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
 
 
 def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int) -> bool:
-    """Whether the strongest directions of half of a sample are worth their factors, by its other half.
+    """Whether directions fitted to half of a sample save bytes on its other half.
 
     The same rows would not tell: few of them have directions of their own by chance.
     """
@@ -154,7 +154,7 @@ def _energies(sums: NpArray, norms: NpArray) -> NpArray:
 
 
 def _sample(symbols: NpArray, columns: int, phase: int, size: int, least: int = 1) -> NpArray:
-    """Whole rows of about so many symbols, the same share of all of them; of wide ones at least so many rows."""
+    """Sample whole rows with a total number of symbols, evenly spaced, but at least some rows."""
     first = -phase % columns
     rows = (symbols.size - first) // columns
     whole = symbols[first : first + rows * columns].reshape(rows, columns)
@@ -194,7 +194,7 @@ def _within(sums: NpArray, bits: int) -> tuple[NpArray, int]:
 
 
 def _orthogonal(vectors: NpArray) -> NpArray:
-    """int8 [n, r]: orthogonal directions of the same space, as long as `_TOP` allows; zeros where there is none."""
+    """Return orthogonal int8 directions [n, r] of the same space, scaled to `_TOP`, or zeros."""
     x = _within(vectors, 15)[0]
     inverse = _inverse_root((x.T @ x).tolist())
     found = np.zeros(x.shape, np.int8)
@@ -211,7 +211,7 @@ def _orthogonal(vectors: NpArray) -> NpArray:
 
 
 def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
-    """For each vector the combination of those up to it that is orthogonal to all before; None where nothing is left.
+    """Coefficients of Gram-Schmidt orthogonalization; None for a dependent vector.
 
     Cholesky's factorization of the Gram matrix and the inverse of its triangle, in plain floats.
     """

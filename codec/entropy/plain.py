@@ -52,7 +52,7 @@ class Candidate:
 
 
 def smallest(symbols: U8, counts: I64) -> tuple[Candidate, float]:
-    """The fastest of the candidates that are within half a percent of the smallest, and the size of that one.
+    """Return the fastest candidate within half a percent of the smallest, and the smallest size.
 
     Args:
         symbols: uint8, shape (n,).

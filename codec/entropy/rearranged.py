@@ -1,4 +1,4 @@
-"""The published delta: cyclic differences (context - symbol) mod B, a group for each context.
+"""The published delta: cyclic differences (context - symbol) mod B, grouped by context.
 
 Source: Inshrinkerator, section 6.
 """
@@ -17,7 +17,7 @@ from .table import U8
 
 
 def encode_rearranged(levels: U8, size: int, parent: U8, parent_size: int) -> bytes:
-    """The published delta: cyclic difference, split by the parent's level, each group by run lengths and Huffman."""
+    """Encode cyclic differences, grouped by the parent's level, by run lengths and Huffman."""
     buffer = max(size, parent_size)
     grouped, counts = split_by_level(delta(parent, levels, buffer), parent, parent_size)
     out = Writer()

@@ -1,4 +1,4 @@
-"""Classes of places in a matrix by how much the symbols of their row and of their column differ from what is expected.
+"""Classes of matrix positions by the deviation of the symbols in their row and column.
 
 Some rows and columns of a matrix change, or stand out, more than others: a unit that is hardly active has small first
 moments, the row of a frequent token more changed levels than that of a rare one. How much to expect at a place is
@@ -32,7 +32,7 @@ _WITHOUT = 1 / 64
 _ALIKE = 63 / 64
 """Part of the places in one class from which the others do not pay."""
 _FAR = 8
-"""Distance from what is expected that counts as most: what lies farther out costs hardly more."""
+"""Largest distance from the expected symbol that counts; a larger one costs hardly more bits."""
 
 
 def _halves() -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -47,7 +47,7 @@ _BOUNDS = _halves()
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The class of each place: of its row and its column, summed, less `base`, in 0 ... `classes` - 1.
+    """Class of each position: row class plus column class minus `base`, in 0 ... `classes` - 1.
 
     Args:
         rows: uint8, shape (R,), of the rows that the symbols are in.
@@ -64,7 +64,7 @@ class Places:
     classes: int
 
     def beside(self, context: U8 | None, n: int) -> U8:
-        """The classes of n places, together with a context of which there are at most `256 // classes`; uint8."""
+        """Combine the classes of n positions with a context below `256 // classes`, as uint8."""
         found: U8 = class_sums(
             self.rows, self.columns, n, self.phase, base=self.base, classes=self.classes, context=context
         )
@@ -89,7 +89,7 @@ def columns_of(shape: Sequence[int], parts: int = 1) -> int:
 def classes_of(
     symbols: U8, origin: int | U8, columns: int, start: int, contexts: int, most: int = MOST_CLASSES
 ) -> Places | None:
-    """Classes by how far the symbols of rows and columns are from where most are: those cost the most bits.
+    """Return classes by the distance of the symbols of rows and columns from the usual symbol.
 
     Args:
         symbols: uint8, shape (n,).
@@ -127,7 +127,7 @@ def classes_of(
 
 
 def off_mean(sums: I64, numbers: I64, scale: float) -> I64:
-    """How many half octaves each line is off the mean: of `numbers` elements that add up to `sums`.
+    """Return the distance of each line's mean from the total mean, in half octaves.
 
     Where there are far more lines than different sums (narrow matrices), each sum is looked up once for each length of
     a line: the first and the last may be cut short, the others differ by two at most.
@@ -144,7 +144,7 @@ def off_mean(sums: I64, numbers: I64, scale: float) -> I64:
 
 
 def populations(n: int, columns: int, phase: int, rows: int) -> tuple[I64, I64]:
-    """How many of n elements are in each row and in each column, the first one standing in column `phase`."""
+    """Count how many of n elements are in each row and column; the first is in column `phase`."""
     across = np.full(rows, columns, np.int64)
     across[0] -= phase
     across[-1] -= -(phase + n) % columns

@@ -16,7 +16,7 @@ from .table import U8, array
 
 
 def encode_published(symbols: U8) -> bytes:
-    """Run lengths above one and Huffman, as published; constant where there is one symbol, huffman for bases."""
+    """Encode by run lengths and Huffman as published; constant for one symbol, Huffman for bases."""
     if symbols.size == 0 or (symbols == symbols[0]).all():
         return bytes([CONSTANT, int(symbols[0]) if symbols.size else 0])
     tokens = rle_encode(symbols)

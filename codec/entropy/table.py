@@ -1,4 +1,4 @@
-"""Tables of frequencies: what each costs before it is made, the cheapest of several, and the rANS streams they code."""
+"""Tables of frequencies: estimates of their cost, the cheapest table, and its rANS stream."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def least_of_contexts(counts: I64) -> float:
 
 
 def least_stream(counts: I64) -> float:
-    """Bytes that a stream with these pair counts, int64 [contexts, symbols], and its table hardly ever stay below."""
+    """Return an approximate lower bound of the bytes of a stream and table with these counts."""
     return entropy_bits(counts) / 8 + FRAME + least_of_contexts(counts)
 
 
@@ -83,7 +83,7 @@ def sampled_bits(counts: I64) -> float:
 
 
 class Table:
-    """Frequencies, and what coding with them costs, in bytes; no context beyond those of `counts` occurs."""
+    """Frequencies and the cost of coding with them in bytes; they cover all contexts of `counts`."""
 
     def __init__(self, counts: I64, precision: int, contexts: int) -> None:
         self.precision, self.states = precision, STATES
@@ -97,7 +97,7 @@ class Table:
 
     @staticmethod
     def best(counts: I64, slack: float = 1.0, contexts: int = 1) -> Table:
-        """The cheapest of the precisions on offer; one which is decoded faster, where that costs little or `slack`."""
+        """Return the cheapest precision, or one with faster decoding if it costs little or `slack`."""
         first = 0 if int(counts.sum()) < counts.shape[0] << PRECISIONS[1] else 1
         found = Table(counts, PRECISIONS[first], contexts)
         bound = entropy_bits(counts) / 8 + STATE_BYTES
@@ -136,7 +136,7 @@ class Table:
 
 
 def most_slots(n: int) -> int:
-    """Slots that the decoding tables of n symbols may have: what they take to lay out is within what n symbols take."""
+    """Return the maximum number of slots of decoding tables for n symbols, to bound their cost."""
     return (1 << 20) + 128 * n
 
 

@@ -1,1 +1,1 @@
-"""How bytes lie in a file: little fields, the container and its chunks, files of which only parts are fetched."""
+"""File format: fields, the container with its chunks, and files that are read in parts."""

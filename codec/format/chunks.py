@@ -1,4 +1,4 @@
-"""The pieces of an array that was coded by chunks: what every decoder checks before it allocates anything."""
+"""Pieces of an array that is coded by chunks, and the checks of every decoder."""
 
 from __future__ import annotations
 

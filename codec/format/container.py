@@ -1,4 +1,4 @@
-"""The container: magic, version, a length-capped header, chunks with a checksum each. `docs/format.md` specifies it.
+"""The container: magic, version, header, and chunks with checksums; see `docs/format.md`.
 
     0   8  magic                       32  4  number of chunks
     8   4  version (1)                 36  4  zero
@@ -28,7 +28,7 @@ from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
 
 Source = memoryview | Ranged
-"""The bytes of a file, all at hand or fetched when asked for."""
+"""The bytes of a file, in memory or fetched on demand."""
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 1
 CHUNK_TARGET = 1 << 18
@@ -158,7 +158,7 @@ class Body:
         self.nbytes = where.total - self._base
 
     def check(self, chunk: int) -> None:
-        """Raises CorruptDataError when a chunk is not what was written."""
+        """Raise CorruptDataError if the checksum of a chunk does not match."""
         if chunk in self._checked:
             return
         start = self._where.starts[chunk]
@@ -172,7 +172,7 @@ class Body:
             self.check(chunk)
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Get the chunks that hold these parts of the body (offset, length) now, if the file is elsewhere."""
+        """Fetch the chunks with these parts of the body (offset, length), if the file is remote."""
         if not isinstance(self._data, Ranged):
             return
         chunks: set[int] = set()
@@ -184,7 +184,7 @@ class Body:
         self._data.load((self._where.starts[i], self._where.starts[i] + self._where.lengths[i]) for i in chunks)
 
     def forget(self) -> None:
-        """Let go of what was fetched, if the file is elsewhere; what is fetched again is checked again."""
+        """Free fetched chunks of a remote file; they are checked again when fetched again."""
         if isinstance(self._data, Ranged):
             self._data.forget()
             self._checked.clear()

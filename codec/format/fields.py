@@ -1,4 +1,4 @@
-"""Little fields of a byte stream: a writer, and a reader that checks every length before it reads."""
+"""Fields of a byte stream: a writer, and a reader that checks every length before it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGE = 1 << 12
 
 
 class Writer:
-    """Appends fields to a byte buffer. Large ones are only referred to until `done`: they must not change before.
+    """Append fields to a byte buffer; large fields are not copied and must not change until `done`.
 
     What one writer holds can be appended to another without being put together first. Its length is in bytes.
     """

@@ -1,4 +1,4 @@
-"""A file of which only parts are fetched: it slices like its bytes, and remembers what it has."""
+"""A file that is fetched in parts: it can be sliced like bytes and caches fetched parts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Ranged:
         self._parts.insert(at, memoryview(part))
 
     def forget(self) -> None:
-        """Let go of what was fetched."""
+        """Free the fetched parts."""
         self._starts.clear()
         self._parts.clear()
 

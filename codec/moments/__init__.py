@@ -1,1 +1,1 @@
-"""Optimizer moments with a stated error: log buckets, a grid of the update, rank one with a correction, clusters."""
+"""Optimizer moments with a stated error: log buckets, grid, rank one, clusters."""

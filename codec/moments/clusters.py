@@ -1,4 +1,4 @@
-"""Optimizer states in clusters: 16 ranges by normal quantiles, 8 bits an element within its range (BitSnap).
+"""Optimizer states in 16 clusters by normal quantiles, 8 bits per element (BitSnap).
 
     x~ = map[code] * scale[label] + minimum[label]
 
@@ -46,7 +46,7 @@ _LEAST = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """Store float arrays by cluster quantization; what is not finite, or spans more than float32, is stored exactly.
+    """Store float arrays by cluster quantization, or exactly if not finite or beyond float32.
 
     The summary row's note has the mean relative error (over elements that are not zero) and the mean squared error.
     A value within its cluster's lowest 8-bit step becomes the cluster's minimum: small second moments may become zero.
@@ -116,7 +116,7 @@ def _exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
 
 
 def _errors(x: Array, values: Array, spec: LeafSpec) -> tuple[Distortion, float, int]:
-    """Distortion of the float32 values in the array's dtype, the sum of relative errors, and of how many elements."""
+    """Return the distortion in the array's dtype, the sum of relative errors, and their number."""
     if on_gpu(x):
         return _differences(x, values.to(x.dtype))
     data, restored = as_bytes(x), rounded(on_host(values), spec)

@@ -140,7 +140,7 @@ class FirstMoment:
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
-    """Whether m is nowhere near the size of sqrt(v), so that it is no average of the gradients that v is made of.
+    """Whether the size of m differs so much from sqrt(v) that m cannot be a mean of gradients.
 
     An average with a beta of 0.999 of mere noise is 1/45 of it; so `_SMALLEST` is below all that Adam makes.
     """
@@ -173,7 +173,7 @@ def decode_grid(
 
 
 def square_of(values: Array, spec: LeafSpec) -> Array:
-    """A decoded second moment as the grid needs it: float32, what is negative or not finite as 0."""
+    """Return a decoded second moment as float32, with 0 for negative and non-finite values."""
     square = as_float32(values, spec)
     # Extremes first: they need no memory, and a NaN is an extreme.
     if not spec.size or (float(square.min()) >= 0 and float(square.max()) < math.inf):

@@ -1,4 +1,4 @@
-"""Optimizer moments (any float array) to a stated relative error: the log-bucket index is itself a quantizer.
+"""Optimizer moments, or any float array, stored as log buckets with a bounded relative error.
 
 With `2**b` linear sub-buckets an octave and the midpoint as value, |x~ - x| <= 2**-(b+1) |x| <= alpha |x| for every
 finite x; zero stays zero and nothing else becomes zero. A chunk is
@@ -92,7 +92,7 @@ class LogBuckets:
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
-        """Encode one array; `error` is the largest relative error met, with `max_error` the relative L2 error."""
+        """Encode one array; `error` is the largest relative error, or relative L2 with `max_error`."""
         fmt = FORMATS[leaf.spec.dtype]
         bits = bits_for(self.alpha, fmt)
         if self.max_error is None:

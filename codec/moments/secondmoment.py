@@ -64,7 +64,7 @@ _F32 = FORMATS["float32"]
 
 @dataclass(frozen=True, slots=True)
 class SecondMoment:
-    """Store a second moment as rank one times a power of two. Arrays of one dimension are stored as log buckets.
+    """Store a second moment as rank one times powers of two; 1-D arrays as log buckets.
 
     Args:
         octaves: width of a correction's cell in powers of two, a multiple of 1/8 from 1/8 to 16; a larger one costs
@@ -94,7 +94,7 @@ class SecondMoment:
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
-        """Encode one array; `error` is the largest relative error of an element, with `max_error` relative L2."""
+        """Encode one array; `error` is the largest relative error, or relative L2 with `max_error`."""
         shape = matrix_shape(leaf.spec)
         target = math.inf if self.max_error is None else self.max_error
         for octaves in (self.octaves, *(o for o in _NARROWER if o < self.octaves)):
@@ -166,7 +166,7 @@ def _without(
 
 @dataclass(frozen=True, slots=True)
 class RankOneReference:
-    """A second moment as it is stored, a byte an element: what the next delta's symbols are coded against.
+    """A stored second moment, a byte per element: the reference of the next delta.
 
     Args:
         symbols: uint8 [n], see `kernels.residual`.
@@ -207,7 +207,7 @@ class RankOneReference:
 
 
 def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | None:
-    """The parent's memory where it is one of this stream (shapes are equal wherever there is a parent)."""
+    """Return the parent's reference if it is of this stream."""
     return parent if isinstance(parent, RankOneReference) and parent.symbols.size == spec.size else None
 
 
@@ -240,12 +240,12 @@ def restate_rank_one(
 
 
 def _least_error(octaves: float) -> float:
-    """A relative L2 error that second moments in cells so wide hardly ever stay below, so that they need no trying."""
+    """Return an approximate lower bound of the relative L2 error with cells of this width."""
     return 0.05 * min(octaves, 3)
 
 
 def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:
-    """Rows and columns an array is factored by: its first axis against the rest; None where that makes no matrix."""
+    """Return rows and columns for the factors: first axis, other axes; None without a matrix."""
     if len(spec.shape) < 2 or spec.dtype not in ("float32", "bfloat16"):
         return None
     rows = spec.shape[0]
@@ -254,7 +254,7 @@ def matrix_shape(spec: LeafSpec) -> tuple[int, int] | None:
 
 
 def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArray, NpArray]:
-    """Row means, and column means over the mean of all: their products are the rank-one estimate."""
+    """Return row means and relative column means, whose products are the rank-one estimate."""
     step = max(1, CHUNK // shape[1])
     rows = np.empty(shape[0])
     columns = np.zeros(shape[1])
@@ -276,7 +276,7 @@ def _factor_values(index: NpArray) -> NpArray:
 
 
 def _pack_factors(index: NpArray, before: NpArray | None) -> bytes:
-    """Log buckets of factors, or their zig-zag differences to the parent's, as two planes of bytes."""
+    """Pack log buckets of factors, or differences to the parent's, into two byte planes."""
     numbers = index - np.int32(_F32.buckets(_FACTOR_BITS))
     if before is not None:
         step = index - before

@@ -1,4 +1,4 @@
-"""What the pieces of both moments share: tables of a value for each symbol, and values that have no symbol."""
+"""Shared parts of both moment streams: tables of symbol values, and values without a symbol."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = 
 
 
 def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesReference:
-    """An array by chunks, `one(piece, start, n)` giving the float32 values of each; raises CorruptDataError."""
+    """Decode an array by chunks; `one(piece, start, n)` returns the float32 values of a chunk."""
     chunks = chunks_of("moment", pieces, spec.size, spec.nbytes, step=CHUNK, head=True)
     data = np.empty(spec.nbytes, np.uint8)
 

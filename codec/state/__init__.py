@@ -1,1 +1,1 @@
-"""A state taken apart: the tree, its leaves, what each of them is, and arrays put together again."""
+"""Conversion of a state to a tree with leaves, and back."""

@@ -1,4 +1,4 @@
-"""Floats from one dtype to another: as bytes, as values to reckon with, as bfloat16 patterns."""
+"""Conversion of floats between dtypes: bytes, values for computation, bfloat16 patterns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def float_values(data: NpArray, spec: LeafSpec) -> NpArray:
 
 
 def rounded(values: NpArray, spec: LeafSpec) -> NpArray:
-    """Bytes of float32 or float64 values in the array's dtype, to nearest, ties to even; bfloat16 not of NaN."""
+    """Round float32 or float64 values to the array's dtype, as bytes; bfloat16 without NaN."""
     with np.errstate(all="ignore"):  # too large for the dtype is infinity, too small is zero: that is rounding
         if spec.dtype == "bfloat16":
             return bfloat16_patterns(values.astype(np.float32, copy=False)).view(np.uint8)
@@ -33,7 +33,7 @@ def bfloat16_patterns(values: NpArray) -> NpArray:
 
 
 def to_bfloat16(values: NpArray) -> NpArray:
-    """Values rounded to bfloat16, as float32: what is stored is what is used."""
+    """Round values to bfloat16 and return them as float32."""
     return _from_patterns(bfloat16_patterns(values.astype(np.float32)))
 
 

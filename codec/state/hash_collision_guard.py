@@ -1,4 +1,4 @@
-"""Keys that a dict cannot tell apart quickly: hostile ones, made to have one hash or one path through its table.
+"""Detection of hostile dict keys that have the same hash or collide in the dict's table.
 
 Hashes of text and bytes are secret in each process; those of numbers, and of tuples of them, are not. Integers that
 differ by multiples of 2**61 - 1 have one hash, tuples with one hash are easily found, and of integers of 64 bits some

@@ -1,4 +1,4 @@
-"""Array leaves: what a leaf is made of, its values as flat bytes or bit patterns, and the same kind of array back.
+"""Array leaves: their specification, conversion to flat values, and restored arrays.
 
 Inside the codec an array is one of two things, both flat and contiguous: a NumPy array or a torch tensor (CUDA ones
 stay on their device until only a small result is left to copy). JAX and others are read as NumPy and handed back
@@ -65,7 +65,7 @@ class LeafSpec:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a leaf is an array: torch, NumPy (scalars too), or anything with the array API's namespace."""
+    """Whether a leaf is an array: torch, NumPy (including scalars), or any array-API array."""
     return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or hasattr(value, "__array_namespace__")
 
 
@@ -80,7 +80,7 @@ _TYPESTRING = re.compile(r"[<>|=][biufcmMSU][1-9]\d{0,8}(\[\d{0,6}(Y|M|W|D|h|m|s
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype a file names; nothing but plain numbers, fixed strings and dates is let through to NumPy's parser."""
+    """Return the NumPy dtype named in a file: numbers, fixed strings and dates only."""
     try:
         if _NATIVE.fullmatch(name) or _TYPESTRING.fullmatch(name):
             return np.dtype(name)
@@ -117,7 +117,7 @@ def _item_size(library: str, dtype: str) -> int:
 
 
 def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
-    """The spec of an array leaf and its values as a flat, contiguous NumPy array or torch tensor.
+    """Return the spec of an array leaf and its values as a flat, contiguous array.
 
     No copy is made of what is contiguous already. NumPy arrays of foreign byte order come as their bytes (uint8).
 
@@ -182,7 +182,7 @@ def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
 
 
 def _read_text(value: bytes | str, path: str) -> tuple[LeafSpec, NpArray]:
-    """A scalar of text. As an array it would lose NULs at its end; what is empty is an array of no text."""
+    """Return a text scalar. As an array it would lose trailing NULs; empty text has no element."""
     dtype = np.dtype(f"{'S' if isinstance(value, bytes) else 'U'}{max(1, len(value))}")
     if dtype.itemsize > _MAX_ITEM:
         raise UnsupportedLeafError(f"{path}: items of {dtype.itemsize} bytes; 1 to {_MAX_ITEM} can be stored")
@@ -295,7 +295,7 @@ def largest(flat: Array) -> float:
 
 
 def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
-    """A flat torch tensor or NumPy array over these bytes (uint8, writable, exactly `spec.nbytes`)."""
+    """Return a flat tensor or NumPy array that shares these bytes (uint8, `spec.nbytes`)."""
     if spec.library == "torch":
         # NumPy gives an empty array strides that torch does not view.
         tensor = _torch().from_numpy(data) if data.size else _torch().empty(0, dtype=_torch().uint8)
@@ -304,7 +304,7 @@ def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
 
 
 def build_leaf(flat: Array, spec: LeafSpec) -> Array:
-    """The array a user gets back: the library, dtype and shape it was stored with (torch tensors on the CPU)."""
+    """Return the restored array with its original library, dtype and shape (torch on the CPU)."""
     shaped = flat.reshape(spec.shape)
     if spec.library in ("torch", "numpy"):
         return shaped
@@ -325,7 +325,7 @@ def build_leaf(flat: Array, spec: LeafSpec) -> Array:
 
 
 def _text(x: NpArray) -> np.bytes_ | np.str_:
-    """An array of one text, or of none, as the scalar it was: indexing it would take NULs at its end for padding."""
+    """Return the text scalar of an array; indexing would remove trailing NULs as padding."""
     if x.dtype.kind == "S":
         return np.bytes_(x.tobytes())
     order = "be" if x.dtype.str.startswith(">") else "le"
@@ -364,7 +364,7 @@ def check_memory(nbytes: int, what: str) -> None:
 
 
 def same_storage_key(value: Array) -> tuple[Any, ...] | None:
-    """Equal for two leaves that are the same memory seen the same way (tied weights); None where it cannot be told."""
+    """Return a key that is equal for leaves with the same memory and view; None if unknown."""
     if is_torch(value):
         torch = _torch()
         if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):

@@ -11,14 +11,14 @@ from .leaves import Array
 
 
 def unit(largest: float) -> float:
-    """A power of two that brings `largest` near 1, so that squares neither overflow nor vanish; 1 where they do not."""
+    """Return a power of two that scales `largest` near 1 if squares would overflow or underflow."""
     if largest == 0.0 or 1e-100 < largest < 1e100:
         return 1.0
     return math.ldexp(1.0, max(-1000, min(1000, -math.frexp(largest)[1])))
 
 
 def scaled_distortion(x: Array, y: Array, scale: float) -> Distortion:
-    """The distortion of arrays brought near 1 by `unit`; its sums are in those units, its ratios the arrays' own."""
+    """Return the distortion of arrays scaled by `unit`; sums are scaled, ratios are not."""
     if scale == 1.0:
         return distortion(x, y)
     # In float64, whatever they are: the scale may be beyond float32.

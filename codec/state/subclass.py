@@ -1,4 +1,4 @@
-"""Tensor subclasses made of plain tensors (low-bit optimizer states, quantized weights): taken apart, put together.
+"""Conversion of tensor subclasses (quantized weights, low-bit moments) to plain tensors and back.
 
 A subclass that PyTorch can trace says itself what it is made of: `__tensor_flatten__` gives the names of its inner
 tensors and a context, `__tensor_unflatten__` builds it from them. The inner tensors are stored exactly, whatever the
@@ -81,7 +81,7 @@ def put_together(parts: Wrapper, path: str) -> Any:
 
 
 def _plain(value: Any, path: str, owner: type) -> Any:
-    """A context as lists, dicts and scalars; what is neither is written as a dict of one entry that names its kind."""
+    """Convert a context to lists, dicts and scalars; other values become a dict with their kind."""
     import torch
 
     if value is None or type(value) in (bool, int, float, str, bytes):

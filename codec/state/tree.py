@@ -1,4 +1,4 @@
-"""A state as a flat list of nodes, and back: dict, list, tuple of arrays and plain scalars, without pickle.
+"""Conversion of a state (dicts, lists, tuples) to a flat list of nodes and back, without pickle.
 
 The tree is written in preorder, one JSON value a node, so nesting has no depth limit in either direction:
 
@@ -45,7 +45,7 @@ CROWDED = "the keys of a dict have hashes that collide; it would take quadratic 
 # Neither is frozen, though nobody changes them: a state has thousands, and freezing takes half the time of a walk.
 @dataclass(slots=True)
 class ArrayNode:
-    """An array found in a tree: `path` for people and rules, `key` unique even where paths are not.
+    """An array in a tree: `path` for users and rules, and `key`, which is always unique.
 
     Args:
         exact: whether it is part of a tensor subclass, which no rule may make lossy.
@@ -59,7 +59,7 @@ class ArrayNode:
 
 @dataclass(slots=True)
 class Place:
-    """Where a value stands; its path and key are only spelled out when asked for, for a tree may be deep."""
+    """Position of a value; path and key are computed only on demand, because a tree may be deep."""
 
     above: Place | None
     name: Any
@@ -251,7 +251,7 @@ def _decode_key(node: Json) -> Any:
 
 @dataclass(slots=True)
 class _Open:
-    """A container whose children are still to come; `keys` are the decoded ones and `nodes` as they were written."""
+    """A container whose children are not read yet, with decoded `keys` and stored `nodes`."""
 
     tag: str
     keys: list[Any] | None
