@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from shrinkpoint.kernels import first_calls
 from shrinkpoint.kernels.errors import BadArgumentError, ShrinkpointError
 
 from . import machine
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments) or ["--help"])
     console = Console(stderr=True)
+    first_calls.compile_at_once()
     module = _module(asked.name)
 
     def say(what: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import first_calls
 from .errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -53,14 +54,14 @@ def device_of(x: Array) -> tuple[int, int]:
     return (1, 0) if kind == 1 else (kind, number)
 
 
-def back_end(x: Array, subject: str) -> ModuleType:
-    """Return `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`, by the device of x."""
-    return _module("gpu" if on_gpu(x) else "cpu", subject)
+def back_end(x: Array, subject: str) -> Any:
+    """Return `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`, by the device of x; for first calls see `first_calls`."""
+    return _gpu(subject) if on_gpu(x) else first_calls.cpu(subject)
 
 
 @lru_cache(None)
-def _module(where: str, subject: str) -> ModuleType:
-    return importlib.import_module(f"{__package__}.{where}.{subject}")
+def _gpu(subject: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.gpu.{subject}")
 
 
 def dtype_name(x: Array) -> str:

@@ -10,9 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from shrinkpoint.kernels import first_calls
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if not os.environ.get("SHRINKPOINT_TEST_FIRST_CALLS"):  # set: small arrays go to NumPy, as in a user's first process
+    first_calls.compile_at_once()
 settings.register_profile(
     "default", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

@@ -34,7 +34,7 @@ class EntryLibrary(JITCodeLibrary):
 
 
 class HelperLibrary(EntryLibrary):
-    """Code of a function that only compiled functions call: linked into them, without machine code of its own."""
+    """Code of a function that only compiled functions call: linked into them, never run alone."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         """Leave functions as they are until they are part of a caller."""
@@ -92,5 +92,5 @@ class Helper(CPUDispatcher):
     """A function that only compiled functions call."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run uncompiled: there is no machine code that Python could call."""
+        """Run uncompiled: Python can call no machine code of a helper."""
         return self.py_func(*arguments)

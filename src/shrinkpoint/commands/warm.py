@@ -35,7 +35,10 @@ def warm(
     """
     from numba.core import event
 
+    from ..kernels import first_calls
     from .configs import config
+
+    first_calls.compile_at_once()
 
     cfgs = [config(name, None) for name in preset or ("default", "lossless")]
     if not preset:

@@ -1,0 +1,152 @@
+"""First calls on the CPU: NumPy computes small arrays, so that nothing is compiled for them.
+
+To compile the kernels of a first checkpoint takes many seconds, and a small state needs milliseconds of them. The
+reference back end computes the same bits without a compiler. A process whose disk cache holds no compiled code
+therefore uses it for small arrays, for `PATIENCE` seconds of each function. Only functions whose result is the same
+to the bit take part, so it does not show in a checkpoint which back end made it (`docs/decisions/first-call.md`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+PATIENCE = 0.5
+"""Processor seconds that a process spends in the reference form of each function; 0: it compiles at once."""
+SMALL = 1 << 16
+"""Elements of all arguments together, and the greatest integer among them, of a call that is not worth compiling."""
+SAME = {
+    "bitpack": "pack_bits unpack_bits",
+    "categories": "join_categories split_categories",
+    "float_split": "join_octaves split_octaves",
+    "grid": "grid_values",
+    "histogram": "log_histogram log_histogram_many",
+    "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
+    "integer_products": "column_products row_products",
+    "kmeans": "weighted_kmeans",
+    "levels": "joint_counts",
+    "logbucket": "bucket_index bucket_value",
+    "planes": "difference merge_planes split_planes undifference",
+    "quantizer": "assign dequantize",
+    "rank_one": "residual_symbols residual_values",
+    "rans": "pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
+    "scale_classes": "class_sums pattern_classes row_column_sums",
+    "sparse_changes": "rare_decode rare_encode",
+}
+"""Functions of each module whose reference form gives the same bits."""
+_STEPS: dict[str, Callable[..., int]] = {
+    "weighted_kmeans": lambda centers, weights, k, **_: 4 * int(centers.shape[0]) * k,
+    "unpack_frequencies": lambda data, rows, columns, precision: rows * columns,
+}
+"""Steps of functions that take more than one for an element of an argument."""
+
+_found: dict[str, Any] = {}
+
+
+def cpu(subject: str) -> Any:
+    """Return `kernels.cpu.SUBJECT`, or stand-ins for its functions while compiling does not pay."""
+    found = _found.get(subject)
+    if found is None:
+        cold = PATIENCE > 0 and subject in SAME and subject not in _on_disk()
+        found = _found[subject] = _Functions(subject) if cold else _module("cpu", subject)
+    return found
+
+
+def compile_at_once() -> None:
+    """Compile every kernel of this process at its first call."""
+    global PATIENCE
+    PATIENCE = 0.0
+    _found.clear()
+
+
+class _Functions:
+    """The functions of a module; each is replaced by its compiled form once that pays."""
+
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+        for name in SAME[subject].split():
+            setattr(self, name, functools.partial(self._call, name))
+        self._spent = dict.fromkeys(SAME[subject].split(), 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_module("cpu", self._subject), name)
+
+    def _call(self, name: str, *given: Any, **named: Any) -> Any:
+        """Call the reference form for small arguments, else the compiled form."""
+        steps = _STEPS[name](*given, **named) if name in _STEPS else 0
+        if max(steps, _work([*given, *named.values()])) > SMALL or named.get("out") is not None:
+            return self._compiled(name)(*given, **named)
+        begin = time.thread_time()
+        try:
+            with np.errstate(all="ignore"):
+                return getattr(_module("reference", self._subject), name)(*given, **named)
+        except Exception:  # the compiled form raises the documented error
+            return getattr(_module("cpu", self._subject), name)(*given, **named)
+        finally:
+            self._spent[name] += time.thread_time() - begin
+            if self._spent[name] > PATIENCE:
+                self._compiled(name)
+
+    def _compiled(self, name: str) -> Callable[..., Any]:
+        """Return the compiled form of a function, which is the one from now on."""
+        function: Callable[..., Any] = getattr(_module("cpu", self._subject), name)
+        setattr(self, name, function)
+        return function
+
+
+def _work(given: list[Any]) -> int:
+    """Elements of the arguments; more than `SMALL` for one of an unknown type."""
+    total = 0
+    for one in given:
+        if one is None or isinstance(one, bool | float | str):
+            continue
+        if isinstance(one, int | np.integer):
+            total = max(total, int(one))
+        elif isinstance(one, bytes | memoryview | np.generic):
+            total += len(one) if isinstance(one, bytes | memoryview) else 1
+        elif isinstance(one, list | tuple):
+            total += _work(list(one))
+        elif _is_plain(one):
+            total += max(int(one.size if isinstance(one.size, int) else one.numel()), 0)
+        elif _fields(one):
+            total += _work([getattr(one, name) for name in _fields(one)])
+        else:
+            return SMALL + 1
+    return total
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether x is a NumPy array or a tensor of PyTorch, no subclass of it."""
+    torch = sys.modules.get("torch")
+    return type(x) is np.ndarray or (torch is not None and type(x) is torch.Tensor)
+
+
+def _fields(x: Any) -> list[str]:
+    """Names of the fields of a data class."""
+    return list(getattr(x, "__dataclass_fields__", ()))
+
+
+@functools.cache
+def _on_disk() -> frozenset[str]:
+    """Modules of the CPU back end with compiled code in a folder where Numba looks for it."""
+    own = Path(__file__).parent / "cpu" / "__pycache__"
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
+    folders = list(Path(folder).glob("cpu_*")) if folder else [own, *user.glob("cpu_*")]
+    return frozenset(path.name.split(".")[0] for one in folders for path in one.glob("*.nbc"))
+
+
+@functools.cache
+def _module(where: str, subject: str) -> ModuleType:
+    return import_module(f"{__package__}.{where}.{subject}")
