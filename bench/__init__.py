@@ -1,1 +1,1 @@
-"""Benchmarks of one shape: `python -m bench NAME`, or `shrinkpoint bench NAME` from an installed wheel."""
+"""Benchmarks: `python -m bench NAME`, or `shrinkpoint bench NAME` from an installed wheel."""

@@ -1,4 +1,4 @@
-"""The command: `python -m bench NAME [--quick] [--json FILE] [--plot FILE]`, also `shrinkpoint bench NAME`."""
+"""The command `python -m bench NAME [--quick] [--json FILE] [--plot FILE]`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _module(name: str) -> Any:
 
 
 def about(arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a JSON document says beside its rows: machine, versions, commit, and how it was asked for.
+    """Return the head of a JSON document: machine, versions, commit, and the command.
 
     Args:
         arguments: of the command line; None: it was none.
@@ -67,7 +67,7 @@ def result(rows: Sequence[Any], head: Mapping[str, Any] | None = None) -> dict[s
 
 
 def asked_for(asked: argparse.Namespace) -> dict[str, Any]:
-    """How a run was asked for, without the paths of this machine: they are nobody's business and change nothing.
+    """Return the command line of a run without the paths of this machine.
 
     Example:
         >>> asked_for(_parser().parse_args(["codec", "--only", "many small", "--json", "x"]))["command"]
@@ -150,7 +150,7 @@ def _stop(console: Console, error: BaseException, rows: Sequence[Row]) -> int:
 
 
 def _check(asked: argparse.Namespace) -> None:
-    """That the files can be written and the arguments mean something, before minutes are spent on measuring.
+    """Check arguments and files before minutes are spent on measuring.
 
     Raises:
         BadArgumentError: they cannot, or this bench does not use an argument.
@@ -198,7 +198,7 @@ def _known(name: str) -> str:
     """Return the name of a bench as it is.
 
     Raises:
-        ArgumentTypeError: there is no such bench here.
+        ArgumentTypeError: the name is unknown here.
     """
     if name in NAMES:
         return name

@@ -1,4 +1,4 @@
-"""Cases of the codebook kernels: the exact optimum on buckets, against k-means on raw data, in time and in loss."""
+"""Cases of the codebook kernels: the exact optimum on buckets against k-means on raw data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LOSS_POINTS = 200_000
 _QUICK = 1 << 22
 """Elements up to which a run is a short one."""
 _RAW_POINTS = (100_000, 1_000_000)
-"""Points on which the whole way is held against k-means on raw data, beside all; a short run has the first alone."""
+"""Points on which the whole way is held against k-means on raw data, next to all; a short run has the first alone."""
 SAME_POINTS = ", the same points"
 """What ends the rows that say nothing of a rate: on few points ours takes what its codebook takes."""
 _WAY = f"sketch, and the exact codebook of its buckets, put together to {PARTS}"
 
 
 def cases(at: Place) -> list[Case]:
-    """Time to solve the buckets of one tensor, and rate of the whole way from raw data to a codebook."""
+    """Cases that solve the buckets of one tensor, and that go from raw data to a codebook."""
     raw = ("scikit-learn", "faiss")
     rows = [
         Case(
@@ -119,7 +119,7 @@ def _fitted(values: npt.NDArray[np.float32]) -> Any:
 
 
 def _check_fit(values: npt.NDArray[np.float32]) -> str:
-    """That Lloyd's k-means on raw points gains at most a thousandth, and that `assign` takes the nearest code."""
+    """Check that Lloyd's k-means gains at most a thousandth and `assign` takes the nearest code."""
     from shrinkpoint.kernels.quantizer import Thresholds, assign
 
     codebook = np.asarray(_fitted(values), np.float64)

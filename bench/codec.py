@@ -1,4 +1,4 @@
-"""`python -m bench codec`: compress and decompress a whole AdamW training state, against zstandard and torch.save.
+"""The bench `codec`: compress and decompress a whole AdamW training state, against peers.
 
 Two states: a real one (from `--state`, else trained here), and one of 100 million parameters (5 million with --quick)
 drawn from it. A base and the delta of the next state, on one thread and on two, and from a GPU (`gpustates.py`), and
@@ -60,8 +60,7 @@ PREFIX = (1 << 16) + 1
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration of one state on so many threads, which of its rows are wanted, and the target of both
-    directions; None: the default configuration's own, which the others do not have."""
+    """One configuration of one state on a number of threads, the rows wanted, and the target."""
 
     label: str
     pair: Pair
@@ -108,7 +107,7 @@ def parameters(pair: Pair) -> int:
 
 
 class Work:
-    """Compressing and decompressing one state: what is timed, how it is checked, what it is held against."""
+    """Compression and decompression of one state: the calls timed, their check, their peers."""
 
     def __init__(self, plan: Plan, base: Work | None = None) -> None:
         self.plan, self._base = plan, base
@@ -174,7 +173,7 @@ class Work:
 
 
 def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
-    """Hold every array against the error its summary states; says what was compared.
+    """Hold every array against the error its summary statesand name the comparisons.
 
     Raises:
         CheckFailed: a key, shape, dtype or exact value differs, or an error is above the stated one.
@@ -204,7 +203,7 @@ def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
 
 
 def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
-    """Copying all arrays, each thread its share of every one; `fresh`: to memory allocated anew each time."""
+    """Copy all arrays, each thread its share; with `fresh` to memory allocated each time."""
     used = [] if fresh else [np.ones_like(x) for x in arrays]
 
     def part(number: int, into: list[Any]) -> None:
@@ -250,7 +249,7 @@ def torch_calls(state: Any, *, decode: bool) -> Callable[[], object]:
 
 
 def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
-    """What is measured: all of it for the default configuration, less for the others and with --quick."""
+    """Return the plans: all for the default configuration, fewer for the others."""
     if quick:
         return [
             Plan("drawn", drawn, "default", 1),
@@ -273,7 +272,7 @@ def _exact(dtype: str, pair: Pair) -> Plan:
 
 
 def exact_plans(*, quick: bool) -> list[Plan]:
-    """Weights of 25 million parameters (3 with `quick`) in both formats, and one step of training later.
+    """Return plans of 25 million weights (3 with `quick`) in both formats, and one step later.
 
     They are drawn from the demo's GPT, whose own arrays are so small that the time of a call would be measured.
     """
@@ -291,7 +290,7 @@ def exact_plans(*, quick: bool) -> list[Plan]:
 
 
 def encoder(sample: data.Sample, n: int) -> Case:
-    """All of the rate-distortion encoder on n weights and their parent's levels, chunk by chunk as the codec calls it.
+    """Return the case of the whole rate-distortion encoder on n weights, chunk by chunk.
 
     That is counts, prices and a pass over the weights, up to three times; the pass itself is a row of `bench kernels`.
     """
@@ -322,7 +321,7 @@ def encoder(sample: data.Sample, n: int) -> Case:
 
 
 def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: float) -> Any:
-    """What `cheapest_levels` must give, by the reference kernels: three rounds of prices and choices."""
+    """Return the levels that `cheapest_levels` must give, by the reference kernels."""
     from shrinkpoint.kernels.reference import levels as counted
     from shrinkpoint.kernels.reference import ratedistortion as chosen
 
@@ -361,7 +360,7 @@ def run(options: Options) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Speed of each row, one bar beside its peers'."""
+    """Speed of each row, one bar next to its peers'."""
     panels = []
     for direction in ("compress", "decompress"):
         bars = []

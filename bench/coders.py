@@ -1,4 +1,4 @@
-"""Cases of the coders on one CPU thread, alone and at the end of the whole way from weights to bytes.
+"""Cases of the coders on one CPU thread, alone and after quantization.
 
 Those that are not sequential are measured on the GPU, too.
 
@@ -85,7 +85,7 @@ def _back(name: str, result: Any, expected: Any) -> str:
 
 
 def _and_oracle(subject: str, function: str, mine: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """Compare with the oracle where there is one; a coder without one is held by its round trip alone."""
+    """Compare with the oracle if there is one; else check the round trip."""
     try:
         reference = oracle(subject)
     except ImportError:

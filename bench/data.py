@@ -63,7 +63,7 @@ def drifted(w: Floats, seed: int = 1) -> Floats:
 
 
 def _scale_rows(x: Floats, scale: npt.NDArray[np.floating[Any]]) -> Floats:
-    """Multiply rows of `BLOCK` elements, the last one maybe shorter, by `scale`, repeated as needed; in place."""
+    """Multiply rows of `BLOCK` elements by `scale` in place; the last row may be shorter."""
     whole = x.size // BLOCK
     rows = x[: whole * BLOCK].reshape(whole, BLOCK)
     factors = np.resize(scale.astype(np.float32), whole + 1)
@@ -110,7 +110,7 @@ def _flat(found: dict[str, npt.NDArray[Any]], paths: list[str]) -> Floats:
 
 
 def role_of(path: str) -> str:
-    """ "weight", "exp_avg" or "exp_avg_sq" for what a GPT's training state holds by the million; "" for the rest."""
+    """Return "weight", "exp_avg" or "exp_avg_sq" for a path of a training state, else ""."""
     name = path.rsplit("/", 1)[-1]
     if name in ("exp_avg", "exp_avg_sq"):
         return name
@@ -118,7 +118,7 @@ def role_of(path: str) -> str:
 
 
 def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Every array of a state as (path, NumPy array); float formats that NumPy lacks come as their bit patterns."""
+    """Yield every array of a state as (path, NumPy array); bfloat16 as its bit patterns."""
     from shrinkpoint.kernels.arrays import is_torch, to_numpy
 
     if isinstance(tree, dict):
@@ -132,11 +132,11 @@ def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 
 def read(path: Path) -> Pair:
-    """Two successive states from the folder of a demo or of a store, or one from a `torch.save` file.
+    """Read two successive states from a demo's folder or a store, or one from a `.pt` file.
 
     Raises:
         BadArgumentError: nothing of the kind is there.
-        CorruptDataError, UnsupportedLeafError: the file is none of `torch.save`, or holds more than plain values.
+        CorruptDataError, UnsupportedLeafError: `torch.save` did not write the file, or holds more than plain values.
     """
     import shrinkpoint as sp
     from shrinkpoint.commands.dcp import load_plain
@@ -176,7 +176,7 @@ def _moved(tree: Any) -> Any:
 
 
 def trained(*, quick: bool, seed: int = 0, apart: int = 10) -> Pair:
-    """Train the demo's GPT on the standard library's sources: about 2 s (quick) or a minute on one core.
+    """Train the demo's GPT on Python's sources: about 2 s (quick) or a minute on one core.
 
     Args:
         quick: a smaller model and fewer steps.
@@ -214,7 +214,7 @@ def _copied(tree: Any) -> Any:
 
 
 def gpt_shapes(parameters: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a byte-level GPT of about so many parameters: 12 layers, 4 below 20 million."""
+    """Return names and shapes of a byte-level GPT: 12 layers, 4 below 20 million parameters."""
     layers = 12 if parameters >= 20_000_000 else 4
     width = max(64, round(math.sqrt(parameters / (12 * layers)) / 32) * 32)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (256, width)}
@@ -259,7 +259,7 @@ def drawn_state(pair: Pair, parameters: int, seed: int = 0) -> Pair:
 
 
 def _blocks(pool: Floats, spot: npt.NDArray[np.float64], factor: Floats) -> Floats:
-    """For each number of `spot` in [0, 1) the `BLOCK` neighbours of `pool` at that share of it, times 1 -+ 0.1 %.
+    """Draw blocks of `BLOCK` neighbours of `pool`, each value times 1 -+ 0.1 %.
 
     Args:
         pool: values to draw from.
@@ -275,7 +275,7 @@ def _blocks(pool: Floats, spot: npt.NDArray[np.float64], factor: Floats) -> Floa
 
 
 class Sample:
-    """Weights of two successive checkpoints, and their levels by one frozen codebook; prefixes of one draw.
+    """Weights of two successive checkpoints, and their levels by one frozen codebook.
 
     Args:
         most: largest number of elements that will be asked for.

@@ -1,4 +1,4 @@
-"""Where kernels are measured: arrays on one CPU thread or on the GPU, the copy that is their floor, and the clock."""
+"""Devices of kernels: one CPU thread or the GPU, the copy that is the floor, and a clock."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def gpu() -> Device:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Bound the threads of everything that is measured: this library, torch, and whatever threadpoolctl knows."""
+    """Bound the threads of this library, torch, and the pools that threadpoolctl knows."""
     import torch
 
     import shrinkpoint as sp
@@ -106,7 +106,7 @@ def _pools(count: int) -> Iterator[None]:
 
 
 def host(x: Array) -> npt.NDArray[Any]:
-    """A result as NumPy, whatever device it is on."""
+    """Return a result on any device as a NumPy array."""
     from shrinkpoint.kernels.arrays import is_torch, to_numpy
 
     return to_numpy(x.cpu() if is_torch(x) else x)

@@ -68,7 +68,7 @@ class Place:
         width: int = 4,
         note: str = "",
     ) -> Job:
-        """A job over n elements of `width` bytes, of which `moves` bytes an element must be read or written."""
+        """Return a job over n elements of `width` bytes, `moves` bytes an element."""
         nbytes = width * self.n
         said = f"{moves:g} bytes an element move; data {self.sample.origin}"
         notes = f"{note}; {said}" if note else said
@@ -125,7 +125,7 @@ def _on(at: Place, *arrays: Any) -> list[Array]:
 
 
 def fresh_copy(at: Place) -> Job:
-    """What the floor would be with an output that is allocated anew, as a kernel's is: large ones fault pages in."""
+    """Return the peer that copies to newly allocated memory, where page faults count."""
     (x,) = _on(at, at.sample.before(at.n))
     copied: Callable[[], Any] = x.clone if at.device.gpu else x.copy
 
@@ -500,7 +500,7 @@ def undifference(at: Place) -> Job:
 
 
 def _bfloat16_patterns(at: Place) -> tuple[Any, Any]:
-    """Upper halves of the float32 patterns of both checkpoints: about a tenth to a half of them differ."""
+    """Return upper halves of both checkpoints' float32 patterns; a tenth to a half differ."""
     return tuple(np.ascontiguousarray(x.view(np.uint16)[1::2]) for x in (at.sample.before(at.n), at.sample.after(at.n)))  # type: ignore[return-value]
 
 

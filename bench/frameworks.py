@@ -1,4 +1,4 @@
-"""One small training under each framework: without checkpoints, with the framework's own, or with this package's.
+"""One small training in each framework: no checkpoints, the framework's own, or ours.
 
 Every training is the same network on the same batches in the same order, and `train(job)` says how long it took, how
 long each save kept it, and the weights it ended with. A job whose folder holds checkpoints resumes from the newest.
@@ -130,7 +130,7 @@ def epoch_of(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def uneven(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of an epoch of three quarters of that, so that saves are in the middle of epochs."""
+    """Return the samples of an epoch, three quarters of it, so that saves fall within epochs."""
     return samples(job.every * 3 // 4 * BATCH, 1)
 
 
@@ -142,7 +142,7 @@ def batch_of(data: tuple[torch.Tensor, torch.Tensor], step: int) -> tuple[torch.
 
 
 def saved_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder, what is linked several times once."""
+    """Bytes of all files below a folder, a file with several links once."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({(s.st_dev, s.st_ino): s.st_size for s in stats}.values())
 
@@ -226,7 +226,7 @@ def plain(job: Job) -> Outcome:
 
 
 def dcp(job: Job) -> Outcome:
-    """torch.distributed.checkpoint in one process: its `FileSystemWriter` against our `Writer`, both synchronous."""
+    """torch.distributed.checkpoint in one process: its `FileSystemWriter` against our `Writer`."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -546,7 +546,7 @@ state = manager.restore(step, args=ocp.args.StandardRestore(state))""",
 
 
 def run(name: str, job: Job) -> Outcome:
-    """Train on one thread; what torch and the frameworks warn of on a machine without an accelerator is not shown.
+    """Train on one thread, without the warnings of torch and frameworks about accelerators.
 
     Threads that wait for each other make the times of so small a network those of the machine's other work.
 

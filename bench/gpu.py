@@ -1,4 +1,4 @@
-"""Cases of a GPU: all codebooks of a model in one launch, a state of a billion parameters, and coders it has, too."""
+"""Cases of a GPU: all codebooks in one launch, a billion parameters, coders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOMENT_BITS = 1
 
 
 def cases(at: Place) -> list[Case]:
-    """The rows of this module; all of them say so where there is no GPU."""
+    """The rows of this module; without a GPU all are open."""
     size = _STATE if at.device.missing else parameters()
     state = (at.device.floor, "plain torch")
     return [
@@ -83,7 +83,7 @@ def _codebooks(at: Place) -> Job:
 
 
 def _state(at: Place, size: int, *, refit: bool) -> Job:
-    """Weights to levels, moments to log buckets, tensor by tensor; the bytes are the state's, 12 a parameter."""
+    """Return weights to levels and moments to buckets, tensor by tensor, 12 bytes a parameter."""
     import torch
 
     from shrinkpoint.codec.weights.codebook import Problem, solve_together

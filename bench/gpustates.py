@@ -1,4 +1,4 @@
-"""Whole states that lie on a GPU: quantized there, so that only what is stored crosses to the host.
+"""States that lie on a GPU: quantized there, so that only stored bytes cross to the host.
 
 Held against copying the state once on the device, and once to the host, which is the least that a save without
 compression does. Restoring has no row: a file is decoded on the host, and `bench codec` times that.
@@ -23,7 +23,7 @@ TO_HOST = "copy to the host"
 PLACE = "from a GPU"
 """What tells its rows from those of the host's states."""
 _BYTES = 60
-"""Memory of the GPU a parameter: two AdamW states of 12 bytes, both ends of a copy, and what coding needs beside."""
+"""Memory of the GPU a parameter: two AdamW states of 12 bytes, both ends of a copy, and what coding needs next to."""
 
 
 def rows(pair: Pair, label: str, options: Options) -> list[Row]:
@@ -33,7 +33,7 @@ def rows(pair: Pair, label: str, options: Options) -> list[Row]:
 
 
 def cases(card: Device, pair: Pair, label: str) -> list[Case]:
-    """The same not yet built; they say so where there is no GPU, or none with room for the states.
+    """Return the cases; without a GPU or room for the states they say so.
 
     Args:
         card: where the state is.
@@ -84,7 +84,7 @@ class _Work:
         return sp.compress(self.before)
 
     def _there(self, state: Any) -> Any:
-        """The state with its tensors on the device; AdamW's step counts stay on the host, as PyTorch has them."""
+        """Move the tensors to the device; AdamW's step counts stay on the host, as in PyTorch."""
 
         def moved(x: Any) -> Any:
             return self.card.array(x.numpy()) if isinstance(x, torch.Tensor) and x.ndim else x

@@ -1,4 +1,4 @@
-"""What all benchmarks share: rows, targets, interleaved timing, and that nothing is timed before it is checked.
+"""Rows, targets and interleaved timing of all benchmarks; every call is checked first.
 
 A benchmark is a list of `Case`s. `measure` builds one, runs its correctness check, and only then times it, its floor
 (a copy of memory) and its peers in turn, round after round, so that a busy machine is as busy for the one as for the
@@ -29,7 +29,7 @@ _WARMING = 1e-2
 
 
 class CheckFailed(Exception):
-    """What was to be timed computes something else than its oracle."""
+    """The result of a call differs from its oracle's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Peer:
 
     Args:
         name: as shown.
-        make: imports what is needed and returns the call to time; what it raises becomes the row's note.
+        make: imports what is needed and returns the call to time; its exception becomes the row's note.
         amount: work of one call, in the units of `Job.amount`; None: the same as the job's.
         target: what the comparison is held to, or None.
-        note: what is not the same about it.
+        note: how the peer differs.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Job:
     Args:
         call: the thing itself; without arguments, and again and again.
         check: runs before any timing; raises CheckFailed (or anything else) if the result is wrong, and says in a few
-            words what was compared.
+            words which values were compared.
         amount: bytes (unit GB/s, MB/s), symbols (Gsym/s) or arrays (ms/array) of a call; unused for other times.
         peers: in the order of the table; the first is the physical floor where there is one.
         note: for every row of the case.
@@ -120,7 +120,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the benchmark (and one more a peer), not yet built: what it needs is made when its turn comes.
+    """A row of the benchmark and its peers, not yet built.
 
     `peers` are named here too, so that their rows can be shown where they cannot be measured; `target` is held against
     the first of them. `missing` says why nothing can be measured here.
@@ -137,7 +137,7 @@ class Case:
     floor_only: bool = False
 
     def against_floor(self) -> Case:
-        """The same case held against its first peer alone, without a target: one point of a sweep over sizes."""
+        """Return the same case with its first peer only and without a target, for a sweep."""
         return dataclasses.replace(self, target=None, peers=self.peers[:1], floor_only=True)
 
 
@@ -155,10 +155,10 @@ class Options:
     names: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     """Every name that `wanted` was asked about, in order."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What a benchmark wants in its JSON beside the rows."""
+    """What a benchmark wants in its JSON next to the rows."""
 
     measured: list[Row] = field(default_factory=list, compare=False, repr=False)
-    """What there is if the run stops here; a benchmark that takes minutes says `done` to its rows as they come."""
+    """Rows to keep if the run stops here; a benchmark that takes minutes says `done` to its rows as they come."""
     seeds: set[int] = field(default_factory=set, compare=False, repr=False)
     """Of the trainings that were run."""
 
@@ -186,7 +186,7 @@ class Options:
 
 
 def cpu_clock(call: Call, times: int) -> float:
-    """Processor seconds of this process a call: what others do on a shared machine does not count.
+    """Return processor seconds of this process for a call; other processes do not count.
 
     The clock of one-thread rows only: a second thread would count as much again.
     """
@@ -262,7 +262,7 @@ class Timing:
 
 
 def repetitions(call: Call, clock: Clock) -> int:
-    """How often to call in one round, so that it takes `SHORTEST` seconds; calls it once or twice, unmeasured."""
+    """Return how often to call in one round so that it takes `SHORTEST` seconds."""
     once = clock(call, 1)
     if once < _WARMING:
         once = clock(call, 1)  # the first call of a function pays for its loading
@@ -326,7 +326,7 @@ def better(unit: str, value: float, other: float) -> float:
 
 
 def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
-    """Check one case, and only if it is right time it together with its peers: one row a peer, the floor first."""
+    """Check one case, then time it together with its peers: one row a peer, the floor first."""
     try:
         job = case.make()
     except ImportError as error:
@@ -391,7 +391,7 @@ def _target(case: Case, peer: Peer) -> Target | None:
 
 
 def _empty(case: Case, note: str, *, red: bool) -> list[Row]:
-    """The rows of a case without a number: a target is missed where the result is wrong, and open otherwise."""
+    """Return the rows of a case without a number: missed if the result is wrong, else open."""
     rows = []
     for name in case.peers or ("",):
         target = _target(case, Peer(name, lambda: lambda: None))
@@ -422,7 +422,7 @@ def is_red(row: Row) -> bool:
 
 
 def same(name: str, result: Any, expected: Any) -> None:
-    """Raise CheckFailed unless two arrays, or tuples or dataclasses of arrays and numbers, are equal bit for bit."""
+    """Raise CheckFailed unless two results are equal bit for bit."""
     import numpy as np
 
     from .devices import host
@@ -435,7 +435,7 @@ def same(name: str, result: Any, expected: Any) -> None:
 
 
 def near(name: str, result: Any, expected: Any, within: float, of_largest: float = 0.0) -> None:
-    """Raise CheckFailed unless numbers are equal up to a share of their own, and one of the largest beside it."""
+    """Raise CheckFailed unless numbers are equal up to a share of their own and of the largest."""
     import numpy as np
 
     room = of_largest * float(np.abs(expected).max(initial=0.0))

@@ -1,7 +1,7 @@
-"""`python -m bench kernels`: every kernel against its floor and its peers, on one CPU thread and on the GPU.
+"""The bench `kernels`: every kernel against its floor and peers, on a CPU thread and a GPU.
 
 First one size with all peers, then sizes from 10,000 up (not with --quick), then models of many small tensors, then
-the GPU. Where there is none its rows say so.
+the GPU. Without a GPU its rows are open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(options: Options) -> list[Row]:
 
 
 def cpu_cases(at: Place) -> list[Case]:
-    """What is timed on one CPU thread."""
+    """Return the cases of one CPU thread."""
     found = elementwise.cases(at.device, at.sample, at.n)
     for part in (remaining, coders, codebooks, tables, many, sparse):
         found += part.cases(at)

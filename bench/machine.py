@@ -1,4 +1,4 @@
-"""What was measured on: machine, versions, commit."""
+"""The machine, the versions and the commit of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what is installed of the packages that matter here."""
+    """Return the versions of installed packages that matter here."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this file belongs to, with "+" if it was changed since; None for an installed wheel."""
+    """Return the commit of this checkout, with "+" if changed since; None for a wheel."""
     here = Path(__file__).resolve()
     try:
         _git(here.parent, "ls-files", "--error-unmatch", here.name)

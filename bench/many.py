@@ -1,4 +1,4 @@
-"""Models of many small tensors: what a tensor costs beside its elements, against one tensor of the same total."""
+"""Models of many small tensors: the cost of a tensor against one tensor of the same total."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The child makes the state, runs the codec once on a small one (so that code is loaded), gives freed memory back to the
 system (`malloc_trim`), resets the peak of its resident set (`/proc/self/clear_refs`, Linux), does the one thing, and
-reports peak minus what was resident before. The result is
-part of that: for `compress` the file and what the next delta needs; for `decompress` what is returned, which is taken
+reports the peak minus the resident memory before. The result is
+part of that: for `compress` the file and the reference; for `decompress` the returned state, which is taken
 off again. Where the peak cannot be reset, the growth of `ru_maxrss` is reported, which may be too small.
 """
 
@@ -110,7 +110,7 @@ def peak(call: Any) -> tuple[int, str]:
     """Bytes by which the resident set grew at most during the call, and how that was found out."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc: what is freed but kept would hide what is needed anew
+        ctypes.CDLL(None).malloc_trim(0)  # glibc: kept free memory would hide new allocations
     reset = Path("/proc/self/clear_refs")
     try:
         reset.write_text("5", encoding="ascii")

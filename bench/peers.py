@@ -1,4 +1,4 @@
-"""Other libraries that do the same, imported where they are used: one that is not installed is a note, not a crash."""
+"""Other libraries for the same task, imported on use; a missing one becomes a note."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def library(name: str) -> Any:
 
 
 def _part(x: npt.NDArray[Any], most: int) -> tuple[npt.NDArray[Any], str]:
-    """At most `most` elements, for what is too slow for all, and what to say about it."""
+    """At most `most` elements, for slow peers, and a remark about it."""
     return x[:most], f"on the first {most:,} elements" if x.size > most else ""
 
 
@@ -65,7 +65,7 @@ def host_quantiles(x: npt.NDArray[np.float32]) -> list[Peer]:
 
 
 def gpu_quantiles(x: Array, percentile: Target) -> list[Peer]:
-    """Histograms and quantiles on the GPU; CuPy's percentile is what the published system was held against."""
+    """Histograms and quantiles on the GPU; the published system was compared with CuPy's."""
     import torch
 
     some = x[:_TORCH_QUANTILE_MOST]
@@ -145,14 +145,14 @@ def unsorting(device: Device, keys: Any, grouped: Any) -> list[Peer]:
 
 
 def entropy_coders(levels: npt.NDArray[np.uint8], counts: npt.NDArray[np.int64], *, decode: bool) -> list[Peer]:
-    """Coders of independent symbols: zstd held to its Huffman stage, a Huffman coder in Python, constriction's ANS."""
+    """Coders of independent symbols: zstd's Huffman stage, a Python Huffman, constriction's ANS."""
     some, said = _part(levels, 1_000_000)
     few, said_few = _part(levels, 20_000)
     present = np.flatnonzero(counts)
 
     def zstd() -> Call:
         z = library("zstandard")
-        # Matches of 7 bytes or more hardly occur: what is left is the Huffman stage.
+        # Matches of 7 bytes or more hardly occur: the Huffman stage remains.
         parameters = z.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6, strategy=z.STRATEGY_FAST)
         compressor = z.ZstdCompressor(compression_params=parameters)
         data = levels.tobytes()
@@ -193,7 +193,7 @@ def entropy_coders(levels: npt.NDArray[np.uint8], counts: npt.NDArray[np.int64],
 
 
 def lossless_coders(x: npt.NDArray[np.float32], *, decode: bool) -> list[Peer]:
-    """Whole compressors for the same floats; all of these are lossless and save a fraction of what levels save."""
+    """Lossless compressors of the same floats."""
     some, said = _part(x, 4_000_000)
     data = some.tobytes()
 

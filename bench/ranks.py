@@ -17,7 +17,7 @@ _LAYERS = 8
 
 
 def measure(world: int, parameters: int) -> dict[str, Any]:
-    """Seconds, bytes and bytes of metadata of a save by so many ranks, ours and by torch's own writer.
+    """Return seconds, bytes and metadata bytes of a save by some ranks, ours and torch's.
 
     Args:
         world: number of processes, 1 or more.
@@ -46,7 +46,7 @@ def measure(world: int, parameters: int) -> dict[str, Any]:
 
 
 def child() -> None:
-    """One rank: arguments are the folder, the number of ranks, of parameters, and which rank this is."""
+    """Run one rank; arguments are the folder, the number of ranks, of parameters, and the rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

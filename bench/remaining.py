@@ -381,7 +381,7 @@ def pattern_classes(at: Place) -> Job:
 
 
 def _low_rank(at: Place) -> tuple[Any, Any, Any]:
-    """Small signed numbers, and factors of their rows and columns: two checkpoints' levels stand for them."""
+    """Return small signed numbers and factors of rows and columns, drawn from levels."""
     middle = np.int8(LEVELS // 2)
     values = at.sample.levels_before(at.n).view(np.int8) - middle
     others = at.sample.levels_after(at.n).view(np.int8) - middle

@@ -1,4 +1,4 @@
-"""`python -m bench saver`: what an asynchronous save costs a trainer, against memcpy and other libraries.
+"""The bench `saver`: the cost of an asynchronous save for a trainer, against peers.
 
 The stall: how long the call keeps the trainer, everything it started before being finished. Overhead: the processor
 time of a save against that of 50 steps; on the wall, a training loop on all cores in blocks of 50 steps, every other
@@ -206,7 +206,7 @@ def _finish(future: Any, folder: Path) -> None:
 
 
 def _memory(saver: sp.Saver) -> tuple[int | None, str]:
-    """Peak of the worker's own memory, the shared snapshot not counted, without what it starts with."""
+    """Return the peak of the worker's own memory, without the snapshot and its initial memory."""
     path = Path(f"/proc/{saver.pid}/status")
     if not path.exists():
         return None, "not measured: no /proc"
@@ -249,7 +249,7 @@ class Trainer:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """What is saved."""
+        """The state to save."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def block(self, number: int, saver: sp.Saver | None) -> float:
@@ -281,7 +281,7 @@ def _overheads(options: Options) -> list[Row]:
 
 
 def _overhead_of_processor(options: Options) -> Row:
-    """On cores that are all busy, what a save takes of them is what it costs the run; other users do not count."""
+    """Return the overhead of saves on busy cores as the processor time that they take."""
     trainer = Trainer(threads=1)
     steps, calls, worker = [], [], []
     with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(folder)) as saver:
@@ -374,7 +374,7 @@ def _row(
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Stall of each size beside its peers'."""
+    """Stall of each size next to its peers'."""
     bars: list[tuple[str, float, float | None]] = []
     for row in rows:
         if row.row != "stall of save" or row.value is None or row.peer_value is None:

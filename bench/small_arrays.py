@@ -1,4 +1,4 @@
-"""Rows "many small arrays" of `bench codec`: what a state of many arrays costs for each of them.
+"""Rows "many small arrays" of `bench codec`: the cost of an array in states of many.
 
 Five states, each the `state_dict` of a model and of its optimizer after a few steps with drawn gradients. A gradient is
 a fixed direction and noise, scaled by row and column: moments differ between the rows of an array as in a training.
@@ -103,7 +103,7 @@ class State:
 
 
 def _trained(shapes: Shapes, *, buffers: Shapes | None = None, decay: float = 0.01) -> tuple[Tree, Tree]:
-    """A model and its AdamW (Adam where `decay` is 0) after a few steps and a few more; buffers change at random."""
+    """Train a model with AdamW (Adam if `decay` is 0) for a few steps; buffers are drawn."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +266,7 @@ class Work:
 
 
 def entropy_bytes(stored: sp.Checkpoint) -> float:
-    """Return the bytes that a coder of order 0 needs at least for the values of each array, given their frequencies.
+    """Return the least bytes of an order-0 coder for the values of each array.
 
     Args:
         stored: a base of quantized weights and exact arrays; scaled moments have too many values.
@@ -291,7 +291,7 @@ def _entropy(x: Any) -> float:
 
 
 def alone(options: Options) -> bool:
-    """Whether `--only` names nothing but these rows: then the other states of `bench codec` need not be made."""
+    """Return whether `--only` names these rows alone, so that other states are not made."""
     names = (NAME, *(state.name for state in STATES))
     return options.only is not None and all(any(word in name for name in names) for word in options.words())
 

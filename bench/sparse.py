@@ -1,4 +1,4 @@
-"""Rows of the sparse kernels: changes of 16-bit patterns, one element in 97, found, applied, and split for coding."""
+"""Rows of the sparse kernels: changes of 16-bit patterns found, applied, split for coding."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def cases(at: Place) -> list[Case]:
     return [
         at.case("collect_changes", collect),
         at.case("locate_changes", locate),
+        at.case("collect_and_locate", collect_and_locate),
         at.case("apply_changes", apply),
         at.case("gap_shifts", shifts),
         at.case("split_changes", split),
@@ -75,6 +76,24 @@ def locate(at: Place) -> Job:
         return f"all {positions.size:,} positions"
 
     return _job(at, lambda: kernels.locate_changes(before, delta), check, 12 / _EVERY)
+
+
+def collect_and_locate(at: Place) -> Job:
+    """Find changes and their positions in one pass: both arrays are read once."""
+    before, after = _pair(at)
+
+    def call() -> Any:
+        return kernels.collect_and_locate(after, before)
+
+    def check() -> str:
+        delta, positions, values = call()
+        for name, own, other in zip(SparseDelta._fields, delta, _delta(before, after), strict=True):
+            same(name, own, other)
+        same("positions", positions, np.flatnonzero(before != after))
+        same("values", values, after[before != after])
+        return f"all {positions.size:,} changes"
+
+    return _job(at, call, check, 4.0)
 
 
 def apply(at: Place) -> Job:

@@ -1,11 +1,11 @@
-"""`python -m bench store`: saving and loading a training state, what compaction brings, and who notices a flipped bit.
+"""The bench `store`: save and load, compaction, and detection of flipped bits.
 
 Save and load: whole AdamW states through a file on this machine's disk, against torch.save, safetensors,
 torch.distributed.checkpoint and moonclip (torch.save without and with an fsync; ours and moonclip's always have one).
-Memory: the most that the process holds beyond what it held before. Stall, in the full form: the rows of `python -m
+Memory: the peak of the process above its memory before. Stall, in the full form: the rows of `python -m
 bench saver`, with DCP's async_save in a thread and in a process (BitSnap's table 2 says 7 to 12 times as fast as
 torch.save of its own saves, on other machines and states). Restores: the last of a chain of 100 before and after
-compaction, in multiples of a base. Flips: one bit of what was stored is altered, 200 times, in the same places for all;
+compaction, in multiples of a base. Flips: one stored bit is altered, 200 times, in the same places for all;
 counted is what loads without a word. Ours are in a base, a delta over it and a lossless base, with their manifests.
 """
 
@@ -84,7 +84,7 @@ def run(options: Options) -> list[Row]:
 
 
 def few_arrays(pair: Pair, count: int) -> Pair:
-    """A pair of the same values in so many square matrices with their moments: what is measured is not their number."""
+    """Return a pair of the same values in square matrices with their moments."""
     side = int((pair.pools["weight"][0].size // count) ** 0.5)
 
     def state(which: int) -> Any:
@@ -123,7 +123,7 @@ def _row(
 
 
 def tensors(state: Any) -> dict[str, Any]:
-    """Its arrays by path, as torch tensors: the part of a state that every library here can store."""
+    """Return its arrays by path as torch tensors, the part that every library can store."""
     import torch
 
     return {path: torch.from_numpy(np.array(x)) for path, x in data.arrays(state)}
@@ -199,7 +199,7 @@ def _npz_load(arrays: dict[str, Any], path: Path) -> Any:
 
 
 def _moonclip(path: Path) -> Any:
-    """Its manager of a folder; it writes when it is told to, not later."""
+    """Its manager of a folder; it writes at the call, not later."""
     return importlib.import_module("moonclip").MoonclipManager(str(path.parent / f"{path.name}.moon"), async_save=False)
 
 
@@ -335,7 +335,7 @@ class _Work:
 
 
 def peak(call: Callable[[], object]) -> int | None:
-    """Bytes this process holds at the most during a call beyond those it held before; None where Linux is not."""
+    """Return the bytes of the peak of a call above those held before; None without Linux."""
     reset = Path("/proc/self/clear_refs")
     if not os.access(reset, os.W_OK):
         return None
@@ -394,7 +394,7 @@ def _median_peak(call: Callable[[], object], rounds: int) -> float | None:
 
 
 def _moving(pair: Pair, step: int) -> Any:
-    """The state after so many steps from the one of the pair to the other, each a share of the way."""
+    """Return the state a share of the way between the two of the pair."""
 
     def between(a: Any, b: Any) -> Any:
         if isinstance(a, dict):
@@ -471,7 +471,7 @@ def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
 
 
 def _parts(pair: Pair, folder: Path, options: Options) -> list[Row]:
-    """One array of a state, from a base with nothing in memory: time and bytes against the whole."""
+    """Rows of reading one array of a base: time and bytes against the whole."""
     name = "load one array of a base"
     if not options.wanted(name):
         return []
@@ -578,7 +578,7 @@ def _silent(groups: list[list[Path]], load: Callable[[], object], seed: int = 0)
             silent += 1
         except KeyboardInterrupt:
             raise
-        except BaseException:  # DCP's error is no Exception
+        except BaseException:  # DCP's error is not an Exception
             pass
         finally:
             with files[number].open("r+b") as f:
@@ -588,7 +588,7 @@ def _silent(groups: list[list[Path]], load: Callable[[], object], seed: int = 0)
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Speeds beside the others', restores, flips."""
+    """Speeds next to the others', restores, flips."""
     panels = []
     for action in ("save", "load"):
         largest = max((r.size for r in rows if r.row.startswith(action + " ")), default=0)

@@ -1,4 +1,4 @@
-"""`python -m bench sync`: exact deltas of bfloat16 weights at the speed of memory, and publishing them.
+"""The bench `sync`: exact deltas of bfloat16 weights, and their publication.
 
 Three kinds of rows. *Codec*: `compress` to bytes, `decompress` and `Subscriber.update`, by the share of changed values,
 against memcpy and zstd of the exclusive or, in processor time of one core. *Publishing*: publish, stage and commit.
@@ -33,7 +33,7 @@ FLOOR = "memcpy"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Changed values, and what is asked of them as multiples of memcpy: encode, apply in place, decode to new memory.
+    """Cases of changed values as multiples of memcpy: encode, apply in place, decode.
 
     Args:
         name: of the share.
@@ -113,7 +113,7 @@ def _codec(share: Share, n: int) -> list[Row]:
             seconds: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(ROUNDS + 1):
                 for name, call in calls.items():
-                    # What is applied is put back, outside of the time.
+                    # The applied changes are undone, outside of the timing.
                     if name == "apply":
                         parent.copy_(old)
                         subscriber._at = subscriber._read(0)
@@ -150,7 +150,7 @@ def _xor(old: torch.Tensor, new: torch.Tensor) -> bytes:
 
 
 def _dense(old: torch.Tensor, new: torch.Tensor) -> int | None:
-    """Bytes of the delta where every element is coded, as before there were sparse ones; None: nothing changed."""
+    """Return the bytes of the delta with every element coded; None if nothing changed."""
     from shrinkpoint.codec.base import CHUNK
     from shrinkpoint.codec.lossless import exact
     from shrinkpoint.codec.state.leaves import LeafSpec
@@ -183,7 +183,7 @@ def _row(name: str, n: int, value: float, peer_value: float, goal: Target | None
 
 
 def _publishing(n: int) -> list[Row]:
-    """Seconds to publish and to stage, milliseconds of pause, of a model in tensors of a million values."""
+    """Return rows of seconds to publish and stage, and milliseconds of pause."""
     _, new = moved(n, None)
     rows, times = [], {"publish": [], "stage": [], "pause": []}  # type: ignore[var-annotated]
     g = torch.Generator().manual_seed(1)

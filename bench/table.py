@@ -13,7 +13,7 @@ _MET = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
 
 
 def show(rows: Sequence[Row], title: str, console: Console) -> None:
-    """Print the rows that have a number; below them what could not be measured, and what is wrong."""
+    """Print the rows with a number, then missing measurements and failed checks."""
     if not console.is_terminal:
         console = Console(file=console.file, width=160)
     table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)

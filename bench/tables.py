@@ -1,4 +1,4 @@
-"""Cases of the kernels whose work is a table, not an array: their time is the same for an array of any size.
+"""Cases of the kernels that work on a table; their time does not depend on an array.
 
 Counts, codebooks, frequencies, code lengths, factors. In microseconds a call, on one CPU thread: a save of many small
 arrays calls them some dozens of times for each. Those with an oracle are compared with it, the others with the plain
@@ -296,7 +296,7 @@ def _lengths(at: Place, *, unpack: bool) -> Job:
 
 
 def _zstd(table: bytes, *, unpack: bool) -> Peer:
-    """The same table by zstandard; how many bytes it takes is said here, for the row has the time."""
+    """The same table by zstandard, with its size."""
 
     def make() -> Callable[[], object]:
         z = peers.library("zstandard")

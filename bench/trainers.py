@@ -1,4 +1,4 @@
-"""`python -m bench trainers`: what checkpoints cost in each framework, against the framework's own.
+"""The bench `trainers`: the cost of checkpoints in each framework against its own.
 
 A small network is trained without checkpoints, with the framework's own, and with this package's, in turn. Exactness:
 a run that was stopped at half and resumed from a lossless checkpoint ends with the weights of one that was not, bit for
@@ -135,7 +135,7 @@ def _overhead(found: list[Outcome], none: list[Outcome]) -> list[float]:
 
 
 def _told(over: list[float]) -> float | None:
-    """The median of the rounds; None where it cannot be told from nothing: some are above it, some below."""
+    """Return the median of the rounds; None if their signs differ."""
     return None if min(over) < 0 < max(over) else _median(over)
 
 
@@ -147,7 +147,7 @@ def _spread(over: list[float]) -> str:
 
 
 def _made_of(found: list[Outcome], seconds: float, over: float) -> str:
-    """Where the time goes: in the calls, at the end, and in what a worker takes from the training beside it."""
+    """Return the parts of the time: calls, the end, and the worker's share."""
     calls = 100 * _median([sum(one.stalls) for one in found]) / seconds
     closing = 100 * _median([one.closing for one in found]) / seconds
     rest = over - calls - closing
@@ -210,7 +210,7 @@ def _row(
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Stall and bytes of each framework beside its own."""
+    """Stall and bytes of each framework next to its own."""
     panels = []
     for what, unit in (("stall of a save", "ms"), ("bytes of a save", "bytes")):
         bars: list[tuple[str, float, float | None]] = []

@@ -1,1 +1,1 @@
-"""Tables and pictures of the documents, made from the committed results; `python -m bench.evidence`."""
+"""Tables and pictures of the documents, made from the committed results."""

@@ -1,4 +1,4 @@
-"""`python -m bench.evidence [--check]`: tables and pictures of the documents, made from the committed results.
+"""The command `python -m bench.evidence [--check]`: renew tables and pictures of documents.
 
 `--check` only says which pages are out of step, and returns 1.
 """
@@ -14,7 +14,7 @@ from .pictures import PICTURES, pictures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write pages and pictures anew, or only check the pages."""
+    """Write pages and pictures again, or only check the pages."""
     parser = argparse.ArgumentParser(prog="bench.evidence", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is out of step")
     asked = parser.parse_args(arguments)

@@ -71,7 +71,7 @@ def _link(where: str, path: str, name: str) -> str:
 
 
 def _figure(row: Json | None) -> str:
-    """A rate with its share of the copy's, or a time; nothing where there is no row."""
+    """A rate with its share of the copy's, or a time; "" without a row."""
     if row is None:
         return ""
     if row["value"] is None:

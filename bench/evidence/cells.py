@@ -1,4 +1,4 @@
-"""What a cell of a table says, and the table: numbers, spreads, names of systems, whether a target is met."""
+"""Cells of tables: numbers, spreads, names of systems, whether a target is met."""
 
 from __future__ import annotations
 

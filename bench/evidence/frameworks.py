@@ -1,4 +1,4 @@
-"""Tables of `bench trainers`: each framework's own saves beside ours."""
+"""Tables of `bench trainers`: each framework's own saves next to ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frameworks() -> str:
 
 
 def trainers() -> str:
-    """Bytes of a save in each framework beside its own, and the loss after a lossy resume."""
+    """Bytes of a save in each framework next to its own, and the loss after a lossy resume."""
     lines, title = [], ""
     for name, found in by_place(rows_of("trainers.json")).items():
         stored, loss = found.get("bytes of a save"), found.get(_RESUMES[1])
@@ -44,7 +44,7 @@ def _bytes(value: float | None) -> str:
 
 
 def ranks() -> str:
-    """What saves by several processes took, ours beside torch's."""
+    """What saves by several processes took, ours next to torch's."""
     cells: dict[str, dict[str, Json]] = {}
     for row in rows_of("trainers.json"):
         named = re.fullmatch(r"DCP, (\d+) ranks: (.*)", row["row"])

@@ -160,7 +160,7 @@ def measured() -> bool:
 
 
 def picture(path: Path) -> None:
-    """Draw the loss after ten kills against the ratio: a point for each family and level, with its standard error."""
+    """Draw the loss after ten kills against the ratio, a point for each family and level."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for level, colour in (("exact_weights", "#6c757d"), ("default", "#2a6f97"), ("compact", "#b5651d")):

@@ -1,7 +1,7 @@
 """The pages, and which table stands where in them.
 
 In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is the table NAME, made from the JSON under
-`bench/results`; nothing there is written by hand.
+`bench/results`; do not edit it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def regenerated(text: str) -> str:
-    """A page with its tables made anew.
+    """A page with its tables made again.
 
     Raises:
         BadArgumentError: a marker names no table.
@@ -92,7 +92,7 @@ def regenerated(text: str) -> str:
 
 
 def renew() -> None:
-    """Writes all pages anew."""
+    """Writes all pages again."""
     for page in PAGES:
         path = results.HOME / page
         path.write_text(regenerated(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tables of the parts by themselves: kernels, store, saver, the fuzzers, the demo, and what each bench aims at."""
+"""Tables of kernels, store, saver, fuzzers, demo, real files, and the targets of each bench."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def demo() -> str:
 
 
 def aims(bench: str) -> str:
-    """What a bench aims at, from its committed results: the figure, beside which peer, whether the target is met."""
+    """Return a line for each target of a bench: the figure, its peer, whether it is met."""
     lines = []
     for row in rows_of(f"{bench}*.json"):
         if row["target"] is None or row["row"].startswith(_FLIPPED):
@@ -60,7 +60,7 @@ def aims(bench: str) -> str:
 
 
 def _on_fewer(row: Json) -> str:
-    """What to say of a peer that was too slow for all elements: rates at two sizes are not like with like."""
+    """Return a remark for a peer that was too slow for all elements, else ""."""
     few = re.search(r"\bon (?:the first )?([\d,]+) elements", row["note"].split(";")[0])
     if few is None or int(few[1].replace(",", "")) >= row["size"]:
         return ""
@@ -82,7 +82,7 @@ def kernel_sizes() -> str:
 
 
 def beside(pattern: str, units: Sequence[str]) -> str:
-    """Rows that are held against several others, target or not: ours and each of theirs, a line a row and size.
+    """Return rows that have several peers: ours and each of theirs, a line a row and size.
 
     Args:
         pattern: of the files.
@@ -116,7 +116,7 @@ def flips() -> str:
 
 
 def fuzzed() -> str:
-    """How long each fuzzer went on, what it read and reached, and what it found."""
+    """How long each fuzzer went on, its inputs, branches and findings."""
     lines = [
         [
             row["fuzzer"],
@@ -132,7 +132,7 @@ def fuzzed() -> str:
 
 
 def real() -> str:
-    """A line for each real checkpoint: ratio by level, error of the weights, and the best lossless peer."""
+    """Return a line for each real checkpoint: ratios, error of the weights, best lossless peer."""
     rows = rows_of("real.json")
     lines: dict[str, dict[str, str]] = {}
     errors: dict[str, float] = {}
@@ -161,7 +161,7 @@ def real() -> str:
 
 
 def saver() -> str:
-    """What a save costs the trainer and the worker, by size of the state, beside one copy of it by NumPy."""
+    """Return the cost of a save for trainer and worker by size, next to one copy by NumPy."""
     cells: dict[int, dict[str, Json]] = {}
     titles: dict[int, str] = {}
     for row in rows_of("saver*.json"):

@@ -56,7 +56,7 @@ def commits(document: Mapping[str, Any]) -> Counter[str]:
 
 
 def elsewhere(document: Mapping[str, Any]) -> str:
-    """On which other processors some of its rows were measured, after a semicolon each; "" if on none.
+    """Return the other processors that some rows were measured on, or "".
 
     Example:
         >>> elsewhere({"rows": [{"note": "a; measured at abc1234 on a Xeon"}, {"note": "b; measured at abc1234"}]})
@@ -89,7 +89,7 @@ def _asked(document: Mapping[str, Any]) -> str:
 
 
 def _machine(machine: Mapping[str, Any] | None) -> str:
-    """Processor, cores, GPU of a benchmark, and whether more ran than there are cores; of the demo what it has."""
+    """Return processor, cores and GPU of a result, and whether the machine was busy."""
     if machine is None:
         return UNKNOWN
     if "cores" not in machine:

@@ -1,4 +1,4 @@
-"""Tables of `bench ratio`: bytes against loss, of every system and beside other libraries."""
+"""Tables of `bench ratio`: bytes against loss, of every system and next to other libraries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chains() -> str:
     for row in measured():
         where, _, what = row["row"].partition(": ")
         model, _, system = where.partition(", ")
-        # "weights, ...": beside the published moments, no setting for whole states.
+        # "weights, ...": next to the published moments, no setting for whole states.
         if system and what in (chain, later) and not system.startswith("weights"):
             cells.setdefault(system, {}).setdefault(model, {})[what] = row
             sizes[model] = row["size"]
@@ -53,7 +53,7 @@ def chains() -> str:
 
 
 def lacks() -> str:
-    """The small models that `bench ratio` was not run on, and what ten kills do to them, so that none is left out."""
+    """Name the small models without `bench ratio`, and their losses after ten kills."""
     there = {row["row"].partition(": ")[0].partition(", ")[0] for row in measured()}
     killed_ten_times = trainings.by_model(trainings.measured(), training.FAILURES[0])
     label = training.COLUMNS[0][0]
@@ -90,7 +90,7 @@ def _systems() -> dict[str, dict[str, System]]:
 
 
 def _change(loss: str) -> str:
-    """A loss with its unit, which one that is no number has not."""
+    """Return a loss with its unit, or the word for a ruined training."""
     return loss if loss == RUINED else f"{loss} %"
 
 
@@ -113,7 +113,7 @@ def losses() -> str:
 
 
 def weights() -> str:
-    """Bits a weight of late deltas beside the published pipeline's, and what is smallest of ours at no more loss."""
+    """Return bits a weight of late deltas next to the published pipeline's, and our smallest."""
     found = _systems()
     names = [s for s in bench_ratio.SYSTEMS if s.startswith("weights") or s in PUBLISHED]
     lines = []
@@ -144,13 +144,13 @@ def _without_a_rate(model: str, systems: Mapping[str, System], published: str) -
 
 
 def _bins(system: str) -> str:
-    """Bins of our weights; 24 if the name has none."""
+    """Return the bins of our weights from the name; 24 without a number."""
     said = re.search(r"(\d+) bins", system)
     return f"{said[1]} bins" if said else "24 bins"
 
 
 def peers() -> str:
-    """Other libraries on the same two states: our ratio and theirs, and where either loses, what is lost later."""
+    """Return our ratio and theirs for each other library, and the losses of either."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     models: dict[str, None] = {}
     for row in filter(_is_peer, measured()):
@@ -170,10 +170,10 @@ def peers() -> str:
 
 
 def _pair(row: Json) -> str:
-    """Ours and theirs, and what either loses later; "no" where ours is not larger at no more loss.
+    """Return ours and theirs with their later losses; "no" where ours is not larger.
 
     Raises:
-        BadArgumentError: its note does not say what was lost, or by which of our settings.
+        BadArgumentError: its note lacks the losses or our setting.
     """
     if row["value"] is None:
         return NONE

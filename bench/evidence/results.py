@@ -1,4 +1,4 @@
-"""The committed results under `bench/results`: their documents, their rows, and where they come from."""
+"""Committed results under `bench/results`: documents, rows, and their origin."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def by_place(rows: Iterable[Json], prefix: str = "") -> dict[str, dict[str, Json
 
 
 def commit_of(name: str, holding: str = "") -> str:
-    """The commits that a result's rows are of, those with this in their name; the most frequent first."""
+    """Return the commits of a result's rows with this in their name, the most frequent first."""
     document = documents(name).get(name, {})
     rows = [row for row in document.get("rows", []) if holding in row["row"]]
     return ", ".join(f"`{commit}`" for commit, _ in commits({**document, "rows": rows}).most_common())

@@ -11,7 +11,7 @@ DRAWN = "default, drawn"
 
 
 def speed() -> str:
-    """Megabytes a second of `bench codec` on its large state, on one thread and on two, beside the peers' on one."""
+    """Return MB/s of `bench codec` on its large state, on one and two threads, and the peers'."""
     found: dict[str, dict[str, float | None]] = {}
     size = 0
     for row in rows_of("codec.json"):
@@ -25,7 +25,7 @@ def speed() -> str:
             cells[row["peer"]] = row["peer_value"]
     columns = {"1 thread": "1 thread", "2 threads": "2 threads", "zstd -3": "zstd -3", "torch.save": "torch.save"}
     columns |= {"memcpy": "memory copy"}
-    # Only what is decompressed goes to new memory.
+    # Only decompression writes to new memory.
     lines = [
         [what, *(number(cells.get(c)) for c in columns), number(cells[FRESH]) if FRESH in cells else ""]
         for what, cells in found.items()

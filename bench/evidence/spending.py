@@ -1,4 +1,4 @@
-"""The picture of what compressing costs: speed beside what keeps every byte, and how long a save holds up training."""
+"""The picture of costs: speeds next to lossless peers, and stalls of a save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN = ("shrinkpoint", "Saver")
 
 
 def speeds(rows: Sequence[Json]) -> dict[str, dict[str, float]]:
-    """MB/s of raw state by way and by whom: ours with default settings on one thread and two, peers on one.
+    """Return MB/s of raw state by way and system: ours on one and two threads, peers on one.
 
     Args:
         rows: of `bench codec`; those of its large state are taken.
@@ -34,7 +34,7 @@ def speeds(rows: Sequence[Json]) -> dict[str, dict[str, float]]:
 
 
 def stalls(rows: Sequence[Json]) -> dict[str, dict[str, float]]:
-    """Milliseconds that a save holds up the caller, by state (as the notes name it) and by whom was measured.
+    """Return milliseconds that a save blocks the caller, by state and system.
 
     Args:
         rows: of `bench saver`.
@@ -71,7 +71,7 @@ def picture(codec: Sequence[Json], saver: Sequence[Json], path: Path) -> None:
 
 
 def _bars(axis: Any, groups: Mapping[str, Mapping[str, float]], label: str) -> None:
-    """One group of bars under another, each with its value; ours in one colour, others in another."""
+    """Draw groups of bars with their values; ours in one colour, others in another."""
     at, ticks = 0.0, []
     for group, bars in groups.items():
         axis.text(0.0, at - 0.75, group, transform=axis.get_yaxis_transform(), fontsize=9, fontweight="bold")

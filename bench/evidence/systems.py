@@ -1,4 +1,4 @@
-"""Tables of `bench systems`: the four papers' tables beside ours, and their short form."""
+"""Tables of `bench systems`: the four papers' tables next to ours, and their short form."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rework() -> str:
 
 
 def pivot(experiment: str, split: Callable[[str], tuple[str, str] | None], *, peers: bool) -> str:
-    """A table of one experiment: `split` gives line and column of a row, or None to leave it out.
+    """Return the table of an experiment; `split` gives line and column of a row, or None.
 
     Args:
         experiment: its name.
@@ -161,7 +161,7 @@ def machine() -> str:
 
 
 def papers() -> str:
-    """The figures that the published systems' papers rest on, ours beside them."""
+    """The figures that the published systems' papers rest on, ours next to them."""
     return markdown(["", "published", "measured here"], short.table(measured(), number))
 
 

@@ -1,4 +1,4 @@
-"""Tables of `bench training`: trainings killed and resumed, what each part carries, and transfer."""
+"""Tables of `bench training`: trainings killed and resumed, ablation, transfer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def killed() -> str:
 
 
 def killed_long() -> str:
-    """The same over longer schedules and the larger model, a line a system that was run on any of them."""
+    """Return the same table for longer schedules and the larger model."""
     models = by_model(measured(), training.FAILURES[0], training.FURTHER)
     names = sorted({s for systems in models.values() for s in systems}, key=order)
     return _killed({training.title(name): systems for name, systems in models.items()}, names)
@@ -105,7 +105,7 @@ def thresholds() -> str:
 
 
 def targets() -> str:
-    """What `bench training` aims at; what a model's systems reach together is made anew from all files' rows."""
+    """Return the targets of `bench training`, made again from the rows of all files."""
     rows = measured()
     made = [dataclasses.asdict(row) for row in training.targets(rows)]
     known = {row["row"] for row in made}
@@ -135,7 +135,7 @@ def _point(system: str, columns: Mapping[str, Json], column: str) -> str:
 
 
 def published() -> str:
-    """What the paper reports, and ours beside it: the default, the rates, and what was searched under a threshold."""
+    """Return the paper's figures and ours: the default, the rates, and searched settings."""
     lines = [
         [f"Inshrinkerator, {name}", f"{loss:+.2f} %", f"{times:g} x", "not stated" if over is None else f"{over:g} %"]
         for name, (loss, times, over) in training.PUBLISHED.items()

@@ -1,4 +1,4 @@
-"""Each part of the codec off in turn, in trainings that are killed and restored: what carries the result.
+"""Each part of the codec off in turn, in trainings that are killed and restored.
 
 Two systems are taken apart: this project's own (equidistant codebook, kept along the chain, conditional coder,
 rate-distortion encoder, weights ahead of their drift, gradients for protection) and the published one (pruning by
@@ -42,14 +42,14 @@ def own(rate: float = RATE, ahead: bool = True, **changes: Any) -> sp.Config:
 
 
 def published(**changes: Any) -> sp.Config:
-    """The published configuration, pruning by sensitivity, with fields of its `Quantize` changed."""
+    """Return the published configuration with fields of its `Quantize` changed."""
     config = sp.presets.inshrinkerator(prune=PRUNED, prune_metric="sensitivity")
     weights, *rest = config.rules
     return sp.Config([("weight", dataclasses.replace(weights.codec, **changes)), *rest])  # type: ignore[type-var]
 
 
 def with_exact(*kinds: str) -> sp.Config:
-    """The project's own configuration with some kinds of arrays exact: what the loss of the others does by itself."""
+    """Return our configuration with some kinds of arrays exact."""
     return sp.Config([*((kind, sp.Exact()) for kind in kinds), *own().rules], rate=RATE, ahead=True)
 
 
@@ -128,7 +128,7 @@ CODERS = ("Huffman of differences", "run lengths and Huffman", "rearranged, run 
 
 
 def coded(model: Model, spacing: int) -> dict[str, float]:
-    """Bits a weight that coders need for the levels of late checkpoints, given those of the checkpoint before.
+    """Return bits a weight of late levels given those of the checkpoint before, by coder.
 
     Once with a codebook that is refit each time, as published, and once with one that is kept.
     """

@@ -1,4 +1,4 @@
-"""The picture of `bench ratio`: bytes against loss, a panel a model, every preset and every other library in it."""
+"""The picture of `bench ratio`: bytes against loss, a panel a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Panel:
 
 
 def panels(rows: Sequence[Row]) -> dict[str, Panel]:
-    """What is drawn, by model, from the rows of `bench ratio`."""
+    """Return the points to draw by model, from the rows of `bench ratio`."""
     found: dict[str, Panel] = {}
     points: dict[str, dict[str, dict[str, float | None]]] = {}
     for row in rows:
@@ -107,7 +107,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def reach(ours: Sequence[Point], others: Sequence[Point] = ()) -> float:
-    """Where the axis of losses ends on either side: a little beyond what is drawn.
+    """Where the axis of losses ends on either side: a little beyond the points.
 
     That is all of ours, and of others what loses at most twice as much as we do, or 0.2 %.
     """
@@ -116,7 +116,7 @@ def reach(ours: Sequence[Point], others: Sequence[Point] = ()) -> float:
 
 
 def placed(name: str, x: float, y: float | None, most: float) -> tuple[str, float, str]:
-    """Label, height and marker of a point: what lies beyond `most` stands at the edge with its loss beside its name."""
+    """Return label, height and marker of a point; beyond `most` it stands at the edge."""
     if y is None:
         return f"{name}: {RUINED}", most, "^"
     if abs(y) > most:
@@ -156,7 +156,7 @@ def _draw(axis: Any, panel: Panel) -> None:
 
 
 def _write(axis: Any, labels: Sequence[tuple[str, float, float, str]]) -> None:
-    """Each label beside its point, at the first place where it hides neither a point nor a label."""
+    """Put each label next to its point where it hides neither a point nor a label."""
     axis.figure.canvas.draw()
     renderer = axis.figure.canvas.get_renderer()
     taken = [_box(axis.transData.transform((x, y)), 4) for _, x, y, _ in labels]

@@ -1,13 +1,13 @@
-"""A training that is killed again and again, and each time goes on from its last compressed checkpoint.
+"""A training that is killed repeatedly and resumes from its last compressed checkpoint.
 
 A checkpoint is taken every `spacing` steps; kills are spread evenly over the schedule, each half way between two
-checkpoints. After a kill nothing is left but what was stored: a new model and optimizer are built, the store is opened
-anew, its newest checkpoint (with the chain below it) is decoded, and training goes on *from the lossy state*; the next
+checkpoints. After a kill only the stored bytes are left: a new model and optimizer are built, the store is opened
+again, its newest checkpoint (with the chain below it) is decoded, and training goes on *from the lossy state*; the next
 delta is taken against the checkpoint that was restored. The data of a step depend on seed and step alone, so a run that
 is restored exactly ends where the uninterrupted one does, bit for bit: that is checked, for what claims to be exact.
 
 Seconds are processor time of this process, on one thread; of a training on a GPU they are on the wall, until the GPU is
-idle. `warm_up` has to come first, or the first system of a process pays for what is compiled at first use.
+idle. `warm_up` has to come first, or the first system of a process pays for compilation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class System(Protocol):
         """Store the run's state."""
 
     def restore(self) -> State:
-        """The newest state, from what was stored alone."""
+        """Return the newest state from stored bytes alone."""
 
     def end(self) -> None:
         """Nothing more is needed."""
@@ -77,10 +77,10 @@ class Searching:
 
     Args:
         threshold: degradation a checkpoint may have, relative.
-        cube: what is chosen from.
+        cube: the candidates.
         batches: of the held-out set, that `evaluate` sees.
         every: checkpoints from one search to the next.
-        ahead: code weights ahead of their drift, in trials and in what is stored.
+        ahead: code weights ahead of their drift, in trials and in stored checkpoints.
     """
 
     threshold: float
@@ -94,7 +94,7 @@ _numbers = itertools.count()
 
 
 class InStore:
-    """Checkpoints of a `Config` in an `sp.Store` in memory; a restore opens it anew and decodes the chain.
+    """Checkpoints of a `Config` in an `sp.Store` in memory; a restore decodes the chain.
 
     Args:
         config: how to compress, and when to take a base.
@@ -209,7 +209,7 @@ class Uncompressed:
 
 
 class Reshuffled(Uncompressed):
-    """The same, but other batches after every restore: how far two good runs of one training lie apart."""
+    """The same with other batches after every restore: the distance of two good runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Reshuffled(Uncompressed):
 
 
 class Peer:
-    """A published system from `bench/baselines`, in chains with a base every so many checkpoints.
+    """A published system from `bench/studies/baselines`, with a base every few checkpoints.
 
     Args:
         baseline: with `encode(state, previous)` -> an object with `weights` and `rest` in bytes, and
@@ -273,7 +273,7 @@ class Outcome:
         peak_weights: largest ratio of one checkpoint.
         peak_whole: the same of the whole state.
         weight_bits: stored bits a weight, mean over the deltas of the last third of the checkpoints (over all of them,
-            if there are no deltas).
+            without deltas).
         save: seconds a save.
         overhead: seconds in saves against seconds in training, in percent.
         restore: seconds a restore.
@@ -313,7 +313,7 @@ def kills(steps: int, failures: int, spacing: int) -> list[int]:
 
 
 class _Clock:
-    """Seconds by what they were spent on: the processor's, or on the wall where the work is a GPU's."""
+    """Seconds by activity: processor time, or wall time where a GPU does the work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -334,7 +334,7 @@ class _Clock:
 
 @dataclass
 class _Rework:
-    """What a restored run still has to make good: the loss it was killed at, and when it was restored."""
+    """The rework of a restored run: the loss to reach again, and the step of the restore."""
 
     goal: float
     since: int
@@ -395,12 +395,12 @@ def uninterrupted(workload: Workload, seed: int) -> float:
 
 
 def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None:
-    """Save, restore and save once more as `endure` will, unmeasured: what is compiled at first use is compiled here.
+    """Save, restore and save once more without measuring, so that kernels are compiled.
 
     Args:
         workload: what will be trained.
         seed: of the training.
-        system: where its checkpoints go; one of its own, for it is ended.
+        system: where its checkpoints go; not shared, because it is ended.
         spacing: steps from one checkpoint to the next.
     """
     run = Run(workload, seed)
@@ -433,7 +433,7 @@ def endure(
     """Train a workload to its end through evenly spread failures.
 
     Args:
-        workload: what is trained.
+        workload: the training.
         seed: of the training.
         system: where its checkpoints go; a new one.
         failures: how often it is killed, at least 1.

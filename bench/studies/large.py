@@ -1,9 +1,9 @@
-"""Trainings that are killed and restored, at the size of a GPU: `python -m bench training --only "GPT large"`.
+"""Trainings of a GPU's size, killed and restored: `bench training --only "GPT large"`.
 
 The same code as for the small models (`faults.py`), with model, moments and batches on the GPU: a checkpoint's tensors
 reach the codec there and are quantized there, and a restored state goes back there. `--minutes` says how long all of it
 may take: a few steps, saves and restores are timed first, and the schedule is as long as fits, with a checkpoint every
-`STUDY.spacing` steps. Whatever the time does not suffice for has a row that says so, as has everything without a GPU.
+`STUDY.spacing` steps. A system that the time does not suffice for has an open row, as all have without a GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pace:
     restore: Mapping[str, float]
 
     def seconds(self, steps: int, failures: int, spacing: int) -> float:
-        """What everything takes: one uninterrupted training, and one a system with its warm-up, saves and failures.
+        """Return the seconds of everything: one uninterrupted training and one a system.
 
         A failure costs half a distance between checkpoints again, and the losses by which its rework is found about as
         much as training does, for as long as the rework lasts: two distances together.
@@ -72,7 +72,7 @@ class Pace:
         return trainings * self.step + saves + (failures + 1) * sum(self.restore.values())
 
     def steps(self, seconds: float, failures: int, spacing: int, most: int) -> int:
-        """The longest schedule that `seconds` suffice for, a multiple of `spacing`, at most `most`; may be 0.
+        """Return the longest schedule within `seconds`, a multiple of `spacing`; may be 0.
 
         Example:
             >>> Pace(0.1, {"a": 1.0}, {"a": 1.0}).steps(300.0, 10, 50, 4000)
@@ -84,7 +84,7 @@ class Pace:
 
 
 def pace(workload: Workload, systems: Mapping[str, Make], spacing: int, now: Callable[[], float]) -> Pace:
-    """Time a few steps, and a delta and a restore of each system; what is compiled at first use is compiled before."""
+    """Time a few steps, and a delta and a restore of each system, after compilation."""
     run = Run(workload, 0)
     run.train(_WARM)
     begin = now()
@@ -158,7 +158,7 @@ def of_workload(workload: Workload, options: Options, study: Study = STUDY) -> l
 
 
 def _none(model: Model, systems: Mapping[str, Make], why: str) -> list[Row]:
-    """Rows of what was not measured at all, its targets among them."""
+    """Return rows without measurements, with their targets."""
     found = [missing_row(model, name, FAILURES[0], why) for name in systems if name not in EXACT]
     name, where, size = model.workload.name, model.workload.where, model.size
     for label in ("weights", "whole state"):

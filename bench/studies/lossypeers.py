@@ -1,4 +1,4 @@
-"""Other libraries that store a state's floats with a loss: what they take, and what comes back."""
+"""Other lossy libraries for a state's floats: their bytes and the floats restored."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _bitsandbytes(floats: Floats, before: Floats | None) -> tuple[int, Floats]:
 
 
 def _deltatensors(floats: Floats, before: Floats | None) -> tuple[int, Floats]:
-    """8-bit differences to the parent; a base as safetensors and zstd, for it has no other."""
+    """8-bit differences to the parent; a base as safetensors and zstd."""
     if before is None:
         return _zstd(library("safetensors.torch").save({k: x.contiguous() for k, x in floats.items()})), floats
     deltatensors = library("deltatensors")

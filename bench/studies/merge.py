@@ -1,4 +1,4 @@
-"""Put rows that were measured again into a committed result: `python -m bench.studies.merge RESULT`.
+"""Put rows that were measured again into a result: `python -m bench.studies.merge RESULT`.
 
     python -m bench.studies.merge bench/results/ratio-gpt.json NEW.json ...     # rows and outcomes of other runs
     python -m bench.studies.merge bench/results/ratio-gpt.json --measure "rate 0.0005; weights, rate 0; peers"
@@ -6,7 +6,7 @@
 
 In a result of `bench ratio`, of one model, rows of a system that was measured take the place of the old ones; all rows
 say at which commit they were measured, and rows of systems that `bench ratio` no longer has go. What compares systems
-(the targets, our weights beside the published ones') is made again from all of them. `--measure` takes names of
+(the targets, our weights next to the published ones') is made again from all of them. `--measure` takes names of
 `SYSTEMS`, "alone" and "peers". In any other result an experiment, what stands before the colon of a row, is replaced as
 a whole, and its rows say at which commit; of `bench training` rows of systems that it no longer has go, and targets are
 made again from all of them, by this commit.
@@ -119,7 +119,7 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
     """
     rows = _experiments(row for row in old["rows"] if not training.is_dropped(row))
     for document in new:
-        # What is not installed everywhere has no part in the rows that are there.
+        # A package that one machine lacks took no part in the rows of both.
         both = (old["versions"].keys() & document["versions"].keys()) - {"shrinkpoint"}
         different = sorted(name for name in both if old["versions"][name] != document["versions"][name])
         if different:
@@ -159,7 +159,7 @@ def _full(name: str, model: str) -> str:
 
 
 def _marked(row: Json, commit: str | None) -> Json:
-    """A row with the commit it was measured at, so that it can stand among others; None: outside a checkout."""
+    """Add the commit it was measured at to the note of a row."""
     if MARK in row["note"]:
         return row
     at = "no commit" if commit is None else commit[:7] + ("+" if commit.endswith("+") else "")
@@ -167,7 +167,7 @@ def _marked(row: Json, commit: str | None) -> Json:
 
 
 def _order(found: Collection[str]) -> list[str]:
-    """Systems as `SYSTEMS` has them, weights alone, other libraries; not what is no longer there."""
+    """Return systems in the order of `SYSTEMS`, then weights alone, then other libraries."""
     against = [of for of in found if of.startswith("against ")]
     return [of for of in (*ratio.SYSTEMS, "alone", *against) if of in found]
 

@@ -27,7 +27,7 @@ PAIRS = ((0.5, 80.0, 300.0), (0.1, 30.0, 70.0))
 EQUAL = "late weight deltas at no more loss than"
 WITHIN = "late weight deltas at a loss within a standard error of"
 RUINED = "ruined"
-"""What is written for a loss that is no number: the training that went on from there did not survive."""
+"""The word for a loss of NaN: the training that went on from there did not survive."""
 _UNPAIRED = "paired: not known"
 CASES = ("no parent", "10 steps apart")
 
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Restored:
-    """One thing stored and restored: how many times smaller, loss changes in percent, staleness in steps."""
+    """One state stored and restored: ratio, loss changes in percent, staleness in steps."""
 
     ratio: float
     at_once: float
@@ -120,7 +120,7 @@ def _number(value: float | None) -> float:
 
 
 def to_json(found: Any) -> Any:
-    """Outcomes as JSON has them, None for what is no number."""
+    """Outcomes as JSON has them, None for NaN."""
     if isinstance(found, Mapping):
         return {str(key): to_json(value) for key, value in found.items()}
     if isinstance(found, Sequence) and not isinstance(found, str):
@@ -139,7 +139,7 @@ def outcome_of(found: Mapping[str, float | None]) -> Outcome:
 
 
 def percent(value: float) -> str:
-    """A change of loss, "ruined" for what is no number.
+    """A change of loss, "ruined" for NaN.
 
     Example:
         >>> percent(0.125), percent(float("nan"))
@@ -158,7 +158,7 @@ def spread(found: Sequence[Any], what: str) -> str:
 
 
 def steps(staleness: float) -> str:
-    """Staleness; it is no number where the exact training no longer gets better, or the restored one is ruined."""
+    """Return staleness in words; it is undefined without progress or for a ruined training."""
     return "staleness not defined" if math.isnan(staleness) else f"staleness {staleness:+.1f} steps"
 
 
@@ -177,12 +177,12 @@ def differences(own: Sequence[Losses], other: Sequence[Losses]) -> list[float]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of a mean; 0 for a single value, of which nothing is known but itself."""
+    """Return the standard error of a mean; 0 for a single value."""
     return float(statistics.stdev(values) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
 def above(own: System, other: System) -> str:
-    """By how many points ours loses more, with the standard error of the seeds' differences where they are known."""
+    """Return by how many points ours loses more, with the standard error over the seeds."""
     if not own.outcomes or len(own.outcomes) != len(other.outcomes):
         return f"{own.mean.later - other.mean.later:+.2f} points ({_UNPAIRED})"
     found = differences(own.outcomes, other.outcomes)
@@ -191,7 +191,7 @@ def above(own: System, other: System) -> str:
 
 
 def no_more(own: Sequence[Losses], other: Sequence[Losses]) -> bool:
-    """Whether ours loses no more later: the mean of the seeds' differences is at most its standard error.
+    """Return whether the mean difference of later losses is at most its standard error.
 
     A training that is ruined has lost everything; where both are, nothing is proved and the answer is no.
     """
@@ -232,7 +232,7 @@ def system_rows(name: str, system: str, size: int, found: Sequence[Outcome]) -> 
 
 
 def alone_rows(name: str, size: int, found: Mapping[int, Sequence[Restored]]) -> list[Row]:
-    """Weights without a parent, at some numbers of bins, and the smallest that loses no more than a percent at once."""
+    """Return rows of weights without a parent by bins, and the smallest within 1 % at once."""
     rows = []
     best: tuple[float, str] | None = None
     for bins, outcomes in found.items():
@@ -247,7 +247,7 @@ def alone_rows(name: str, size: int, found: Mapping[int, Sequence[Restored]]) ->
 
 
 def peer_rows(name: str, size: int, peer: str, own: Mapping[str, Sequence[Pair]], other: Sequence[Pair]) -> list[Row]:
-    """Ours beside another library's on the same two states: met where ours is as small at no more loss later.
+    """Return rows of ours and another library's on the same two states.
 
     Args:
         name: of the model.
@@ -290,7 +290,7 @@ _LOST = re.compile(
 
 
 def lost_later(note: str) -> tuple[str, str]:
-    """Of a row of `peer_rows`: mean loss later, ours and theirs, as its note has them; whatever else it says after.
+    """Return the mean later losses, ours and theirs, from the note of a row of `peer_rows`.
 
     Raises:
         BadArgumentError: the note does not say.
@@ -303,7 +303,7 @@ def lost_later(note: str) -> tuple[str, str]:
 
 
 def setting_of(note: str) -> str:
-    """Of a row of `peer_rows`: which setting of ours it holds, as its note says; whatever else it says after.
+    """Return the setting of ours from the note of a row of `peer_rows`.
 
     Raises:
         BadArgumentError: the note does not say.
@@ -320,12 +320,12 @@ def own(found: Mapping[str, System], loss: float) -> dict[str, System]:
 
 
 def nearest_to(found: Mapping[str, System], chain: float, late: float) -> str | None:
-    """The setting that comes nearest to two ratios that are wanted together: by the one it misses most."""
+    """Return the setting nearest to two ratios, by the ratio it misses most."""
     return max(found, key=lambda s: min(found[s].mean.chain / chain, found[s].mean.late / late), default=None)
 
 
 def summary_rows(name: str, size: int, found: Mapping[str, System]) -> list[Row]:
-    """What all systems of one model together say: our weights beside the published ones', and the targets."""
+    """Return rows that compare all systems of a model, and the targets."""
     rows = []
     for published in (p for p in PUBLISHED if p in found):
         rows += weights_rows(name, size, found, published)
@@ -337,10 +337,10 @@ def summary_rows(name: str, size: int, found: Mapping[str, System]) -> list[Row]
 
 
 def weights_rows(name: str, size: int, found: Mapping[str, System], published: str) -> list[Row]:
-    """Our smallest weights that lose no more than the published pipeline's, and how many times smaller they are.
+    """Return our smallest weights that lose no more than the published pipeline's.
 
-    Beside the published moments, or within settings for whole states: their moments are lossier, so that what these
-    lose is no less than what their weights do.
+    Next to the published moments, or within settings for whole states: their moments are lossier, so that what these
+    lose is at least the loss of their weights.
 
     First strictly, by the means; then with every setting whose difference, seed by seed, is within its standard error.
     """
@@ -379,7 +379,7 @@ def _target_row(
 
 
 def medians(rows: Iterable[Row]) -> list[Row]:
-    """How many times smaller our weights are than the published pipeline's at no more loss: medians over the models.
+    """Return medians over the models of our weights' size against the published pipeline's.
 
     Args:
         rows: of all models, from one run or several.
@@ -393,7 +393,7 @@ def medians(rows: Iterable[Row]) -> list[Row]:
             if not shares:
                 continue
             known = [share for share in shares if share is not None]
-            # Where ours loses more whatever its setting, it is not smaller at equal loss: such a chain counts as 0.
+            # Where ours loses more with every setting, it is not smaller at equal loss: such a chain counts as 0.
             median = statistics.median(share or 0.0 for share in shares)
             note = f"median over {len(shares)} chains, {len(known)} of them with a setting that loses no more"
             aim, met = (f">= {target:g} x", median >= target) if target is not None else (None, None)

@@ -1,6 +1,6 @@
-"""What something that watches a training costs it: the same steps with and without it, in turn.
+"""The overhead of a training's observer: the same steps with and without it, in turn.
 
-A share of a percent is less than what a shared machine does to any one step. So each step is timed beside the very same
+A share of a percent is less than what a shared machine does to any one step. So each step is timed next to the same
 step of the other training, each going first in turn; the steps of a block are added up on both sides, and the number is
 the median of the blocks' differences, over so many blocks that its standard error is a fraction of the target. Where
 two trainings lie in memory makes up to a percent, so what watches is on the one for half of the blocks and on the other
@@ -110,7 +110,7 @@ def of_steps(
 
 
 def _blocks(plain: Run, watched: Run, steps: int, quick: bool, clock: Clock, seconds: list[float]) -> list[float]:
-    """By how many percent each of the blocks was longer; adds the seconds of a plain step to a list."""
+    """Return by how many percent each block was longer; append seconds of a plain step."""
     begin = time.perf_counter()
     for run in (plain, watched):
         run.train(run.step + 1)

@@ -6,7 +6,7 @@ further steps, against the training that was never interrupted, on the same batc
 *Staleness* is the second difference in steps of the uninterrupted training: how long it would take to make it good.
 *Late* is the last third.
 
-Weights are compared with the published pipeline's beside equal moments ("weights, ..."), and coded alone, with no
+Weights are compared with the published pipeline's next to equal moments ("weights, ..."), and coded alone, with no
 parent ("alone, ..."). Other libraries code the checkpoint at the restart, alone and over the one 10 steps before: bit
 for bit on the first seed, with a loss on all of them. Rows are made in `outcomes.py`; `python -m bench.merge` measures
 some systems again and puts them into a result.
@@ -60,7 +60,7 @@ def _coarse(rate: float, bins: int) -> sp.Config:
 
 
 def _weights(rate: float, bins: int = 24) -> sp.Config:
-    """Our weights beside the moments of the published pipeline, which the paper is silent on; as near as can be."""
+    """Return our weights with moments as near to the published pipeline's as possible."""
     weights = Rule("weight", Quantize(bins=bins))
     return sp.Config(rules=[weights, *sp.presets.inshrinkerator().rules], rate=rate, ahead=False)
 
@@ -102,7 +102,7 @@ BESIDE_LOSSY: dict[str, Callable[[], sp.Config]] = {
     "finest": lambda: _fine(254, first=LogBuckets(alpha=1 / 16), second=LogBuckets(alpha=1 / 16)),
     "lossless": sp.presets.lossless,
 }
-"""Our settings beside libraries that lose something: the smallest that loses no more than such a library counts."""
+"""Our settings next to libraries that lose something: the smallest that loses no more than such a library counts."""
 ALONE = (8, 10, 12, 16, 24)
 """Bins at which weights are coded alone."""
 SEEDS = 3
@@ -130,12 +130,12 @@ class Bytes:
 
     @property
     def ratio(self) -> float:
-        """Raw over stored; no number where there are none."""
+        """Raw over stored bytes; NaN without any."""
         return self.raw / self.stored if self.stored else float("nan")
 
     @property
     def weight_bits(self) -> float:
-        """Stored bits a weight; no number where there are none."""
+        """Stored bits a weight; NaN without any."""
         return 8 * self.weights / self.weight_elements if self.weight_elements else float("nan")
 
 
@@ -169,7 +169,7 @@ class Chain:
 
 @dataclass
 class Training:
-    """One training: the exact states before and at the restart, exact losses there and at the end, what systems did."""
+    """One training: exact states and losses around the restart, and results of the systems."""
 
     workload: Workload
     seed: int
@@ -200,7 +200,7 @@ class Training:
         return Restored(ratio, at_once, later, later / 100 / slope if slope > 0 else float("nan"))
 
     def judged(self, state: State, ratio: float) -> Restored:
-        """The same, except that what came back to the bit is not trained again: that it ends alike is known."""
+        """The same, but a state that is restored exactly is not trained again."""
         return Restored(ratio, 0.0, 0.0, 0.0) if same_bits(state, self.state) else self.resumed(state, ratio)
 
     def alone(self, bins: int) -> Restored:
@@ -222,7 +222,7 @@ class Training:
         return Pair(*(Restored(raw / size, 0.0, 0.0, 0.0) for size in sizes))
 
     def lossy_peer(self, name: str) -> Pair:
-        """Another library on the two states, each restored; the delta is against what came back of the first state."""
+        """Restore both states by another library; its delta refers to its restored first state."""
         before, state = floats_of(self.before), floats_of(self.state)
         raw = sum(4 * x.numel() for x in state.values())
         _, parent = LOSSY[name](before, None)
@@ -272,7 +272,7 @@ def trained(workload: Workload, seed: int, systems: dict[str, sp.Config], say: C
 
 @dataclass
 class Measured:
-    """What was measured of one model: rows, and what they were made of."""
+    """Measurements of one model: rows, and the outcomes behind them."""
 
     rows: list[Row] = field(default_factory=list)
     size: int = 0
@@ -292,7 +292,7 @@ def measured(
     seeds: int = SEEDS,
     alone: Sequence[int] = ALONE,
 ) -> Measured:
-    """Systems and parts of one model, each seed trained once; without the rows that compare systems."""
+    """Measure systems and parts of one model, each seed trained once."""
     name, found = workload.name, Measured()
     with threads(1):
         configs = {system: SYSTEMS[system]() for system in systems}
@@ -310,7 +310,7 @@ def measured(
 
 
 def _peer_rows(name: str, size: int, trainings: list[Training], say: Callable[[str], None]) -> list[Row]:
-    """Our lossless preset beside other lossless libraries, our settings beside lossy ones, on the same two states."""
+    """Compare our presets with lossless and lossy libraries on the same two states."""
     rows = []
     measures: tuple[tuple[Collection[str], Collection[str], Callable[[Training, str], Pair], list[Training]], ...] = (
         (["lossless"], PEERS, Training.lossless_peer, trainings[:1]),

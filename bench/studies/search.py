@@ -1,9 +1,9 @@
-"""`python -m bench search`: what a search costs, how near it comes to brute force, and what is lost after a restore.
+"""The bench `search`: the cost of a search, its distance to brute force, and lost quality.
 
 Each workload is trained once, with a `SensitivityTracker`; at ten checkpoints from early to late its weights are
 searched for thresholds of 0.1, 1 and 5 %, each search starting from the last one's choice and counting sizes as deltas
 against the checkpoint before, as a trainer would. `evaluate` sees one part of the held-out data; what is lost on
-another part is reported beside it; both are evaluated on what was compressed and restored, whatever the search says of
+another part is reported next to it; both are evaluated on what was compressed and restored, whatever the search says of
 it. What later searches take is also shown as a share of the training between the checkpoints, of which there is little
 here: ninety steps of a small model. At the first checkpoint and at one in the middle (of all models but the GPT) every
 point of the cube is compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. Points
@@ -49,7 +49,7 @@ _BATCHES = {"GPT": 6}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state along a training, the gradient averages before it, and seconds of training since the one before."""
+    """A state along a training, its gradient averages, and seconds since the one before."""
 
     step: int
     state: State
@@ -101,7 +101,7 @@ class Step:
 
     Args:
         found: the search.
-        stored: the checkpoint that was compressed with what it chose.
+        stored: the checkpoint compressed with its choice.
         loss: how much higher the loss is when that is restored, relative, on the data that the search saw.
         elsewhere: the same on other held-out data.
         training: seconds of training since the checkpoint before.
@@ -115,7 +115,7 @@ class Step:
 
 
 def chain(training: Training, threshold: float, say: Callable[[str], None]) -> list[Step]:
-    """Search at every checkpoint, each from the last choice, and compress with what was found."""
+    """Search at every checkpoint, each from the last choice, and compress with the choice."""
     steps: list[Step] = []
     prev, last = None, None
     for checkpoint in training.checkpoints:
@@ -184,7 +184,7 @@ def brute_force(
 
 
 def missed(points: list[Measured], own: float | None, threshold: float) -> str:
-    """What is to be said of points that pass and are smaller than the choice by more than the aim; "" if none is."""
+    """Return a remark on smaller points that pass, or ""."""
     passing = [p for p in points if own is not None and _WITHIN * p.nbytes < own and p.loss <= threshold]
     if not passing:
         return ""
@@ -196,7 +196,7 @@ def missed(points: list[Measured], own: float | None, threshold: float) -> str:
 
 
 def against_brute_force(training: Training, say: Callable[[str], None]) -> list[Row]:
-    """The size chosen against the least that passes, at the first checkpoint and at a delta in the middle."""
+    """Return rows of the size chosen against the least that passes, of a base and a delta."""
     rows = []
     for number, what in ((0, "first checkpoint"), (MIDDLE, "delta in the middle")):
         prev = None
@@ -317,7 +317,7 @@ def tracker_cost(workload: Workload, every: int, options: Options) -> list[Row]:
 
 
 def searches(workload: Workload, options: Options) -> list[Row]:
-    """Searches through one training, by threshold; but with `--quick` and for the GPT also against brute force."""
+    """Searches through one training by threshold, and against brute force."""
     name = workload.name
     begin = time.perf_counter()
     options.say(f"training {name}")
@@ -334,7 +334,7 @@ def searches(workload: Workload, options: Options) -> list[Row]:
 
 
 def run(options: Options) -> list[Row]:
-    """All rows: of one small model, without brute force, with `--quick`; `--only tracker` for its cost alone."""
+    """Return all rows; with `--quick` of one small model without brute force."""
     rows: list[Row] = []
     for name in ("MLP",) if options.quick else ("MLP", "CNN", "embedding", "GPT"):
         workload = workloads.WORKLOADS[name]()

@@ -1,4 +1,4 @@
-"""`python -m bench training`: what compressed checkpoints cost a training that is killed again and again.
+"""The bench `training`: losses of trainings that are killed and restored compressed.
 
 Fault tolerance as in Inshrinkerator's section 9.1 (`faults.py`), over five small models, ten and more systems and
 several seeds; the same over schedules several times as long, and over a larger model; thresholds per checkpoint
@@ -59,9 +59,9 @@ def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Se
 
 
 def _often_killed(bins: int, step: float = 1.25, octaves: float = 3, rate: float = 0.02) -> Make:
-    """Coarse weights ahead of their drift, first moments finer than the rate has them: they make up for restores.
+    """Return coarse weights coded ahead of their drift, with finer first moments.
 
-    "Finer moments" are a grid of 1 and second moments in cells of one octave: whole states have bytes to spare for it.
+    "Finer moments" are a grid of 1 and second moments in cells of one octave, which whole states can afford.
     """
     moments = (("*/exp_avg", sp.FirstMoment(step=step)), ("*/exp_avg_sq", sp.SecondMoment(octaves=octaves)))
     rules = (("weight", sp.Quantize(bins=bins)), *moments)
@@ -98,7 +98,7 @@ SYSTEMS: dict[str, Make] = {
     "no compression": lambda _: Uncompressed(),
     YARDSTICK: lambda _: Reshuffled(),
 }
-"""What is compared. "One base": no base after the first, as in the paper; otherwise every 20 checkpoints."""
+"""The systems. "One base": no base after the first, as in the paper; otherwise every 20 checkpoints."""
 
 
 def _coarse(rate: float, bins: int) -> Make:
@@ -122,12 +122,12 @@ OWN_CUBE = Cube(
     protect=(0.0005,),
     rate=(0.0, 0.0005, 0.001, 0.002, 0.004),
 )
-"""What is searched for the default: its coder over bins and rates."""
+"""The space of the default: its coder over bins and rates."""
 PAPER_CUBE = Cube(system="inshrinkerator")
 
 
 def searched(threshold: float) -> dict[str, Make]:
-    """The systems whose configuration is searched for under a threshold per checkpoint, relative."""
+    """Return the systems whose configuration is searched for at each checkpoint."""
     return {
         f"default, searched for {threshold:.1%}": _config(sp.Config, searching=Searching(threshold, OWN_CUBE)),
         f"default, searched for {threshold:.1%}, ahead": _config(
@@ -153,7 +153,7 @@ class Study:
         batches: of the held-out set, for losses along the way.
         every: checkpoints from one of these losses to the next.
         steps: length of the schedule; None: the workload's own.
-        make: what is trained; None: the workload of the name's first word.
+        make: the training; None: the workload of the name's first word.
     """
 
     seeds: int
@@ -310,7 +310,7 @@ def run(options: Options) -> list[Row]:
 
 
 def title(name: str) -> str:
-    """A study of `FURTHER` as its column is headed: the model, its size where it is another, and the steps.
+    """Return the column title of a study of `FURTHER`: model, size if another, steps.
 
     Example:
         >>> title("MLP long"), title("GPT wider")
@@ -355,7 +355,7 @@ def _thresholds(model: Model, study: Study, options: Options) -> list[Row]:
 def _measure(
     model: Model, study: Study, systems: Mapping[str, Make], seeds: int, failures: int, options: Options
 ) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
-    """Outcomes by system, and why some have none. What is exact needs one seed: the others would say the same."""
+    """Return outcomes by system, and reasons for missing ones."""
     options.seeds.update(range(seeds))
     found, missing = {}, {}
     for name, make in systems.items():
@@ -380,7 +380,7 @@ def _missing(model: Model, name: str, failures: int, why: str) -> Row:
 
 
 def of_system(model: Model, name: str, outcomes: Sequence[Outcome], failures: int, study: Study) -> list[Row]:
-    """One row a column: mean over the seeds, range in the note. Red where an exact system does not end exactly."""
+    """Return one row a column: mean over the seeds, range in the note."""
     steps = model.workload.steps
     about = f"seeds 0 to {len(outcomes) - 1}; {steps} steps, a checkpoint every {study.spacing}"
     if any(o.evaluations for o in outcomes):
@@ -414,13 +414,13 @@ _AXES = (("weights", "weights, all checkpoints"), ("whole state", "whole state, 
 
 
 def targets(rows: Sequence[Any]) -> list[Row]:
-    """Ratio at the degradation allowed; and settings of ours that another system beats on both axes, by model.
+    """Return targets: the ratio within a loss, and settings of ours that others beat.
 
     Everything that was measured of a model with ten failures counts: failures, thresholds, and of the ablation our
     settings as a whole and every variant of the published one. Means are compared, over whichever seeds there are.
 
     Args:
-        rows: `Row`s, or what they are in a JSON document; of one run, or of all.
+        rows: `Row`s or their JSON, of one run or of all.
     """
     found = []
     for name, systems in table(rows).items():
@@ -464,12 +464,12 @@ def is_other(system: str) -> bool:
 
 
 def standing(rows: Sequence[Any], model: str) -> dict[str, dict[str, Any]]:
-    """System -> column's label -> row of everything that was killed ten times, the ablation's as "ablation, NAME"."""
+    """Return rows by system and column of everything that was killed ten times."""
     return {**table(rows).get(model, {}), **_ablated(rows, model)}
 
 
 def beaten_on(systems: Mapping[str, Mapping[str, Any]], column: str) -> dict[str, list[str]]:
-    """Settings of ours -> the other systems with a larger ratio *and* less degradation, in means.
+    """Return our settings that other systems beat, in means, with those systems.
 
     Args:
         systems: as `standing` has them.
@@ -493,7 +493,7 @@ def _standing(columns: Mapping[str, Any], column: str) -> tuple[float, float] | 
 
 
 def _ablated(rows: Sequence[Any], model: str) -> dict[str, dict[str, Any]]:
-    """Of the ablation: ours with all parts, and every variant of the published system, as "ablation, NAME"."""
+    """Return the ablation's systems: ours with all parts, and the published variants."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         plain = row if isinstance(row, dict) else dataclasses.asdict(row)
@@ -510,7 +510,7 @@ def _at_the_bound(
     yardstick: Mapping[str, Any] | None,
     axis: tuple[str, str],
 ) -> list[Row]:
-    """The largest ratio of ours among those that degrade little enough; `model` is its name, device and size."""
+    """Return the largest ratio of ours that loses little enough."""
     (name, where, size), (label, column) = model, axis
     points = {s: point for s, columns in own.items() if (point := _standing(columns, column))}
     if not points:
@@ -534,7 +534,7 @@ def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[s
     """Rows of trainings as model -> system -> column's label -> row.
 
     Args:
-        rows: `Row`s, or what they are in a JSON document.
+        rows: `Row`s or their JSON.
         failures: of the trainings.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -548,7 +548,7 @@ def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[s
 
 
 def plot(rows: Sequence[Any], path: Path) -> None:
-    """Degradation (mean, and a line from least to greatest over seeds) against ratio, and milliseconds a save.
+    """Draw loss against ratio, and milliseconds a save.
 
     A column a model, a row for weights and one for the whole state.
 
@@ -592,7 +592,7 @@ def plot(rows: Sequence[Any], path: Path) -> None:
 
 _MARKERS = "os^vDPX<>hp*d"
 _LABEL = 32
-"""Characters of a line beside a bar: long names would take the width from all panels of their column."""
+"""Characters of a line next to a bar: long names would take the width from all panels of their column."""
 _COLORS = {"own": "#2a6f97", "other": "#b5651d", "exact": "#8a8f98"}
 
 
@@ -601,7 +601,7 @@ def _color(system: str) -> str:
 
 
 def interval(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Least and greatest value over the seeds, as the note has them; twice the value where there was one seed.
+    """Return the least and greatest value over the seeds from the note of a row.
 
     Example:
         >>> interval({"value": 1.5, "note": "+1.50 (+1.00 ... -2.00); two seeds"})

@@ -1,4 +1,4 @@
-"""Fine-tuning from a compressed model against fine-tuning from the exact one (Inshrinkerator, section 9.2).
+"""Fine-tuning from a compressed model against the exact one (Inshrinkerator, section 9.2).
 
 A pre-trained model is compressed without a delta under a threshold of 5 % of its own quality, found by `sp.search` on
 one part of its data, and fine-tuned on another task; so is the exact model, with the same seeds and batches, and the
@@ -63,7 +63,7 @@ class Subject:
         elsewhere: the same on other data of the same task.
         tuned: held-out loss on the new task after fine-tuning from given weights, by seed.
         seeds: of the fine-tuning.
-        note: what it is.
+        note: a description.
     """
 
     name: str
@@ -140,7 +140,7 @@ def of_subject(subject: Subject, options: Options) -> list[Row]:
 def _compared(
     name: str, subject: Subject, exact: Sequence[float], tuned: Sequence[float], text: Callable[[Sequence[float]], str]
 ) -> Row:
-    """The change after fine-tuning, held against its own standard error where that is small enough."""
+    """Return the change after fine-tuning, held against its standard error if small enough."""
     changes = [100 * (b / a - 1) for a, b in zip(exact, tuned, strict=True)]
     mean = statistics.fmean(changes)
     error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
@@ -157,7 +157,7 @@ UNTOLD = f"too few seeds to tell a loss of {TOLD:g} %"
 
 
 def no_loss(mean: float, error: float) -> bool | None:
-    """Whether a change is no loss; None where a loss of `TOLD` would not have been seen either.
+    """Whether a change is not a loss; None where a loss of `TOLD` would not have been seen either.
 
     Args:
         mean: of the change, percent; below 0 is better.
@@ -225,7 +225,7 @@ alone it is so uneven that a search finds settings that were lucky."""
 
 @cache
 def _snippets() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """(five lines, number of its package) to train on and held out; every fifth file is held out."""
+    """Return (five lines, package number) to train on and held out, by files."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
     for label, package in enumerate(_PACKAGES):

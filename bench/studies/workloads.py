@@ -1,5 +1,4 @@
-"""Real trainings that benches of quality share: a GPT on text, three models on digits, an embedding model, all small;
-and one GPT of a size for a GPU.
+"""Small trainings that the studies share: a GPT, models on digits, an embedding model.
 
 A `Run` is a function of its seed: weights, data and their order. Batch t is drawn from (seed, t), so a run resumed at
 step t sees exactly what the uninterrupted one would have seen, and a difference in held-out loss is the checkpoint's.
@@ -79,7 +78,7 @@ class Run:
     """A training of a workload, at some step.
 
     Args:
-        workload: what is trained.
+        workload: the training.
         seed: of weights and batches.
         device: where model, moments and batches are, and a checkpoint's tensors come from; None: the workload's.
         betas: of AdamW.
@@ -164,7 +163,7 @@ class Run:
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Only deterministic algorithms of torch on a GPU; on the CPU, where one thread is deterministic, nothing."""
+    """Use only deterministic algorithms of torch on a GPU."""
     if device.type == "cpu":
         yield
         return
@@ -209,7 +208,7 @@ def _text_held_out(context: int, windows: int, batch: int) -> list[Tensor]:
 
 
 def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> Workload:
-    """A byte-level GPT (0.8 M parameters by default, no biases) on the standard library's sources.
+    """A byte-level GPT (0.8 M parameters by default) on the standard library's sources.
 
     The held-out set is 204,800 tokens.
     """
@@ -225,14 +224,14 @@ def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> 
 
 
 def gpt_wider() -> Workload:
-    """The same with six layers of a width of 384: 10.7 M parameters, a quarter of an hour on one thread of a CPU."""
+    """The same with six layers of width 384: 10.7 M parameters, 15 minutes on one CPU thread."""
     return replace(gpt(6, 384, 6), name="GPT wider", rate=1e-3)
 
 
 def gpt_large(
     layers: int = 12, width: int = 896, heads: int = 14, context: int = 512, batch: int = 32, steps: int = 4000
 ) -> Workload:
-    """The same on a GPU: 115.9 M parameters by default, a batch of 16,384 bytes, bfloat16 in the forward pass.
+    """The same for a GPU: 115.9 M parameters by default, batches of 16,384 bytes, bfloat16.
 
     The held-out set is again 204,800 tokens. 4,000 steps see each byte of the text seven times.
     """
@@ -265,7 +264,7 @@ _HELD_OUT_DIGITS = 500
 
 
 def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """64 images, each shifted by up to a pixel and with noise, so that 1,297 of them are not learned by heart."""
+    """Return 64 images, shifted by up to a pixel and with noise."""
     images, labels = _digits()
     chosen = rng.integers(_HELD_OUT_DIGITS, len(labels), 64)
     dy, dx = rng.integers(-1, 2, 2)
@@ -276,7 +275,7 @@ def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
 
 @cache
 def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
-    """The held-out images in 20 noisy copies: enough that the loss is not a matter of a few images."""
+    """Return the held-out images in 20 noisy copies."""
     images, labels = _digits()
     rng = np.random.default_rng(1)
     batches = []
@@ -349,7 +348,7 @@ _IDS, _WIDTH, _FIELDS = 10_000, 32, 4
 
 
 class Embedded(nn.Module):
-    """Four fields of ids, one table each, their vectors into a small perceptron: the shape of a click predictor."""
+    """A click predictor: four fields of ids, a table each, and a small perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +389,7 @@ def _click_held_out() -> list[tuple[Tensor, Tensor]]:
 
 
 def embedding(steps: int = 900) -> Workload:
-    """Four tables of 10,000 x 32 and a perceptron (1.3 M parameters), ids by a power law; 200,000 held-out samples."""
+    """Four tables of 10,000 x 32 and a perceptron (1.3 M parameters), ids by a power law."""
     return Workload(
         "embedding",
         Embedded,

@@ -1,4 +1,4 @@
-"""Published systems that ours are compared with. For benches only: the wheel has none of this."""
+"""Published systems that ours are compared with; the wheel does not contain them."""
 
 from __future__ import annotations
 

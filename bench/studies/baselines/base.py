@@ -1,4 +1,4 @@
-"""What every baseline is: a name, its source, what that left open, and a state to bytes and back."""
+"""The interface of a baseline: a name, its source, and a state to bytes and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Saved:
 
     Args:
         weights: what the system under comparison made of the model's weights.
-        rest: everything else: the tree, exact arrays (zstandard), and moments, whoever coded them.
+        rest: everything else: the tree, exact arrays (zstandard), and moments.
     """
 
     weights: bytes
@@ -27,7 +27,7 @@ class Saved:
 
 
 class Baseline(Protocol):
-    """A published system that ours are compared with. Pure: the same state and parent give the same bytes.
+    """A published system. Pure: the same state and parent give the same bytes.
 
     Implementations are frozen dataclasses.
     """
@@ -42,7 +42,7 @@ class Baseline(Protocol):
 
     @property
     def left_open(self) -> str:
-        """What the source does not settle, and what is done here."""
+        """Choices that the source leaves open, and those made here."""
 
     def encode(self, state: State, previous: State | None) -> Saved:
         """Bytes of a state `{"model": state_dict, "optimizer": optimizer's, ...}`.
@@ -60,7 +60,7 @@ class Baseline(Protocol):
 
         Args:
             saved: what `encode` gave.
-            previous: the same restored state that `encode` had; ignored by what was saved without one.
+            previous: the same restored state that `encode` had; ignored for a base.
 
         Raises:
             MissingParentError: it is not the same, or missing.

@@ -1,4 +1,4 @@
-"""Delta-DNN: the difference to the previous weights in even steps of an error bound, then a compressor."""
+"""Delta-DNN: differences to the previous weights in even steps of an error bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXACT = len(_FORMATS)
 
 @dataclass(frozen=True)
 class DeltaDNN:
-    """Error-bounded differences: k = floor(d / (2 log(1 + bound)) + 1/2), so that |error| <= log(1 + bound).
+    """Error-bounded differences: k = floor(d / (2 log(1 + bound)) + 1/2).
 
     Args:
         bound: error bound, above 0; default 1e-3.

@@ -1,4 +1,4 @@
-"""ExCP: residuals of weights and Adam's moments, pruned by each other, quantized by k-means, then a compressor."""
+"""ExCP: residuals of weights and Adam's moments, pruned jointly, quantized by k-means."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExCP:
     """Weight-momentum joint shrinking.
 
     A residual d = w - w_previous is kept where |d| > min(2.5, alpha / sqrt(mean v)) * median |d| of its tensor; moments
-    m and v are kept where |m| > beta * mean |m| and the residual is. What is kept goes to 2**bits - 1 centers by
+    m and v are kept where |m| > beta * mean |m| and the residual is. Kept values go to 2**bits - 1 centers by
     k-means, zero to a code of its own; codes are packed and compressed.
 
     Args:
@@ -101,7 +101,7 @@ class ExCP:
         return load(saved, previous, weight, lambda piece, spec, _: self._decode(piece, spec))
 
     def kept_residual(self, residual: Floats, second: Floats) -> Mask:
-        """Which residuals are kept: above the median times a factor that falls with the second moments."""
+        """Return the mask of residuals above the median times a factor of the second moments."""
         scale = math.sqrt(float(second.mean(dtype=np.float64)))
         factor = min(MOST_FACTOR, self.alpha / scale) if scale > 0 else MOST_FACTOR
         size = np.abs(residual)
@@ -155,12 +155,12 @@ class ExCP:
 
 
 def paired(state: Parts) -> list[tuple[Part, Part | None, Part | None]]:
-    """Each coded weight with its moments: entries of an optimizer and weights of one shape in their order.
+    """Return each coded weight with its moments, matched by shape and order.
 
     Where there are more weights than moments, those equal to the bit are one parameter under two names (tied).
 
     Raises:
-        BadArgumentError: there are moments of a shape, but not as many as weights of it, so that none can be told.
+        BadArgumentError: moments and weights of a shape differ in number, so that they cannot be matched.
     """
     by_shape: dict[tuple[int, ...], dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
     for part in state.arrays:

@@ -1,4 +1,4 @@
-"""GOBO: what is unlikely under a layer's Gaussian is kept, the rest goes to a few centroids of least L1 distance."""
+"""GOBO: outliers of a layer's Gaussian are kept, other weights go to a few centroids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Gobo:
-    """Post-training quantization of each layer: a codebook for the Gaussian part, outliers as they are.
+    """Post-training quantization of each layer: a codebook for the Gaussian part, and outliers.
 
     Outliers are values whose log probability density under the layer's normal distribution is below `outlier`. The
     centroids start as means of 2**bits groups of equal size; each round assigns to the nearest and takes the means

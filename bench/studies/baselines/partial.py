@@ -1,4 +1,4 @@
-"""SCAR and TOPN: a checkpoint updates some of the parameters and leaves the others as they were."""
+"""SCAR and TOPN: a checkpoint updates some parameters and leaves the others unchanged."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .parts import Bytes, Floats, Part, Parts, before, each, load, parts, save, 
 _FULL, _UPDATE = 0, 1
 Places = npt.NDArray[np.int64]
 COLUMNS = 4096
-"""Of a sparse row: an array is cut into rows of so many elements, whatever its shape."""
+"""Of a sparse row: an array is cut into rows of so many elements, for any shape."""
 
 
 @dataclass(frozen=True)
 class Scar:
-    """Partial checkpoints: the parameters are cut into equal partitions, and each checkpoint saves the next of them.
+    """Partial checkpoints of equal partitions of the parameters, one after the other.
 
     Args:
         share: bytes of an update over those of all weights, above 0 and up to 1; ceil(1 / share) partitions.
@@ -88,7 +88,7 @@ class Scar:
 
 @dataclass(frozen=True)
 class TopN:
-    """Partial checkpoints: the parameters furthest from the last checkpoint, in compressed sparse rows.
+    """Partial checkpoints of the parameters furthest from the last one, in sparse rows.
 
     Args:
         share: bytes of an update over those of all weights, above 0 and up to 1.
@@ -144,7 +144,7 @@ def _check_share(share: float) -> None:
 
 
 def partition(total: int, partitions: int, number: int) -> range:
-    """The elements of a partition, of `total` cut into stretches of equal length (to one element).
+    """Return the elements of a partition of `total` in stretches of equal length.
 
     Example:
         >>> partition(10, 3, 1)
@@ -154,7 +154,7 @@ def partition(total: int, partitions: int, number: int) -> range:
 
 
 def affordable(sizes: Sequence[int], share: float) -> int:
-    """Elements that fit into an update: (share * 4 n - 4 row starts) / 8, four bytes a value and four a column.
+    """Return the elements of an update: (share * 4 n - 4 row starts) / 8.
 
     Example:
         >>> affordable([4096, 4096], 0.1)

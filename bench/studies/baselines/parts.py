@@ -1,4 +1,4 @@
-"""What the baselines share: a state as weights to be coded, moments, and a rest that stays exact.
+"""Parts of a state that the baselines share: weights to code, moments, exact rest.
 
 The tree and the exact arrays are one zstandard frame. A weight is coded if it is a 16 or 32-bit float of two or more
 axes and 1024 or more finite elements; its moments go with it. All else is exact.
@@ -37,7 +37,7 @@ from .base import Saved, State
 Floats = npt.NDArray[np.float32]
 Bytes = bytes | memoryview
 LEVEL = 3
-"""Of zstandard, for what is kept exactly."""
+"""Level of zstandard for exact data."""
 _LOSSY = ("float16", "bfloat16", "float32")
 
 
@@ -104,7 +104,7 @@ def parts(state: State) -> Parts:
     """Take a state apart.
 
     Raises:
-        BadArgumentError: it is no tree.
+        BadArgumentError: it is not a tree.
         UnsupportedLeafError: a leaf that cannot be stored without pickle.
     """
     nodes, found = tree.flatten(state, is_array)
@@ -119,7 +119,7 @@ def before(part: Part, previous: Parts) -> Floats:
     """The values that the previous checkpoint has for this array.
 
     Raises:
-        BadArgumentError: it has none of this shape.
+        BadArgumentError: no array has this shape.
     """
     for other in previous.arrays:
         if other.key == part.key and other.spec == part.spec:
@@ -174,7 +174,7 @@ def load(saved: Saved, previous: State | None, weight: Decode, moment: Decode | 
 
     Args:
         saved: its bytes.
-        previous: the restored parent; ignored by what was saved without one.
+        previous: the restored parent; ignored for a base.
         weight: a coded piece, the array's spec and its values in the parent (None in a base) to float32 values.
         moment: the same for pieces of moments, which have no parent.
 

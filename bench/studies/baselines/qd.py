@@ -1,4 +1,4 @@
-"""QD-compressor: quantize each layer first, by bins that follow its entropy, then code the difference of the levels."""
+"""QD-compressor: quantize each layer by bins that follow its entropy, code differences."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class QDCompressor:
 
 
 def wanted_bins(x: Floats) -> int:
-    """Bins that a layer's entropy asks for, whatever the limits."""
+    """Return the bins that a layer's entropy asks for, before the limits."""
     return 1 << math.ceil(entropy_bits(counts_of(Grid.over(x, 256).levels(x))) / x.size)
 
 

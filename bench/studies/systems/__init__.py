@@ -1,4 +1,4 @@
-"""`python -m bench systems`: the tables of the four papers, on work that this machine can do, beside their figures."""
+"""The bench `systems`: the tables of four papers at small scale, next to their figures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Bar = tuple[str, float, float | None]
 
 
 def run(options: Options) -> list[Row]:
-    """All rows of the experiments whose names `--only` asks for; small ones, and fewer, with `--quick`."""
+    """Return the rows of the experiments that `--only` names; fewer with `--quick`."""
     return [row for one in EXPERIMENTS if options.wanted(one.name) for row in options.done(one.rows(options))]
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Rework at equal size, bins for 1 % of degradation, and exact ratios: a panel each, of those that were run."""
+    """Draw rework at equal size, bins for 1 %, and lossless ratios, a panel each."""
     panels = [
         Bars(title, axis, bars)
         for title, axis, bars in (

@@ -1,4 +1,4 @@
-"""BitSnap's figures 8, 9, 12, 13, tables 3, 4 and its score: sparsified model states, clustered optimizer states."""
+"""BitSnap's figures 8, 9, 12, 13, tables 3 and 4, and its quality score."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _SHARES = (1 / 32, 0.15, 0.5, 15 / 16, 1.0)
 
 
 def coo_bytes(changed: int, total: int) -> int:
-    """Of coordinates and values: two bytes each for row, column and value; all values where that is less."""
+    """Return the bytes of changed values with coordinates, or of all values if fewer."""
     return min(6 * changed, 2 * total)
 
 
 def sparsified(name: str, options: Options) -> list[Row]:
-    """Figure 8: ratio against the share of changed values, beside uint16 coordinates."""
+    """Figure 8: ratio against the share of changed values, next to uint16 coordinates."""
     n = _ELEMENTS // (8 if options.quick else 1)
     rng = np.random.default_rng(0)
     before = {"model.weight": torch.from_numpy((0.02 * rng.standard_normal(n)).astype(np.float16)).view(-1, 1024)}
@@ -162,7 +162,7 @@ _PUBLISHED = {
 
 
 def clustered(name: str, options: Options) -> list[Row]:
-    """Tables 3 and 4: errors of the moments, beside naive 8-bit; and the ratio of section 3.4."""
+    """Tables 3 and 4: errors of the moments, next to naive 8-bit; and the ratio of section 3.4."""
     from ..baselines.naive import Naive8Bit
 
     with threads(1):
@@ -263,7 +263,7 @@ def _in_half(workload: Workload) -> Workload:
 
 
 def continued(name: str, options: Options) -> list[Row]:
-    """Figure 12: losses of a run restored from a sparsified checkpoint every few steps, and of one that is not."""
+    """Figure 12: losses of a run restored from sparsified checkpoints, and of one that is not."""
     further = 20 if options.quick else 60
     rows = []
     config = sp.Config([sp.Rule("model/*", sp.Changed("published")), sp.Rule("*", sp.Exact())])
@@ -348,7 +348,7 @@ _WEIGHTS = {"training": (0.2, 0.4, 0.4), "checkpointing": (0.4, 0.2, 0.4)}
 
 
 def score(name: str, options: Options) -> list[Row]:
-    """The score Q of several systems on one state; what the paper leaves open about it is in the note."""
+    """Return the score Q of several systems on one state; the note names open choices."""
     from ..baselines.excp import ExCP
     from ..baselines.naive import Naive8Bit
 

@@ -1,4 +1,4 @@
-"""Inshrinkerator's table 7 and figure 12: bins that a quality takes, and what each step of its delta coder is worth."""
+"""Inshrinkerator's table 7 and figure 12: bins for a quality, steps of its delta coder."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class System:
     """A column of table 7.
 
     Args:
-        space: what it may choose from.
-        note: what it is.
+        space: the candidates.
+        note: a description.
     """
 
     space: Space
@@ -235,7 +235,7 @@ _FIGURE = {"Huffman": (25.0, 30.0), "run lengths + Huffman": (28.0, 79.0), "rear
 
 
 def ablation(name: str, options: Options) -> list[Row]:
-    """Figure 12: the same levels by each coder, codebooks refit as published and frozen as ours are."""
+    """Figure 12: the same levels by each coder, for codebooks refit and frozen."""
     rows = []
     with threads(1):
         for label in ("MLP",) if options.quick else ("CNN", "GPT"):

@@ -1,8 +1,8 @@
-"""LC-Checkpoint's figures 3 to 6: rework at equal size, sizes of its steps, weight of its buckets, cost of a failure.
+"""LC-Checkpoint's figures 3 to 6: rework, sizes of its steps, buckets, cost of a failure.
 
 A checkpoint is made after every iteration, each over the restored one before it. After a failure at a random iteration
 T the run goes on from the restored checkpoint with the batches after T; *rework* is the number of iterations until the
-loss over the fixed evaluation set is no more than it was at T (the paper's footnote 2). SCAR and TOPN get as many bytes
+loss over the fixed evaluation set is at most that at T (the paper's footnote 2). SCAR and TOPN get as many bytes
 as LC-Checkpoint took on average over the same run. Bytes are those of the arrays that all of them code: biases, which
 all of them store exactly, do not count.
 """
@@ -56,7 +56,7 @@ class Task:
         evaluated: the batch on which the loss is taken between iterations.
         rate: learning rate.
         failures: first and last iteration after which a failure may come.
-        note: what is not as in the paper.
+        note: differences from the paper.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Training:
         return float(self.task.loss(self.model, self.task.evaluated()))
 
     def rework(self, state: State, iteration: int, goal: float) -> int:
-        """Iterations after `iteration` until the loss is `goal` or less, from a restored state; at most MOST_REWORK."""
+        """Return the iterations from a restored state to `goal`, at most MOST_REWORK."""
         self.model.load_state_dict(state["model"])
         self.iteration = iteration
         for done in range(MOST_REWORK):
@@ -211,7 +211,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 class Chain(Protocol):
-    """Checkpoints of one system along a run: a base at first, then an update each iteration; sizes of the updates."""
+    """Return the sizes of one system's updates along a run, after a base."""
 
     sizes: list[int]
 
@@ -225,7 +225,7 @@ class Chain(Protocol):
 
 
 def _kinds(state: State) -> dict[str, Any] | None:
-    """The kinds of the factors of a matrix: their rows are too short for their shape to say that they are weights."""
+    """Return the kinds of a matrix's factors, whose rows are too short to be recognised."""
     return {name: "linear" for name in ("users", "items") if name in state["model"]} or None
 
 
@@ -281,10 +281,10 @@ def coded_bytes(state: State) -> int:
 def _reworks(
     task: Task, seed: int, ours: Callable[[], Chain], others: dict[str, Callable[[float], Chain]]
 ) -> dict[str, tuple[int, float]]:
-    """Rework and mean share of the size of each system, with a failure at one iteration of this seed.
+    """Return rework and mean size of each system, with a failure at one iteration.
 
     Args:
-        task: what is trained.
+        task: the training.
         seed: of the training, the batches and the failure.
         ours: LC-Checkpoint.
         others: by name, given LC-Checkpoint's mean share of the size along this very run.
@@ -493,7 +493,7 @@ def _bucket_errors(task: Task, seed: int, apart: int) -> list[float]:
 
 
 def failure(name: str, options: Options) -> list[Row]:
-    """Figure 6: extra iterations to convergence, failing at the 7th, with a full checkpoint every 10 at best."""
+    """Figure 6: extra iterations to convergence after a failure at the 7th."""
     task = TASKS["matrix factorization"]()
     at, end = 7, 30
     extra: dict[str, list[float]] = {"LC-Checkpoint, 3 bits, each iteration": [], "full, every 10 iterations": []}

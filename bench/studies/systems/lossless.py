@@ -1,4 +1,4 @@
-"""Exact coding of weights, single and as differences, against what else does it; speeds are in `bench codec`."""
+"""Lossless ratios of weights, single and as differences, against other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .table import DEVICE, Experiment, row
 Array = npt.NDArray[Any]
 Model = dict[str, torch.Tensor]
 Peer = Callable[[Model, Model | None], tuple[int, str]]
-"""Bytes of a model, over another or alone, and what was coded."""
+"""Bytes of a model, over another or alone, and the coded input."""
 
 
 def _patterns(model: Model) -> Array:
@@ -38,7 +38,7 @@ ARITHMETIC, XOR = "arithmetic differences of ordered patterns", "exclusive or of
 
 
 def inputs(model: Model, before: Model | None) -> dict[str, Array]:
-    """What a coder of one array is given: patterns, or what changed since the parent in either way."""
+    """Return the inputs of a coder of one array: patterns, or differences of either kind."""
     now = _patterns(model)
     if before is None:
         return {"patterns": now}
@@ -84,7 +84,7 @@ def _blosc2(values: Array, single: bool) -> int:
 
 
 def _smaller(coder: Callable[[Array, bool], int]) -> Peer:
-    """A coder of one array on each of its inputs: the fewest bytes, and of which input they are."""
+    """A coder of one array on each of its inputs: the fewest bytes, and their input."""
 
     def size(model: Model, before: Model | None) -> tuple[int, str]:
         sizes = {how: coder(values, before is None) for how, values in inputs(model, before).items()}
@@ -146,7 +146,7 @@ _QUICK = ((torch.float32, None), (torch.bfloat16, 1))
 
 
 def compared(name: str, options: Options) -> list[Row]:
-    """Our exact ratio beside each peer's, and against the best of them."""
+    """Our exact ratio next to each peer's, and against the best of them."""
     found = states(options.quick)
     rows = []
     with threads(1):

@@ -1,4 +1,4 @@
-"""What Inshrinkerator was compared with, weight by weight: even bins, even bins in a narrowed range, k-means."""
+"""Inshrinkerator's peers: even bins, even bins in a narrowed range, k-means."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def even(x: Floats, bins: int, within: Range | None = None) -> Floats:
 
 @dataclass(frozen=True)
 class Sketch:
-    """What the greedy search needs of a tensor: its histogram (relative error 1/128) and its range.
+    """The input of the greedy search: a tensor's histogram (error 1/128) and range.
 
     Args:
         values, counts: of the nonempty buckets.
@@ -73,7 +73,7 @@ class Sketch:
 
 
 def greedy_ranges(sketch: Sketch, bins: int, steps: int, ratios: Sequence[float]) -> list[Range]:
-    """Check-N-Run's greedy search for the range of a whole tensor: the best range that the walk has met by each ratio.
+    """Return the best range of Check-N-Run's greedy search by each ratio.
 
     Args:
         sketch: of the tensor.

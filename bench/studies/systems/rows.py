@@ -1,5 +1,4 @@
-"""Check-N-Run's figures 5, 6 and 9 to 17, on the embedding model: quantizers, modified rows, restores, policies; and
-what marking the rows costs a step.
+"""Check-N-Run's figures 5, 6 and 9 to 17 on the embedding model, and its row tracker.
 
 The model is `workloads.embedding` (four tables of 10,000 x 32, ids by a power law), trained with Adagrad, which leaves
 rows that no batch has looked up as they are. An interval is as long as it takes to modify about 26 % of the model, as
@@ -61,7 +60,7 @@ class AdagradRun(Run):
 
 
 class SparseRun(AdagradRun):
-    """The same with sparse gradients, which torch does not clip: a step does not depend on the size of the tables."""
+    """The same with sparse gradients, where a step does not depend on the tables' size."""
 
     def __init__(self, seed: int, steps: int) -> None:
         super().__init__(seed, steps)
@@ -105,7 +104,7 @@ def quantized(x: Floats, bits: int, method: str, **how: Any) -> Floats:
 
 
 def _tables(options: Options) -> tuple[Floats, str]:
-    """The rows that are quantized, a tenth of them with `quick`, and what they are."""
+    """The rows that are quantized, a tenth of them with `quick`, and their origin."""
     steps = 30 if options.quick else 300
     x = _trained(steps)
     x = x[:4000] if options.quick else x
@@ -113,7 +112,7 @@ def _tables(options: Options) -> tuple[Floats, str]:
 
 
 def methods(name: str, options: Options) -> list[Row]:
-    """Figure 9: mean l2 error of the four quantizers, beside the asymmetric one of the same width."""
+    """Figure 9: mean l2 error of the four quantizers, next to the asymmetric one."""
     x, note = _tables(options)
     published = {
         "symmetric": "worse than asymmetric at every width",
@@ -143,7 +142,7 @@ def methods(name: str, options: Options) -> list[Row]:
 
 
 def search(name: str, options: Options) -> list[Row]:
-    """Figures 10 to 13: what the greedy search gains, and what it costs, by bins and by ratio."""
+    """Figures 10 to 13: gain and cost of the greedy search by bins and by ratio."""
     x, note = _tables(options)
     rows = []
     bins = (5, 25, 45) if options.quick else (5, 10, 15, 20, 25, 30, 35, 40, 45, 50)
@@ -250,7 +249,7 @@ def modified(name: str, options: Options) -> list[Row]:
 
 
 def restores(name: str, options: Options) -> list[Row]:
-    """Figure 14: what is lost at the end against the number of restores and the width, of the loss and of accuracy."""
+    """Figure 14: loss and accuracy at the end by the number of restores and the width."""
     steps = 20 if options.quick else 160
     widths = (2, 8) if options.quick else BITS
     counts = (1,) if options.quick else (1, 3, 10, 20)
@@ -338,7 +337,7 @@ _PAPER_REDUCTIONS = {2: (17.0, 8.0), 8: (6.0, 2.5)}
 
 
 def policies(name: str, options: Options) -> list[Row]:
-    """Figures 15 to 17: size per interval and capacity of the three policies, and both reductions by width."""
+    """Figures 15 to 17: size per interval and capacity of the three policies."""
     count = 3 if options.quick else INTERVALS
     with threads(1):
         intervals = _intervals(count)
@@ -366,7 +365,7 @@ def _less_written(name: str, chains: dict[str, list[tuple[bool, int, int]]]) -> 
 
 
 def _policy(name: str, policy: str, found: list[tuple[bool, int, int]]) -> list[Row]:
-    """One width for all, over the size of the first checkpoint: the policy alone, as in figures 15 and 16."""
+    """Return sizes over that of the first checkpoint, at one width, as in figures 15 and 16."""
     shares = [100 * nbytes / found[0][1] for _, nbytes, _ in found]
     deltas = [share for share, (is_delta, _, _) in zip(shares, found, strict=True) if is_delta]
     bases = [str(i + 1) for i, (is_delta, _, _) in enumerate(found) if not is_delta]
@@ -433,7 +432,7 @@ def _capacity(found: Sequence[tuple[bool, int, int]], policy: str) -> list[float
 
 @contextmanager
 def _marked(run: Run) -> Iterator[None]:
-    """The rows of a training are marked, as after a first save: until then all count, and none is looked for."""
+    """Mark the rows of a training as after a first save."""
     with sp.RowTracker(run.model, run.optimizer) as tracker:
         tracker.kinds()
         tracker.saved(base=True)
@@ -441,7 +440,7 @@ def _marked(run: Run) -> Iterator[None]:
 
 
 def tracker(name: str, options: Options) -> list[Row]:
-    """Time of a training step whose rows are marked, against one without, in turn: dense gradients and sparse ones."""
+    """Rows of the time of a training step with row marks against one without."""
     rows = []
     for what, make in (("", AdagradRun), (", sparse gradients", SparseRun)):
         with threads(1):

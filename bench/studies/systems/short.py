@@ -1,4 +1,4 @@
-"""The short form of the papers' tables: which rows of `bench systems` stand for each of them."""
+"""The short table of the papers: the rows of `bench systems` for each figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Line:
 
     Args:
         title: system, table, what.
-        pattern: of the rows' names; those without a published figure beside them do not count.
+        pattern: of the rows' names; those without a published figure next to them do not count.
         unit: as shown after both.
     """
 
@@ -75,6 +75,6 @@ def table(rows: Sequence[Mapping[str, Any]], number: Callable[[float | None], st
 
 
 def _span(values: Sequence[float], number: Callable[[float | None], str]) -> str:
-    # What is smaller than a thousandth says no more than zero here.
+    # A value below a thousandth counts as zero here.
     low, high = (number(round(end(values), 3)) for end in (min, max))
     return low if low == high else f"{low} to {high}"

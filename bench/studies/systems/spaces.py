@@ -1,4 +1,4 @@
-"""What the systems of Inshrinkerator's table 7 may choose from: its tables 9 to 12 as data, and one ladder for all.
+"""Search spaces of Inshrinkerator's tables 9 to 12 as data, and one ladder for all.
 
 A space gives a state's candidates by ascending bins, and the search, the same for all, takes the first whose restored
 state is good enough. Where layers have bins of their own, their mean counts each layer by its elements.
@@ -54,7 +54,7 @@ def ladder(restore: Callable[[State, int], State]) -> Space:
 
 
 def kinds_of(module: nn.Module) -> Kinds:
-    """Kinds of a module's weights; what is also an embedding's, such as a tied head, is of its kind."""
+    """Return the kinds of a module's weights; a tied head counts as an embedding."""
     found: dict[str, Any] = dict(sp.kinds(module))
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -103,7 +103,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Table 10, for QD-compressor: even bins, as many as a layer's entropy asks for between two limits.
+    """Table 10, for QD-compressor: even bins by a layer's entropy, between two limits.
 
     Args:
         least, most: the limits.
@@ -133,7 +133,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Table 11, for Check-N-Run's quantizer: even bins in a range that a layer's greedy search has narrowed.
+    """Table 11, for Check-N-Run: even bins in a range narrowed by a layer's greedy search.
 
     Args:
         bins: of a layer.

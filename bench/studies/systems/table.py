@@ -1,4 +1,4 @@
-"""What the tables share: an experiment, its rows, and numbers with their confidence intervals."""
+"""Experiments, their rows, and means with confidence intervals."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Experiment:
 
     Args:
         name: system and subject.
-        run: gives its rows; an ImportError becomes a row that says what is missing.
+        run: gives its rows; an ImportError becomes a row with the missing package.
     """
 
     name: str
     run: Callable[[str, Options], list[Row]]
 
     def rows(self, options: Options) -> list[Row]:
-        """Its rows, or one that says why there are none."""
+        """Return its rows, or one with the reason for a missing measurement."""
         options.say(self.name)
         try:
             return self.run(self.name, options)
@@ -47,7 +47,7 @@ def row(
     size: int = 0,
     note: str = "",
 ) -> Row:
-    """A row of an experiment; none of them has a target, for the papers' figures are of other models and data."""
+    """Return a row of an experiment, without a target: the papers used other models and data."""
     name = f"{experiment}: {what}" if what else experiment
     return Row(name, DEVICE, size, value, unit, peer, peer_value, ratio, None, None, note)
 
