@@ -1,1 +1,1 @@
-"""Weights with a stated error: partition, codebooks, levels and their deltas, rates and targets; exponents."""
+"""Weights with a stated error: partition, codebooks, levels and deltas, rates, targets."""

@@ -1,4 +1,4 @@
-"""The codebook of an array: fitted to its histogram, or its parent's kept as long as that is nearly as good.
+"""The codebook of an array: fitted to its histogram, or kept from its parent if good enough.
 
 A codebook refit from scratch moves every boundary and throws the delta away; a frozen one makes deltas small. So the
 default keeps the parent's until its error passes `trigger` times the best possible, and says why it did what.
@@ -55,7 +55,7 @@ def largest_of(histogram: Histogram) -> float:
 
 
 def _spread_within(values: Floats, weights: Floats, bits: int) -> float:
-    """Weighted variance inside the buckets, taken as uniform: no codebook on buckets can do better than this."""
+    """Return the weighted variance inside buckets, a lower bound for every codebook on buckets."""
     _, exponent = np.frexp(values)
     width = np.where(values == 0, 0.0, np.ldexp(1.0, exponent - 1 - bits))
     return float((weights * width * width).sum() / 12)
@@ -63,7 +63,7 @@ def _spread_within(values: Floats, weights: Floats, bits: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """What a codebook is fitted to: how many elements have which value, to within the width of a log bucket.
+    """The data for fitting a codebook: counts of values, to the width of a log bucket.
 
     Args:
         local: float64 [n], ascending: middles of the buckets, as distances from `offset`.
@@ -95,7 +95,7 @@ class Cells:
         return 0.0 if self.sharp else _spread_within(self.local * scale, weights, self.bits)
 
     def loss(self, codebook: Floats, scale: float = 1.0) -> float:
-        """Sum of squared distances of the elements, each at the middle of its bucket, from a codebook."""
+        """Return the sum of squared distances from a codebook, with elements at bucket midpoints."""
         return quantization_loss(self.local * scale, self.counts.astype(np.float64), self.placed(codebook) * scale)
 
     def placed(self, codebook: Floats) -> Floats:
@@ -113,7 +113,7 @@ _BLURRED = 0.05
 
 
 def too_coarse(cells: Cells, codebook: Floats) -> bool:
-    """Whether a codebook's loss is as much the sketch's as its own, so that neither step nor place can be trusted."""
+    """Whether the sketch is too coarse for a codebook: its own error is as large as the loss."""
     if codebook.size == 0 or cells.local.size == 0:
         return False
     scale = unit(float(np.abs(cells.values).max()))
@@ -195,7 +195,7 @@ class Problem:
 
 
 def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
-    """What `solve` gives for each exact problem without a start, by one launch on the GPU that a torch tensor is on."""
+    """Solve exact problems without a start like `solve`, in one launch on the tensor's GPU."""
     import torch
 
     sizes = [p.centers.size for p in problems]
@@ -230,7 +230,7 @@ def _is_warm(how: Fit, parent: Floats | None) -> bool:
 
 
 def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
-    """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
+    """Return multiples of a step over the whole range, with the error of the best `bins` entries.
 
         step = sqrt(12 D),  D = mean squared error of the exact codebook of `bins` entries
 
@@ -262,7 +262,7 @@ def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
 
 
 def to_8_bits(step: float, *, up: bool = False) -> float:
-    """A step rounded to 8 bits of mantissa, to the nearest or up: its multiples are exact. Infinite if too large."""
+    """Round a step to 8 bits of mantissa, so that its multiples are exact; infinite if too large."""
     mantissa, exponent = math.frexp(step)
     try:
         return math.ldexp(math.ceil(mantissa * 256) if up else round(mantissa * 256), exponent - 8)
@@ -319,13 +319,13 @@ def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Float
 
 
 def spacing(codebook: Floats) -> float:
-    """Mean distance of the entries of a codebook of at least two; infinite where a float64 does not hold it."""
+    """Return the mean distance of a codebook's entries; infinite if it overflows float64."""
     half = float(codebook[-1]) / 2 - float(codebook[0]) / 2
     return half / (codebook.size - 1) * 2
 
 
 def predicted_error(sketch: Histogram | Cells, codebook: Floats) -> float:
-    """Relative L2 error that quantizing the counted elements with this codebook will have, from the sketch alone."""
+    """Predict the relative L2 error of quantization with this codebook, from the sketch alone."""
     cells = sketch if isinstance(sketch, Cells) else Cells.of(sketch)
     if codebook.size == 0 or cells.local.size == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""An error target met in the fewest bits: what to protect, how far apart entries may be, what a bit may cost.
+"""Choice of protection, step and rate that meet an error target in the fewest bits.
 
 Sizes and errors of a choice are predicted from the sketch, its elements spread evenly over their buckets: how many fall
 on each level, and how far from it. What then becomes of the target is measured.
@@ -93,7 +93,7 @@ class Density:
 
     @np.errstate(over="ignore", invalid="ignore")  # a parent's codebook may be of another order altogether
     def coded(self, codebook: Floats) -> tuple[float, Floats]:
-        """The sum of squared distances from the nearest entries, times the square of `scale`; elements by entry."""
+        """Return the sum of squared distances from the nearest entries, scaled, and counts by entry."""
         codes = codebook * self.scale
         cuts = 0.5 * codes[1:] + 0.5 * codes[:-1]
         # Integral of the squared distance up to x: of the cells below, and x's own part.
@@ -164,7 +164,7 @@ def _rounding(protected: Density) -> float:
 
 
 def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Choice | None:
-    """The multiples of the widest step with a predicted error of at most `aim`; None where 254 are too few.
+    """Return multiples of the widest step with predicted error <= `aim`; None if 254 are too few.
 
     Args:
         density: of all elements that are not pruned.
@@ -200,7 +200,7 @@ def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Cho
 
 
 def smallest(density: Density, thresholds: Iterable[float], aim: float, exactly: bool) -> Choice | None:
-    """The smallest of the choices that `widest` has for each threshold; the first of equals. None: there is none."""
+    """Return the smallest choice of `widest` over all thresholds, or None."""
     choices = (widest(density, threshold, aim, exactly) for threshold in thresholds)
     return min((c for c in choices if c is not None), key=lambda c: c.bits, default=None)
 
@@ -215,7 +215,7 @@ def choices(
     before: LevelsReference | None,
     frozen: bool,
 ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
-    """What keeps to the error target in the fewest bits, by the sketch; then what is finer and finer.
+    """Yield choices by the sketch: first the smallest that meets the target, then finer ones.
 
     Args:
         leaf: the array.

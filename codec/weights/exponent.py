@@ -1,4 +1,4 @@
-"""Differences to the restored parent, one value for each sign and exponent (LC-Checkpoint), in a closed loop.
+"""Differences to the restored parent with one value per sign and exponent (LC-Checkpoint).
 
     restored_t = restored_(t-1) + Q(x_t - restored_(t-1)),   restored_0 = x_0
 
@@ -71,7 +71,7 @@ class ExponentReference(BytesReference):
 
 @dataclass(frozen=True, slots=True)
 class ExponentDelta:
-    """Store float arrays as quantized differences to the restored parent; the first checkpoint of a chain is exact.
+    """Store float arrays as quantized differences to the restored parent; bases are exact.
 
     An array is stored exactly, and its summary row says why, where a difference is not finite. In a second moment an
     element that would become negative keeps its old value.
@@ -174,7 +174,7 @@ def _bytes_of(start: int, spec: LeafSpec) -> slice:
 
 
 def _of_differences(spec: LeafSpec) -> LeafSpec:
-    """What differences are in. Those of float16 are often subnormal in it, of no exponent: they are in float32."""
+    """Return the dtype of differences; float32 for float16, whose differences are subnormal."""
     return dataclasses.replace(spec, dtype="float32") if spec.dtype == "float16" else spec
 
 
@@ -270,12 +270,12 @@ def _code_table(counts: NpArray, tables: tuple[bytes, ...]) -> tuple[NpArray, bo
 
 
 def with_table(tables: tuple[bytes, ...], table: bytes) -> tuple[bytes, ...]:
-    """The cache after a table was made: it takes the place of one for as many buckets, or of the oldest if full."""
+    """Add a table to the cache; it replaces one with as many buckets, or the oldest if full."""
     return (*(t for t in tables if len(t) != len(table)), table)[-TABLES:]
 
 
 def _shares(buckets: Buckets, promotion: Promotion, spec: LeafSpec, codec: ExponentDelta, stored: int) -> str:
-    """Sizes as shares of the array's, as the paper's figure 4 has them: (n log2 k + k b) / (n b) for E and E+P."""
+    """Return relative sizes as in the paper's figure 4: (n log2 k + k b) / (n b) for E and E+P."""
     found = int(np.count_nonzero(buckets.counts))
     kept = promotion.codebook.size - 1
 

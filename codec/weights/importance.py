@@ -1,4 +1,4 @@
-"""What an error in each weight matters: the root of its second moment, where the state holds one.
+"""Importance of each weight's error: the root of its second moment, if the state has one.
 
 Adam measures distance by `sum sqrt(v_i) d_i**2`: that is the geometry its steps are taken in, and on the trainings
 tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Without second
@@ -59,7 +59,7 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
 
 
 def squared(gradients: Sequence[Array | None]) -> list[Array | None]:
-    """Squares of gradients as float32, all in one unit that float32 holds: what is used of them is how they compare.
+    """Return squares of gradients in a common float32 scale; only their ratios are used.
 
     Args:
         gradients: flat, of any float dtype; None stays None.
@@ -83,13 +83,13 @@ def _square(gradient: Array, scale: float) -> Array:
 
 
 def _name(folder: str) -> str:
-    """A parameter's name as the folder of its optimizer entry tells it; "" where there is but a number."""
+    """Return a parameter's name from the path of its optimizer entry; "" for a number."""
     last = folder.rpartition("/")[2]
     return "" if last.isdigit() else last
 
 
 def mean_root(square: Array) -> float:
-    """Mean of sqrt(v) over an array, from its sketch: the same on every machine and back end; 0 where none counts."""
+    """Return the mean of sqrt(v) from a sketch, equal on all machines; 0 without valid values."""
     histogram = log_histogram(square, _SKETCH)
     if not histogram.total:
         return 0.0
@@ -99,7 +99,7 @@ def mean_root(square: Array) -> float:
 
 
 def weights_of(square: Array, mean: float, scale: float) -> Array:
-    """`scale * max(sqrt(v), FLOOR * mean)` of a chunk as float32; the floor where v is negative or not finite.
+    """Return `scale * max(sqrt(v), FLOOR * mean)` as float32; the floor for invalid v.
 
     Args:
         square: second moments, shape (n,).

@@ -1,4 +1,4 @@
-"""Which level each weight gets, and what it is restored to; where the drift is known, ahead of it (`aim`)."""
+"""Assignment of levels to weights, ahead of the drift if it is known (`aim`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Part:
 def assigned(
     leaf: Leaf, limits: Thresholds, trade: Trade, codebook: NpArray, before: LevelsReference | None, scale: float
 ) -> tuple[LevelsReference, Distortion]:
-    """Levels of all elements, the values of the protected ones as they will be restored, and the distortion.
+    """Return the levels of all elements, the restored protected values, and the distortion.
 
     Args:
         leaf: the array.

@@ -84,7 +84,7 @@ def _beside(levels: NpArray, other: Array) -> Array:
 
 
 def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:
-    """A float64 codebook in the library and dtype of the array; exact, for its values are of that dtype."""
+    """Convert a float64 codebook to the array's library and dtype, which hold it exactly."""
     if spec.library == "torch":
         import torch
 
@@ -100,7 +100,7 @@ def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
 
 
 def level_chunks(memory: LevelsReference, spec: LeafSpec, before: LevelsReference | None, coder: str) -> list[bytes]:
-    """The pieces from the second on: the levels of each chunk, in the context of the parent's where there is one."""
+    """Return the pieces with the levels of each chunk, in the context of the parent's levels."""
     columns = columns_of(spec.shape)
 
     def one(start: int) -> bytes:
@@ -169,7 +169,7 @@ def widened(codebook: Array) -> NpArray:
 
 
 def _predicted(levels: NpArray, before: LevelsReference | None, spec: LeafSpec) -> NpArray:
-    """What the parent protected at each protected position, as bfloat16 patterns; 0 where it protected nothing."""
+    """Return the parent's protected values at protected positions, as bfloat16 patterns, else 0."""
     at = np.flatnonzero(levels == 1)
     guess = np.zeros(at.size, np.uint16)
     if before is None or before.protected.size == 0 or at.size == 0:
@@ -210,7 +210,7 @@ def decode_levels(
 
 
 def metadata(memory: LevelsReference) -> dict[str, Any]:
-    """What the next delta needs beside the pieces: thresholds, None for infinity, and an aim that is not 0."""
+    """Return the metadata for the next delta: thresholds, None for infinity, and a nonzero aim."""
     t = memory.thresholds
     limits = [
         _finite(t.protect_magnitude),

@@ -1,4 +1,4 @@
-"""Which weights are protected, pruned, or quantized: thresholds from sketches, over all arrays at once.
+"""Thresholds for protected, pruned and quantized weights, from the sketches of all arrays.
 
 Protection is global: the top F of all weights by magnitude, or F/2 by magnitude and F/2 by sensitivity |g w| where
 gradients are known. Pruning is by layer type: the lowest fraction of all weights of that type, by one metric;
@@ -98,7 +98,7 @@ def magnitudes(parts: Iterable[Filled]) -> Histogram:
 
 
 def upper_threshold(histogram: Histogram, budget: float) -> float:
-    """Smallest bucket boundary with at most `budget` elements at or above it; infinite where there is none."""
+    """Return the smallest bucket boundary with at most `budget` elements from it on, or infinity."""
     tail = np.cumsum(histogram.counts[:-1][::-1])[::-1]
     allowed = np.flatnonzero(tail <= budget)
     if allowed.size == 0 or tail[allowed[0]] == 0:
@@ -166,7 +166,7 @@ def pruning(sketches: Sequence[Sketch], fraction: float, metric: str) -> dict[st
 
 
 def kept(histogram: Histogram, thresholds: Thresholds) -> Histogram:
-    """What is left of a signed histogram when magnitude thresholds on bucket boundaries are taken off."""
+    """Remove the elements beyond magnitude thresholds from a signed histogram."""
     values, counts = histogram.values(), histogram.counts.copy()
     low, high = thresholds.prune_magnitude, thresholds.protect_magnitude
     counts[: values.searchsorted(-high, "right")] = 0
@@ -176,7 +176,7 @@ def kept(histogram: Histogram, thresholds: Thresholds) -> Histogram:
 
 
 def share_at_or_above(histogram: Histogram, threshold: float) -> float:
-    """Fraction of a magnitude histogram's elements at or above a threshold that lies on a bucket boundary."""
+    """Return the share of elements at or above a threshold on a bucket boundary."""
     if not histogram.total or math.isinf(threshold):
         return 0.0
     above = histogram.counts[:-1][histogram.lower_bounds() >= threshold]

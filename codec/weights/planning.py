@@ -92,7 +92,7 @@ def _bits(codec: Quantize) -> int:
 
 
 def limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> Limits:
-    """Thresholds over all arrays that have these sketches, and had those thresholds in the parent."""
+    """Return the thresholds over all arrays, from their sketches and the parent's thresholds."""
     return Limits(protection_limits(codec, sketches, before), pruning_limits(codec, sketches))
 
 
@@ -107,7 +107,7 @@ def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tup
 
 
 def protection_limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> tuple[float, float]:
-    """Protection thresholds; those before stay while they protect about what was asked (moving costs bits).
+    """Return protection thresholds; old ones are kept while the protected share is about right.
 
     Under an error target each array has its own magnitude, and what is protected for its sensitivity stays.
     """
@@ -181,7 +181,7 @@ def _cells(
 def _codes(
     codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], cells: Sequence[Cells]
 ) -> list[NpArray | None]:
-    """Solutions of the exact problems of arrays on a GPU; None for others, which are solved where they are used.
+    """Solve the exact problems of arrays on a GPU; None for others, which are solved when used.
 
     Those of an error target are, too: what is solved next depends on the error before.
     """

@@ -1,4 +1,4 @@
-"""Protected values as bfloat16, and those that bfloat16 cannot hold in their own dtype, to the bit.
+"""Protected values: as bfloat16, or exactly in their own dtype if bfloat16 cannot hold them.
 
 A value is held when its rounding to bfloat16 (to nearest, ties to even; float64 by way of float32), taken back to its
 own dtype, is finite and is zero only if the value is.
@@ -25,7 +25,7 @@ def _round(data: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
 
 
 def held_values(values: Array, spec: LeafSpec) -> NpArray:
-    """Bytes of protected values as they will be restored: rounded to bfloat16 where held, else unchanged."""
+    """Return protected values as restored, as bytes: rounded to bfloat16 if it holds them."""
     data = as_bytes(values) if is_torch(values) else np.ascontiguousarray(values).view(np.uint8)
     found, fits = _round(data, spec)
     back = from_bfloat16(found, spec).reshape(-1, spec.itemsize)
@@ -34,6 +34,6 @@ def held_values(values: Array, spec: LeafSpec) -> NpArray:
 
 
 def held_patterns(restored: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
-    """bfloat16 patterns of values that `held_values` returned, and the positions of those that it left as they were."""
+    """Return bfloat16 patterns of the result of `held_values`, and positions of exact values."""
     found, fits = _round(restored, spec)
     return found, np.flatnonzero(~fits)

@@ -1,4 +1,4 @@
-"""Weights as levels of a codebook: prune, protect, quantize, and a delta of the levels (Inshrinkerator's pipeline)."""
+"""Weights as codebook levels: prune, protect, quantize, delta (as in Inshrinkerator)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FEW = 32
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """Prune, protect and quantize float weights to levels of a codebook, coded as a delta where there is a parent.
+    """Prune, protect and quantize float weights to codebook levels; a delta if there is a parent.
 
     Args:
         bins: how fine, 2 to 254; default 64. The number of codebook entries; with "uniform" the error of the best
@@ -130,7 +130,7 @@ class Quantize:
         return plans(self, leaves, parents, sketches, limits(self, sketches, thresholds_before(parents)))
 
     def _outgrown(self, plan: Plan, before: LevelsReference | None, spec: LeafSpec) -> str:
-        """Why a codebook is refit though its loss would let it stay: the array protects more than it did; or "".
+        """Return the reason to refit a good codebook because more is protected than before; or "".
 
         Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each time
         that share passes 8, 64, ... times what is asked over all, and is of 32 elements or more.
@@ -145,7 +145,7 @@ class Quantize:
         return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
 
     def _moved(self, thresholds: Thresholds, before: LevelsReference | None) -> str:
-        """What to say where the protection threshold, kept as codebooks are, is another than the parent's; or ""."""
+        """Return a note if the protection threshold differs from the parent's; or ""."""
         if self.policy != "frozen" or before is None:
             return ""
         now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude

@@ -1,4 +1,4 @@
-"""The rate-distortion encoder: prices from the statistics being coded, iterated towards a fixed point.
+"""The rate-distortion encoder, which iterates prices and levels towards a fixed point.
 
 An encoder-only choice: the decoder reads levels and never knows. The error is always against the true weights, so it
 does not accumulate along a chain.
@@ -37,7 +37,7 @@ def cheapest_levels(
     price: float,
     importance: Array | None = None,
 ) -> Array:
-    """Levels that cost least in `importance * error**2 + price * bits`, the bits being what a conditional coder needs.
+    """Return levels of least `importance * error**2 + price * bits` with a conditional coder.
 
     Each round decides all elements anew, by prices from the levels of the round before. Most are settled: no level but
     the nearest can win (`settled_bounds`). So a round looks at the others alone, and finds the same.
@@ -83,7 +83,7 @@ def _pairs(previous: Array, levels: Array, shape: tuple[int, int]) -> NpArray:
 
 
 def _stricter(bounds: NpArray, others: NpArray) -> NpArray:
-    """For each pair of levels, whether an element within the others may be outside the bounds (`settled_bounds`)."""
+    """Whether new bounds (`settled_bounds`) are stricter than the old ones, per pair of levels."""
     outside: NpArray = (bounds[..., :2] > others[..., :2]).any(-1) | (bounds[..., 2] < others[..., 2])
     return outside | (bounds[..., 3] > others[..., 3])
 
@@ -105,7 +105,7 @@ def dearest_price(
     allowed: float,
     spare: float,
 ) -> float:
-    """The largest price, of a geometric series, at which `cheapest_levels` adds no more squared error than is to spare.
+    """Return the largest price in a series at which `cheapest_levels` stays within an error.
 
     Args:
         x: values on the host, shape (n,).
@@ -140,7 +140,7 @@ def dearest_price(
 
 
 def _bits(counts: NpArray) -> NpArray:
-    """Ideal code lengths, half a count added to each: a level nobody uses yet is dear, not impossible."""
+    """Return ideal code lengths with half a count added, so that unused levels stay possible."""
     smoothed = counts + 0.5
     bits: NpArray = np.log2(smoothed.sum(axis=1, keepdims=True) / smoothed)
     return bits

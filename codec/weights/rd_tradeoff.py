@@ -29,7 +29,7 @@ class Trade:
 
 
 def spread(histogram: Histogram) -> float | None:
-    """The variance of what is coded; None where the encoder, which works in float32, cannot take it."""
+    """Return the variance of the coded values; None if it is out of the float32 range."""
     return variance(histogram) if 1e-15 < largest_of(histogram) < 1e15 else None
 
 
@@ -42,7 +42,7 @@ def mean_roots(leaves: Sequence[Leaf]) -> dict[int, float]:
 def trades(
     rate: float, sizes: Sequence[int], spreads: Sequence[float | None], roots: Mapping[int, float]
 ) -> list[Trade]:
-    """One slope for all arrays whose importance is known, in their mean weighted variance; else one for each.
+    """Return the price of a bit: one slope for all arrays with importance, else one per array.
 
     Args:
         rate: price of a bit in variances, >= 0.

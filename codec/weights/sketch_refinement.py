@@ -1,4 +1,4 @@
-"""A finer sketch, for arrays that the usual one cannot tell apart: narrow ones far from zero, and very many bins.
+"""Finer sketches, for narrow distributions far from zero and for very many bins.
 
 Log buckets are as wide as values are large. Of weights at 1 +- 0.001 a sketch to 1 % sees two or three values, and
 whoever fits a codebook to it flattens them. Their distances from their own middle are sketched instead, which one more
@@ -29,7 +29,7 @@ _FINEST = 8
 
 
 def middle(cells: Cells) -> float:
-    """Mean of the elements counted, where it is of no use 0: where they are about it no more narrowly than about 0."""
+    """Return the mean of the counted elements, or 0 if they are not concentrated around it."""
     scale = unit(float(np.abs(cells.values).max()))
     weights, local, offset = cells.counts / cells.counts.sum(), cells.local * scale, cells.offset * scale
     mean = float((weights * local).sum())
@@ -48,7 +48,7 @@ def fit_closely(
     codes: Floats | None = None,
     few: Floats | None = None,
 ) -> tuple[Floats, str, Cells, int]:
-    """`fit`, to as fine a sketch as it takes: the codebook, the reason, the sketch, and how many times it was refined.
+    """Fit a codebook to a fine enough sketch; return it, the reason, the sketch, and refinements.
 
     The published k-means++ has the published sketch.
 
@@ -115,7 +115,7 @@ def _rounded(offset: float, leaf: Leaf) -> float:
 
 
 def held_codebook(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
-    """The codebook as the array's dtype holds it; the best one where a uniform one has suffered from that by too much.
+    """Round the codebook to the array's dtype; use the best one if a uniform one loses too much.
 
     Equidistant entries hardly further apart than the values of a 16-bit array fall now on one, now between two.
     """
@@ -127,7 +127,7 @@ def held_codebook(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> 
 
 
 def few_values(leaf: Leaf, cells: Cells, most: int) -> NpArray | None:
-    """All finite values, ascending, where they are at most `most`: each has an entry then, and none is lost."""
+    """Return all distinct finite values, ascending, if at most `most`: each becomes an entry."""
     if not 0 < cells.counts.size <= most:
         return None
     values = np.empty(0)

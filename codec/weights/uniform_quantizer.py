@@ -1,4 +1,4 @@
-"""Weights as whole multiples of a step: for error targets that no codebook of 254 entries meets.
+"""Weights as whole multiples of a step, for error targets beyond codebooks of 254 entries.
 
 The high bytes of a multiple are a coarse level, its low byte the residual inside it: a second level of codebook, with
 entries as many as the target needs. Both are coded as exact integers are, a delta as differences to the parent's.
@@ -80,7 +80,7 @@ def _integers(spec: LeafSpec, width: int) -> LeafSpec:
 
 
 def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stored | None:
-    """An array with a relative L2 error of at most `target`; None where multiples cannot have it.
+    """Store an array with relative L2 error <= `target`; None if multiples cannot reach it.
 
     Args:
         leaf: the array.
