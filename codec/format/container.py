@@ -1,7 +1,7 @@
 """The container: magic, version, header, and chunks with checksums; see `docs/format.md`.
 
     0   8  magic                       32  4  number of chunks
-    8   4  version (1)                 36  4  zero
+    8   4  version (1)                 36  4  epoch (0)
     12  4  flags (0)                   40  16 xxh3-128 of bytes 0..39, header and chunk table
     16  8  stored length of the header 56  .. header: JSON in a zstandard frame
     24  8  plain length of the header  ..  24 a chunk: length (8), xxh3-128 of its bytes (16); then the chunks
@@ -24,6 +24,7 @@ import xxhash
 import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
+from .development import before_release
 from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
 
@@ -31,6 +32,8 @@ Source = memoryview | Ranged
 """The bytes of a file, in memory or fetched on demand."""
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 1
+EPOCH = 0
+"""0 in development, 1 from release 0.1.0 on: a release reads no file of a development version."""
 CHUNK_TARGET = 1 << 18
 MAX_HEADER = 1 << 28
 _SMALL_HEADER = 1 << 19
@@ -83,7 +86,7 @@ def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layou
         sizes.append(size)
     digests = tuple(_digest(*c) for c in chunks)
     table = b"".join(_ENTRY.pack(n, digest) for n, digest in zip(sizes, digests, strict=True))
-    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), 0)
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), EPOCH)
     # The pieces are joined here for the first time: the bytes of a large state are copied once.
     data = b"".join([prefix, _digest(prefix, stored, table), stored, table, *itertools.chain.from_iterable(chunks)])
     ends = itertools.accumulate(sizes, initial=len(data) - sum(sizes))
@@ -107,11 +110,13 @@ def layout(data: Source) -> Layout:
         raise CorruptDataError("no shrinkpoint file: the magic bytes are missing")
     start = _PREFIX.size + _CHECKSUM
     _need(data, start, "prefix")
-    _, version, flags, stored_len, plain_len, count, zero = _PREFIX.unpack(data[: _PREFIX.size])
+    _, version, flags, stored_len, plain_len, count, epoch = _PREFIX.unpack(data[: _PREFIX.size])
     if version > VERSION:
         raise NewerFormatError(f"the file has format version {version}; this reader knows versions up to {VERSION}")
-    if version != VERSION or flags or zero:
-        raise CorruptDataError(f"prefix: version {version}, flags {flags}, {zero} are reserved")
+    if version == VERSION and not flags and epoch < EPOCH:
+        raise before_release()
+    if version != VERSION or flags or epoch != EPOCH:
+        raise CorruptDataError(f"prefix: version {version}, flags {flags}, epoch {epoch} are reserved")
     if plain_len > MAX_HEADER or stored_len > MAX_HEADER + 4096:
         raise CorruptDataError(f"prefix: a header of {plain_len} bytes is over the limit of {MAX_HEADER}")
     table_at = start + stored_len

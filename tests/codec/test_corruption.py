@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.format import container, development
 from shrinkpoint.codec.streams import STREAMS
 
 from ..golden.make import KINDS, cases
@@ -502,3 +503,16 @@ def test_a_parent_that_does_not_fit_is_an_error_not_a_wrong_answer() -> None:
         blob = put_together({**header, **change}, chunks)
         with pytest.raises((sp.CorruptDataError, sp.MissingParentError)):
             sp.decompress(sp.Checkpoint.from_bytes(blob, base))
+
+
+def test_a_file_from_before_the_release_is_refused_with_what_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = sp.compress({"weight": np.arange(5000.0)}).to_bytes()
+    monkeypatch.setattr(container, "EPOCH", 1)
+    monkeypatch.setattr(development, "CONVERTER", "abc1234")
+    with pytest.raises(sp.CorruptDataError, match=r"before release 0\.1\.0.* commit abc1234 of shrinkpoint, .*restore"):
+        sp.Checkpoint.from_bytes(blob)
+    released = sp.compress({"weight": np.arange(5000.0)}).to_bytes()
+    assert sp.Checkpoint.from_bytes(released).raw_nbytes == 40000
+    monkeypatch.setattr(container, "EPOCH", 0)
+    with pytest.raises(sp.CorruptDataError, match="epoch 1 are reserved"):
+        sp.Checkpoint.from_bytes(released)

@@ -1,0 +1,22 @@
+"""Files that were written before release 0.1.0: no reader is kept for them, and the error says what converts them."""
+
+from __future__ import annotations
+
+from ..errors import CorruptDataError
+
+CONVERTER = ""
+"""The last commit that reads them; empty until there is a release."""
+
+
+def before_release() -> CorruptDataError:
+    """Return the error for such a file.
+
+    Example:
+        >>> str(before_release())[:52]
+        'the file was written before release 0.1.0, by a deve'
+    """
+    commit = f"commit {CONVERTER}" if CONVERTER else "the commit that wrote it"
+    return CorruptDataError(
+        "the file was written before release 0.1.0, by a development version, and is not read any more. Install "
+        f"{commit} of shrinkpoint, write the state with its `shrinkpoint restore RUN state.pt`, and compress that again"
+    )
