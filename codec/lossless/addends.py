@@ -1,4 +1,4 @@
-"""One array as another plus the fewest addends that bring it there to the bit: how deltas merge into a super-step.
+"""Exact difference of two arrays by the fewest addends, to merge deltas into a super-step.
 
 The sum of the addends of several deltas is no addend of their sum: each addition rounded. But for an element that went
 from p to r the numbers s with round(p + s) = r are an interval, about as wide as a unit in the last place of r. The
@@ -85,7 +85,7 @@ def decode_addends(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpAr
 
 
 def added(before: NpArray, levels: NpArray, addends: NpArray, spec: LeafSpec) -> NpArray:
-    """Bytes of before + addends[level - 1], rounded once to the array's dtype; level 0 leaves every bit as it is.
+    """Return before + addends[level - 1] as bytes, rounded once; level 0 changes nothing.
 
     Args:
         before: uint8, bytes of n values.
@@ -111,7 +111,7 @@ def blocks(n: int, spec: LeafSpec) -> Iterator[slice]:
 
 
 def _fewest(new: NpArray, old: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray] | None:
-    """Addends (float64) by falling frequency, and for each element the number of its own; None for too many.
+    """Return addends by descending frequency and each element's addend number; None if too many.
 
     A number may be wrong where the interval is odd (rounded bounds, values that are not finite): to be verified.
     """
@@ -144,7 +144,7 @@ def _fewest(new: NpArray, old: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArra
 
 
 def _heaviest(weight: NpArray, start: NpArray, stop: NpArray) -> NpArray:
-    """For each range start ... stop - 1 the place of its largest weight (the first of equal ones); start if empty."""
+    """Return the position of the largest weight (the first of equals) of each range, or its start."""
     # best[k][i] is the place of the largest weight in i ... i + 2**k - 1.
     best = [np.arange(weight.size)]
     longest = int((stop - start).max(initial=1))
@@ -162,7 +162,7 @@ def _heaviest(weight: NpArray, start: NpArray, stop: NpArray) -> NpArray:
 
 
 def _stab(low: NpArray, high: NpArray) -> NpArray:
-    """The fewest points that meet all intervals [low, high], ascending: each serves as many as have one in common."""
+    """Return the fewest points, ascending, such that each interval [low, high] contains one."""
     points: list[float] = []
     right = -np.inf
     order = np.argsort(low, kind="stable")

@@ -1,4 +1,4 @@
-"""What changed since the parent, to the bit: one bit an element says where, and the new values follow (BitSnap).
+"""Exact changes since the parent: a mask of one bit per element and the new values (BitSnap).
 
 A chunk's first byte names its form:
 
@@ -34,7 +34,7 @@ _WIDTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Store every bit: where an array changed and what it changed to; all of it where that is no larger.
+    """Store an array exactly, as a mask and changed values, or whole if that is not larger.
 
     Args:
         coder: "smallest" (default) entropy codes mask and values; "published" stores them as they are.
@@ -76,7 +76,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A coded chunk, its form, and how many of its elements changed; None where there is no parent."""
+    """A coded chunk, its form, and its number of changed elements (None without a parent)."""
 
     piece: Writer
     form: int

@@ -1,4 +1,4 @@
-"""Floats against their parent, to the bit: the size of each difference in the context of its parent's magnitude.
+"""Exact differences of floats, with sizes coded in the context of the parent's magnitude.
 
 The difference is that of the ordered patterns (`kernels.planes.difference`), in units of the last place. A step of
 training is about as large for a small weight as for a large one, so that it is the more units the smaller the weight:

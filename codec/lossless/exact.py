@@ -1,4 +1,4 @@
-"""Bit-exact storage of any dtype: byte planes, differences to the parent, plain bytes; whichever is smallest.
+"""Exact storage of any dtype, by the smallest of byte planes, differences and plain bytes.
 
 A chunk's first byte names the method:
 
@@ -152,7 +152,7 @@ def restate_bytes(
 
 
 def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
-    """Bytes as numbers that `difference` orders rightly: floats as floats of their width, the rest unsigned.
+    """View bytes as numbers for `difference`: floats as floats of their width, others unsigned.
 
     Order needs only sign and magnitude, so bfloat16 may pass for float16. Complex numbers are two floats each. None
     for a width that no number has.

@@ -1,4 +1,4 @@
-"""Floats alone, to the bit: byte planes with all of the exponent in one, coded in the context of a place's scale.
+"""Exact floats without a parent: byte planes, with exponents in the context of their scale.
 
 Patterns are rotated so that the uppermost byte holds the exponent (of float16: and three bits of the mantissa; of
 float64: the lower eight of its eleven bits) and the sign ends up among the lowest bits, with which it shares that
@@ -82,7 +82,7 @@ def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Write
 
 
 def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> Writer | None:
-    """The uppermost plane in the context of its places' scale, with all that is needed; None where that is larger."""
+    """Code the uppermost plane in the context of the positions' scale; None if that is larger."""
     n = top.size
     if n < _LEAST:
         return None

@@ -1,4 +1,4 @@
-"""Arrays of which little changed, to the bit: where, and by how much; one pass over both, and a few bits a change.
+"""Exact sparse deltas: positions and changes of the few changed elements of an array.
 
 Elements are in classes of their parent's magnitude (`kernels.sparse_delta`), and changes are coded class by class: the
 gap since the change before it in its class and a small difference are one symbol, the low digits of large gaps are
@@ -199,7 +199,7 @@ def _edges(sampled: NpArray, how: Patterns, share: float, n: int) -> tuple[int, 
 
 
 def best_edges(fields: NpArray, share: float, most: int) -> tuple[int, ...]:
-    """The exponents at which classes begin, so that steps of one size are coded in the fewest bits.
+    """Choose the exponents at which classes begin, so that equal steps take the fewest bits.
 
     Such a step changes an element with a probability that halves with each exponent, up to 1. The sum of the classes'
     binary entropies is made least by dynamic programming over the exponents that occur.
@@ -239,7 +239,7 @@ def best_edges(fields: NpArray, share: float, most: int) -> tuple[int, ...]:
 
 
 def _shorter(delta: SparseDelta, new: NpArray, old: NpArray) -> tuple[SparseDelta, bool]:
-    """Integers' changes as differences or as exclusive or, whichever has fewer bits: packed fields are no numbers."""
+    """Choose differences or exclusive or for integers by size, because fields may be packed."""
     xor = new[delta.ranks] ^ old[delta.ranks]
     if not xor.all():  # another thread wrote to an array that was not copied
         return delta, False
@@ -282,7 +282,7 @@ def _written(delta: SparseDelta, edges: tuple[int, ...], xor: bool) -> Writer:
 
 
 def _in_class(symbols: NpArray, counts: Any) -> Writer:
-    """Symbols that are ordered by class, of each so many; coded in the context of the class where that is smaller."""
+    """Code symbols ordered by class, in the context of the class if that is smaller."""
     if counts.size == 1:
         return entropy.coded(symbols)
     return entropy.in_context(symbols, _classes(counts), counts.size)[0]
@@ -309,7 +309,7 @@ def _large_counts(counts: Any, symbols: NpArray) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """A sparse stream that was read, each of its numbers checked but those that take the parent to check.
+    """A sparse stream after reading; its numbers are checked as far as possible without the parent.
 
     Args:
         delta: the changes.
@@ -324,7 +324,7 @@ class Changes:
     how: Patterns
 
     def apply(self, before: NpArray, out: NpArray) -> None:
-        """Fill `out` (bytes) with those of the parent and the changes; in place where they are the same memory.
+        """Fill `out` with the parent's bytes and the changes; in place if the memory is the same.
 
         Raises:
             CorruptDataError: a rank is beyond the last element of its class.
@@ -333,7 +333,7 @@ class Changes:
         apply_changes(view(before), self.delta, self.edges, method=self.method, out=view(out), dtype=self.how.dtype)
 
     def positions(self, before: NpArray) -> tuple[NpArray, NpArray]:
-        """Where the changes are, and the new patterns there; raises CorruptDataError as `apply` does."""
+        """Return the positions of the changes and the new patterns; raise errors as `apply` does."""
         positions, values = locate_changes(
             self.how.view(before), self.delta, self.edges, method=self.method, dtype=self.how.dtype
         )

@@ -100,7 +100,7 @@ class FirstMoment:
         return LogBuckets(self.alpha, wanted).encode(leaf, parent)
 
     def _on_grid(self, leaf: Leaf, sibling: Array, step: float, bound: float) -> tuple[float, Stored | None]:
-        """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
+        """Encode with this grid step; the error is infinite with too many escapes; None above a limit."""
         square = placed_with(sibling, leaf.flat)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:

@@ -111,7 +111,7 @@ class LogBuckets:
         return dataclasses.replace(Exact().encode(leaf, parent), note=note)
 
     def _at(self, bits: int, leaf: Leaf, parent: Reference | None, scale: float = 1.0) -> tuple[Stored, float]:
-        """With `2**bits` buckets an octave; and the relative L2 error, taken of values times `scale`."""
+        """Encode with `2**bits` buckets per octave; also return the relative L2 error."""
         fmt = FORMATS[leaf.spec.dtype]
         alone = leaf.spec.size <= CHUNK
 

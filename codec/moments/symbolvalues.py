@@ -108,7 +108,7 @@ def pack_chunk(
     *,
     numbers: bool = False,
 ) -> bytes:
-    """The chunk at `start` of a matrix of so many columns; `counts` of its symbols, where they are known."""
+    """Encode the chunk at `start` of a matrix; `counts` are those of its symbols, if known."""
     out = Writer()
     if before is None:
         known = None if counts is None else counts.astype(np.int64)
