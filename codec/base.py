@@ -1,4 +1,4 @@
-"""What every codec is: a small frozen configuration that encodes a leaf, and a stream format that decodes it.
+"""The interface of codecs: a frozen configuration that encodes, and a stream that decodes.
 
 What was *asked* is the codec's dataclass, kept in `Config`. What was *chosen* is in the stream: its format's name, a
 little metadata and its pieces, enough to decode without ever seeing the configuration.
@@ -61,7 +61,7 @@ class Leaf:
 
 
 class Reference(Protocol):
-    """What decoding an array leaves behind, and what a later delta of the same array is coded against."""
+    """The decoded data of an array, against which a later delta is coded."""
 
     def values(self, spec: LeafSpec) -> Array:
         """The decoded array, flat, as NumPy or torch on the host."""

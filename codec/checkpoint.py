@@ -1,4 +1,4 @@
-"""A checkpoint: its bytes, what its header says, and, when resolved, what the next delta needs."""
+"""A checkpoint: its bytes, its header, and, if resolved, the reference for the next delta."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Row:
 
 
 def _lost(record: ArrayRecord) -> str:
-    """What to say of an array of which next to nothing is restored: zeros have a relative L2 error of 1."""
+    """Return a note for an array that is restored as almost zero (relative L2 error near 1)."""
     lost = record.measure == "relative L2" and record.error >= _NEXT_TO_NOTHING
     return f"as good as zero when restored (relative L2 error {record.error:.2g})" if lost else ""
 
@@ -205,7 +205,7 @@ def _has_sibling(stream: Any) -> bool:
 
 
 class Checkpoint:
-    """A compressed state; made by `compress` or `Checkpoint.from_bytes`, never changed afterwards.
+    """A compressed state, made by `compress` or `Checkpoint.from_bytes`; it is immutable.
 
     A *resolved* checkpoint (from `compress`, a base, or read with its resolved parent) carries what the next delta
     needs: about a byte a quantized weight and a byte a second moment, the bytes themselves of exact arrays.
@@ -332,7 +332,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """What deltas call their parent: `id`, or of what compaction wrote anew that of the original."""
+        """The name by which deltas refer to this checkpoint: `id`, or the original's after compaction."""
         identity: str = self._header.get("as") or self.id
         return identity
 
@@ -410,7 +410,7 @@ class Checkpoint:
     def reference_of(
         self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None
     ) -> Reference:
-        """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` at hand.
+        """Decode one array, or return its kept reference; a delta needs its parent.
 
         `sibling` are the decoded values of the array that the record names, where somebody has them.
         """
@@ -449,7 +449,7 @@ class Checkpoint:
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
-        """Decode these arrays and keep their memory, for `reference_of`; nothing else of the file is fetched."""
+        """Decode these arrays for `reference_of` and keep the result; fetch no other part of the file."""
         check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
         self._body.fetch((r.offset, r.nbytes) for r in wanted)
         for with_sibling in (False, True):
@@ -467,7 +467,7 @@ class Checkpoint:
         return self._by_key.get(key)
 
     def parent_reference(self, key: str, spec: LeafSpec) -> Reference | None:
-        """What a delta of the array at `key` is coded against; None where shape or dtype differ or it is new."""
+        """Return the reference for a delta of the array at `key`; None if it is new or has changed."""
         record = self._by_key.get(key)
         if record is None or not record.format.has_deltas:
             return None

@@ -1,4 +1,4 @@
-"""Arrays that another array of the same state gives to the bit: half-precision copies of masters, clones.
+"""Exact copies of other arrays of a state: half-precision copies of master weights, clones.
 
 Such an array is stored as the number of the other, its original: reading it is a cast. Where the original is stored
 with loss the copy becomes the cast of what is restored, so the two belong together as before.
@@ -77,7 +77,7 @@ def _firsts(leaves: Sequence[Leaf]) -> list[Array]:
 
 
 def _glance(leaf: Leaf, first: Array, dtype: str) -> tuple[Any, ...]:
-    """What a copy in `dtype` and this array have in common, if it is one: library, device, shape, first elements."""
+    """Return a key that an array shares with its copies in `dtype`: library, shape, first elements."""
     spec = LeafSpec(leaf.spec.library, dtype, leaf.spec.shape)
     device = str(leaf.flat.device) if is_torch(leaf.flat) else ""
     return (spec, device, as_bytes(cast(first, spec)).tobytes())
@@ -117,7 +117,7 @@ def cast(flat: Array, spec: LeafSpec) -> Array:
 
 
 def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -> Stored:
-    """The record of a copy of array `number`; its error is measured where the original's is not 0.
+    """Return the record of a copy of array `number`, with its measured error.
 
     Args:
         copy: the copy.
@@ -137,7 +137,7 @@ def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -
 
 
 def keeps_promise(stored: Stored, copy: Leaf, original: Leaf, codec: Codec) -> bool:
-    """Whether a copy errs as little as its codec states: rounding what was restored of the original adds to it."""
+    """Whether a copy keeps the error bound of its codec, including its own rounding."""
     if stored.measure == "exact":
         return True
     target = getattr(codec, "max_error", None)

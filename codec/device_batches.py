@@ -1,4 +1,4 @@
-"""Arrays of one GPU are looked at together: one launch and one wait for its result, not one for each."""
+"""Batches of arrays on one GPU, which are processed with one launch and one wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ B = TypeVar("B")
 
 
 def batches(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Numbers of the arrays that one call is for: all of a GPU, and each on the host by itself, for some thread."""
+    """Yield the array numbers of each call: all arrays of a GPU, or one array on the host."""
     groups: dict[tuple[int, int] | int, list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault(device_of(leaf.flat) if on_gpu(leaf.flat) else i, []).append(i)
@@ -21,7 +21,7 @@ def batches(leaves: Sequence[Leaf]) -> list[list[int]]:
 
 
 def map_batches(work: Callable[[list[int]], Sequence[B]], leaves: Sequence[Leaf]) -> list[B]:
-    """What `work` gives for each array, in order; it is called with the numbers of a batch, on any thread."""
+    """Return the results of `work` in order; it is called with a batch's numbers on any thread."""
     groups = batches(leaves)
     done = map_chunks(work, groups)
     found = {

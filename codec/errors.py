@@ -1,4 +1,4 @@
-"""The whole family of errors: those of the kernels, and those that only a checkpoint can have; and of warnings."""
+"""All errors and warnings: those of the kernels, and those of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class UnsupportedLeafError(ShrinkpointError, TypeError):
-    """A value in the state cannot be stored without pickle, or its structure cannot be rebuilt; the path is named."""
+    """A value needs pickle, or its structure cannot be rebuilt; the message has its path."""
 
 
 class MissingParentError(ShrinkpointError, LookupError):
@@ -25,7 +25,7 @@ class MissingParentError(ShrinkpointError, LookupError):
 
 
 class MissingCodecError(ShrinkpointError, LookupError):
-    """A file or a configuration needs a codec of a package that is not installed, or cannot be imported."""
+    """A file or configuration needs a codec of a package that cannot be imported."""
 
 
 class NewerFormatError(ShrinkpointError):

@@ -1,4 +1,4 @@
-"""Arrays of the caller to decode into: found by the keys of the checkpoint, checked before anything is written."""
+"""The caller's arrays to decode into, checked before anything is written."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Stopped(Exception):
 
 @contextmanager
 def stoppable(stop: Callable[[], bool], *, alone: bool = False) -> Iterator[None]:
-    """Within, `map_chunks` raises Stopped instead of starting the next piece of work once `stop()` is true.
+    """Context in which `map_chunks` raises Stopped as soon as `stop()` returns true.
 
     Args:
         stop: cheap; asked before every piece, from any thread.
@@ -94,7 +94,7 @@ def stoppable(stop: Callable[[], bool], *, alone: bool = False) -> Iterator[None
 
 
 def give_way() -> None:
-    """Raise Stopped where `stoppable` asks for it: for work that is not in pieces of `map_chunks`."""
+    """Raise Stopped if `stoppable` requires it, for work outside `map_chunks`."""
     stop = _stop.get()
     if stop is not None and stop():
         raise Stopped
@@ -110,7 +110,7 @@ def _executor(n: int) -> ThreadPoolExecutor:
 
 
 def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """`[work(i) for i in items]` on all threads; the first error is raised after all have stopped.
+    """Return `[work(i) for i in items]`, on all threads; raise the first error when all have ended.
 
     Called from inside a worker it runs in place, so that nested use cannot wait for itself.
 
@@ -134,7 +134,7 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     numbers = itertools.count()
 
     def run() -> None:
-        """Take one item after another. Nothing is begun after an error, so the first of all is among the errors."""
+        """Process items until none is left or an error occurs; the first error is among those kept."""
         token = _inside.set(True)
         try:
             with subnormal_numbers():

@@ -92,7 +92,7 @@ def decode_only(
 
 
 def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:
-    """Raise MissingParentError unless `below` is what `ckpt` calls its parent; it need not be resolved."""
+    """Raise MissingParentError unless `below` is the parent of `ckpt`, resolved or not."""
     if below.identity != ckpt.parent_id:
         raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}..., not {below.identity[:12]}...")
 
@@ -160,7 +160,7 @@ def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
 
 
 def _only_path(pattern: str) -> str | None:
-    """The one path that a pattern without wildcards matches, but for escaped ones (`glob.escape`); None: it has."""
+    """Return the only path that a pattern matches, unescaped; None if it has wildcards."""
     return None if glob.has_magic(_ESCAPED.sub("", pattern)) else _ESCAPED.sub(r"\1", pattern)
 
 

@@ -1,4 +1,4 @@
-"""Quality levels and published systems as configurations: a preset is nothing but a `Config`."""
+"""Quality levels and published systems as configurations; a preset is a `Config`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inshrinkerator(
     seed: int = 0,
     chain: ChainPolicy | None = None,
 ) -> Config:
-    """Inshrinkerator / DynaQuant as published: k-means++ refit at every checkpoint, run lengths and Huffman per level.
+    """Inshrinkerator / DynaQuant as published: k-means++, run lengths and Huffman per level.
 
     Args:
         bins: codebook entries, 2 to 254; default 16.
@@ -80,7 +80,7 @@ def lc_checkpoint(
     second_moments: str = "relative",
     chain: ChainPolicy | None = None,
 ) -> Config:
-    """LC-Checkpoint as published: quantized differences to the restored parent, priority promotion, Huffman.
+    """LC-Checkpoint as published: quantized differences, priority promotion, Huffman.
 
     Weights and first moments (SGD's whole state) follow the paper. Adaptive optimizers, which it leaves to future work,
     also have second moments, where a difference that is not promoted leaves a value wrong by orders of magnitude under
@@ -132,7 +132,7 @@ def bitsnap(
     max_cached_iteration: int = 10,
     master: Iterable[str] = "known",
 ) -> Config:
-    """BitSnap as published: mask and changed values of model weights, exactly; optimizer states in clusters.
+    """BitSnap as published: exact mask and changed values of weights; optimizer states in clusters.
 
     Plain float32 weights in the model are exact, too; nearly all of them change, so that they are mostly stored in
     full. Optimizer entries that are no known moment, and tiny ones, are exact whatever their path.
@@ -184,7 +184,7 @@ def check_n_run(
     moment_bits: int | None = None,
     coder: str = "published",
 ) -> Config:
-    """Check-N-Run as published: embedding rows that changed, each quantized over its own range; the rest exact.
+    """Check-N-Run as published: changed embedding rows, quantized per row; other arrays exact.
 
     Optimizer state of an embedding follows its rows: a delta holds the rows that changed. It is exact by default, for a
     row of second moments spans many powers of two, and an even grid rounds its small ones to the row's minimum, which
@@ -248,7 +248,7 @@ def lossless(*, chain: ChainPolicy | None = None) -> Config:
 
 
 def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
-    """Return the level that keeps the model bit for bit; only optimizer moments are lossy, as by `Config()`.
+    """Return the level with exact weights; only optimizer moments are lossy, as by `Config()`.
 
     Promise: what is evaluated or published is never changed. A training that resumes differs by what its moments lose:
     second moments keep to about half an octave, first moments to a relative L2 error of 0.5.
@@ -264,7 +264,7 @@ def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
 
 
 def compact(*, chain: ChainPolicy | None = None) -> Config:
-    """Return the smallest level: 24 bins, weights that change only where it is worth the bits, coarse moments.
+    """Return the smallest level: 24 bins, weights that change only if worth the bits, coarse moments.
 
     Promise: small, for trainings that are restored now and then. First moments are on a grid of 4 in units of
     sqrt(v), where most restore as zero: a resumed optimizer starts without momentum. Second moments keep to two

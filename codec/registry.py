@@ -27,7 +27,7 @@ _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,99})\.[\w.-]{1,100}")
 
 
 class Table(dict[str, T]):
-    """A table that looks a missing `PACKAGE.NAME` up in the entry points of the installed packages."""
+    """A table that finds a missing `PACKAGE.NAME` in the entry points of installed packages."""
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
@@ -47,7 +47,7 @@ STREAMS: Table[Stream] = Table()
 
 
 def register(codec: type[Codec]) -> type[Codec]:
-    """Make a codec and its streams known in this process; an entry point makes them known in every process.
+    """Register a codec and its streams in this process; an entry point does so in every process.
 
     Args:
         codec: a class that follows `Codec`, with `streams`: a dict of its stream formats by name.
@@ -85,7 +85,7 @@ def package_of(name: str) -> str:
 
 
 def missing(name: str, path: str = "") -> MissingCodecError:
-    """Return the error for a name of another package that is in no table, where an array at `path` needs it."""
+    """Return the error for an unknown name of another package that the array at `path` needs."""
     package = package_of(name)
     try:
         found = f"{package} {version(package)} is installed, and has no such entry point in the group {GROUP}"

@@ -1,4 +1,4 @@
-"""Stream formats by name: how the pieces of an array become its memory again, and what else is to be known of them."""
+"""Stream formats by name: their decoders and their properties."""
 
 from __future__ import annotations
 
