@@ -336,9 +336,9 @@ def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: flo
 
 def run(options: Options) -> list[Row]:
     """All rows."""
-    from . import gpustates, small_arrays
+    from . import first_call, gpustates, small_arrays
 
-    small = small_arrays.rows(options)
+    small = [*small_arrays.rows(options), *first_call.rows(options)]
     if small_arrays.alone(options):
         return small
     options.say("making the states")
