@@ -229,7 +229,7 @@ class Rows:
         before = parent if isinstance(parent, RowsReference) and parent.style.size == leaf.spec.shape[0] else None
         touched = marked_rows(leaf.touched, leaf.spec.shape[0], leaf.path)
         for style in self._ladder(plan, leaf.spec):
-            # A table that is full of styles starts anew.
+            # A full table of styles starts from scratch.
             room = before is not None and len({*before.table, style, RAW}) <= MOST_STYLES
             memory, met, missed = _quantize(leaf, style, before if room else None, touched)
             if self.max_error is None or style == RAW or met.relative_l2 <= self.max_error:

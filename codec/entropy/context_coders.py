@@ -20,7 +20,7 @@ from .table import I64, U8, Table, least_stream, read_rans
 _WORTH_PLACES = 512
 """Bytes below which classes of places are not tried."""
 _BESIDE_PRODUCTS = 8
-"""Classes of places at most beside what products predict, which has said much of it: more gain nothing."""
+"""Maximum number of position classes next to a low-rank prediction; more classes gain nothing."""
 _SIGN = np.uint8(128)
 """What makes a signed byte an unsigned one in the same order, and back."""
 

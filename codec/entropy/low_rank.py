@@ -244,7 +244,7 @@ def _total(terms: Iterable[float]) -> float:
 
 
 def _worth(energies: NpArray, power: float, n: int, lines: int) -> list[int]:
-    """The directions that spare more bits than their factors take, the strongest first.
+    """The directions that save more bits than their factors take, the strongest first.
 
     Of n numbers of variance s, a direction of energy E takes E / n away: n / 2 log2(s / (s - E / n)) bits. Its factors
     take what normal numbers in eighths do.

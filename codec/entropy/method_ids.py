@@ -3,6 +3,6 @@
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
 RARE, EXCEPTIONS, PLACES, PRODUCTS = 10, 11, 12, 13
 SLACK = 1.005
-"""Within half a percent of the smallest, what is decoded faster is taken."""
+"""Methods within half a percent of the smallest are chosen by decoding speed."""
 FEW = 1024
 """Changes that are coded one by one at most: each takes some hundred nanoseconds, and of more a table says enough."""

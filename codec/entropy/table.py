@@ -37,7 +37,7 @@ WIDE = 4 * (WIDE_STATES - STATES)
 _MODEST = 4096
 _BINCOUNT = 1 << 12
 _A_TIE = 0.5
-"""Bytes by which a finer table must be cheaper: what is chosen must not depend on the last digits of a logarithm."""
+"""Bytes by which a finer table must be cheaper, so that no choice depends on the last digits of a logarithm."""
 
 
 def array(data: memoryview) -> U8:
@@ -106,7 +106,7 @@ class Table:
             return found._widened()
         wide = found if found.precision == WIDE_PRECISION else None
         for precision in PRECISIONS[first + 1 :]:
-            # A finer table is no shorter, and no table beats the entropy.
+            # A finer table is not shorter, and no table beats the entropy.
             modest = found.cost < _MODEST and found.precision > PRECISIONS[0]
             if modest or found.cost <= slack * (bound + len(found.packed)):
                 break

@@ -133,7 +133,7 @@ class LogBuckets:
             return _exactly(leaf, parent), 0.0
         pieces = [piece for piece, _, _ in done]
         met = sum((d for _, d, _ in done), Distortion(0.0, 0.0, 0.0))
-        # The first moment beside a second one needs the decoded values: they are at hand here.
+        # The first moment needs the decoded values of its second moment, which are available here.
         decoded = (lambda: done[0][2]) if alone and done else None
         stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative", decoded=decoded)
         return stored, met.relative_l2

@@ -12,7 +12,7 @@ from ..evidence.entries import Entry, Outline, entries_of
 from ..evidence.moments import role_of
 
 _BESIDE = ("step", "count")
-"""Names of the count beside a second moment: PyTorch's, Optax's."""
+"""Names of the step count next to a second moment: PyTorch's, Optax's."""
 _BELOW = ("iteration", "iterations")
 """Anywhere below an optimizer: Keras's."""
 

@@ -133,7 +133,7 @@ class SecondMoment:
         if beyond.any():  # no normal bfloat16 holds these factors
             parts = [_without(part, beyond, leaf, start) for part, start in zip(parts, starts, strict=True)]
         table = to_bfloat16(np.where(beyond, np.float32(0), factor))
-        # The first moment beside it needs the decoded values: they are at hand here, where their error is measured.
+        # Its first moment needs the decoded values, which are available here, where their error is measured.
         data = room_beside(leaf.flat, leaf.spec)
 
         def met(number: int) -> Distortion:

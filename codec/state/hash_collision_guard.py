@@ -3,7 +3,7 @@
 Hashes of text and bytes are secret in each process; those of numbers, and of tuples of them, are not. Integers that
 differ by multiples of 2**61 - 1 have one hash, tuples with one hash are easily found, and of integers of 64 bits some
 walk through all slots that the others hold. A dict of n such keys takes n**2 / 2 steps to build, and a file of some
-kilobytes hours. So before a dict is built its insertions are counted, by numbers that are no keys of anything.
+kilobytes hours. So before a dict is built its insertions are counted, by numbers that are not used as keys.
 """
 
 from __future__ import annotations

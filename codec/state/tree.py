@@ -168,7 +168,7 @@ def flatten(
         The nodes in preorder, and the arrays in the order of their `{"a": i}` nodes.
 
     Raises:
-        BadArgumentError: the root is no dict, list or tuple, or the tree contains itself.
+        BadArgumentError: the root is not a dict, list or tuple, or the tree contains itself.
         UnsupportedLeafError: a leaf, key or container type that cannot be rebuilt without pickle.
     """
     if type(state) not in _DICTS and type(state) not in _SEQUENCES:
@@ -295,7 +295,7 @@ def unflatten(
         rebuild: put tensor subclasses together; else they stay `Wrapper`s, which `flatten` takes as what they were.
 
     Raises:
-        CorruptDataError: the nodes are no tree.
+        CorruptDataError: the nodes do not form a tree.
         UnsupportedLeafError: a tensor subclass is not known here.
     """
     spelled = _Spelled(CorruptDataError)

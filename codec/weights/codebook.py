@@ -230,7 +230,7 @@ def _is_warm(how: Fit, parent: Floats | None) -> bool:
 
 
 def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
-    """Return multiples of a step over the whole range, with the error of the best `bins` entries.
+    """Return multiples of a step over the whole range, as accurate as the best `bins` entries.
 
         step = sqrt(12 D),  D = mean squared error of the exact codebook of `bins` entries
 
