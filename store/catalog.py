@@ -67,8 +67,13 @@ class Catalog:
         if names != self._names:
             known = {step: set(found) for step, found in self._known.items()}
             for name in names ^ self._names:
-                if (parsed := parse_name(name)) is not None:
-                    known.setdefault(parsed[0], set()).symmetric_difference_update([parsed[1]])
+                if (parsed := parse_name(name)) is None:
+                    continue
+                step, generation = parsed
+                if step in known:
+                    known[step] ^= {generation}
+                else:
+                    known[step] = {generation}
             self._names, self._known = names, {step: sorted(known[step]) for step in sorted(known) if known[step]}
             for name in self._parsed.keys() - names:
                 del self._parsed[name]
