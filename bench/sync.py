@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,12 @@ import zstandard
 import shrinkpoint as sp
 
 from .harness import ROUNDS, CheckFailed, Options, Row, Target, at_least, at_most, cpu_clock
+from .peers import library
 from .plot import Bars, draw
 
 TITLE = "exact deltas at the speed of memory, and publishing to a model that serves"
 FLOOR = "memcpy"
+MASK = "BitSnap's mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,10 @@ def _codec(share: Share, n: int) -> list[Row]:
             for level in (1, 3):
                 coder = zstandard.ZstdCompressor(level=level)
                 calls[f"zstd-{level} of XOR"] = lambda coder=coder: coder.compress(_xor(old, new))  # type: ignore[misc]
+            for name, coder in _other_coders().items():
+                calls[f"{name} of XOR"] = lambda coder=coder: coder(_xor(old, new))  # type: ignore[misc]
+            mask = sp.presets.bitsnap()
+            calls[MASK] = lambda: sp.compress({"w": new}, base, mask).to_bytes()
             seconds: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(ROUNDS + 1):
                 for name, call in calls.items():
@@ -127,10 +133,11 @@ def _codec(share: Share, n: int) -> list[Row]:
         goal = None if limit is None else at_least(limit)
         ours, floor = (2 * n / median[key] / 1e9 for key in (name, FLOOR))
         rows.append(_row(f"{name}, {share.name}", n, ours, floor, goal, note))
-    for level in (1, 3):
-        peer = f"zstd-{level} of XOR"
+    for peer in (name for name in calls if name.endswith("of XOR") or name == MASK):
         speed = 2 * n / median[peer] / 1e9
         rows.append(_row(f"encode, {share.name}", n, 2 * n / median["encode"] / 1e9, speed, None, note, peer))
+    for level in (1, 3):
+        peer = f"zstd-{level} of XOR"
         size = f"size, {share.name}"
         ratio = peers[level] / len(blob)
         rows.append(Row(size, "cpu", n, len(blob), "bytes", peer, peers[level], ratio, None, None, note))
@@ -142,6 +149,20 @@ def _codec(share: Share, n: int) -> list[Row]:
         name = "every element coded"
         rows.append(Row(f"size, {share.name}", "cpu", n, len(blob), "bytes", name, dense, ratio, text, met, note))
     return rows
+
+
+def _other_coders() -> dict[str, Callable[[bytes], object]]:
+    """Coders of bytes that are installed, on one thread."""
+    found: dict[str, Callable[[bytes], object]] = {}
+    with suppress(ImportError):
+        found["LZ4"] = library("lz4.frame").compress
+    with suppress(ImportError):
+        standalone, config = library("pcodec.standalone"), library("pcodec").ChunkConfig()
+        found["pcodec"] = lambda data: standalone.simple_compress(np.frombuffer(data, np.uint16), config)
+    with suppress(ImportError):
+        zipnn = library("zipnn").ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
+        found["zipnn"] = lambda data: zipnn.compress(bytearray(data))
+    return found
 
 
 def _xor(old: torch.Tensor, new: torch.Tensor) -> bytes:
