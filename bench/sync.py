@@ -112,8 +112,8 @@ def _codec(share: Share, n: int) -> list[Row]:
             for level in (1, 3):
                 coder = zstandard.ZstdCompressor(level=level)
                 calls[f"zstd-{level} of XOR"] = lambda coder=coder: coder.compress(_xor(old, new))  # type: ignore[misc]
-            for name, coder in _other_coders().items():
-                calls[f"{name} of XOR"] = lambda coder=coder: coder(_xor(old, new))  # type: ignore[misc]
+            for name, other in _other_coders().items():
+                calls[f"{name} of XOR"] = lambda other=other: other(_xor(old, new))  # type: ignore[misc]
             mask = sp.presets.bitsnap()
             calls[MASK] = lambda: sp.compress({"w": new}, base, mask).to_bytes()
             seconds: dict[str, list[float]] = {name: [] for name in calls}
